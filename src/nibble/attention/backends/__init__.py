@@ -1,0 +1,63 @@
+"""The attention backends: one file each. EXTENSION POINT: a new file here, or `register()` from outside, adds one.
+
+A file holds `BACKEND`, a BackendInfo: its facts as rows, and how to make its adapter. Importing a file must not
+import its third-party package; that is the adapter's business.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nibble.attention.capability import BackendInfo
+from nibble.errors import ConfigError, unknown
+
+__all__ = ["all_backends", "get", "installed", "present", "register"]
+
+_registry: dict[str, BackendInfo] = {}
+
+
+def register(info: BackendInfo) -> BackendInfo:
+    """Adds a backend under its name; a different one of the same name is a ConfigError."""
+    if _registry.setdefault(info.name, info) != info:
+        raise ConfigError(f"an attention backend called {info.name!r} is registered already")
+    return info
+
+
+def get(name: str) -> BackendInfo:
+    """The backend called `name`; raises ConfigError with the nearest known name."""
+    if name not in _registry:
+        raise ConfigError(unknown("attention backend", name, _registry))
+    return _registry[name]
+
+
+def all_backends() -> Mapping[str, BackendInfo]:
+    """Every backend by name, those whose facts are only declared included."""
+    return dict(sorted(_registry.items()))
+
+
+def installed(info: BackendInfo) -> bool:
+    """Whether the backend's package can be imported on this machine."""
+    return info.package is None or importlib.util.find_spec(info.package) is not None
+
+
+def present() -> Mapping[str, BackendInfo]:
+    """Every backend, with the adapters of those whose package is missing here taken away.
+
+    What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
+    """
+    return {name: info if installed(info) else replace(info, adapter=None) for name, info in all_backends().items()}
+
+
+def _discover() -> None:
+    """Registers the BACKEND of every module in this package that has one."""
+    for entry in pkgutil.iter_modules(__path__):
+        info = getattr(importlib.import_module(f"{__name__}.{entry.name}"), "BACKEND", None)
+        if info is not None:
+            register(info)
+
+
+_discover()

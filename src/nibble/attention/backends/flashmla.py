@@ -1,0 +1,66 @@
+"""flashmla: DeepSeek's FlashMLA. Dense decoding on Hopper, and sparse attention over a 16-bit cache.
+
+The sparse kernel sees the cache as one flat axis of tokens. In a 16-bit pool the slot numbers of the paged cache are
+positions on that axis (`paged`); offsets into a gathered buffer (`ragged`) are too.
+"""
+
+from __future__ import annotations
+
+from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+
+README = "deepseek-ai/FlashMLA README"
+
+
+def _dense(formats: frozenset[str], dtype: frozenset[str], prefer: int, cites: str) -> Row:
+    return Row(
+        phase=frozenset({Phase.DECODE, Phase.VERIFY}),
+        kind=frozenset({"mla"}),
+        format=formats,
+        packing=frozenset({"nhd"}),
+        arch=frozenset({90}),
+        page=frozenset({64}),
+        dim=frozenset({576}),
+        dtype=dtype,
+        window=NEVER,
+        softcap=NEVER,
+        sinks=NEVER,
+        prefer=prefer,
+        cites=cites,
+    )
+
+
+BACKEND = BackendInfo(
+    name="flashmla",
+    summary="FlashMLA: dense MLA decoding on Hopper, sparse attention on Hopper and Blackwell",
+    package="flash_mla",
+    install="pip install git+https://github.com/deepseek-ai/FlashMLA",
+    rows=(
+        _dense(
+            frozenset({"bf16", "fp16"}),
+            frozenset({"bfloat16", "float16"}),
+            60,
+            f"{README}: dense decoding, SM90; one H200: 64 x 8K, 128 heads in 0.253 ms",
+        ),
+        _dense(
+            frozenset({"fp8_e4m3"}),
+            frozenset({"bfloat16"}),
+            50,
+            "vLLM docs/design/attention_backends.md: FLASHMLA, fp8_e4m3, page 64",
+        ),
+        Row(
+            phase=frozenset(Phase),
+            kind=frozenset({"dsa"}),
+            format=frozenset({"bf16"}),
+            packing=frozenset({"nhd"}),
+            arch=frozenset({90, 100}),
+            page=frozenset({64}),
+            dim=frozenset({576}),
+            dtype=frozenset({"bfloat16"}),
+            window=NEVER,
+            softcap=NEVER,
+            addressing=frozenset({"paged", "ragged"}),
+            prefer=60,
+            cites=f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
+        ),
+    ),
+)

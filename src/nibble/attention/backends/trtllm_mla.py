@@ -1,0 +1,29 @@
+"""trtllm_mla: TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell. Block scales are not wired up."""
+
+from __future__ import annotations
+
+from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+
+BACKEND = BackendInfo(
+    name="trtllm_mla",
+    summary="TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell",
+    package="flashinfer",
+    install="pip install flashinfer-python",
+    rows=(
+        Row(
+            phase=frozenset(Phase),
+            kind=frozenset({"mla"}),
+            format=frozenset({"bf16", "fp16", "fp8_e4m3"}),
+            packing=frozenset({"nhd"}),
+            arch=frozenset({100, 103}),
+            page=frozenset({32, 64}),
+            dim=frozenset({576}),
+            dtype=frozenset({"bfloat16", "float16"}),
+            window=NEVER,
+            softcap=NEVER,
+            sinks=NEVER,
+            prefer=60,
+            cites="vLLM docs/design/attention_backends.md: FLASHINFER_MLA, pages 32, 64; FlashInfer 4644: no FP4 scales",
+        ),
+    ),
+)

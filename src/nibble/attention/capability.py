@@ -1,0 +1,138 @@
+"""Facts about backends: rows, and the needs that they are held against.
+
+Owns Phase, Need, Row and BackendInfo. A row is a conjunction of allowed values: no predicates, no escape
+hatch; where a fact does not fit, split the row. Must not know of torch, of any one backend, or of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """What a step asks of attention for one request."""
+
+    PREFILL = "prefill"  # new tokens, nothing cached before them
+    EXTEND = "extend"  # new tokens over a cached prefix (chunked prefill included)
+    DECODE = "decode"  # one new token
+    VERIFY = "verify"  # a few draft tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
+        return self in {Phase.DECODE, Phase.VERIFY}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one layer group asks for in one phase.
+
+    format: the name of the streams' format, or `k_format:v_format` where they differ.
+    packing, page: None while they are still to be chosen; any row will do then.
+    dim: width of a head; group: query heads per KV head; arch: compute capability, 0 for a CPU.
+    addressing: how a sparse kernel's indices name tokens; `paged` for everything dense.
+    """
+
+    phase: Phase
+    kind: str
+    format: str
+    packing: str | None
+    arch: int
+    page: int | None
+    dim: int
+    group: int
+    dtype: str
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    addressing: str = "paged"
+
+    def __str__(self) -> str:
+        stored = f"{self.format}@{self.packing}" if self.packing else self.format
+        parts = [f"{self.phase} of {self.kind} in {stored}"]
+        parts += [f"page {self.page}"] if self.page else []
+        parts += [f"head_dim {self.dim}", f"group {self.group}", self.dtype]
+        parts += [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+        return f"{', '.join(parts)} on {_show('arch', self.arch)}"
+
+
+NEVER = frozenset({False})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One combination that a backend supports; None allows any value.
+
+    prefer: orders rows that serve the same need, higher first; plain torch is below 0. cites: the benchmark report, or
+    the source of the fact, that stands behind the row.
+    """
+
+    phase: frozenset[Phase]
+    kind: frozenset[str]
+    format: frozenset[str] | None
+    packing: frozenset[str] | None = None
+    arch: frozenset[int] | None = None
+    page: frozenset[int] | None = None
+    dim: frozenset[int] | None = None
+    group: frozenset[int] | None = None
+    dtype: frozenset[str] | None = None
+    window: frozenset[bool] | None = None
+    softcap: frozenset[bool] | None = None
+    sinks: frozenset[bool] | None = None
+    addressing: frozenset[str] = frozenset({"paged"})
+    prefer: int = 0
+    cites: str = ""
+
+    def refuses(self, need: Need) -> tuple[str, ...]:
+        """The reasons why this row does not serve `need`; empty where it does."""
+        return tuple(
+            _reason(name, asked, allowed)
+            for name in _FIELDS
+            if (allowed := getattr(self, name)) is not None
+            and (asked := getattr(need, name)) is not None
+            and asked not in allowed
+        )
+
+
+_FIELDS = tuple(asked.name for asked in fields(Need))
+
+
+def _reason(name: str, asked: Any, allowed: frozenset[Any]) -> str:
+    if isinstance(asked, bool):
+        return f"no {name}" if asked else f"only with {name}"
+    return f"{name} {_show(name, asked)} is not in {{{', '.join(_show(name, value) for value in sorted(allowed))}}}"
+
+
+def _show(name: str, value: Any) -> str:
+    if name == "arch":
+        return f"SM{value}" if value else "CPU"
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """A backend's file, as data.
+
+    adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then; None while
+    only its facts are declared.
+    package: what must be importable, and `install` how a user gets it; None for what torch brings.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    summary: str
+    adapter: Callable[[], Any] | None = None
+    package: str | None = None
+    install: str | None = None
+
+    @property
+    def runnable(self) -> bool:
+        """Whether this version of Nibble can call it, given its package."""
+        return self.adapter is not None
+
+    def nearest(self, need: Need) -> tuple[str, ...]:
+        """The reasons of the row that is closest to serving `need`; empty where one serves it."""
+        return min((row.refuses(need) for row in self.rows), key=len, default=("has no rows",))

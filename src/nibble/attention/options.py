@@ -1,0 +1,107 @@
+"""Which rows serve a need: every way to serve each layer group in each phase, best first.
+
+Owns Request (the arguments of resolve() as one), Option and the price of staging. What is picked from the options
+is resolve.py's business. Must not name any backend or format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nibble.attention import needs
+from nibble.attention.capability import BackendInfo, Need, Phase, Row
+from nibble.attention.needs import Part
+from nibble.attention.plan import STAGED_PACKING, Route
+from nibble.config import Config
+from nibble.errors import ConfigError, unknown
+from nibble.geometry import Geometry
+from nibble.hardware import Hardware
+
+ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
+"""Phases that every plan serves. VERIFY follows DECODE's backend."""
+STAGING_PENALTY = 50
+"""What staging costs in units of Row.prefer: more than the gap between a portable kernel and a vendor's. Measured on
+one H200, 64 requests of 8K tokens: dequantising 2.10 ms a layer, and then 0.50 ms for attention in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of resolve()."""
+
+    config: Config
+    geometry: Geometry
+    hardware: Hardware
+    backends: Mapping[str, BackendInfo]
+    declared: bool
+    verify: bool
+
+    @property
+    def dtype(self) -> str:
+        return needs.compute_dtype(self.config, self.hardware)
+
+    def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
+        """The backends that may serve `phase`: the one that was named, or for `auto` all that this version can run."""
+        asked = self.config.backend_for(phase.decodes)
+        if asked == "auto":
+            return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
+        if asked not in self.backends:
+            raise ConfigError(unknown("attention backend", asked, [*self.backends, "auto"]))
+        return {asked: self.backends[asked]}
+
+    def may_stage(self, phase: Phase) -> bool:
+        """Whether pages may be dequantised for `phase`; in DECODE every byte would be read several times a step."""
+        return self.config.allow_staging or not phase.decodes
+
+    def need(self, part: Part, phase: Phase) -> Need:
+        """What `part` asks for, before page size and packing are chosen."""
+        return part.need(phase, self.hardware, self.dtype, self.config.page_size, None)
+
+    def staged(self, need: Need) -> Need | None:
+        """What `need` becomes when pages are dequantised first; None where they hold the compute dtype anyway."""
+        plain = needs.plain_format(self.dtype)
+        return None if need.format == plain else replace(need, format=plain, packing=STAGED_PACKING)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A row that serves a need, on these page sizes and packings of the cache; None is any."""
+
+    backend: BackendInfo
+    row: Row
+    prefer: int
+    pages: frozenset[int] | None
+    packings: frozenset[str] | None
+    stage_to: str | None = None
+
+    def fits(self, page: int, packing: str) -> bool:
+        return (self.pages is None or page in self.pages) and (self.packings is None or packing in self.packings)
+
+    def route(self, phase: Phase) -> Route:
+        return Route(phase, self.backend.name, self.row, self.stage_to, self.backend.runnable)
+
+
+Ask = tuple[Part, Phase]
+Options = Mapping[Ask, tuple[Option, ...]]
+
+
+def serving(request: Request, part: Part, phase: Phase) -> tuple[Option, ...]:
+    """All options of an ask, best first; ties go by the backend's name, then by order in its file."""
+    need = request.need(part, phase)
+    staged = request.staged(need) if request.may_stage(phase) else None
+    found: list[Option] = []
+    for info in request.considered(phase).values():
+        found += [Option(info, row, row.prefer, row.page, row.packing) for row in info.rows if not row.refuses(need)]
+        if staged:
+            found += [_staged(info, row, staged) for row in info.rows if not row.refuses(staged)]
+    return tuple(sorted(found, key=lambda option: -option.prefer))
+
+
+def _staged(info: BackendInfo, row: Row, need: Need) -> Option:
+    return Option(info, row, row.prefer - STAGING_PENALTY, row.page, None, need.format)
+
+
+def follow(options: Options, part: Part, decode: Option, page: int, packing: str) -> Option | None:
+    """How DECODE's backend serves VERIFY, or None."""
+    same = (option for option in options[part, Phase.VERIFY] if option.backend.name == decode.backend.name)
+    return next((option for option in same if option.fits(page, packing)), None)

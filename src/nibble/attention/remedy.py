@@ -1,0 +1,137 @@
+"""What works instead: the nearest config that resolves, as a command line.
+
+Owns the edits that are tried, their order, and how a config is written as a command. Must not judge rows itself:
+an edit works if resolving it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+
+from nibble.attention.options import Request
+from nibble.attention.plan import Plan
+from nibble.config import Config, default_of
+from nibble.errors import ConfigError
+from nibble.formats import scheme as schemes
+from nibble.geometry import Stream
+from nibble.hardware import Hardware, named
+
+Attempt = Callable[[Config], Plan | None]
+Edit = Callable[[Config], Config]
+PAGES = (1, 16, 32, 64, 128, 256)
+SAMPLE = Stream("k", heads=1, dim=128)
+
+
+def find(request: Request, attempt: Attempt) -> str | None:
+    """The nearest command that works: one edit if any does, else two; None where two do not help."""
+    kinds = tuple(tuple(kind) for kind in _edits(request))
+    singles = ([(edit,) for edit in kind] for kind in kinds)
+    pairs = (list(itertools.product(first, second)) for first, second in itertools.combinations(kinds, 2))
+    for candidates in itertools.chain(singles, pairs):
+        plans = ((edited, attempt(edited)) for edited in (_apply(request.config, edits) for edits in candidates))
+        found = [(config, plan) for config, plan in plans if plan is not None]
+        if found:
+            config, _ = min(found, key=lambda pair: _cost(request, pair[1]))
+            return command(config, request.hardware, declared=request.declared)
+    return None
+
+
+def command(config: Config, hardware: Hardware, *, declared: bool = False) -> str:
+    """`nibble plan` with all that differs from the defaults, and the scheme always."""
+    words = ["nibble", "plan", config.model, "--kv-format", config.kv_format]
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name not in {"model", "kv_format"} and value != default_of(option):
+            words += _words(option.name.replace("_", "-"), value)
+    words += ["--gpu", hardware.name] if _is_named(hardware) else []
+    return shlex.join([*words, "--declared"] if declared else words)
+
+
+def _words(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
+
+
+def _is_named(hardware: Hardware) -> bool:
+    """Whether `--gpu` knows this machine by its name; otherwise the command means the machine that it is run on."""
+    try:
+        return named(hardware.name).arch == hardware.arch
+    except ConfigError:
+        return False
+
+
+def _apply(config: Config, edits: Iterable[Edit]) -> Config:
+    for edit in edits:
+        config = edit(config)
+    return config
+
+
+def _cost(request: Request, plan: Plan) -> tuple[bool, int]:
+    """Of two edits of one kind the better: one that can run, then the one whose routes are preferred."""
+    routes = [route for group in plan.groups for route in group.routes]
+    runs = request.declared or all(route.runnable for route in routes)
+    return not runs, -sum(route.row.prefer for route in routes)
+
+
+def _edits(request: Request) -> Iterator[Iterator[Edit]]:
+    """Kinds of edits, the mildest first."""
+    config = request.config
+    names = tuple(request.backends)
+    yield (_set(decode_backend=name) for name in names if name != config.backend_for(True))
+    yield (_set(prefill_backend=name) for name in names if name != config.backend_for(False))
+    if config.attention_backend != "auto":
+        yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
+    if config.page_size is not None:
+        yield (_set(page_size=page) for page in PAGES if page != config.page_size)
+    if not config.allow_staging:
+        yield iter([_set(allow_staging=True)])
+    yield from _scheme_edits(config)
+
+
+def _set(**values: object) -> Edit:
+    def edit(config: Config) -> Config:
+        return replace(config, **values)  # type: ignore[arg-type]
+
+    return edit
+
+
+def _scheme_edits(config: Config) -> Iterator[Iterator[Edit]]:
+    """Another scheme in the place of each that is in use, those nearest in bytes first, one kind each."""
+    used = dict.fromkeys(schemes.parse(text) for text in [config.kv_format, *_rule_schemes(config)])
+    for old in used:
+        if old.transforms:
+            yield iter([_rename(old, old.base)])
+        others = sorted((name for name in schemes.names() if name != old.base), key=lambda name: _distance(old.base, name))
+        for name in others:
+            yield iter([_rename(old, "+".join((name, *old.transforms)))])
+
+
+def _rule_schemes(config: Config) -> list[str]:
+    return [rule.partition("=")[2] for rule in config.kv_layers.split(";") if rule.strip()]
+
+
+def _distance(old: str, new: str) -> float:
+    """How far apart two schemes are in bytes; of two at the same distance the one with more bytes is nearer."""
+    before, after = _size(old), _size(new)
+    return max(before, after) / min(before, after) + (0.001 if after < before else 0)
+
+
+def _size(name: str) -> int:
+    scheme = schemes.parse(name)
+    return sum(scheme.format_of(replace(SAMPLE, name=stream)).bytes_per_token(SAMPLE) for stream in "kv")
+
+
+def _rename(old: schemes.Scheme, new: str) -> Edit:
+    def rule(text: str) -> str:
+        where, equals, name = text.partition("=")
+        return f"{where}={new}" if equals and schemes.parse(name) == old else text
+
+    def edit(config: Config) -> Config:
+        kv_format = new if schemes.parse(config.kv_format) == old else config.kv_format
+        return replace(config, kv_format=kv_format, kv_layers=";".join(map(rule, config.kv_layers.split(";"))))
+
+    return edit

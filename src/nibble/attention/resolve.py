@@ -1,0 +1,162 @@
+"""From what the user said to what is done: the plan of a config, a model and a machine.
+
+Owns the choice of backends, page size and packing. Choosing, validating and documenting are one function over the
+backends' rows: nothing here names a backend or a format. Must not import torch, load weights or touch a GPU.
+
+    resolve             Config, Geometry, Hardware -> Plan, or Unsupported with reasons and a command that works
+    require_runnable    what an engine asks before it starts: are the plan's backends here?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from nibble.attention import needs, options, reasons, remedy
+from nibble.attention.backends import all_backends, installed
+from nibble.attention.capability import BackendInfo, Phase
+from nibble.attention.needs import Part, Unstorable
+from nibble.attention.options import ROUTED, Option, Options, Request
+from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.cache import packing as packings
+from nibble.config import Config
+from nibble.errors import ConfigError, Unsupported
+from nibble.geometry import Geometry
+from nibble.hardware import Hardware
+
+WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
+"""How much a phase's preference counts when one page size must suit all."""
+GPU_PAGES = (64, 32, 16, 128, 1)
+CPU_PAGES = (16, 32, 64, 128, 1)
+"""Page sizes by preference where rows leave the choice. Kernels like 64 tokens; without any, small pages share finer."""
+
+
+def resolve(
+    config: Config,
+    geometry: Geometry,
+    hardware: Hardware,
+    backends: Mapping[str, BackendInfo] | None = None,
+    *,
+    declared: bool = False,
+    verify: bool = False,
+) -> Plan:
+    """The plan; raises ConfigError, or Unsupported with each backend's reasons and the nearest command that works.
+
+    declared: let `auto` also choose backends that this version knows but cannot run yet.
+    verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says so.
+    """
+    table = dict(sorted((all_backends() if backends is None else backends).items()))
+    request = Request(config, geometry, hardware, table, declared, verify)
+
+    def attempt(edited: Config) -> Plan | None:
+        try:
+            return _resolve(replace(request, config=edited))
+        except ConfigError:
+            return None
+
+    try:
+        return _resolve(request)
+    except Unsupported as error:
+        raise Unsupported(error.need, error.refusals, remedy.find(request, attempt)) from None
+    except Unstorable as error:
+        way_out = remedy.find(request, attempt)
+        raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
+
+
+def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
+    """Raises ConfigError where a backend of the plan has no adapter in this version, or its package is missing."""
+    table = all_backends() if backends is None else backends
+    for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
+        info = table[name]
+        if not installed(info):
+            raise ConfigError(f"backend {name} needs the package {info.package}, which is missing: {info.install}")
+        if not info.runnable:
+            able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
+            raise ConfigError(f"this version knows backend {name} but has no adapter for it; it can run: {able}")
+
+
+def _resolve(request: Request) -> Plan:
+    found = needs.parts(request.config, request.geometry)
+    choices = {(part, phase): options.serving(request, part, phase) for part in found for phase in Phase}
+    _require_served(request, choices)
+    page, packing = _storage(request, choices)
+    groups = tuple(_group(request, part, choices, page, packing) for part in found)
+    notes = (
+        *needs.borrowers(request.config, request.geometry),
+        *reasons.notes(request, groups, page, packing),
+    )
+    layout = needs.layout(found, request.geometry, page, packing)
+    return Plan(layout, groups, request.geometry.owner, request.dtype, notes)
+
+
+def _require_served(request: Request, choices: Options) -> None:
+    """Raises Unsupported for the first ask that no row serves, whatever the storage."""
+    for (part, phase), choice in choices.items():
+        if phase is Phase.VERIFY and request.verify:
+            decodes = {option.backend.name for option in choices[part, Phase.DECODE]}
+            if not decodes & {option.backend.name for option in choice}:
+                raise reasons.refusal(request, part, phase)
+        elif phase in ROUTED and not choice:
+            raise reasons.refusal(request, part, phase)
+
+
+def _pick(request: Request, choices: Options, part: Part, phase: Phase, page: int, packing: str) -> Option | None:
+    """The best option of an ask on one page size and packing; in DECODE one that can VERIFY too, if that was asked."""
+    must_verify = request.verify and phase is Phase.DECODE
+    for option in choices[part, phase]:
+        if option.fits(page, packing) and not (
+            must_verify and options.follow(choices, part, option, page, packing) is None
+        ):
+            return option
+    return None
+
+
+def _storage(request: Request, choices: Options) -> tuple[int, str]:
+    """The page size and packing that please most: one storage serves all groups and phases, so it is one choice."""
+    best: tuple[int, int, str] | None = None
+    for page in _pages(request, choices):
+        for packing in _packings(choices):
+            score = _score(request, choices, page, packing)
+            if score is not None and (best is None or score > best[0]):
+                best = (score, page, packing)
+    if best is None:
+        raise reasons.no_common_storage(request, choices)
+    return best[1], best[2]
+
+
+def _score(request: Request, choices: Options, page: int, packing: str) -> int | None:
+    """The preferences of all asks together, by weight and number of layers; None where one is not served."""
+    total = 0
+    for part, phase in choices:
+        if phase in ROUTED:
+            option = _pick(request, choices, part, phase, page, packing)
+            if option is None:
+                return None
+            total += option.prefer * WEIGHTS[phase] * len(part.layers)
+    return total
+
+
+def _pages(request: Request, choices: Options) -> Iterable[int]:
+    """Page sizes to try, the preferred ones first."""
+    if request.config.page_size is not None:
+        return (request.config.page_size,)
+    usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
+    named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
+    return (*usual, *sorted(named - set(usual)))
+
+
+def _packings(choices: Options) -> Iterable[str]:
+    """Packings to try: those that the pool knows, then those that only rows name."""
+    named = {name for choice in choices.values() for option in choice for name in option.packings or ()}
+    return (*packings.names(), *sorted(named - set(packings.names())))
+
+
+def _group(request: Request, part: Part, choices: Options, page: int, packing: str) -> GroupPlan:
+    routes: list[Route] = []
+    for phase in ROUTED:
+        option = _pick(request, choices, part, phase, page, packing)
+        assert option is not None, "the storage that was chosen serves every ask"
+        routes.append(option.route(phase))
+        if phase is Phase.DECODE and (verify := options.follow(choices, part, option, page, packing)):
+            routes.append(verify.route(Phase.VERIFY))
+    return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))

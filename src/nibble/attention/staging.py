@@ -1,0 +1,51 @@
+"""Staging: dequantising pages into a workspace, for a backend that cannot read the cache's format.
+
+The only place where that happens, always declared by a route and priced by the plan. The workspace is made for
+the requests at hand, never for the whole pool. Must not know of any one backend or format.
+
+Shape suffixes: B requests, N pages of a request, L tokens (N * page_size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nibble import formats
+from nibble.attention.metadata import Segment
+from nibble.cache import packing as packings
+from nibble.cache.view import KVView, StreamView
+
+MAX_TOKENS = 1 << 17
+"""Bound of the workspace: tokens staged at once, unless a single request has more."""
+
+
+def staged(view: KVView, segment: Segment, target: str) -> Iterator[tuple[KVView, Segment]]:
+    """Cuts `segment` into parts of at most MAX_TOKENS, each with a view of its pages in the plain format `target`."""
+    for part in _parts(segment, view.page_size):
+        count, width = part.pages_BN.shape
+        own = torch.arange(count * width, dtype=torch.int32, device=part.pages_BN.device).view(count, width)
+        streams = {name: _stage(stream, part.pages_BN, view.page_size, target) for name, stream in view.streams.items()}
+        yield replace(view, streams=streams), replace(part, pages_BN=own)
+
+
+def _stage(stream: StreamView, pages_BN: Tensor, page_size: int, target: str) -> StreamView:
+    codec = formats.get(target)
+    values_BLHD = stream.gather(pages_BN)
+    (plane,) = codec.encode(values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size)), stream.scale)
+    return StreamView(stream.stream, codec, packings.get("nhd"), (plane,), stream.scale)
+
+
+def _parts(segment: Segment, page_size: int) -> Iterator[Segment]:
+    """Runs of requests whose padded pages hold at most MAX_TOKENS; at least one request each."""
+    width = segment.pages_BN.shape[1] * page_size
+    step = max(1, MAX_TOKENS // max(width, 1))
+    start = segment.start
+    for first in range(0, len(segment.q_lens), step):
+        q_lens, kv_lens = segment.q_lens[first : first + step], segment.kv_lens[first : first + step]
+        stop = start + sum(q_lens)
+        yield Segment(segment.phase, start, stop, q_lens, kv_lens, segment.pages_BN[first : first + step])
+        start = stop

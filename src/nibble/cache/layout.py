@@ -1,0 +1,71 @@
+"""Where each byte of the cache belongs: which streams each layer stores, in which format and packing.
+
+Owns StreamLayout, LayerLayout and CacheLayout. Sizes are derived from the formats' planes, never typed. The pool
+(pool.py) allocates exactly what is said here, and `nibble plan` prints it. Must not know of backends or requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from nibble import formats
+from nibble.formats import KVFormat
+from nibble.geometry import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLayout:
+    """One stream of one layer: what it is, and the name of the format that stores it."""
+
+    stream: Stream
+    format: str
+
+    @property
+    def codec(self) -> KVFormat:
+        return formats.get(self.format)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.codec.bytes_per_token(self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """What one layer stores per token. transforms: applied to keys before they are encoded (formats/transform.py)."""
+
+    layer: int
+    streams: tuple[StreamLayout, ...]
+    transforms: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(stream.bytes_per_token for stream in self.streams)
+
+    @property
+    def format_key(self) -> str:
+        """What capability rows call the streams' formats: one name, or `k:v` where they differ."""
+        return ":".join(dict.fromkeys(stream.format for stream in self.streams))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The layout of every stored layer. packing: how planes lie in a page (cache/packing.py)."""
+
+    layers: tuple[LayerLayout, ...]
+    page_size: int
+    packing: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers together."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.bytes_per_token * self.page_size
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that differ whenever the meaning of a page's bytes differs; part of every prefix key."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

@@ -1,0 +1,214 @@
+"""Who holds which pages: match, reserve, commit, release.
+
+Owns CacheManager and Lease, one request's claim on pages. Knows pages by number and tokens as plain ints.
+Must not know what a page's bytes are (pool.py), how requests are scheduled, or torch.
+
+The rules that make sharing safe: only full pages enter the tree, and what is in the tree is never written
+again; a page that is written has one holder; a lease enters pages only below pages of the tree that it
+holds itself. Where another request was quicker to enter an equal page, a lease keeps its own copy private,
+and all that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nibble.cache.pages import Pages
+from nibble.cache.prefix import Cursor, Edge, PrefixTree
+from nibble.errors import OutOfPages
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes it.
+
+    stored: leading tokens whose KV the pages hold. hit: how many of them came from the prefix cache.
+    published: leading pages that are in the tree. publishing: whether pages that fill up still enter it.
+    """
+
+    namespace: str
+    pages: list[int] = field(default_factory=list)
+    stored: int = 0
+    hit: int = 0
+    published: int = 0
+    publishing: bool = True
+
+    @property
+    def cursor(self) -> Cursor:
+        """The last page of this lease that is in the tree; the namespace, where none is."""
+        return self.pages[self.published - 1] if self.published else self.namespace
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts of pages and, over the manager's life, of tokens.
+
+    held: pages of open leases. cached: pages in the tree, in use or idle. idle: those only the tree holds.
+    lookup_tokens: tokens of all opened leases. hit_tokens: those found in the prefix cache.
+    """
+
+    total: int
+    free: int
+    held: int
+    cached: int
+    idle: int
+    evicted: int
+    lookup_tokens: int
+    hit_tokens: int
+
+
+class CacheManager:
+    """The books of one pool. Not thread-safe: whoever schedules owns it."""
+
+    def __init__(self, total_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+        assert page_size > 0, f"a page of {page_size} tokens"
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self.releases = 0  # changes whenever pages may have come free
+        self._pages = Pages(total_pages)
+        self._tree = PrefixTree(self._pages, page_size)
+        self._leases: set[Lease] = set()
+        self._evicted = self._lookup_tokens = self._hit_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self._pages.total * self.page_size
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had now: free, or idle in the tree."""
+        return self._pages.free + self._tree.idle
+
+    @property
+    def stats(self) -> CacheStats:
+        """How things stand."""
+        free, idle, total = self._pages.free, self._tree.idle, self._pages.total
+        tokens = (self._lookup_tokens, self._hit_tokens)
+        return CacheStats(total, free, total - free - idle, len(self._tree), idle, self._evicted, *tokens)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages `tokens` tokens take."""
+        return -(-tokens // self.page_size)
+
+    def open(self, tokens: Sequence[int], namespace: str, *, spare: int | None = None) -> Lease:
+        """A lease with the pages of the longest cached prefix of `tokens`; the last token is never in it.
+
+        spare: raise OutOfPages, with nothing changed, unless all of `tokens` fit now and leave so many
+        pages over.
+        """
+        found = self._tree.match(namespace, tokens, len(tokens) - 1) if self.prefix_cache else []
+        if spare is not None:
+            left = self.available - self._tree.count_idle(found)
+            needed = self.pages_for(len(tokens)) - len(found)
+            if needed + spare > left:
+                raise OutOfPages(f"{needed} pages and {spare} to spare are needed, {left} can be had")
+        lease = Lease(namespace, publishing=self.prefix_cache)
+        self._leases.add(lease)
+        self._lookup_tokens += len(tokens)
+        self._join(lease, found)
+        return lease
+
+    def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Takes over pages of `tokens` that others have entered since; returns how many tokens that saves."""
+        at = lease.stored
+        if (
+            not lease.publishing
+            or at != lease.published * self.page_size
+            or len(lease.pages) > lease.published
+        ):
+            return 0  # it has work of its own after its last page in the tree
+        found = self._tree.match(lease.cursor, tokens, len(tokens) - 1, at)
+        self._join(lease, found)
+        return len(found) * self.page_size
+
+    def next_page(self, lease: Lease, tokens: Sequence[int]) -> Edge | None:
+        """What the next page that `lease` enters will stand for; None if `tokens` are too few to fill it."""
+        start = lease.published * self.page_size
+        if not lease.publishing or start + self.page_size > len(tokens):
+            return None
+        return self._tree.edge(lease.cursor, tokens[start : start + self.page_size])
+
+    def reserve(self, lease: Lease, upto: int) -> None:
+        """Gives `lease` pages for `upto` tokens in all; where it raises OutOfPages, nothing has changed."""
+        needed = -(-upto // self.page_size) - len(lease.pages)
+        if needed <= 0:
+            return
+        assert lease in self._leases, "the lease is not open"
+        short = needed - self._pages.free
+        if short > self._tree.idle:
+            total = self._pages.total
+            raise OutOfPages(f"{needed} more pages are needed, {self.available} of {total} can be had")
+        if short > 0:
+            self._evicted += self._tree.evict(short)
+        lease.pages += self._pages.take(needed)
+
+    def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
+        """Says that the KV of tokens[:upto] is stored now; pages that it fills enter the tree."""
+        assert lease.stored <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
+            f"cannot commit {upto}: {lease.stored} stored, {len(tokens)} known, {len(lease.pages)} pages"
+        )
+        lease.stored = upto
+        full = upto // self.page_size
+        while lease.publishing and lease.published < full:
+            self._publish(lease, tokens)
+
+    def release(self, lease: Lease) -> None:
+        """Closes `lease`: its pages are free, but for those that others or the tree hold."""
+        self._leases.remove(lease)
+        shared, private = lease.pages[: lease.published], lease.pages[lease.published :]
+        self._pages.drop(reversed(private))
+        self._tree.drop(shared)
+        lease.pages, lease.stored, lease.published = [], 0, 0
+        self.releases += 1
+
+    def clear(self) -> None:
+        """Forgets the prefix cache. Open leases keep their pages, but none of these is shared any more."""
+        self._tree.clear()
+        for lease in self._leases:
+            lease.published, lease.publishing = 0, False
+        self.releases += 1
+
+    def check_integrity(self) -> None:
+        """Recounts all pages from the open leases and the tree; an AssertionError says what is off."""
+        counts = [int(page in self._tree) for page in range(self._pages.total)]
+        for lease in self._leases:
+            for page in lease.pages:
+                counts[page] += 1
+        self._pages.check(counts)
+        self._tree.check()
+        for lease in self._leases:
+            self._check_lease(lease)
+
+    def _join(self, lease: Lease, found: list[int]) -> None:
+        self._tree.hold(found)
+        lease.pages += found
+        lease.published += len(found)
+        lease.stored = lease.published * self.page_size
+        lease.hit += len(found) * self.page_size
+        self._hit_tokens += len(found) * self.page_size
+
+    def _publish(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Enters the first page that is not in the tree yet, unless an equal one is there."""
+        start = lease.published * self.page_size
+        page, digit = lease.pages[lease.published], tokens[start : start + self.page_size]
+        lease.publishing = self._tree.insert(lease.cursor, digit, page) == page
+        lease.published += lease.publishing
+
+    def _check_lease(self, lease: Lease) -> None:
+        pages, shown = lease.pages, lease.published
+        assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
+        assert shown <= lease.stored // self.page_size, (
+            f"{shown} pages in the tree, {lease.stored} tokens stored"
+        )
+        assert lease.stored <= len(pages) * self.page_size, f"{lease.stored} tokens in {len(pages)} pages"
+        assert self._tree.is_path(lease.namespace, pages[:shown]), f"{pages[:shown]} is no path of the tree"
+        for page in pages[shown:]:
+            assert page not in self._tree, (
+                f"page {page} is in the tree, but its lease takes it for a private one"
+            )
+        for page in pages[lease.stored // self.page_size :]:
+            assert self._pages.count(page) == 1, (
+                f"page {page} can be written by {self._pages.count(page)} holders"
+            )

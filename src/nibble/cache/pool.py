@@ -1,0 +1,85 @@
+"""PagedPool: the bytes of the cache. The only pool class, for all formats; it allocates what the layout says.
+
+Owns the storage of every stored layer, and writing to it. Who owns which page is manager.py's business; must not
+know of requests, phases or backends.
+
+Shape suffixes: T tokens, H heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nibble.cache import packing as packings
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.cache.scales import KVScales
+from nibble.cache.view import KVView, StreamView
+from nibble.formats import transform as transforms_of
+
+POISON = 0xFF
+"""A byte that makes NaN in every format that has one."""
+
+
+class PagedPool:
+    """Pages of every stored layer. scales: raises ScaleError here where the layout needs one that is missing.
+
+    poison: fill with bytes that decode to NaN wherever the format can, so that a read of an unwritten slot shows.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, pages: int, scales: KVScales, device: torch.device | str = "cpu", *, poison: bool = False
+    ) -> None:
+        self.layout = layout
+        self.pages = pages
+        self.views = {layer.layer: self._allocate(layer, scales, torch.device(device)) for layer in layout.layers}
+        if poison:
+            for plane in self._planes():
+                packings.raw(plane).view(torch.uint8).fill_(POISON)
+
+    def _allocate(self, layer: LayerLayout, scales: KVScales, device: torch.device) -> KVView:
+        mean = scales.mean(layer.layer, layer.transforms)
+        streams = {
+            entry.stream.name: self._stream(entry, scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec), device)
+            for entry in layer.streams
+        }
+        return KVView(
+            streams,
+            self.layout.page_size,
+            tuple(transforms_of.get(name) for name in layer.transforms),
+            None if mean is None else torch.tensor(mean, device=device),
+        )
+
+    def _stream(self, entry: StreamLayout, scale: float | tuple[float, ...], device: torch.device) -> StreamView:
+        packing = packings.get(self.layout.packing)
+        planes = tuple(
+            torch.empty(packing.shape(plane, self.pages, self.layout.page_size), dtype=plane.torch_dtype, device=device)
+            for plane in entry.codec.planes(entry.stream)
+        )
+        value = torch.tensor(scale, dtype=torch.float32, device=device)
+        return StreamView(entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value)
+
+    def _planes(self) -> list[Tensor]:
+        return [p for view in self.views.values() for stream in view.streams.values() for p in stream.planes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for pages."""
+        return sum(plane.nbytes for plane in self._planes())
+
+    def view(self, layer: int) -> KVView:
+        """What a backend reads of stored layer `layer`."""
+        return self.views[layer]
+
+    def write(self, layer: int, streams: Mapping[str, Tensor], slots_T: Tensor) -> None:
+        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slots_T."""
+        view = self.views[layer]
+        for name, x_THD in streams.items():
+            if name == "k":
+                for transform in view.transforms:
+                    x_THD = transform.key(x_THD, view.k_mean_HD)
+            target = view.streams[name]
+            for plane, values in zip(target.planes, target.format.encode(x_THD, target.scale), strict=True):
+                target.packing.scatter(plane, slots_T, values)

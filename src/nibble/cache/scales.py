@@ -1,0 +1,181 @@
+"""KV scales: the FP32 global scales (and K means) that a scheme needs, where they came from, and their version.
+
+Owns StreamScale, LayerScales, KVScales and their JSON forms. Fails closed: what is missing is a ScaleError that
+says what to do; 1.0 is used only where it was asked for by name. Reading them from a checkpoint is in
+models/kv_scales.py, measuring them in engine/calibrate.py. Must not know of torch or of pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nibble.cache.layout import CacheLayout
+from nibble.errors import ScaleError
+from nibble.formats import KVFormat
+from nibble.formats import transform as transforms_of
+
+SCHEMA = "nibble-kv-scales-1"
+E4M3_MAX = 448.0
+"""What FP8 scales in checkpoints and JSON files of other engines were made for: scale = amax / 448."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamScale:
+    """value: the scale, one number or one per head. limit: `max_value` of the format that it was made for.
+
+    A format with another max_value gets value * limit / max_value, so that the same amax fits. limit None is the
+    scale 1.0 asked for by name: it stays 1.0 for every format.
+    """
+
+    value: float | tuple[float, ...]
+    limit: float | None
+
+    def for_format(self, fmt: KVFormat) -> float | tuple[float, ...]:
+        """The global scale of `fmt`."""
+        if self.limit is None or fmt.max_value is None or self.limit == fmt.max_value:
+            return self.value
+        ratio = self.limit / fmt.max_value
+        return tuple(v * ratio for v in self.value) if isinstance(self.value, tuple) else self.value * ratio
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """Scales of one layer by stream; a key as `k+rot` holds for K under those transforms. k_mean: [H][D]."""
+
+    streams: Mapping[str, StreamScale]
+    k_mean: tuple[tuple[float, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """Scales by layer. source: where they came from, for messages and `nibble plan`."""
+
+    source: str
+    layers: Mapping[int, LayerScales] = field(default_factory=dict)
+    unit: bool = False
+
+    def scale(self, layer: int, stream: str, transforms: Iterable[str], fmt: KVFormat) -> float | tuple[float, ...]:
+        """The global scale of a stream in `fmt`; 1.0 for formats without one. Raises ScaleError."""
+        if not fmt.needs_scale or self.unit:
+            return 1.0
+        key = "+".join((stream, *transforms)) if stream == "k" else stream
+        found = self.layers.get(layer, LayerScales({})).streams.get(key)
+        if found is None:
+            raise ScaleError(_missing(layer, key, fmt, self.source))
+        return found.for_format(fmt)
+
+    def mean(self, layer: int, transforms: Iterable[str]) -> tuple[tuple[float, ...], ...] | None:
+        """The K mean [H][D] where a transform needs one, else None. Raises ScaleError where it is missing."""
+        if not any(transforms_of.get(name).needs_mean for name in transforms):
+            return None
+        found = self.layers.get(layer, LayerScales({})).k_mean
+        if found is None:
+            raise ScaleError(
+                f"layer {layer} needs a mean of K for the transform kmean, and {self.source} has none; "
+                "measure it with --kv-scales calibrate or `nibble calibrate`"
+            )
+        return found
+
+    @property
+    def version(self) -> str:
+        """16 hex digits that change with any scale: part of every prefix key."""
+        text = repr((sorted(self.layers.items()), self.unit))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+NONE = KVScales("no source of scales")
+ONE = KVScales("--kv-scales one", unit=True)
+
+
+def _missing(layer: int, key: str, fmt: KVFormat, source: str) -> str:
+    return (
+        f"{fmt.name} needs a KV scale for {key!r} of layer {layer}, and {source} has none. Measure scales with "
+        "--kv-scales calibrate (Python: LLM(..., calibrate=texts)), name a JSON file with --kv-scales FILE, "
+        "or accept a scale of 1.0, which loses accuracy, with --kv-scales one"
+    )
+
+
+def require(layout: CacheLayout, scales: KVScales) -> None:
+    """Raises ScaleError unless `scales` has all that `layout` needs: the check to make before weights load."""
+    for layer in layout.layers:
+        scales.mean(layer.layer, layer.transforms)
+        for entry in layer.streams:
+            scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
+
+
+def checked(value: Any, where: str) -> float:
+    """`value` as a scale; raises ScaleError unless it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ScaleError(f"{where}: a KV scale must be a finite number above 0, not {value!r}")
+    return float(value)
+
+
+def load(path: Path, layers: int) -> KVScales:
+    """Scales from a JSON file: Nibble's own form, or the one that SGLang and vLLM take. Raises ScaleError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScaleError(f"cannot read KV scales: {error}") from error
+    except ValueError as error:
+        raise ScaleError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ScaleError(f"{path}: a file of KV scales is a JSON object, not {type(data).__name__}")
+    parse = _parse_own if data.get("schema") == SCHEMA else _parse_peer
+    scales = KVScales(str(path), parse(data, path))
+    if beyond := [layer for layer in scales.layers if not 0 <= layer < layers]:
+        raise ScaleError(f"{path} has scales for layer {beyond[0]}, and the model has layers 0 to {layers - 1}")
+    return scales
+
+
+def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
+    """`{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
+    try:
+        ranks = data["kv_cache"]["scaling_factor"]
+        by_layer = ranks["0"]
+        items = [(int(layer), value) for layer, value in by_layer.items()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ScaleError(
+            f'{path}: neither "schema": "{SCHEMA}" nor the form {{"kv_cache": {{"scaling_factor": {{"0": '
+            f'{{"<layer>": scale}}}}}}}} ({type(error).__name__}: {error})'
+        ) from error
+    if len(ranks) > 1:
+        raise ScaleError(f"{path} has scales for {len(ranks)} tensor-parallel ranks; Nibble runs on one: merge them")
+    both = {layer: StreamScale(checked(value, f"{path}, layer {layer}"), E4M3_MAX) for layer, value in items}
+    return {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
+
+
+def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
+    try:
+        return {int(layer): _parse_layer(entry, f"{path}, layer {layer}") for layer, entry in data["layers"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ScaleError(f"{path}: not a well-formed {SCHEMA} file ({type(error).__name__}: {error})") from error
+
+
+def _parse_layer(entry: dict[str, Any], where: str) -> LayerScales:
+    streams = {key: StreamScale(checked(amax, f"{where}, {key}"), 1.0) for key, amax in entry["amax"].items()}
+    mean = entry.get("k_mean")
+    return LayerScales(streams, tuple(tuple(float(x) for x in head) for head in mean) if mean else None)
+
+
+def save(scales: KVScales, path: Path) -> None:
+    """Writes Nibble's own form: the largest magnitude (amax) of each stream, so that any format can use it."""
+    layers = {
+        str(layer): {
+            "amax": {key: _amax(scale) for key, scale in sorted(entry.streams.items())},
+            **({"k_mean": [list(head) for head in entry.k_mean]} if entry.k_mean else {}),
+        }
+        for layer, entry in sorted(scales.layers.items())
+    }
+    text = json.dumps({"schema": SCHEMA, "source": scales.source, "layers": layers}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _amax(scale: StreamScale) -> float:
+    value = max(scale.value) if isinstance(scale.value, tuple) else scale.value
+    return value * (scale.limit or 1.0)

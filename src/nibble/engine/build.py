@@ -1,0 +1,183 @@
+"""Putting an engine together: from a Config to a running Engine, checking all that can be checked before weights load.
+
+Owns build(). The only place that knows every part; decides nothing itself. Must not know of HTTP or the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nibble.attention import backends
+from nibble.attention.budget import Budget, budget
+from nibble.attention.needs import compute_dtype
+from nibble.attention.plan import Plan
+from nibble.attention.resolve import require_runnable, resolve
+from nibble.cache import scales as kv_scales
+from nibble.cache.manager import CacheManager
+from nibble.cache.pool import PagedPool
+from nibble.cache.scales import KVScales
+from nibble.config import Config
+from nibble.engine.batch import Batch, Work
+from nibble.engine.calibrate import MIN_TOKENS, Recorder, builtin_texts
+from nibble.engine.engine import Engine
+from nibble.engine.request import Request
+from nibble.engine.runner import PageTables, Runner
+from nibble.engine.sampler import Sampler
+from nibble.engine.scheduler import Scheduler
+from nibble.engine.tokenizer import Tokenizer
+from nibble.errors import ScaleError, WeightError
+from nibble.geometry import Geometry
+from nibble.hardware import Hardware, probe
+from nibble.models import kv_scales as checkpoint_scales
+from nibble.models.config import find, load_config
+from nibble.models.load import folder, load
+from nibble.models.observe import observe
+
+CALIBRATION_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything that is decided before weights load."""
+
+    config: Config
+    model_config: Any
+    hardware: Hardware
+    geometry: Geometry
+    plan: Plan
+    budget: Budget
+
+
+def blueprint(config: Config, hardware: Hardware | None = None, *, declared: bool = False) -> Blueprint:
+    """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError."""
+    hardware = hardware or probe(config.device)
+    model_config = load_config(config.model)
+    geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
+    plan = resolve(config, geometry, hardware, declared=declared)
+    return Blueprint(config, model_config, hardware, geometry, plan, budget(config, geometry, hardware, plan))
+
+
+def build(config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False) -> tuple[Engine, Blueprint]:
+    """A running engine. calibrate: texts to measure KV scales with, instead of config.kv_scales.
+
+    poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots.
+    """
+    made = blueprint(config)
+    require_runnable(made.plan)
+    tokenizer = _tokenizer(config.model)
+    texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
+    scales = kv_scales.NONE if texts is not None else _scales(made)
+    if texts is None:
+        kv_scales.require(made.plan.layout, scales)
+    elif tokenizer is None:
+        raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
+    model = load(made.model_config, made.geometry, made.plan.dtype, made.hardware.device)
+    if texts is not None and tokenizer is not None:
+        scales = measure(made, model, [tokenizer.encode(text) for text in texts])
+    pool = PagedPool(made.plan.layout, made.budget.pages, scales, made.hardware.device, poison=poison)
+    return _engine(made, model, pool, scales, tokenizer), made
+
+
+def _engine(made: Blueprint, model: nn.Module, pool: PagedPool, scales: KVScales, tokenizer: Tokenizer | None) -> Engine:
+    config, plan = made.config, made.plan
+    manager = CacheManager(pool.pages, plan.page_size, prefix_cache=config.prefix_cache)
+    scheduler = Scheduler(
+        manager,
+        max_running=config.max_running,
+        token_budget=config.token_budget,
+        max_context=made.geometry.max_context,
+    )
+    width = manager.pages_for(min(made.geometry.max_context, manager.capacity)) + 1
+    tables = PageTables(config.max_running + 1, width, made.hardware.device)
+    return Engine(
+        scheduler=scheduler,
+        runner=Runner(model, plan, pool, _adapters(plan), tables),
+        sampler=Sampler(config.seed),
+        tokenizer=tokenizer,
+        eos_ids=_eos(model, tokenizer),
+        namespace=f"{plan.layout.fingerprint}/{scales.version}",
+        vocab_size=made.geometry.vocab_size,
+    )
+
+
+def _adapters(plan: Plan) -> dict[str, Any]:
+    """One adapter for every backend of the plan; a vendor package is imported here, in its constructor."""
+    names = {route.backend for group in plan.groups for route in group.routes}
+    return {name: adapter() for name in sorted(names) if (adapter := backends.get(name).adapter) is not None}
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
+    """The model's tokenizer; None for a local checkpoint that has no tokenizer files."""
+    path = Path(find(model))
+    if path.exists() and not any(path.glob("tokenizer*")):
+        return None
+    return Tokenizer(str(path) if path.exists() else model)
+
+
+def _scales(made: Blueprint) -> KVScales:
+    """Scales as config.kv_scales says: from the checkpoint, from a file, or 1.0 by name."""
+    source = made.config.kv_scales
+    if source == "one":
+        return kv_scales.ONE
+    if source == "auto":
+        try:
+            return checkpoint_scales.read(folder(made.config.model))
+        except OSError as error:  # a hub model that is not downloaded yet is downloaded with its weights
+            raise WeightError(f"cannot find the checkpoint of {made.config.model!r}: {error}") from error
+    return kv_scales.load(Path(source), made.geometry.layers)
+
+
+def _eos(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    found: set[int] = set(tokenizer.eos_ids if tokenizer else ())
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
+    return frozenset(found)
+
+
+def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]]) -> KVScales:
+    """KV scales from running token sequences through the model over an unquantised cache. Raises ScaleError."""
+    plain = resolve(_plain(made), made.geometry, made.hardware)
+    length = min(made.geometry.max_context, CALIBRATION_TOKENS)
+    pages = -(-length // plain.page_size)
+    recorder = Recorder(plain.layout, pages, kv_scales.NONE, made.hardware.device).start()
+    runner = Runner(model, plain, recorder, _adapters(plain), PageTables(1, pages, made.hardware.device))
+    seen = 0
+    for prompt in prompts:
+        for start in range(0, min(len(prompt), CALIBRATION_TOKENS - seen), length):
+            ids = list(prompt[start : start + min(length, CALIBRATION_TOKENS - seen)])
+            if ids:
+                run_prompt(runner, ids, made.config.token_budget)
+                seen += len(ids)
+    if seen < MIN_TOKENS:
+        raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {seen}")
+    return recorder.scales(f"calibration on {seen} tokens")
+
+
+def _plain(made: Blueprint) -> Config:
+    from dataclasses import replace
+
+    from nibble import formats
+
+    return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="")
+
+
+def run_prompt(runner: Runner, ids: Sequence[int], chunk: int) -> list[torch.Tensor]:
+    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of a private manager of the whole pool."""
+    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
+    request = Request("score", ids)
+    request.lease = manager.open(request.tokens, "")
+    manager.reserve(request.lease, len(ids))
+    found = []
+    for start in range(0, len(ids), chunk):
+        work = Work.next(request, min(chunk, len(ids) - start))
+        found.append(runner.forward(Batch((work,)), every=True))
+        manager.commit(request.lease, request.tokens, work.end)
+    manager.release(request.lease)
+    return found

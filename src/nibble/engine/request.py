@@ -1,0 +1,85 @@
+"""One request on its way through the engine.
+
+Owns Request and its states. The scheduler changes a request's state, lease and tokens; everybody else reads
+them. Must not know of text, models or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from nibble.cache.manager import Lease
+from nibble.config import SamplingParams
+from nibble.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why an answer ended: `stop` is a stop token or stop string, `length` a limit, `abort` the client."""
+
+
+class State(StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # no pages held: new, or preempted
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and the answer to it.
+
+    namespace: only requests of the same namespace share pages (layout fingerprint, scale version, cache
+    salt). stop_ids: tokens that end the answer and are not part of it. after: wait until this request's
+    prompt is stored. For the answers 2..n to one prompt, which share its pages.
+
+    tokens: prompt and answer; the same list all along, do not copy it in a step. arrival: set by the
+    scheduler. cached: prompt tokens that came from the prefix cache, preemptions: how often it lost its
+    pages.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    namespace: str = ""
+    stop_ids: frozenset[int] = frozenset()
+    after: Request | None = None
+
+    tokens: list[int] = field(init=False)
+    arrival: int = field(default=-1, init=False)
+    state: State = field(default=State.WAITING, init=False)
+    lease: Lease | None = field(default=None, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    cached: int = field(default=0, init=False)
+    preemptions: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        self.tokens = list(self.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens generated so far (a copy)."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        """How many tokens have been generated."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def stored(self) -> int:
+        """Leading tokens whose KV is in the cache."""
+        return self.lease.stored if self.lease else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may start: the request it comes after has its prompt stored, or has ended."""
+        return self.after is None or self.after.finished or self.after.generated > 0

@@ -1,0 +1,332 @@
+"""Which tokens of which requests the next step computes: continuous batching with chunked prefill.
+
+Owns Scheduler and the order in which requests are served. It hands out Batches and is told what was
+sampled. Must not know of text, sampling, models or torch. Not thread-safe: one thread adds, aborts,
+schedules and commits.
+
+A step in four moves: admit waiting requests whose pages fit; portion the token budget (decodes first, then
+prompts); reserve pages, oldest request first, where the youngest gives its own back if there are none; hand
+out the batch. The oldest request gets a portion of every step and can take every page, so it always gets
+on, and so do all.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+
+from nibble.cache.manager import CacheManager, CacheStats
+from nibble.engine.batch import Batch, Work
+from nibble.engine.request import FinishReason, Request, State
+from nibble.errors import OutOfPages, PromptTooLong
+
+SLICE = 64
+"""Tokens that a prompt is given at least, before the budget is divided among more prompts."""
+
+PROMPT_SHARE = 8
+"""One in so many tokens of the budget is kept for prompts, so that decodes cannot shut them out."""
+
+_arrival = attrgetter("arrival")
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """How things stand, and counts over the scheduler's life.
+
+    preempted_tokens: stored tokens that preempted requests gave up; some are found again in the prefix cache.
+    """
+
+    waiting: int
+    running: int
+    steps: int
+    decode_tokens: int
+    prompt_tokens: int
+    preemptions: int
+    preempted_tokens: int
+    finished: int
+    cache: CacheStats
+
+
+class Scheduler:
+    """Requests by arrival, waiting and running. A step costs time by how many they are, not how long."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        max_running: int,
+        token_budget: int,
+        max_context: int,
+        chunk: int | None = None,
+    ) -> None:
+        assert min(max_running, token_budget, max_context, chunk or 1) > 0, "limits must be at least 1"
+        self.manager = manager
+        self.max_running = max_running
+        self.token_budget = token_budget
+        self.max_context = max_context
+        self.chunk = chunk or token_budget
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._refused: tuple[str, int] | None = None
+        self._steps = self._decode_tokens = self._prompt_tokens = 0
+        self._preemptions = self._preempted_tokens = self._finished = 0
+
+    @property
+    def limit(self) -> int:
+        """Most tokens, prompt and answer together, that a request may have."""
+        return min(self.max_context, self.manager.capacity)
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests are waiting or running."""
+        return len(self._requests)
+
+    @property
+    def metrics(self) -> Metrics:
+        """A snapshot."""
+        return Metrics(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            steps=self._steps,
+            decode_tokens=self._decode_tokens,
+            prompt_tokens=self._prompt_tokens,
+            preemptions=self._preemptions,
+            preempted_tokens=self._preempted_tokens,
+            finished=self._finished,
+            cache=self.manager.stats,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queues a new request; raises PromptTooLong where it can never run."""
+        assert request.id not in self._requests, f"a request {request.id!r} is here already"
+        assert request.state is State.WAITING and request.arrival < 0, (
+            f"request {request.id!r} was added before"
+        )
+        self._check_length(len(request.prompt))
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request, whatever its state; None if there is none of this name any more."""
+        request = self._requests.get(request_id)
+        if request:
+            self.finish(request, "abort")
+        return request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request. On one that has ended already, only the reason changes."""
+        request.finish_reason = reason
+        if request.finished:
+            return
+        (self.running if request.state is State.RUNNING else self.waiting).remove(request)
+        del self._requests[request.id]
+        self._release(request, State.FINISHED)
+        self._finished += 1
+
+    def schedule(self) -> Batch | None:
+        """The next step's batch, None if there is nothing to do. What is not committed is scheduled again."""
+        self._admit()
+        portions = self._portions()
+        works = []
+        for request in tuple(self.running):
+            count = portions.get(request)
+            if count and request.lease and self._reserve(request, request.lease.stored + count):
+                works.append(Work.next(request, count))
+        return Batch.of(works) if works else None
+
+    def commit(self, batch: Batch, tokens: Mapping[str, int]) -> list[Request]:
+        """Says that `batch` is computed, and what was sampled by request id; returns the requests that end.
+
+        A request that was aborted in the meantime is passed over.
+        """
+        self._steps += 1
+        ended = []
+        for work in batch.works:
+            request, lease = work.request, work.request.lease
+            if lease is None:
+                continue
+            assert work.start == lease.stored, f"request {request.id!r}: this batch was committed before"
+            self.manager.commit(lease, request.tokens, work.end)
+            self._count(work)
+            if work.samples and self._append(request, tokens[request.id]):
+                ended.append(request)
+        return ended
+
+    def check_integrity(self) -> None:
+        """Asserts that queues, states and leases agree, and that the manager's books balance."""
+        assert sorted(map(_arrival, self._requests.values())) == sorted(
+            map(_arrival, self.waiting + self.running)
+        )
+        for queue, state in ((self.waiting, State.WAITING), (self.running, State.RUNNING)):
+            assert queue == sorted(queue, key=_arrival), f"{state} requests are not in order of arrival"
+            for request in queue:
+                assert request.state is state, (
+                    f"request {request.id!r} is {request.state}, in the queue {state}"
+                )
+                assert (request.lease is not None) is (state is State.RUNNING), (
+                    f"lease of request {request.id!r}"
+                )
+        self.manager.check_integrity()
+
+    # Admission
+
+    def _check_length(self, length: int) -> None:
+        if length + 1 > self.max_context:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens and needs room for at least one more, but the context is "
+                f"{self.max_context} tokens; shorten the prompt or raise --max-context"
+            )
+        if length + 1 > self.manager.capacity:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens and needs room for at least one more, but the KV cache "
+                f"holds {self.manager.capacity}; shorten the prompt, raise --kv-memory, or choose a "
+                "--kv-format with fewer bytes per token"
+            )
+
+    def _admit(self) -> None:
+        """Starts waiting requests in order of arrival, up to the first one whose pages do not fit."""
+        room = self.max_running - len(self.running)
+        ready = list(islice((request for request in self.waiting if request.ready), max(room, 0)))
+        if not ready or self._refused == (ready[0].id, self.manager.releases):
+            return  # nothing has come free since it did not fit, and trying takes time by its length
+        spare = sum(map(self._owed, self.running))
+        for request in ready:
+            if not self._start(request, spare):
+                break
+            spare += self._owed(request)
+
+    def _owed(self, request: Request) -> int:
+        """Pages that a running request will want soon: for all of its known tokens, and one to grow into."""
+        assert request.lease
+        return self.manager.pages_for(len(request.tokens)) + 1 - len(request.lease.pages)
+
+    def _start(self, request: Request, spare: int) -> bool:
+        try:
+            request.lease = self.manager.open(request.tokens, request.namespace, spare=spare)
+        except OutOfPages:
+            self._refused = (request.id, self.manager.releases)
+            return False
+        request.after, request.state = None, State.RUNNING
+        self._count_hit(request, request.lease.hit)
+        self.waiting.remove(request)
+        insort(self.running, request, key=_arrival)
+        return True
+
+    # Portions of the budget
+
+    def _portions(self) -> dict[Request, int]:
+        """How many tokens each request may compute in this step."""
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in self.running:
+            (decodes if 0 < request.stored == len(request.tokens) - 1 else prompts).append(request)
+        if not prompts:
+            return dict.fromkeys(decodes[: self.token_budget], 1)
+        for request in prompts:
+            self._advance(request)
+        kept = max(self.token_budget // PROMPT_SHARE, int(prompts[0] is self.running[0]))
+        wanted = {request: min(len(request.tokens) - request.stored, self.chunk) for request in prompts}
+        portions = dict.fromkeys(decodes[: self.token_budget - min(kept, sum(wanted.values()))], 1)
+        room = self.token_budget - len(portions)
+        chosen = self._choose(prompts, wanted, room)
+        portions.update(zip(chosen, divide([wanted[request] for request in chosen], room), strict=True))
+        return portions
+
+    def _advance(self, request: Request) -> None:
+        """Skips what others have stored in the prefix cache since this request was started."""
+        assert request.lease
+        self._count_hit(request, self.manager.advance(request.lease, request.tokens))
+
+    def _choose(self, prompts: Sequence[Request], wanted: Mapping[Request, int], room: int) -> list[Request]:
+        """The prompts to go on with: the oldest, then those with least left, each with a slice worth having.
+
+        Where the next page of one is just being computed by another, it waits, and finds that page in the
+        cache.
+        """
+        chosen: list[Request] = []
+        coming = set()
+        rest = sorted(prompts[1:], key=lambda request: len(request.tokens) - request.stored)
+        for request in (prompts[0], *rest):
+            assert request.lease
+            page = self.manager.next_page(request.lease, request.tokens)
+            if page in coming and request.stored == request.lease.published * self.manager.page_size:
+                continue
+            room -= min(wanted[request], SLICE)
+            if chosen and room < 0:
+                break
+            chosen.append(request)
+            if page:
+                coming.add(page)
+        return chosen
+
+    # Pages
+
+    def _reserve(self, request: Request, upto: int) -> bool:
+        """Pages for `upto` tokens in all; the youngest requests give theirs up, at last this one itself."""
+        assert request.lease
+        while True:
+            try:
+                self.manager.reserve(request.lease, upto)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is request:
+                    return False
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a request's pages away; its tokens stay, and it waits to compute them again."""
+        assert len(self.running) > 1, (
+            f"the pool cannot hold request {request.id!r} alone, which add() should refuse"
+        )
+        self._preemptions += 1
+        request.preemptions += 1
+        self._preempted_tokens += request.stored
+        self.running.remove(request)
+        self._release(request, State.WAITING)
+        insort(self.waiting, request, key=_arrival)
+
+    def _release(self, request: Request, state: State) -> None:
+        if request.lease:
+            self.manager.release(request.lease)
+        request.lease, request.state = None, state
+
+    # Commit
+
+    def _append(self, request: Request, token: int) -> bool:
+        """Adds a sampled token; True if the request ends with it."""
+        if token in request.stop_ids:
+            self.finish(request, "stop")
+            return True
+        request.tokens.append(token)
+        if request.generated >= request.params.max_tokens or len(request.tokens) >= self.limit:
+            self.finish(request, "length")
+        return request.finished
+
+    def _count(self, work: Work) -> None:
+        if work.phase.decodes:
+            self._decode_tokens += 1
+        else:
+            self._prompt_tokens += work.count
+
+    def _count_hit(self, request: Request, hit: int) -> None:
+        """Prompt tokens found in the prefix cache; what a preempted request finds again does not count."""
+        if not request.preemptions:
+            request.cached += hit
+
+
+def divide(wanted: Sequence[int], room: int) -> list[int]:
+    """Divides `room` evenly; what one does not want is left to others, an odd rest to those who want most."""
+    portions = [0] * len(wanted)
+    modest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for place, i in enumerate(modest_first):
+        portions[i] = min(wanted[i], room // (len(wanted) - place))
+        room -= portions[i]
+    return portions

@@ -1,0 +1,105 @@
+"""Text to tokens and back: the only file of the engine that knows Transformers.
+
+Owns Tokenizer, Detokenizer (which never emits half a character) and StopStrings. Must not know of caches or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nibble.errors import RequestError, WeightError
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder or hub name; raises WeightError where there is none."""
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise WeightError(f"cannot load the tokenizer of {path!r}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation with the model's chat template, ready for the assistant's answer."""
+        if not self._inner.chat_template:
+            raise RequestError("this model has no chat template; use generate with a plain prompt")
+        text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        found = self._inner.eos_token_id
+        return frozenset() if found is None else frozenset([found])
+
+
+class Detokenizer:
+    """Text of a growing answer, piece by piece. A character whose bytes are not all there yet is held back."""
+
+    INCOMPLETE = "\ufffd"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # tokens from here on are decoded again, since neighbours change each other's text
+        self._shown = 0  # tokens before this have been emitted
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that `ids` add."""
+        self._ids += ids
+        return self._emit(final=False)
+
+    def finish(self) -> str:
+        """What was held back; bytes that are no whole character are dropped."""
+        return self._emit(final=True).rstrip(self.INCOMPLETE)
+
+    def _emit(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._shown])
+        now = self._tokenizer.decode(self._ids[self._context :])
+        if not final and now.endswith(self.INCOMPLETE):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return now[len(before) :]
+
+
+class StopStrings:
+    """Finds stop strings in a growing text, and holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string was reached); the stop string is not shown."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def finish(self) -> str:
+        """What was held back."""
+        shown, self._held = self._held, ""
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,76 @@
+"""The exception tree: an error is an interface, and names the cause and what would work instead.
+
+Owns every exception class of the package. Knows nothing of torch, models or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+
+class NibbleError(Exception):
+    """Base of every error that Nibble raises on purpose."""
+
+
+class ConfigError(NibbleError):
+    """What was asked for is malformed or cannot be had; raised before weights load."""
+
+
+class Unsupported(ConfigError):
+    """No backend serves a need.
+
+    need: one line that says what was asked for.
+    refusals: backend name -> the reasons why its nearest row does not serve the need.
+    remedy: the nearest command line that works, or None where none was found.
+    """
+
+    def __init__(self, need: str, refusals: Mapping[str, Iterable[str]], remedy: str | None = None) -> None:
+        self.need = need
+        self.refusals = {name: tuple(reasons) for name, reasons in refusals.items()}
+        self.remedy = remedy
+        width = max((len(name) for name in self.refusals), default=0)
+        lines = [f"no backend serves {need}"]
+        lines += [f"  {name:<{width}}  {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
+        lines += [f"what works: {remedy}"] if remedy else []
+        super().__init__("\n".join(lines))
+
+
+class ScaleError(ConfigError):
+    """KV scales are missing, malformed, or do not fit the scheme."""
+
+
+class WeightError(NibbleError):
+    """A checkpoint is missing, broken, or would load wrong."""
+
+
+class CapacityError(NibbleError):
+    """The cache cannot hold what was asked for."""
+
+
+class OutOfPages(CapacityError):
+    """No free page is left, and none can be evicted."""
+
+
+class PromptTooLong(CapacityError):
+    """A prompt (with what must follow it) does not fit the context or the pool."""
+
+
+class BackendError(NibbleError):
+    """A kernel of an attention backend failed; names the backend and its route."""
+
+
+class RequestError(NibbleError):
+    """A request is invalid. `status` is the HTTP status that a server answers with."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One line for an unknown name: what was asked, the nearest known name, and all of them."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}"

@@ -1,0 +1,335 @@
+"""Recall tasks in plain text: look-ups among near-identical keys, and exact copies.
+
+A task fills a context with entries (a key and a random value each) and then asks for one of them. The value
+cannot be guessed, so a model answers only by reading it back from its KV cache; and the keys come in families
+whose members differ in one character or one word, so a cache that blurs the keys picks the wrong entry.
+
+The module is pure Python: every task follows from a `random.Random`, and lengths are measured by a `count`
+function that the caller passes (text in, number of tokens out).
+
+Seeds: `cases` takes seeds below `TRAINING_SEEDS`. The bundled demo model was trained on documents whose seeds
+start at `TRAINING_SEEDS`, so that no evaluation case repeats a training document.
+
+    >>> words = lambda text: len(text.split())
+    >>> case = cases(seed=7, number=1, length_tokens=256, count=words)[0]
+    >>> case.prompt.endswith(case.answer)
+    False
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+TRAINING_SEEDS = 1 << 32
+"""Seeds from here upwards belong to training; evaluation uses smaller ones."""
+
+Count = Callable[[str], int]
+"""Measures a text in tokens."""
+
+Filler = Callable[[random.Random], str]
+"""Draws a block of unrelated text that ends in a newline."""
+
+
+@dataclass(frozen=True)
+class RecallCase:
+    """One question. Greedy decoding of `prompt` must continue with exactly `answer`.
+
+    Attributes:
+        prompt: the whole context, which ends right before the answer.
+        answer: the expected continuation; it begins and ends on a token boundary of common tokenizers.
+        kind: the name of the surface form (one of `KINDS`).
+    """
+
+    prompt: str
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a training document; the loss counts only the tokens of spans to learn."""
+
+    text: str
+    learn: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """The surface of a task. Templates take `{key}` and `{value}`.
+
+    Attributes:
+        head: text before the first entry.
+        entry: one key and its value.
+        tail: text between the last entry and the first question.
+        again: text before the second and every later question.
+        ask: the question, up to the answer.
+        answer: the answer.
+        close: what follows the answer.
+        block: whether values are blocks of several lines rather than single words.
+        filler: whether blocks of unrelated code stand between the entries.
+    """
+
+    head: str
+    entry: str
+    tail: str
+    ask: str
+    answer: str = "{value}"
+    close: str = "'\n"
+    again: str = ""
+    block: bool = False
+    filler: bool = False
+
+
+FORMS: dict[str, Form] = {
+    "dict": Form("registry = {\n", "    '{key}': '{value}',\n", "}\n\n", "assert registry['{key}'] == '"),
+    "assign": Form("# settings\n", "{key} = '{value}'\n", "\n", ">>> {key}\n'"),
+    "call": Form(
+        "store = Store()\n", "store.put('{key}', '{value}')\n", "\n", "assert store.get('{key}') == '"
+    ),
+    "prose": Form(
+        "The codes are as follows.\n\n",
+        "The code of `{key}` is `{value}`.\n",
+        "\n",
+        "Question: what is the code of `{key}`?\nAnswer: `",
+        close="`\n",
+    ),
+    "table": Form("key\tvalue\n", "{key}\t{value}\n", "\n", "{key}\t", close="\n"),
+    "chat": Form(
+        "<|user|>\nRemember these codes.\n",
+        "- `{key}`: `{value}`\n",
+        "",
+        "What is the code of `{key}`?<|end|>\n<|assistant|>\n",
+        answer="`{value}`",
+        close="<|end|>\n",
+        again="<|user|>\n",
+    ),
+    "scattered": Form("", "{key} = '{value}'\n\n", "\n", ">>> {key}\n'", filler=True),
+    "copy": Form("", "### block {key}\n{value}\n\n", "", "### repeat {key}\n", close="\n\n", block=True),
+}
+"""Surface forms by name. Within a form, a key is preceded by the same kind of character everywhere, so that a
+byte-pair tokenizer spells it the same way in the entry and in the question."""
+
+KINDS = tuple(FORMS)
+LOOKUP_KINDS = tuple(kind for kind in KINDS if kind != "copy")
+
+_WORD_LIST = """
+amber apple arrow atlas badge baker basin beach birch blade bloom board brick brook cabin cable camel
+candle canyon castle cedar chalk cherry cliff clock cloud clover copper coral cotton crane creek crown
+dawn delta desert dragon drum eagle earth ember falcon feather field flame forest fossil fox frost garden
+ghost glass globe gold grape grass harbor hawk hazel honey horse island ivory jade jewel jungle kettle
+king kite lake lemon light lily lion lotus magnet maple marble meadow metal mirror moon moss mountain
+needle night north oak ocean olive onyx opal orange orchid otter owl palm panda paper pearl pepper piano
+pilot pine planet plum pond poppy prism quartz queen rabbit rain raven reef ring river robin rocket rose
+ruby sail salt sand shadow shell silver sky smoke snow south spark spider spring star steel stone storm
+sugar summer sun swan table temple thunder tiger timber tower train trail tulip turtle valley velvet
+violet walnut water wave west whale wheat willow wind winter wolf wood zebra
+"""
+WORDS = tuple(_WORD_LIST.split())
+HEX = "0123456789abcdef"
+DIGITS = "0123456789"
+PREFIXES = ("k_", "id_", "key_", "item_", "node_", "cfg_", "user_", "x_")
+FAMILY = 8
+"""Keys per family: one base key and its neighbours, each differing from the base in one place."""
+
+
+def lookup_case(
+    rng: random.Random,
+    length_tokens: int,
+    count: Count,
+    kind: str | None = None,
+    filler: Filler | None = None,
+) -> RecallCase:
+    """Draws a look-up whose prompt and answer together fill `length_tokens`, or a few tokens less.
+
+    Args:
+        rng: the source of every choice.
+        length_tokens: upper bound on prompt plus answer, in tokens.
+        count: measures a text in tokens.
+        kind: one of `KINDS`; drawn from `LOOKUP_KINDS` when left out.
+        filler: draws the blocks between scattered entries; `code_filler` when left out.
+    """
+    kind = kind or rng.choice(LOOKUP_KINDS)
+    spans = _document(rng, length_tokens, count, kind, 1, filler or code_filler)
+    return RecallCase("".join(span.text for span in spans[:-2]), spans[-2].text, kind)
+
+
+def copy_case(rng: random.Random, length_tokens: int, count: Count) -> RecallCase:
+    """Draws a context of named random blocks; the answer repeats one of them, several lines, exactly."""
+    return lookup_case(rng, length_tokens, count, "copy")
+
+
+def cases(
+    seed: int, number: int, length_tokens: int, count: Count, kinds: Sequence[str] = KINDS
+) -> list[RecallCase]:
+    """Draws `number` evaluation cases that go round `kinds` in turn; `seed` lies below `TRAINING_SEEDS`."""
+    if not 0 <= seed < TRAINING_SEEDS:
+        raise ValueError(f"evaluation seeds lie in [0, {TRAINING_SEEDS}); got {seed}")
+    rng = random.Random(seed)
+    return [lookup_case(rng, length_tokens, count, kinds[i % len(kinds)]) for i in range(number)]
+
+
+def training_document(
+    rng: random.Random, length_tokens: int, count: Count, filler: Filler | None = None
+) -> list[Span]:
+    """Draws a document of at most `length_tokens` with several questions, or one long verbatim copy."""
+    if rng.random() < 0.12:
+        return _verbatim(rng, length_tokens, count)
+    kind = rng.choice(KINDS)
+    # At most two thirds of the document are questions; one document in eight asks once, as evaluation does.
+    most = max(1, length_tokens // (200 if FORMS[kind].block else 40))
+    questions = 1 if rng.random() < 0.125 else rng.randint(1, most)
+    return _document(rng, length_tokens, count, kind, questions, filler or code_filler)
+
+
+def _document(
+    rng: random.Random, length_tokens: int, count: Count, kind: str, questions: int, filler: Filler
+) -> list[Span]:
+    """Renders entries and questions so that everything before the last `close` fits `length_tokens`."""
+    form = FORMS[kind]
+    keys, values = _key_maker(rng), _value_maker(rng, form.block)
+
+    def entries_of(number: int) -> tuple[list[tuple[str, str]], list[str]]:
+        pairs = [(key, values()) for key in keys(number)]
+        return pairs, [_entry(rng, form, key, value, filler) for key, value in pairs]
+
+    pairs, entries = entries_of(FAMILY * 2)
+    per_entry = count("".join(entries)) / len(entries)
+    pairs, entries = entries_of(math.ceil(1.1 * length_tokens / per_entry) + 2)
+    order = rng.sample(range(len(pairs)), len(pairs))
+
+    def render(number: int, padding: str = "") -> tuple[list[Span], int]:
+        """Spans of a document with `number` entries, and its tokens up to the end of the last answer."""
+        spans = [Span(padding + form.head + "".join(entries[:number]) + form.tail, False)]
+        for i in [i for i in order if i < number][:questions]:
+            spans += _question(form, *pairs[i], again=len(spans) > 1)
+        return spans, count("".join(span.text for span in spans[:-1]))
+
+    number = min(len(pairs), max(1, int(length_tokens / per_entry)))
+    spans, total = render(number)
+    attempts = 0
+    while True:
+        attempts += 1
+        room = length_tokens - total
+        if room < 0 and number > 1:
+            number = max(1, number - math.ceil(-room / per_entry))
+        elif room >= 2 * per_entry and number < len(pairs) and attempts <= 2:
+            number = min(len(pairs), number + int(room / per_entry))
+        else:
+            break
+        spans, total = render(number)
+    if form.block or form.filler:  # large entries leave room
+        spans, _ = render(number, _padding(rng, length_tokens - total, count))
+    return spans
+
+
+def _padding(rng: random.Random, room: int, count: Count) -> str:
+    """Draws comment lines of at most `room` tokens."""
+    lines = ""
+    while True:
+        line = f"# see {rng.choice(WORDS)} and {rng.choice(WORDS)}\n"
+        if count(lines + line) + 2 > room:
+            return lines
+        lines += line
+
+
+def _entry(rng: random.Random, form: Form, key: str, value: str, filler: Filler) -> str:
+    text = form.entry.format(key=key, value=value)
+    return filler(rng) + "\n" + text if form.filler else text
+
+
+def _question(form: Form, key: str, value: str, again: bool) -> list[Span]:
+    ask = (form.again if again else "") + form.ask.format(key=key)
+    return [Span(ask, False), Span(form.answer.format(value=value), True), Span(form.close, True)]
+
+
+def _verbatim(rng: random.Random, length_tokens: int, count: Count) -> list[Span]:
+    """A random text and its repetition, which is all to be learnt."""
+    values = _value_maker(rng, block=True)
+    sample = values()
+    lines = max(1, int(0.45 * length_tokens / (count(sample) + 1)))
+    text = "\n".join(values() for _ in range(lines))
+    while lines > 1 and 2 * count(text) + 16 > length_tokens:
+        lines = max(1, int(lines * 0.9))
+        text = "\n".join(values() for _ in range(lines))
+    return [Span(f"### text\n{text}\n### again\n", False), Span(f"{text}\n", True)]
+
+
+def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
+    """Chooses a style of keys; the result draws that many distinct keys, shuffled, in families."""
+    style = rng.choice(("hex", "digits", "words"))
+    prefix = rng.choice(PREFIXES)
+    size = rng.randint(4, 7)
+
+    def base() -> list[str]:
+        if style == "words":
+            return [rng.choice(WORDS) for _ in range(3)]
+        return [rng.choice(HEX if style == "hex" else DIGITS) for _ in range(size)]
+
+    def neighbour(parts: list[str]) -> list[str]:
+        place = rng.randrange(len(parts))
+        alphabet = WORDS if style == "words" else HEX if style == "hex" else DIGITS
+        return [*parts[:place], rng.choice(alphabet), *parts[place + 1 :]]
+
+    def spell(parts: list[str]) -> str:
+        return "_".join(parts) if style == "words" else prefix + "".join(parts)
+
+    def draw(number: int) -> list[str]:
+        found: dict[str, None] = {}
+        while len(found) < number:
+            parts = base()
+            family = [parts, *(neighbour(parts) for _ in range(FAMILY - 1))]
+            found.update(dict.fromkeys(spell(member) for member in family))
+        keys = list(found)[:number]
+        rng.shuffle(keys)
+        return keys
+
+    return draw
+
+
+def _value_maker(rng: random.Random, block: bool) -> Callable[[], str]:
+    """Chooses a style of values; each call of the result draws one."""
+    style = rng.choice(("hex", "digits", "words"))
+    size = rng.randint(6, 9)
+
+    def word() -> str:
+        if style == "words":
+            return f"{rng.choice(WORDS)}-{rng.choice(WORDS)}-{rng.randrange(10, 100)}"
+        return "".join(rng.choice(HEX if style == "hex" else DIGITS) for _ in range(size))
+
+    if not block:
+        return word
+    rows, columns = rng.randint(2, 4), rng.randint(1, 3)
+    return lambda: "\n".join(" ".join(word() for _ in range(columns)) for _ in range(rows))
+
+
+VERBS = ("load", "parse", "merge", "update", "check", "render", "split", "count", "find", "reset", "send")
+NOUNS = ("config", "token", "buffer", "message", "record", "header", "index", "result", "path", "node")
+STATEMENTS = (
+    "if {a} is None:\n        return {b}",
+    "if not {a}:\n        raise ValueError('{noun} is empty')",
+    "{a} = [item for item in {a} if item is not None]",
+    "for item in {a}:\n        {b}.append(item)",
+    "{b} = sorted({a}, key=len)",
+    "{b} = {a}.get('{noun}', {number})",
+    "with open({a}) as file:\n        {b} = file.read()",
+    "while len({a}) > {number}:\n        {a}.pop()",
+    "assert isinstance({a}, (list, tuple))",
+    "{b} = {a} + {number}",
+)
+
+
+def code_filler(rng: random.Random) -> str:
+    """Draws a small Python function that has nothing to do with the entries around it."""
+    a, b = rng.sample(NOUNS, 2)
+    verb = rng.choice(VERBS)
+    lines = [
+        f"def {verb}_{a}({a}, {b}=None):",
+        f'    """{verb.capitalize()} the {a} of a {rng.choice(NOUNS)}."""',
+    ]
+    for statement in rng.sample(STATEMENTS, rng.randint(1, 4)):
+        lines.append("    " + statement.format(a=a, b=b, noun=rng.choice(NOUNS), number=rng.randrange(100)))
+    lines.append(f"    return {b}")
+    return "\n".join(lines) + "\n"

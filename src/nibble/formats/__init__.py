@@ -1,0 +1,50 @@
+"""The formats: one file each. EXTENSION POINT: a new file here, or `register()` from outside, adds one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from nibble.errors import ConfigError, unknown
+from nibble.formats.base import KVFormat, Plane
+from nibble.geometry import Stream
+
+__all__ = ["KVFormat", "Plane", "get", "names", "plain", "register"]
+
+_registry: dict[str, KVFormat] = {}
+
+
+def register(fmt: KVFormat) -> KVFormat:
+    """Adds a format under its name; a second one of the same name is a ConfigError."""
+    if fmt.name in _registry and type(_registry[fmt.name]) is not type(fmt):
+        raise ConfigError(f"a format called {fmt.name!r} is registered already")
+    return _registry.setdefault(fmt.name, fmt)
+
+
+def get(name: str) -> KVFormat:
+    """The format called `name`; raises ConfigError with the nearest known name."""
+    if name not in _registry:
+        raise ConfigError(unknown("KV format", name, names()))
+    return _registry[name]
+
+
+def plain(dtype: str) -> KVFormat:
+    """The unquantised format that stores values of a compute dtype (`float32`, `bfloat16`, `float16`) as they are."""
+    return next(fmt for fmt in _registry.values() if fmt.plain == dtype)
+
+
+def names() -> tuple[str, ...]:
+    """All registered formats, from most to fewest bytes."""
+    return tuple(_registry)
+
+
+def _discover() -> None:
+    """Registers the FORMATS of every module in this package that has them."""
+    modules = (importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__))
+    found = [fmt for module in modules for fmt in getattr(module, "FORMATS", ())]
+    sample = Stream("k", heads=1, dim=128)
+    for fmt in sorted(found, key=lambda fmt: (-fmt.bytes_per_token(sample), fmt.name)):
+        register(fmt)
+
+
+_discover()

@@ -1,0 +1,46 @@
+"""FP8 with one FP32 scale per layer and stream: E4M3 and E5M2.
+
+A value is stored as saturate(x / scale), rounded to nearest even: what the FP8 caches of the ecosystem hold.
+Infinities saturate to the largest finite value; NaN stays NaN in its own value only. Values below half the
+smallest subnormal become zero of the same sign.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.formats.base import KVFormat, Plane
+from nibble.geometry import Stream
+
+
+class FP8(KVFormat):
+    """One byte a value. `max_value` is the largest finite code."""
+
+    dtype: torch.dtype
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        return (Plane("data", str(self.dtype).removeprefix("torch."), (stream.heads, stream.dim)),)
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        limit = self.max_value
+        assert limit is not None
+        return ((x_THD.float() / scale).clamp_(-limit, limit).to(self.dtype),)
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        return planes[0].float() * scale
+
+
+class E4M3(FP8):
+    name, dtype, max_value = "fp8_e4m3", torch.float8_e4m3fn, 448.0
+    summary = "one byte a value: 4 exponent and 3 mantissa bits; one FP32 scale per layer and stream"
+    source = "OCP FP8 (OFP8) E4M3"
+
+
+class E5M2(FP8):
+    name, dtype, max_value = "fp8_e5m2", torch.float8_e5m2, 57344.0
+    summary = "one byte a value: 5 exponent and 2 mantissa bits; one FP32 scale per layer and stream"
+    source = "OCP FP8 (OFP8) E5M2"
+
+
+FORMATS = (E4M3(), E5M2())

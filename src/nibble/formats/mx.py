@@ -1,0 +1,75 @@
+"""FP4 with power-of-two block scales and no global scale: OCP MXFP4 (block 32) and `fp4_mx16` (block 16).
+
+x = e2m1 * 2^e, with e + 127 stored in a byte (E8M0). They differ in block, in the choice of e, and in ties:
+
+- mxfp4: e = floor(log2(amax)) - 2, ties to even (OCP Microscaling v1.0, section 6.3): the largest value of a
+  block may saturate at 6.
+- fp4_mx16: e = ceil(log2(max(amax / 6, 1e-10))), ties away from zero, as SGLang's `fp4_mx_block16` stores it.
+
+A block of zeros stores zero codes. Infinities saturate to the largest finite power of two times 6. A NaN makes
+its block NaN (E8M0 code 255).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.formats import e2m1
+from nibble.formats.base import KVFormat, Plane
+from nibble.geometry import Stream
+
+BIAS, NAN_CODE = 127, 255
+E_MIN, E_MAX = -127, 125
+"""6 * 2^125 is the largest product of a code and a scale that float32 and bfloat16 can hold."""
+
+
+class MX(KVFormat):
+    """What both formats share; `exponent` and `ties` are the recipe's."""
+
+    ties: tuple[bool, ...]
+
+    def exponent(self, amax: Tensor) -> Tensor:
+        """float32 amax of a block -> float32 exponent, before clamping."""
+        raise NotImplementedError
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        return (
+            Plane("data", "uint8", (stream.heads, stream.dim // 2)),
+            Plane("scale", "uint8", (stream.heads, stream.dim // self.block)),
+        )
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        x = x_THD.float().unflatten(-1, (-1, self.block))
+        amax = x.abs().amax(-1, keepdim=True)
+        exponent = self.exponent(amax).clamp_(E_MIN, E_MAX)
+        stored = torch.where(amax.isnan(), NAN_CODE, exponent.nan_to_num() + BIAS).to(torch.uint8)
+        scaled = torch.ldexp(x, -exponent).flatten(-2)
+        return e2m1.pack(scaled, scaled < 0, self.ties), stored.squeeze(-1)
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        data, stored = planes
+        values = e2m1.unpack(data).unflatten(-1, (-1, self.block))
+        return (values * stored.view(torch.float8_e8m0fnu).float().unsqueeze(-1)).flatten(-2)
+
+
+class MXFP4(MX):
+    name, block, ties = "mxfp4", 32, e2m1.TIES_TO_EVEN
+    summary = "half a byte a value, a power-of-two scale per 32 values, no global scale"
+    source = "OCP Microscaling Formats (MX) v1.0"
+
+    def exponent(self, amax: Tensor) -> Tensor:
+        exponent = torch.frexp(amax.clamp(max=torch.finfo(torch.float32).max))[1] - 1  # floor(log2(amax))
+        return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
+
+
+class FP4MX16(MX):
+    name, block, ties = "fp4_mx16", 16, e2m1.TIES_AWAY
+    summary = "half a byte a value, a power-of-two scale per 16 values, no global scale"
+    source = "SGLang's fp4_mx_block16 (earlier fp4_e2m1)"
+
+    def exponent(self, amax: Tensor) -> Tensor:
+        return torch.ceil(torch.log2((amax / e2m1.MAX).clamp(min=1e-10)))
+
+
+FORMATS = (MXFP4(), FP4MX16())

@@ -1,0 +1,53 @@
+"""NVFP4: E2M1 codes, an E4M3 scale per 16 values of a head, and one FP32 global scale per layer and stream.
+
+x = e2m1 * block_scale * global. block_scale = amax_block / (6 * global), rounded to E4M3 (to nearest even,
+saturating at 448); values are multiplied by the reciprocal of the ROUNDED scale and rounded to nearest, ties to
+even, as FlashInfer's paged append does, byte for byte. Checkpoints store global = amax / (6 * 448).
+
+A block whose scale rounds to zero decodes to zeros. Infinities saturate. A NaN makes the scale of its block NaN:
+the damage is seen, and stays within those 16 values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.formats import e2m1
+from nibble.formats.base import KVFormat, Plane
+from nibble.geometry import Stream
+
+BLOCK = 16
+SCALE_MAX = 448.0
+
+
+class NVFP4(KVFormat):
+    name = "nvfp4"
+    summary = "half a byte a value, an E4M3 scale per 16 values, one FP32 scale per layer and stream"
+    source = "NVIDIA NVFP4; FlashInfer's nvfp4 paged KV append; ModelOpt and compressed-tensors checkpoints"
+    block = BLOCK
+    max_value = e2m1.MAX * SCALE_MAX
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        return (
+            Plane("data", "uint8", (stream.heads, stream.dim // 2)),
+            Plane("scale", "float8_e4m3fn", (stream.heads, stream.dim // BLOCK)),
+        )
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        x = x_THD.float().unflatten(-1, (-1, BLOCK))
+        scale = scale.unsqueeze(-1) if scale.dim() else scale
+        ideal = x.abs().amax(-1, keepdim=True) / (e2m1.MAX * scale)
+        rounded = ideal.clamp_(max=SCALE_MAX).to(torch.float8_e4m3fn)
+        # A scale of zero has no reciprocal: such a block is stored as (signed) zeros.
+        inverse = torch.where(rounded.float() > 0, 1.0 / (rounded.float() * scale), 0.0)
+        scaled = (x * inverse).flatten(-2)
+        return e2m1.pack(scaled, scaled.signbit()), rounded.squeeze(-1)
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        data, block_scale = planes
+        values = e2m1.unpack(data).unflatten(-1, (-1, BLOCK))
+        return (values * (block_scale.float() * scale).unsqueeze(-1)).flatten(-2)
+
+
+FORMATS = (NVFP4(),)

@@ -1,0 +1,45 @@
+"""BF16, FP16 and FP32: values as they are. The baseline that every other format is measured against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.formats.base import KVFormat, Plane
+from nibble.geometry import Stream
+
+
+class Plain(KVFormat):
+    """Values stored unchanged in a compute dtype; wider values are rounded to nearest even. Inf and NaN are kept."""
+
+    dtype: torch.dtype
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        return (Plane("data", str(self.plain), (stream.heads, stream.dim)),)
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return (x_THD.to(self.dtype),)
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        return planes[0].float()
+
+
+class BF16(Plain):
+    name, plain, dtype = "bf16", "bfloat16", torch.bfloat16
+    summary = "two bytes a value, unquantised"
+    source = "every engine's default"
+
+
+class FP16(Plain):
+    name, plain, dtype = "fp16", "float16", torch.float16
+    summary = "two bytes a value, for models that compute in float16; values beyond 65504 become infinite"
+    source = "IEEE 754 binary16"
+
+
+class FP32(Plain):
+    name, plain, dtype = "fp32", "float32", torch.float32
+    summary = "four bytes a value: exact on a CPU, for tests and as the yardstick of errors"
+    source = "IEEE 754 binary32"
+
+
+FORMATS = (BF16(), FP16(), FP32())

@@ -1,0 +1,94 @@
+"""Schemes: a format for each stream, by name, with transforms. What `--kv-format` and `--kv-layers` take.
+
+Owns Scheme, the table of schemes that mix formats, and the parsing of both options. Every format is a scheme of
+its own name. Must not know of pages, backends or models.
+
+    nvfp4            both streams in nvfp4
+    k8v4             a name of MIXED
+    nvfp4+kmean+rot  with transforms of K (formats/transform.py)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nibble import formats
+from nibble.errors import ConfigError, unknown
+from nibble.formats import KVFormat, transform
+from nibble.geometry import Stream
+
+MIXED = {"k8v4": {"k": "fp8_e4m3", "v": "nvfp4"}}
+"""Schemes that give streams different formats: scheme -> stream -> format."""
+
+ALIASES = {
+    "auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "fp8": "fp8_e4m3",
+    "fp4_mx_block16": "fp4_mx16", "fp4_e2m1": "fp4_mx16",
+}  # fmt: skip
+"""What other engines call our schemes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """name: as written, aliases resolved. base: the name without transforms. transforms: in the order applied."""
+
+    name: str
+    base: str
+    transforms: tuple[str, ...] = ()
+
+    def format_of(self, stream: Stream) -> KVFormat:
+        """The format of `stream`."""
+        return formats.get(MIXED[self.base][stream.name] if self.base in MIXED else self.base)
+
+    def refuses(self, stream: Stream) -> str | None:
+        """Why `stream` cannot be stored in this scheme, or None."""
+        if self.base in MIXED and stream.name not in MIXED[self.base]:
+            return f"{self.base} has no format for the stream {stream.name!r}"
+        return self.format_of(stream).refuses(stream)
+
+
+def names() -> tuple[str, ...]:
+    """All schemes without transforms: the formats, then the mixed ones."""
+    return (*formats.names(), *MIXED)
+
+
+def parse(text: str) -> Scheme:
+    """`nvfp4`, `k8v4`, `nvfp4+rot`... -> Scheme; raises ConfigError with the nearest known name."""
+    base, *transforms = text.strip().lower().split("+")
+    base = ALIASES.get(base, base)
+    if base not in names():
+        raise ConfigError(unknown("KV format", base, names()))
+    for name in transforms:
+        transform.get(name)
+    if len(set(transforms)) != len(transforms):
+        raise ConfigError(f"{text!r} names a transform twice")
+    ordered = tuple(sorted(transforms, key=transform.names().index))
+    return Scheme("+".join((base, *ordered)), base, ordered)
+
+
+def by_layer(kv_format: str, kv_layers: str, layers: int) -> tuple[Scheme, ...]:
+    """The scheme of each of `layers` layers; kv_layers as `0,1,-1=fp8_e4m3; 4-7=k8v4`. Raises ConfigError."""
+    schemes = [parse(kv_format)] * layers
+    for rule in filter(str.strip, kv_layers.split(";")):
+        where, equals, name = rule.partition("=")
+        if not equals:
+            raise ConfigError(f"cannot read the layer rule {rule.strip()!r}; write it as 0,1,-1=fp8_e4m3")
+        scheme = parse(name)
+        for layer in _indices(where, layers):
+            schemes[layer] = scheme
+    return tuple(schemes)
+
+
+def _indices(text: str, layers: int) -> list[int]:
+    """`0,1,-1` or `4-7` -> layer indices in [0, layers)."""
+    found: list[int] = []
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-") if not item.strip().startswith("-") else (item, "", "")
+        try:
+            low, high = int(first), int(last) if dash else int(first)
+        except ValueError:
+            raise ConfigError(f"cannot read {item.strip()!r} as a layer or a range of layers, as 3, -1 or 4-7") from None
+        for layer in range(low, high + 1):
+            if not -layers <= layer < layers:
+                raise ConfigError(f"layer {layer} is out of range: the model has layers 0 to {layers - 1}")
+            found.append(layer % layers)
+    return found

@@ -1,0 +1,82 @@
+"""What the machine is: the only capability query in the code, and the table of GPUs that plans may name.
+
+Owns Hardware, probe() and GPUS. Must not know of formats, backends or models. torch is imported by probe() only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from nibble.errors import ConfigError, unknown
+
+GIB = 1 << 30
+CPU_ARCH = 0
+"""The `arch` of a machine without a CUDA GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: bytes that hold weights and cache."""
+
+    name: str
+    arch: int
+    memory: int
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.arch == CPU_ARCH
+
+    @property
+    def device(self) -> str:
+        """The torch device type."""
+        return "cpu" if self.is_cpu else "cuda"
+
+    def __str__(self) -> str:
+        where = "CPU" if self.is_cpu else f"{self.name} (SM{self.arch})"
+        return f"{where}, {self.memory / GIB:.0f} GiB"
+
+
+_TABLE = (
+    ("a100", 80, 80), ("a100-40gb", 80, 40), ("a10", 86, 24), ("rtx3090", 86, 24), ("a40", 86, 48),
+    ("l4", 89, 24), ("l40s", 89, 48), ("rtx4090", 89, 24),
+    ("h100", 90, 80), ("h200", 90, 141), ("gh200", 90, 96),
+    ("b200", 100, 180), ("gb200", 100, 186), ("b300", 103, 268),
+    ("rtx5090", 120, 32), ("rtx-pro-6000", 120, 96), ("dgx-spark", 121, 119),
+)  # fmt: skip
+GPUS = {name: Hardware(name, arch, gib * GIB) for name, arch, gib in _TABLE}
+"""GPUs by name, with compute capability and nominal memory (vendor datasheets)."""
+
+
+def named(name: str) -> Hardware:
+    """The hardware called `name`: a key of GPUS, `cpu`, or `sm90`-style with 80 GiB; raises ConfigError."""
+    key = name.lower()
+    if key == "cpu":
+        return cpu()
+    if key.startswith("sm") and key[2:].isdigit():
+        return Hardware(key, int(key[2:]), 80 * GIB)
+    if key not in GPUS:
+        raise ConfigError(unknown("GPU", name, [*GPUS, "cpu", "sm<NN>"]))
+    return GPUS[key]
+
+
+def cpu() -> Hardware:
+    """This machine's CPU, with its physical memory."""
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Hardware("cpu", CPU_ARCH, pages * page_bytes)
+
+
+def probe(device: str = "auto") -> Hardware:
+    """The hardware of this machine. device: `auto` (a CUDA GPU where there is one), `cpu` or `cuda`."""
+    if device not in {"auto", "cpu", "cuda"}:
+        raise ConfigError(unknown("device", device, ["auto", "cpu", "cuda"]))
+    if device == "cpu":
+        return cpu()
+    import torch
+
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        return replace(cpu(), name=gpu.name, arch=10 * gpu.major + gpu.minor, memory=gpu.total_memory)
+    if device == "cuda":
+        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
+    return cpu()

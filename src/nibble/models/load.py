@@ -1,0 +1,75 @@
+"""Weights: from a checkpoint to a model that is ready to serve.
+
+Owns load(). Transformers reads and places the weights; here they are checked, rope tables are fixed and, on a CPU,
+linear layers are packed. Must not know of requests or of the cache's format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nibble.errors import WeightError
+from nibble.geometry import Geometry
+from nibble.models import hook
+from nibble.models.config import find
+from nibble.models.kv_scales import is_scale
+from nibble.models.linear import pack_linears
+from nibble.models.rope import fix_rope
+
+
+def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) -> nn.Module:
+    """The model of `geometry` in `dtype` on `device`, in eval mode. Raises WeightError."""
+    path = find(geometry.model)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=_plain(config),
+            dtype=getattr(torch, dtype),
+            attn_implementation=hook.NAME,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        raise WeightError(f"cannot load the weights of {geometry.model!r} from {path}: {error}") from error
+    _check(info, geometry.model)
+    return ready(model.to(device), geometry.max_context)
+
+
+def ready(model: nn.Module, max_context: int) -> nn.Module:
+    """Makes a loaded model ready to serve, in place."""
+    fix_rope(model, max_context)
+    pack_linears(model)
+    return model.eval().requires_grad_(False)
+
+
+def _plain(config: PretrainedConfig) -> PretrainedConfig:
+    """The config without a quantisation entry that speaks of KV scales only (models/config.py refuses the others)."""
+    found = getattr(config, "quantization_config", None)
+    if isinstance(found, dict) and found.get("quant_method") == "modelopt":
+        del config.quantization_config
+    return config
+
+
+def _check(info: dict[str, Any], model: str) -> None:
+    missing = sorted(info.get("missing_keys", ()))
+    unexpected = sorted(key for key in info.get("unexpected_keys", ()) if not is_scale(key))
+    mismatched = [str(key) for key in info.get("mismatched_keys", ())]
+    problems = (("lacks", missing), ("has, but the model does not,", unexpected), ("has other shapes for", mismatched))
+    for what, keys in problems:
+        if keys:
+            raise WeightError(f"the checkpoint {model!r} {what} {len(keys)} tensors, {keys[0]} among them")
+
+
+def folder(model: str) -> Path:
+    """The local folder of a model's checkpoint; hub models come from the local cache."""
+    path = Path(find(model))
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))
