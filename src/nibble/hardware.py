@@ -1,12 +1,14 @@
 """What the machine is: the only capability query in the code, and the table of GPUs that plans may name.
 
-Owns Hardware, probe() and GPUS. Must not know of formats, backends or models. torch is imported by probe() only.
+Owns Hardware, probe() and GPUS. Must not know of formats, backends or models. torch is imported by probe()
+only.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from nibble.errors import ConfigError, unknown
 
@@ -17,7 +19,7 @@ CPU_ARCH = 0
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: bytes that hold weights and cache."""
+    """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: for weights and cache."""
 
     name: str
     arch: int
@@ -61,9 +63,18 @@ def named(name: str) -> Hardware:
 
 
 def cpu() -> Hardware:
-    """This machine's CPU, with its physical memory."""
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Hardware("cpu", CPU_ARCH, pages * page_bytes)
+    """This machine's CPU, with the memory that this process may use: physical, or a container's limit."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Hardware("cpu", CPU_ARCH, min(physical, _container_limit() or physical))
+
+
+def _container_limit() -> int | None:
+    """The memory limit of the control group (cgroup v2) that this process is in, where there is one."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() else None
 
 
 def probe(device: str = "auto") -> Hardware:

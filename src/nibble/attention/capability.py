@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 
@@ -66,8 +67,8 @@ NEVER = frozenset({False})
 class Row:
     """One combination that a backend supports; None allows any value.
 
-    prefer: orders rows that serve the same need, higher first; plain torch is below 0. cites: the benchmark report, or
-    the source of the fact, that stands behind the row.
+    prefer: orders rows that serve the same need, higher first; plain torch is below 0. cites: the benchmark
+    report, or the source of the fact, that stands behind the row.
     """
 
     phase: frozenset[Phase]
@@ -89,21 +90,39 @@ class Row:
     def refuses(self, need: Need) -> tuple[str, ...]:
         """The reasons why this row does not serve `need`; empty where it does."""
         return tuple(
-            _reason(name, asked, allowed)
+            _reason(name, getattr(need, name), getattr(self, name))
             for name in _FIELDS
-            if (allowed := getattr(self, name)) is not None
-            and (asked := getattr(need, name)) is not None
-            and asked not in allowed
+            if not _allows(self, name, need)
         )
+
+    def serves(self, need: Need) -> bool:
+        """Whether there is no reason to refuse `need`."""
+        return all(_allows(self, name, need) for name in _FIELDS)
 
 
 _FIELDS = tuple(asked.name for asked in fields(Need))
 
 
+def _allows(row: Row, name: str, need: Need) -> bool:
+    allowed, asked = getattr(row, name), getattr(need, name)
+    return allowed is None or asked is None or asked in allowed
+
+
 def _reason(name: str, asked: Any, allowed: frozenset[Any]) -> str:
     if isinstance(asked, bool):
         return f"no {name}" if asked else f"only with {name}"
-    return f"{name} {_show(name, asked)} is not in {{{', '.join(_show(name, value) for value in sorted(allowed))}}}"
+    return f"{name} {_show(name, asked)} is not in {{{listed(name, allowed)}}}"
+
+
+def listed(name: str, allowed: frozenset[Any] | None) -> str:
+    """The values that a row allows in field `name`, for people: `16 to 256 by 16`, `SM90, SM100`, `any`."""
+    if allowed is None:
+        return "any"
+    values = sorted(allowed)
+    steps = {high - low for low, high in pairwise(values)} if name == "dim" else set()
+    if len(values) > 4 and len(steps) == 1:
+        return f"{values[0]} to {values[-1]} by {steps.pop()}"
+    return ", ".join(_show(name, value) for value in values)
 
 
 def _show(name: str, value: Any) -> str:
@@ -116,9 +135,9 @@ def _show(name: str, value: Any) -> str:
 class BackendInfo:
     """A backend's file, as data.
 
-    adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then; None while
-    only its facts are declared.
-    package: what must be importable, and `install` how a user gets it; None for what torch brings.
+    adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
+    None while only its facts are declared. package: what must be importable, and `install` how a user gets
+    it; None for what torch brings.
     """
 
     name: str
@@ -136,3 +155,7 @@ class BackendInfo:
     def nearest(self, need: Need) -> tuple[str, ...]:
         """The reasons of the row that is closest to serving `need`; empty where one serves it."""
         return min((row.refuses(need) for row in self.rows), key=len, default=("has no rows",))
+
+    def serves(self, need: Need) -> bool:
+        """Whether one of the rows serves `need`."""
+        return any(row.serves(need) for row in self.rows)

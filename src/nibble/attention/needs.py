@@ -1,7 +1,7 @@
-"""What a model asks of attention under a config: schemes by layer, layer groups split by scheme, and their needs.
+"""What a model asks of attention under a config: schemes by layer, groups split by scheme, and their needs.
 
-Owns Part, which becomes a GroupPlan once routes are chosen, and the check that every stream can be stored at all.
-Must not know of backends.
+Owns Part, which becomes a GroupPlan once routes are chosen, and the check that every stream can be stored
+at all. Must not know of backends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nibble.geometry import Geometry, LayerGroup, Stream
 from nibble.hardware import Hardware
 
 
-class Unstorable(ConfigError):
+class UnstorableError(ConfigError):
     """A scheme refuses a stream of the model, or a transform its layer group."""
 
 
@@ -35,10 +35,14 @@ class Part:
 
     def stored(self, layer: int) -> LayerLayout:
         """What a layer of this part stores."""
-        streams = tuple(StreamLayout(stream, self.scheme.format_of(stream).name) for stream in self.group.streams)
+        streams = tuple(
+            StreamLayout(stream, self.scheme.format_of(stream).name) for stream in self.group.streams
+        )
         return LayerLayout(layer, streams, self.scheme.transforms)
 
-    def need(self, phase: Phase, hardware: Hardware, dtype: str, page: int | None, packing: str | None) -> Need:
+    def need(
+        self, phase: Phase, hardware: Hardware, dtype: str, page: int | None, packing: str | None
+    ) -> Need:
         """What this part asks for in `phase`; page and packing are None while they are to be chosen."""
         group = self.group
         return Need(
@@ -55,7 +59,7 @@ def compute_dtype(config: Config, hardware: Hardware) -> str:
 
 
 def parts(config: Config, geometry: Geometry) -> tuple[Part, ...]:
-    """The geometry's groups, split where layers differ in scheme; raises Unstorable and ConfigError.
+    """The geometry's groups, split where layers differ in scheme; raises UnstorableError and ConfigError.
 
     A layer that reads another's pages has that layer's scheme.
     """
@@ -91,16 +95,18 @@ def _check(part: Part) -> None:
     where = f"group {part.group.name} (layers {compact(part.layers)})"
     for stream in part.group.streams:
         if reason := part.scheme.refuses(stream):
-            raise Unstorable(f"stream {stream.name} of {where}: {reason}; {_fitting(part.group)}")
+            raise UnstorableError(f"stream {stream.name} of {where}: {reason}; {_fitting(part.group)}")
     for name in part.scheme.transforms:
         if reason := transform.get(name).refuses(part.group):
-            raise Unstorable(f"{part.scheme.name} for {where}: {reason}; leave +{name} out")
+            raise UnstorableError(f"{part.scheme.name} for {where}: {reason}; leave +{name} out")
 
 
 def _fitting(group: LayerGroup) -> str:
     shapes = ", ".join(_shape(stream) for stream in group.streams)
     fits = [
-        name for name in schemes.names() if not any(schemes.parse(name).refuses(stream) for stream in group.streams)
+        name
+        for name in schemes.names()
+        if not any(schemes.parse(name).refuses(stream) for stream in group.streams)
     ]
     return f"formats that fit {shapes}: {', '.join(fits)}"
 
@@ -122,4 +128,4 @@ def compact(layers: Iterable[int]) -> str:
 
 def plain_format(dtype: str) -> str:
     """The format that holds values of the compute dtype as they are; what staging dequantises into."""
-    return next(name for name in formats.names() if formats.get(name).plain == dtype)
+    return formats.plain(dtype).name

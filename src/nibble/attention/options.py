@@ -1,7 +1,7 @@
 """Which rows serve a need: every way to serve each layer group in each phase, best first.
 
-Owns Request (the arguments of resolve() as one), Option and the price of staging. What is picked from the options
-is resolve.py's business. Must not name any backend or format.
+Owns Request (the arguments of resolve() as one), Option and the price of staging. What is picked from the
+options is resolve.py's business. Must not name any backend or format.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nibble.hardware import Hardware
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 """Phases that every plan serves. VERIFY follows DECODE's backend."""
 STAGING_PENALTY = 50
-"""What staging costs in units of Row.prefer: more than the gap between a portable kernel and a vendor's. Measured on
-one H200, 64 requests of 8K tokens: dequantising 2.10 ms a layer, and then 0.50 ms for attention in bf16."""
+"""What staging costs in units of Row.prefer: more than the gap between a portable kernel and a vendor's.
+Measured on one H200, 64 requests of 8K tokens: dequantising 2.10 ms a layer, then 0.50 ms for attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Request:
         return needs.compute_dtype(self.config, self.hardware)
 
     def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
-        """The backends that may serve `phase`: the one that was named, or for `auto` all that this version can run."""
+        """The backends that may serve `phase`: the one that was named, or for `auto` all that run."""
         asked = self.config.backend_for(phase.decodes)
         if asked == "auto":
             return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
@@ -50,7 +50,7 @@ class Request:
         return {asked: self.backends[asked]}
 
     def may_stage(self, phase: Phase) -> bool:
-        """Whether pages may be dequantised for `phase`; in DECODE every byte would be read several times a step."""
+        """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""
         return self.config.allow_staging or not phase.decodes
 
     def need(self, part: Part, phase: Phase) -> Need:
@@ -58,9 +58,15 @@ class Request:
         return part.need(phase, self.hardware, self.dtype, self.config.page_size, None)
 
     def staged(self, need: Need) -> Need | None:
-        """What `need` becomes when pages are dequantised first; None where they hold the compute dtype anyway."""
+        """What `need` becomes when pages are dequantised first; None where they hold the compute dtype.
+
+        Staged pages are numbered anew, so a sparse kernel's indices become offsets into them.
+        """
         plain = needs.plain_format(self.dtype)
-        return None if need.format == plain else replace(need, format=plain, packing=STAGED_PACKING)
+        if need.format == plain:
+            return None
+        addressing = "ragged" if need.kind == "dsa" else need.addressing
+        return replace(need, format=plain, packing=STAGED_PACKING, addressing=addressing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,9 @@ class Option:
     stage_to: str | None = None
 
     def fits(self, page: int, packing: str) -> bool:
-        return (self.pages is None or page in self.pages) and (self.packings is None or packing in self.packings)
+        return (self.pages is None or page in self.pages) and (
+            self.packings is None or packing in self.packings
+        )
 
     def route(self, phase: Phase) -> Route:
         return Route(phase, self.backend.name, self.row, self.stage_to, self.backend.runnable)
@@ -91,9 +99,11 @@ def serving(request: Request, part: Part, phase: Phase) -> tuple[Option, ...]:
     staged = request.staged(need) if request.may_stage(phase) else None
     found: list[Option] = []
     for info in request.considered(phase).values():
-        found += [Option(info, row, row.prefer, row.page, row.packing) for row in info.rows if not row.refuses(need)]
+        found += [
+            Option(info, row, row.prefer, row.page, row.packing) for row in info.rows if row.serves(need)
+        ]
         if staged:
-            found += [_staged(info, row, staged) for row in info.rows if not row.refuses(staged)]
+            found += [_staged(info, row, staged) for row in info.rows if row.serves(staged)]
     return tuple(sorted(found, key=lambda option: -option.prefer))
 
 

@@ -1,6 +1,7 @@
 """What was decided: the routes of every layer group and phase, with page size and packing. All of it frozen.
 
-Owns Route, GroupPlan and Plan. How they are chosen is in resolve.py. Must not know of torch or of any one backend.
+Owns Route, GroupPlan and Plan. How they are chosen is in resolve.py. Must not know of torch or of any one
+backend.
 """
 
 from __future__ import annotations

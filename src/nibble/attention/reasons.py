@@ -5,15 +5,21 @@ Must not decide anything; resolve.py does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 
-from nibble.attention import needs
-from nibble.attention.capability import BackendInfo, Need, Phase
+from nibble.attention.capability import BackendInfo, Need, Phase, listed
 from nibble.attention.needs import Part
 from nibble.attention.options import ROUTED, Options, Request
 from nibble.attention.plan import GroupPlan, Route
-from nibble.errors import Unsupported
+from nibble.errors import ConfigError, Unsupported
+
+
+class UnservedError(ConfigError):
+    """There is no plan. explain: makes the refusal, with its reasons; the search for a remedy needs none."""
+
+    def __init__(self, explain: Callable[[], Unsupported]) -> None:
+        super().__init__("there is no plan")
+        self.explain = explain
 
 
 def refusal(request: Request, part: Part, phase: Phase) -> Unsupported:
@@ -23,8 +29,12 @@ def refusal(request: Request, part: Part, phase: Phase) -> Unsupported:
     refusals = {name: tuple(_reasons(request, info, need)) for name, info in considered.items()}
     if request.config.backend_for(phase.decodes) == "auto":
         others = (info for name, info in request.backends.items() if name not in considered)
-        would = {info.name: ("would serve it, but this version has no adapter for it",) for info in others if not info.nearest(need)}
-        refusals |= would
+        would_serve = {
+            info.name: ("would serve it, but this version has no adapter for it",)
+            for info in others
+            if info.serves(need)
+        }
+        refusals |= would_serve
     return Unsupported(str(need), refusals)
 
 
@@ -36,7 +46,7 @@ def _reasons(request: Request, info: BackendInfo, need: Need) -> Iterator[str]:
     rest = tuple(reason for reason in info.nearest(staged) if reason not in native)
     if request.may_stage(need.phase):
         yield from (f"staged to {staged.format}: {reason}" for reason in rest)
-    elif not info.nearest(staged):
+    elif info.serves(staged):
         yield f"it could read pages staged to {staged.format}, with --allow-staging"
 
 
@@ -60,42 +70,50 @@ def _wants(name: str, allowed: Iterable[object] | None) -> Iterator[str]:
 def notes(request: Request, groups: tuple[GroupPlan, ...], page: int, packing: str) -> Iterator[str]:
     """One line for each thing that was left to `auto`, that is staged, or that cannot run."""
     if request.config.dtype == "auto":
-        yield f"dtype {request.dtype}: {'exact, and fastest on a CPU' if request.hardware.is_cpu else 'the usual one on a GPU'}"
+        why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
+        yield f"dtype {request.dtype}: {why}"
     if request.config.page_size is None:
-        yield f"page size {page}: {_bound(groups, 'page') or _free(request)}"
+        small, usual = "small pages share prefixes finely", "what most kernels read in one piece"
+        free = f"no route asks for another; {small if request.hardware.is_cpu else usual}"
+        yield f"page size {page}: {_bound(groups, 'page') or free}"
     yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
-    yield from dict.fromkeys(line for group in groups for route in group.routes for line in _route_notes(request, group, route))
-    yield from _verify_notes(groups)
-
-
-def _free(request: Request) -> str:
-    return "no route asks for another; " + (
-        "small pages share prefixes finely" if request.hardware.is_cpu else "what most kernels read in one piece"
-    )
+    for group in groups:
+        yield from _group_notes(request, group)
+    yield from _declared_notes(groups)
 
 
 def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
-    """Which routes leave no or little choice of page size or packing."""
+    """Which backends leave no or little choice of page size or packing."""
     found: dict[str, None] = {}
     for route in (route for group in groups for route in group.routes):
         allowed = getattr(route.row, field)
-        if allowed is not None and not (field == "packing" and (route.stage_to or len(allowed) > 1)):
-            found[f"{route.backend} reads {', '.join(map(str, sorted(allowed)))} in {route.phase}"] = None
+        free = allowed is None or (field == "packing" and (route.stage_to or len(allowed) > 1))
+        if not free:
+            found[f"{route.backend} reads {listed(field, allowed)}"] = None
     return "; ".join(found)
 
 
-def _route_notes(request: Request, group: GroupPlan, route: Route) -> Iterator[str]:
-    where = f"{route.phase} of {group.group.name} in {group.scheme}"
+def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
+    """Why each phase of a group goes where it goes; phases with the same reason share a line."""
+    phases: dict[str, list[str]] = {}
+    for route in group.routes:
+        for line in _route_notes(request, route):
+            phases.setdefault(line, []).append(str(route.phase))
+    for line, names in phases.items():
+        yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
+    if all(route.phase is not Phase.VERIFY for route in group.routes):
+        backend = group.route(Phase.DECODE).backend
+        yield f"no verify of {group.group.name} in {group.scheme}: {backend} does not serve draft tokens"
+
+
+def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if request.config.backend_for(route.phase.decodes) == "auto" and route.phase in ROUTED:
-        yield f"{where}: {route.backend}, the most preferred that serves it ({route.row.cites})"
+        yield f"{route.backend}, the most preferred of those that serve it ({route.row.cites})"
     if route.stage_to:
-        yield f"{where}: {route.backend} does not read it, so its pages are dequantised to {route.stage_to} first"
-    if not route.runnable:
-        yield f"{route.backend} is declared only: this version knows its facts, but cannot run it"
+        yield f"{route.backend} does not read it in this packing, so pages are staged to {route.stage_to}"
 
 
-def _verify_notes(groups: tuple[GroupPlan, ...]) -> Iterator[str]:
-    for group in groups:
-        if all(route.phase is not Phase.VERIFY for route in group.routes):
-            backend = group.route(Phase.DECODE).backend
-            yield f"no verify of {group.group.name} in {group.scheme}: {backend} does not serve it, so no draft tokens"
+def _declared_notes(groups: tuple[GroupPlan, ...]) -> Iterator[str]:
+    names = dict.fromkeys(route.backend for group in groups for route in group.routes if not route.runnable)
+    if names:
+        yield f"declared only, this version cannot run it: {', '.join(names)}"

@@ -1,7 +1,7 @@
 """What works instead: the nearest config that resolves, as a command line.
 
-Owns the edits that are tried, their order, and how a config is written as a command. Must not judge rows itself:
-an edit works if resolving it does.
+Owns the edits that are tried, their order, and how a config is written as a command. Must not judge rows
+itself: an edit works if resolving it does.
 """
 
 from __future__ import annotations
@@ -28,15 +28,29 @@ SAMPLE = Stream("k", heads=1, dim=128)
 def find(request: Request, attempt: Attempt) -> str | None:
     """The nearest command that works: one edit if any does, else two; None where two do not help."""
     kinds = tuple(tuple(kind) for kind in _edits(request))
-    singles = ([(edit,) for edit in kind] for kind in kinds)
-    pairs = (list(itertools.product(first, second)) for first, second in itertools.combinations(kinds, 2))
+    singles: Iterable[Iterable[tuple[Edit, ...]]] = ([(edit,) for edit in kind] for kind in kinds)
+    pairs = (itertools.product(first, second) for first, second in itertools.combinations(kinds, 2))
     for candidates in itertools.chain(singles, pairs):
-        plans = ((edited, attempt(edited)) for edited in (_apply(request.config, edits) for edits in candidates))
-        found = [(config, plan) for config, plan in plans if plan is not None]
+        edited = (_apply(request.config, edits) for edits in candidates)
+        found = [
+            (config, plan) for config in edited if (plan := attempt(config)) and _acceptable(request, plan)
+        ]
         if found:
             config, _ = min(found, key=lambda pair: _cost(request, pair[1]))
             return command(config, request.hardware, declared=request.declared)
     return None
+
+
+def _acceptable(request: Request, plan: Plan) -> bool:
+    """Whether a plan can run, or the user is exploring what cannot."""
+    config, table = request.config, request.backends
+    named_backends = (table.get(config.backend_for(decode)) for decode in (False, True))
+    explores = request.declared or any(info is not None and not info.runnable for info in named_backends)
+    return explores or _runs(plan)
+
+
+def _runs(plan: Plan) -> bool:
+    return all(route.runnable for group in plan.groups for route in group.routes)
 
 
 def command(config: Config, hardware: Hardware, *, declared: bool = False) -> str:
@@ -57,7 +71,7 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def _is_named(hardware: Hardware) -> bool:
-    """Whether `--gpu` knows this machine by its name; otherwise the command means the machine that it is run on."""
+    """Whether `--gpu` knows this machine by its name; without it a command means the machine it runs on."""
     try:
         return named(hardware.name).arch == hardware.arch
     except ConfigError:
@@ -72,9 +86,8 @@ def _apply(config: Config, edits: Iterable[Edit]) -> Config:
 
 def _cost(request: Request, plan: Plan) -> tuple[bool, int]:
     """Of two edits of one kind the better: one that can run, then the one whose routes are preferred."""
-    routes = [route for group in plan.groups for route in group.routes]
-    runs = request.declared or all(route.runnable for route in routes)
-    return not runs, -sum(route.row.prefer for route in routes)
+    prefer = sum(route.row.prefer for group in plan.groups for route in group.routes)
+    return not (request.declared or _runs(plan)), -prefer
 
 
 def _edits(request: Request) -> Iterator[Iterator[Edit]]:
@@ -83,12 +96,14 @@ def _edits(request: Request) -> Iterator[Iterator[Edit]]:
     names = tuple(request.backends)
     yield (_set(decode_backend=name) for name in names if name != config.backend_for(True))
     yield (_set(prefill_backend=name) for name in names if name != config.backend_for(False))
-    if config.attention_backend != "auto":
-        yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
     if config.page_size is not None:
         yield (_set(page_size=page) for page in PAGES if page != config.page_size)
     if not config.allow_staging:
         yield iter([_set(allow_staging=True)])
+    if config.attention_backend != "auto":
+        yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
+    if {config.backend_for(True), config.backend_for(False)} != {"auto"}:
+        yield iter([_set(attention_backend="auto", prefill_backend=None, decode_backend=None)])
     yield from _scheme_edits(config)
 
 
@@ -105,7 +120,9 @@ def _scheme_edits(config: Config) -> Iterator[Iterator[Edit]]:
     for old in used:
         if old.transforms:
             yield iter([_rename(old, old.base)])
-        others = sorted((name for name in schemes.names() if name != old.base), key=lambda name: _distance(old.base, name))
+        others = sorted(
+            (name for name in schemes.names() if name != old.base), key=lambda name: _distance(old.base, name)
+        )
         for name in others:
             yield iter([_rename(old, "+".join((name, *old.transforms)))])
 
@@ -115,7 +132,7 @@ def _rule_schemes(config: Config) -> list[str]:
 
 
 def _distance(old: str, new: str) -> float:
-    """How far apart two schemes are in bytes; of two at the same distance the one with more bytes is nearer."""
+    """How far apart two schemes are in bytes; of two equally far ones that with more bytes is nearer."""
     before, after = _size(old), _size(new)
     return max(before, after) / min(before, after) + (0.001 if after < before else 0)
 
@@ -132,6 +149,8 @@ def _rename(old: schemes.Scheme, new: str) -> Edit:
 
     def edit(config: Config) -> Config:
         kv_format = new if schemes.parse(config.kv_format) == old else config.kv_format
-        return replace(config, kv_format=kv_format, kv_layers=";".join(map(rule, config.kv_layers.split(";"))))
+        return replace(
+            config, kv_format=kv_format, kv_layers=";".join(map(rule, config.kv_layers.split(";")))
+        )
 
     return edit

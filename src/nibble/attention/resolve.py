@@ -1,23 +1,26 @@
 """From what the user said to what is done: the plan of a config, a model and a machine.
 
-Owns the choice of backends, page size and packing. Choosing, validating and documenting are one function over the
-backends' rows: nothing here names a backend or a format. Must not import torch, load weights or touch a GPU.
+Owns the choice of backends, page size and packing. Choosing, validating and documenting are one function
+over the backends' rows: nothing here names a backend or a format. Must not import torch, load weights or
+touch a GPU.
 
-    resolve             Config, Geometry, Hardware -> Plan, or Unsupported with reasons and a command that works
-    require_runnable    what an engine asks before it starts: are the plan's backends here?
+    resolve            Config, Geometry, Hardware -> Plan, or Unsupported with reasons and a command
+    require_runnable   what an engine asks before it starts: are the plan's backends here?
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from nibble.attention import needs, options, reasons, remedy
 from nibble.attention.backends import all_backends, installed
 from nibble.attention.capability import BackendInfo, Phase
-from nibble.attention.needs import Part, Unstorable
-from nibble.attention.options import ROUTED, Option, Options, Request
+from nibble.attention.needs import Part, UnstorableError
+from nibble.attention.options import ROUTED, Ask, Option, Options, Request
 from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.attention.reasons import UnservedError
 from nibble.cache import packing as packings
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
@@ -28,7 +31,7 @@ WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
 """How much a phase's preference counts when one page size must suit all."""
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
-"""Page sizes by preference where rows leave the choice. Kernels like 64 tokens; without any, small pages share finer."""
+"""Page sizes by preference where rows leave the choice: kernels like 64 tokens, prefixes like small pages."""
 
 
 def resolve(
@@ -40,10 +43,11 @@ def resolve(
     declared: bool = False,
     verify: bool = False,
 ) -> Plan:
-    """The plan; raises ConfigError, or Unsupported with each backend's reasons and the nearest command that works.
+    """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
 
     declared: let `auto` also choose backends that this version knows but cannot run yet.
-    verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says so.
+    verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says
+    so.
     """
     table = dict(sorted((all_backends() if backends is None else backends).items()))
     request = Request(config, geometry, hardware, table, declared, verify)
@@ -56,52 +60,63 @@ def resolve(
 
     try:
         return _resolve(request)
-    except Unsupported as error:
+    except UnservedError as unserved:
+        error = unserved.explain()
         raise Unsupported(error.need, error.refusals, remedy.find(request, attempt)) from None
-    except Unstorable as error:
+    except UnstorableError as error:
         way_out = remedy.find(request, attempt)
         raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
 
 
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
-    """Raises ConfigError where a backend of the plan has no adapter in this version, or its package is missing."""
+    """Raises ConfigError where a backend of the plan has no adapter, or its package is missing."""
     table = all_backends() if backends is None else backends
     for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
         info = table[name]
         if not installed(info):
-            raise ConfigError(f"backend {name} needs the package {info.package}, which is missing: {info.install}")
+            raise ConfigError(
+                f"backend {name} needs the package {info.package}, which is missing: {info.install}"
+            )
         if not info.runnable:
             able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
-            raise ConfigError(f"this version knows backend {name} but has no adapter for it; it can run: {able}")
+            raise ConfigError(
+                f"this version knows backend {name} but has no adapter for it; it can run: {able}"
+            )
 
 
 def _resolve(request: Request) -> Plan:
     found = needs.parts(request.config, request.geometry)
-    choices = {(part, phase): options.serving(request, part, phase) for part in found for phase in Phase}
-    _require_served(request, choices)
+    choices = _choices(request, found)
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in found)
-    notes = (
-        *needs.borrowers(request.config, request.geometry),
-        *reasons.notes(request, groups, page, packing),
-    )
+    borrowed = needs.borrowers(request.config, request.geometry)
+    notes = (*borrowed, *reasons.notes(request, groups, page, packing))
     layout = needs.layout(found, request.geometry, page, packing)
     return Plan(layout, groups, request.geometry.owner, request.dtype, notes)
 
 
-def _require_served(request: Request, choices: Options) -> None:
-    """Raises Unsupported for the first ask that no row serves, whatever the storage."""
-    for (part, phase), choice in choices.items():
-        if phase is Phase.VERIFY and request.verify:
-            decodes = {option.backend.name for option in choices[part, Phase.DECODE]}
-            if not decodes & {option.backend.name for option in choice}:
-                raise reasons.refusal(request, part, phase)
-        elif phase in ROUTED and not choice:
-            raise reasons.refusal(request, part, phase)
+def _choices(request: Request, found: Iterable[Part]) -> Options:
+    """All options of all asks; raises UnservedError at the first that no row serves, whatever the storage."""
+    choices: dict[Ask, tuple[Option, ...]] = {}
+    for part in found:
+        for phase in Phase:
+            choices[part, phase] = options.serving(request, part, phase)
+            if not _enough(request, choices, part, phase):
+                raise UnservedError(partial(reasons.refusal, request, part, phase))
+    return choices
 
 
-def _pick(request: Request, choices: Options, part: Part, phase: Phase, page: int, packing: str) -> Option | None:
-    """The best option of an ask on one page size and packing; in DECODE one that can VERIFY too, if that was asked."""
+def _enough(request: Request, choices: Options, part: Part, phase: Phase) -> bool:
+    if phase is Phase.VERIFY:
+        names = {option.backend.name for option in choices[part, phase]}
+        return not request.verify or any(o.backend.name in names for o in choices[part, Phase.DECODE])
+    return bool(choices[part, phase])
+
+
+def _pick(
+    request: Request, choices: Options, part: Part, phase: Phase, page: int, packing: str
+) -> Option | None:
+    """The best option of an ask on one page size and packing; in DECODE one that can VERIFY, if asked."""
     must_verify = request.verify and phase is Phase.DECODE
     for option in choices[part, phase]:
         if option.fits(page, packing) and not (
@@ -112,7 +127,7 @@ def _pick(request: Request, choices: Options, part: Part, phase: Phase, page: in
 
 
 def _storage(request: Request, choices: Options) -> tuple[int, str]:
-    """The page size and packing that please most: one storage serves all groups and phases, so it is one choice."""
+    """The page size and packing that please most: one choice, since all groups and phases share storage."""
     best: tuple[int, int, str] | None = None
     for page in _pages(request, choices):
         for packing in _packings(choices):
@@ -120,7 +135,7 @@ def _storage(request: Request, choices: Options) -> tuple[int, str]:
             if score is not None and (best is None or score > best[0]):
                 best = (score, page, packing)
     if best is None:
-        raise reasons.no_common_storage(request, choices)
+        raise UnservedError(partial(reasons.no_common_storage, request, choices))
     return best[1], best[2]
 
 

@@ -22,8 +22,8 @@ Cursor = int | str
 """Where one stands in the tree: at a page, or at the root of a namespace."""
 
 Edge = bytes
-"""The tokens of a page, then the name of the cursor above it. Bytes, as the garbage collector would walk through
-millions of tuples, and stop the engine for a tenth of a second.
+"""The tokens of a page, then the name of the cursor above it. Bytes, as the garbage collector would walk
+through millions of tuples, and stop the engine for a tenth of a second.
 """
 
 ROOT = b"/"
@@ -88,7 +88,7 @@ class PrefixTree:
             self._idle.pop(page, None)
 
     def drop(self, pages: Sequence[int]) -> None:
-        """One holder less for each of `pages`, in order down the tree; those left to the tree alone are idle."""
+        """One holder less for each of `pages`, in order down the tree; those left to the tree are idle."""
         lowest_first = pages[::-1]
         self._pages.drop(lowest_first)
         count = self._pages.count

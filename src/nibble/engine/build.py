@@ -6,13 +6,14 @@ Owns build(). The only place that knows every part; decides nothing itself. Must
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from nibble import formats
 from nibble.attention import backends
 from nibble.attention.budget import Budget, budget
 from nibble.attention.needs import compute_dtype
@@ -161,10 +162,6 @@ def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]])
 
 
 def _plain(made: Blueprint) -> Config:
-    from dataclasses import replace
-
-    from nibble import formats
-
     return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="")
 
 

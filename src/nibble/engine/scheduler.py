@@ -23,11 +23,10 @@ from nibble.engine.batch import Batch, Work
 from nibble.engine.request import FinishReason, Request, State
 from nibble.errors import OutOfPages, PromptTooLong
 
-SLICE = 64
-"""Tokens that a prompt is given at least, before the budget is divided among more prompts."""
-
-PROMPT_SHARE = 8
-"""One in so many tokens of the budget is kept for prompts, so that decodes cannot shut them out."""
+SLICES = 8
+"""A budget has so many slices. One is kept for prompts, so that decodes cannot shut them out; and each prompt
+that takes part in a step is given one at least, as chunks of a few tokens help nobody.
+"""
 
 _arrival = attrgetter("arrival")
 
@@ -231,7 +230,7 @@ class Scheduler:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
             self._advance(request)
-        kept = max(self.token_budget // PROMPT_SHARE, int(prompts[0] is self.running[0]))
+        kept = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
         wanted = {request: min(len(request.tokens) - request.stored, self.chunk) for request in prompts}
         portions = dict.fromkeys(decodes[: self.token_budget - min(kept, sum(wanted.values()))], 1)
         room = self.token_budget - len(portions)
@@ -252,13 +251,14 @@ class Scheduler:
         """
         chosen: list[Request] = []
         coming = set()
+        part = max(self.token_budget // SLICES, 1)
         rest = sorted(prompts[1:], key=lambda request: len(request.tokens) - request.stored)
         for request in (prompts[0], *rest):
             assert request.lease
             page = self.manager.next_page(request.lease, request.tokens)
             if page in coming and request.stored == request.lease.published * self.manager.page_size:
                 continue
-            room -= min(wanted[request], SLICE)
+            room -= min(wanted[request], part)
             if chosen and room < 0:
                 break
             chosen.append(request)

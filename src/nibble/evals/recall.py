@@ -131,8 +131,8 @@ WORDS = tuple(_WORD_LIST.split())
 HEX = "0123456789abcdef"
 DIGITS = "0123456789"
 PREFIXES = ("k_", "id_", "key_", "item_", "node_", "cfg_", "user_", "x_")
-FAMILY = 8
-"""Keys per family: one base key and its neighbours, each differing from the base in one place."""
+FAMILIES = (8, 16, 32)
+"""Keys per family: a base key and its neighbours, in which one part is another or two adjacent ones swap."""
 
 
 def lookup_case(
@@ -195,7 +195,7 @@ def _document(
         pairs = [(key, values()) for key in keys(number)]
         return pairs, [_entry(rng, form, key, value, filler) for key, value in pairs]
 
-    pairs, entries = entries_of(FAMILY * 2)
+    pairs, entries = entries_of(16)
     per_entry = count("".join(entries)) / len(entries)
     pairs, entries = entries_of(math.ceil(1.1 * length_tokens / per_entry) + 2)
     order = rng.sample(range(len(pairs)), len(pairs))
@@ -260,17 +260,16 @@ def _verbatim(rng: random.Random, length_tokens: int, count: Count) -> list[Span
 def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
     """Chooses a style of keys; the result draws that many distinct keys, shuffled, in families."""
     style = rng.choice(("hex", "digits", "words"))
+    alphabet = {"hex": HEX, "digits": DIGITS, "words": WORDS}[style]
     prefix = rng.choice(PREFIXES)
-    size = rng.randint(4, 7)
-
-    def base() -> list[str]:
-        if style == "words":
-            return [rng.choice(WORDS) for _ in range(3)]
-        return [rng.choice(HEX if style == "hex" else DIGITS) for _ in range(size)]
+    size = rng.randint(3, 5) if style == "words" else rng.randint(6, 14)
+    family = rng.choice(FAMILIES)
 
     def neighbour(parts: list[str]) -> list[str]:
+        place = rng.randrange(len(parts) - 1)
+        if rng.random() < 0.3:  # two adjacent parts change places
+            return [*parts[:place], parts[place + 1], parts[place], *parts[place + 2 :]]
         place = rng.randrange(len(parts))
-        alphabet = WORDS if style == "words" else HEX if style == "hex" else DIGITS
         return [*parts[:place], rng.choice(alphabet), *parts[place + 1 :]]
 
     def spell(parts: list[str]) -> str:
@@ -279,9 +278,9 @@ def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
     def draw(number: int) -> list[str]:
         found: dict[str, None] = {}
         while len(found) < number:
-            parts = base()
-            family = [parts, *(neighbour(parts) for _ in range(FAMILY - 1))]
-            found.update(dict.fromkeys(spell(member) for member in family))
+            base = [rng.choice(alphabet) for _ in range(size)]
+            members = [base, *(neighbour(base) for _ in range(family - 1))]
+            found.update(dict.fromkeys(map(spell, members)))
         keys = list(found)[:number]
         rng.shuffle(keys)
         return keys
@@ -290,14 +289,18 @@ def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
 
 
 def _value_maker(rng: random.Random, block: bool) -> Callable[[], str]:
-    """Chooses a style of values; each call of the result draws one."""
-    style = rng.choice(("hex", "digits", "words"))
-    size = rng.randint(6, 9)
+    """Chooses a style of values; each call of the result draws one.
+
+    Blocks may be made of four digits only, so that many places of a context look alike for a few tokens.
+    """
+    style = rng.choice(("hex", "digits", "words", "few") if block else ("hex", "digits", "words"))
+    alphabet = {"hex": HEX, "digits": DIGITS, "few": "0123"}.get(style, "")
+    size = rng.randint(6, 10)
 
     def word() -> str:
         if style == "words":
             return f"{rng.choice(WORDS)}-{rng.choice(WORDS)}-{rng.randrange(10, 100)}"
-        return "".join(rng.choice(HEX if style == "hex" else DIGITS) for _ in range(size))
+        return "".join(rng.choice(alphabet) for _ in range(size))
 
     if not block:
         return word

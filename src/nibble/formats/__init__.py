@@ -9,7 +9,7 @@ from nibble.errors import ConfigError, unknown
 from nibble.formats.base import KVFormat, Plane
 from nibble.geometry import Stream
 
-__all__ = ["KVFormat", "Plane", "get", "names", "plain", "register"]
+__all__ = ["KVFormat", "Plane", "get", "names", "plain", "register", "unregister"]
 
 _registry: dict[str, KVFormat] = {}
 
@@ -19,6 +19,11 @@ def register(fmt: KVFormat) -> KVFormat:
     if fmt.name in _registry and type(_registry[fmt.name]) is not type(fmt):
         raise ConfigError(f"a format called {fmt.name!r} is registered already")
     return _registry.setdefault(fmt.name, fmt)
+
+
+def unregister(name: str) -> None:
+    """Takes a format out again, for tests and for reloading an extension."""
+    del _registry[name]
 
 
 def get(name: str) -> KVFormat:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nibble.formats.lookup import look_up
+
 MAX = 6.0
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -33,10 +35,11 @@ def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """float32 [256, 2]: the two values of every byte."""
+    """int64 [256]: the two float32 values of every byte, side by side, to be looked up as one."""
     values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), dtype=torch.float32)
     byte = torch.arange(256)
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).to(device)
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+    return pairs.view(torch.int64).flatten().to(device)
 
 
 def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> Tensor:
@@ -48,4 +51,4 @@ def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> 
 
 def unpack(packed_P: Tensor) -> Tensor:
     """uint8 [..., P] -> float32 [..., D]."""
-    return torch.nn.functional.embedding(packed_P.int(), _pairs(packed_P.device)).flatten(-2)
+    return look_up(packed_P, _pairs(packed_P.device)).view(torch.float32)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nibble.formats.base import KVFormat, Plane
+from nibble.formats.lookup import to_float
 from nibble.geometry import Stream
 
 
@@ -28,7 +29,7 @@ class FP8(KVFormat):
         return ((x_THD.float() / scale).clamp_(-limit, limit).to(self.dtype),)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        return planes[0].float() * scale
+        return to_float(planes[0]) * scale
 
 
 class E4M3(FP8):

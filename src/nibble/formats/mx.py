@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nibble.formats import e2m1
 from nibble.formats.base import KVFormat, Plane
+from nibble.formats.lookup import to_float
 from nibble.geometry import Stream
 
 BIAS, NAN_CODE = 127, 255
@@ -50,7 +51,7 @@ class MX(KVFormat):
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         data, stored = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, self.block))
-        return (values * stored.view(torch.float8_e8m0fnu).float().unsqueeze(-1)).flatten(-2)
+        return (values * to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
 
 
 class MXFP4(MX):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nibble.formats import e2m1
 from nibble.formats.base import KVFormat, Plane
+from nibble.formats.lookup import to_float
 from nibble.geometry import Stream
 
 BLOCK = 16
@@ -47,7 +48,7 @@ class NVFP4(KVFormat):
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         data, block_scale = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, BLOCK))
-        return (values * (block_scale.float() * scale).unsqueeze(-1)).flatten(-2)
+        return (values * (to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
 
 
 FORMATS = (NVFP4(),)

@@ -10,20 +10,44 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import cached_file
 
 import nibble
 from nibble.errors import ConfigError, WeightError
+from nibble.models.quiet import first_line
 
 DEMO = "demo"
 
+_RECURRENT = "keep a recurrent state, not keys and values only"
 REFUSED = {
     "llama4": "its chunked attention lives in the mask only, which a paged cache never builds",
     "llama4_text": "its chunked attention lives in the mask only, which a paged cache never builds",
+    "phimoe": "its rotary scale follows the longest request of the batch, so answers would depend on the others",
 }
-"""Families that would run and answer wrong: model_type -> why."""
+"""Families that would run and answer wrong: model_type -> why. models/guard.py refuses more, by what they do."""
 
-LINEAR = ("linear_attention", "mamba", "conv", "recurrent", "rwkv", "hybrid")
-MODELOPT_KV_ONLY = (None, "", "NONE", "none")
+ATTENTION = ("full_attention", "sliding_attention", "attention")
+"""Layer types that are attention over one key and value for each token."""
+LATENT = ("indexed_attention",)
+"""Layer types of sparse attention over a latent; their index keys are part of the cache's geometry."""
+UNSERVED = {
+    "linear_attention": _RECURRENT,
+    "mamba": _RECURRENT,
+    "conv": _RECURRENT,
+    "recurrent": _RECURRENT,
+    "hybrid": _RECURRENT,
+    "hybrid_sliding": _RECURRENT,
+    "chunked_attention": "keep their chunks in the mask, which a paged cache never builds",
+}
+"""Other layer types -> why they are refused."""
+UNKNOWN_LAYER = "are more than attention over one key and value for each token"
+
+MODELOPT = "modelopt"
+MODELOPT_FILE = "hf_quant_config.json"
+NO_WEIGHTS = (None, "", "NONE", "none")
+"""What ModelOpt calls the weights' algorithm where only the KV cache is quantised."""
 
 
 def find(model: str) -> str:
@@ -43,48 +67,128 @@ def _bundled(name: str) -> Path:
 
 
 def load_config(model: str) -> PretrainedConfig:
-    """The text config of `model`; raises ConfigError or WeightError where it cannot be served right."""
+    """The config of `model`; raises ConfigError or WeightError where it cannot be served right.
+
+    An entry that speaks of KV scales only is left out: models/kv_scales.py reads it, and Transformers need not.
+    """
     path = find(model)
     local = Path(path)
     if local.exists() and not (local / "config.json").exists():
-        raise WeightError(f"{local} is no Transformers checkpoint: it has no config.json")
+        raise WeightError(f"{local} is no Transformers checkpoint: it has no config.json; name the folder that has one")
     try:
-        config = AutoConfig.from_pretrained(path)
-    except json.JSONDecodeError as error:
-        raise WeightError(f"{local / 'config.json'} is not JSON: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise WeightError(f"cannot read the config of {model!r}: {error}") from error
-    refuse(config, local)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # of all kinds: every family checks its values in its own way
+        raise _unreadable(model, local, error) from error
+    refuse(config, local if local.exists() else _cached_beside(path))
+    if _kv_only(config):
+        del config.quantization_config
     return config
+
+
+def _cached_beside(model: str) -> Path | None:
+    """The local folder of a hub model's ModelOpt file, or None where it has none."""
+    try:
+        found = cached_file(model, MODELOPT_FILE)
+    except OSError:
+        return None
+    return Path(found).parent if found else None
+
+
+def _unreadable(model: str, local: Path, error: Exception) -> ConfigError | WeightError:
+    """What to tell of a config that Transformers could not read."""
+    file = local / "config.json"
+    if file.exists():
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as broken:
+            return WeightError(f"{file} is not JSON ({broken}); download or save the checkpoint again")
+    if "trust_remote_code" in str(error):
+        return ConfigError(
+            f"{model!r} needs Python code that comes with the checkpoint, and Nibble does not run such code; use a "
+            "family that Transformers knows by itself"
+        )
+    if isinstance(error, OSError) and not local.exists():
+        return WeightError(
+            f"{model!r} is neither a folder nor a hub model that can be reached ({first_line(error)}); check the name, "
+            "or download the model first"
+        )
+    return ConfigError(f"cannot read the config of {model!r}: {' '.join(str(error).split())}")
 
 
 def refuse(config: PretrainedConfig, path: Path | None = None) -> None:
     """Raises ConfigError where this family, or the way its weights are stored, cannot be served right."""
-    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{config.model_type} cannot be served: it is an encoder-decoder model")
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(f"{config.model_type} cannot be served: it is made of several models") from error
     family = text.model_type
     if family in REFUSED:
         raise ConfigError(f"{family} cannot be served: {REFUSED[family]}")
-    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
-    linear = sorted(kind for kind in kinds if any(word in kind for word in LINEAR))
-    if linear:
+    _refuse_layers(text)
+    _refuse_class(config, text)
+    _refuse_weights(config, path)
+
+
+def _refuse_layers(text: PretrainedConfig) -> None:
+    """Raises ConfigError for layer types that are not known to be plain attention."""
+    kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    for kind in sorted(kinds.difference(ATTENTION, LATENT)):
+        reason = UNSERVED.get(kind, UNKNOWN_LAYER)
+        raise ConfigError(f"{text.model_type} cannot be served: its {kind} layers {reason}")
+
+
+def _refuse_class(config: PretrainedConfig, text: PretrainedConfig) -> None:
+    """Raises ConfigError where Transformers has no causal language model for this config."""
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    if text.model_type != config.model_type and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"{family} cannot be served: its {', '.join(linear)} layers keep a recurrent state, not keys and values"
+            f"{config.model_type} cannot be served: it is a multimodal model, and Transformers does not load its text "
+            f"model by itself; use a text-only {text.model_type} checkpoint"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"{family} cannot be served: it is an encoder-decoder model")
-    _refuse_modelopt(config, path)
+    raise ConfigError(f"{config.model_type} cannot be served: Transformers has no causal language model for it")
 
 
-def _refuse_modelopt(config: PretrainedConfig, path: Path | None) -> None:
-    """ModelOpt weights load in Transformers with a warning and wrong values; KV scales alone are fine."""
+def _quantization(config: PretrainedConfig) -> dict[str, Any]:
     found = getattr(config, "quantization_config", None) or {}
-    quant: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    algo = quant.get("quant_algo") if quant.get("quant_method") == "modelopt" else None
-    side = path / "hf_quant_config.json" if path else None
-    if side is not None and side.exists():
-        algo = json.loads(side.read_text()).get("quantization", {}).get("quant_algo", algo)
-    if algo not in MODELOPT_KV_ONLY:
+    return dict(found if isinstance(found, dict) else found.to_dict())
+
+
+def _kv_only(config: PretrainedConfig) -> bool:
+    """Whether the quantisation entry speaks of the KV cache only, the weights being plain."""
+    quant = _quantization(config)
+    method = quant.get("quant_method")
+    return method == MODELOPT or (method == "compressed-tensors" and not quant.get("config_groups"))
+
+
+def _refuse_weights(config: PretrainedConfig, path: Path | None) -> None:
+    """Weights in ways that Transformers does not know load with a warning and wrong values."""
+    quant = _quantization(config)
+    method = quant.get("quant_method")
+    algo = _modelopt_algo(quant, path)
+    if algo not in NO_WEIGHTS:
         raise ConfigError(
             f"this checkpoint holds {algo} weights written by ModelOpt, which Transformers would load as if they "
             "were unquantised; use the BF16 checkpoint (its KV scales may be given with --kv-scales FILE)"
         )
+    if quant and method != MODELOPT and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ConfigError(
+            f"this checkpoint's weights are quantised by {method or 'an unnamed method'}, which Transformers does not "
+            f"know and would load as if they were unquantised; it knows {', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}"
+        )
+
+
+def _modelopt_algo(quant: dict[str, Any], path: Path | None) -> Any:
+    """The weights' algorithm that ModelOpt declares, in config.json or in hf_quant_config.json; None if none."""
+    algo = None
+    if quant.get("quant_method") == MODELOPT:
+        algo = quant.get("quant_algo") or (quant.get("quantization") or {}).get("quant_algo")
+    side = path / MODELOPT_FILE if path else None
+    if side is None or not side.exists():
+        return algo
+    try:
+        return (json.loads(side.read_text(encoding="utf-8")).get("quantization") or {}).get("quant_algo", algo)
+    except (ValueError, AttributeError) as error:
+        raise WeightError(f"{side} is no quantisation config ({error}); download or save the checkpoint again") from error

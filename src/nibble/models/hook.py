@@ -1,24 +1,28 @@
 """The attention function that Transformers models call: from their arguments to attention/layer.py.
 
-Registered by name, without a mask function, so that no mask is ever built. A keyword that carries meaning is
-honoured or refused, never swallowed. Must not know of any model family.
+A keyword that carries meaning is honoured or refused, never swallowed. Must not know of any model family.
 
 Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionSpec
 from nibble.errors import ConfigError
+from nibble.models.guard import MaskRule
 
 NAME = "nibble"
+"""The implementation that serves: it has no mask function, so that no mask is ever built."""
+PROBE = "nibble_probe"
+"""The same with a mask function that notes the rule of each mask, for models/guard.py to judge."""
 CONTEXT = "nibble_ctx"
 """The keyword of model(...) that carries the StepContext, or an Observer, to every layer."""
 
@@ -48,13 +52,19 @@ def _attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
-    ctx: StepContext | Observer = rest.pop(CONTEXT)
-    refuse_unknown(module, attention_mask, rest)
+    ctx: StepContext | Observer | None = rest.pop(CONTEXT, None)
+    rule = getattr(attention_mask, _RULE, None)
+    refuse_unknown(module, attention_mask if rule is None else None, rest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     spec = AttentionSpec(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
     layer = layer_index(module)
     if isinstance(ctx, Observer):
-        return ctx.observe(layer, query, key, value, spec), None
+        return ctx.observe(Call(layer, query, key, value, spec, rule)), None
+    if ctx is None:
+        raise ConfigError(
+            f"{type(module).__name__} was not given {CONTEXT}: the layers of this family do not hand keywords on to "
+            "their attention, so it cannot be served"
+        )
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     return attention(ctx, layer, q_THD, {"k": k_TGD, "v": v_TGD}, spec)[None], None
 
@@ -69,6 +79,8 @@ def layer_index(module: nn.Module) -> int:
 def refuse_unknown(module: nn.Module, mask: Tensor | None, rest: dict[str, Any]) -> None:
     """Raises ConfigError where the model asks for something that would be ignored."""
     unknown = sorted(name for name, value in rest.items() if name not in HARMLESS and value is not None)
+    if rest.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown.append("is_causal=False")
     if mask is not None:
         unknown.append("attention_mask")
     if unknown:
@@ -78,16 +90,40 @@ def refuse_unknown(module: nn.Module, mask: Tensor | None, rest: dict[str, Any])
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one layer asked of attention. rule: what its mask is made from, if Transformers built one."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    spec: AttentionSpec
+    rule: MaskRule | None
+
+
 class Observer:
     """Records what each layer asks of attention while a model runs on the meta device."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, Tensor, Tensor, Tensor, AttentionSpec]] = []
+        self.calls: list[Call] = []
 
-    def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        self.calls.append((layer, query, key, value, spec))
-        batch, heads, tokens, _ = query.shape
-        return torch.empty(batch, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
+    def observe(self, call: Call) -> Tensor:
+        self.calls.append(call)
+        batch, heads, tokens, _ = call.query.shape
+        return call.query.new_empty(batch, tokens, heads, call.value.shape[-1])
+
+
+_RULE = "nibble_rule"
+
+
+def _note_rule(q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> Tensor:
+    """A mask function that builds nothing: an empty tensor that remembers the rule it stands for."""
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    setattr(mask, _RULE, mask_function)
+    return mask
 
 
 AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(PROBE, _attend)
+AttentionMaskInterface.register(PROBE, _note_rule)

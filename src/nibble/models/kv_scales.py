@@ -15,48 +15,64 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from nibble.cache import scales
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
-from nibble.errors import ScaleError
+from nibble.errors import ScaleError, WeightError
 
+_OWNER = r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
 _NAME = re.compile(
-    r"layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
-    r"(?:attn\.|qkv_proj\.)?(?:[kv]_proj\.)?(?:(?P<stream>k|v|kv)_scale)$"
+    _OWNER + r"(?:(?:attn\.|qkv_proj\.)?(?P<stream>k|v|kv)_scale|(?P<of>k|v)_proj\.(?:attn\.)?(?:(?P=of)_scale|output_scale))$"
 )
-_QUARK = re.compile(r"layers\.(?P<layer>\d+)\.self_attn\.(?P<stream>k|v)_proj\.output_scale$")
-E2M1_MAX = 6.0
-FP8_LIMIT = scales.E4M3_MAX
-FP4_LIMIT = E2M1_MAX * scales.E4M3_MAX
+_ZERO_POINT = re.compile(_OWNER + r"(?:attn\.)?(?:k|v)_zero_point$")
+_UNUSED = re.compile(_OWNER + r"(?:attn\.)?(?:q|prob)_(?:scale|zero_point)$")
+_OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio)")
+"""Layers of other parts of a checkpoint, which count from 0 again."""
+
+_LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": 6.0 * scales.E4M3_MAX, "INT8": 127.0}
+"""The largest magnitude that scales were made for, by what a checkpoint declares."""
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a KV scale."""
-    return bool(_NAME.search(name) or _QUARK.search(name))
+    """Whether a tensor of a checkpoint belongs to its KV scales (or to those of queries, which Nibble has no use for)."""
+    return any(pattern.search(name) for pattern in (_NAME, _ZERO_POINT, _UNUSED))
 
 
 def read(folder: Path) -> KVScales:
-    """The scales of a checkpoint folder; without any, an empty KVScales whose source says so. Raises ScaleError."""
-    bundled = folder / "kv_scales.json"
-    limit = _limit(folder)
+    """The scales of a checkpoint folder: of its tensors, else of its kv_scales.json; without any, an empty KVScales
+    whose source says so. Raises ScaleError."""
     layers: dict[int, dict[str, StreamScale]] = {}
+    limit = _limit(folder)
     for layer, stream, value in _found(folder):
         entry = layers.setdefault(layer, {})
         for name in ("k", "v") if stream == "kv" else (stream,):
             entry[name] = StreamScale(value, limit)
+    bundled = folder / "kv_scales.json"
     if not layers and bundled.exists():
-        return scales.load(bundled, layers=1 << 20)
+        return scales.load(bundled, _layers(folder))
     return KVScales(f"the checkpoint {folder.name}", {n: LayerScales(entry) for n, entry in layers.items()})
 
 
 def _found(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
     """(layer, stream, value) of every scale tensor; only these tensors are read."""
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if match := _NAME.search(name) or _QUARK.search(name):
-                    yield int(match["layer"]), match["stream"], _value(tensors.get_tensor(name).tolist(), name)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in filter(is_scale, tensors.keys()):
+                    if not _OTHER_PARTS.search(name):
+                        yield from _read(name, tensors)
+        except SafetensorError as error:
+            raise WeightError(f"the weight file {file} is broken or cut short ({error}); download it again") from error
+
+
+def _read(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
+    """The scale called `name`, if it is one of K or V."""
+    if match := _NAME.search(name):
+        found = tensors.get_tensor(name).tolist()
+        yield int(match["layer"]), match["stream"] or match["of"], _value(found, name)
+    elif _ZERO_POINT.search(name) and tensors.get_tensor(name).any():
+        raise ScaleError(f"{name} is not zero: the checkpoint's KV scales are for values with an offset, which no format has")
 
 
 def _value(found: Any, name: str) -> float | tuple[float, ...]:
@@ -72,14 +88,38 @@ def _value(found: Any, name: str) -> float | tuple[float, ...]:
 
 def _limit(folder: Path) -> float:
     """The largest magnitude that the checkpoint's scales were made for: 448 for FP8, 6 * 448 for NVFP4."""
-    declared = [_read_json(folder / "config.json").get("quantization_config", {}).get("kv_cache_scheme")]
-    declared.append(_read_json(folder / "hf_quant_config.json").get("quantization", {}).get("kv_cache_quant_algo"))
-    for scheme in filter(None, declared):
-        bits = scheme.get("num_bits") if isinstance(scheme, dict) else None
-        if bits == 4 or "FP4" in str(scheme).upper():
-            return FP4_LIMIT
-    return FP8_LIMIT
+    quant = _read_json(folder / "config.json").get("quantization_config") or {}
+    side = _read_json(folder / "hf_quant_config.json").get("quantization") or {}
+    for scheme in (quant.get("kv_cache_scheme"), quant.get("kv_cache_quant_algo"), side.get("kv_cache_quant_algo")):
+        if scheme:
+            return _LIMITS[_declared(scheme)]
+    return _LIMITS["FP8"]
+
+
+def _declared(scheme: Any) -> str:
+    """The key of _LIMITS that a declaration means; raises ScaleError for others."""
+    if isinstance(scheme, dict):
+        name = {4: "NVFP4", 8: "INT8" if scheme.get("type") == "int" else "FP8"}.get(scheme.get("num_bits", 8), "")
+    else:
+        name = str(scheme).upper()
+    if name not in _LIMITS:
+        raise ScaleError(
+            f"the checkpoint declares KV scales for {scheme}, and Nibble reads those for {', '.join(_LIMITS)}; measure "
+            "others with --kv-scales calibrate"
+        )
+    return name
+
+
+def _layers(folder: Path) -> int:
+    """How many layers the model has, as far as config.json says."""
+    config = _read_json(folder / "config.json")
+    return int(config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers") or 1 << 20)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise WeightError(f"{path} is not a JSON object ({error}); download or save the checkpoint again") from error

@@ -24,6 +24,11 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
         self.bias = linear.bias
 
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight, unpacked anew at each reading: for models that look at it (its dtype, for one)."""
+        return self.packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y

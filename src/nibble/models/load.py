@@ -20,6 +20,7 @@ from nibble.models import hook
 from nibble.models.config import find
 from nibble.models.kv_scales import is_scale
 from nibble.models.linear import pack_linears
+from nibble.models.quiet import quiet
 from nibble.models.rope import fix_rope
 
 
@@ -27,14 +28,19 @@ def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) 
     """The model of `geometry` in `dtype` on `device`, in eval mode. Raises WeightError."""
     path = find(geometry.model)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=_plain(config),
-            dtype=getattr(torch, dtype),
-            attn_implementation=hook.NAME,
-            output_loading_info=True,
-        )
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=hook.NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by _check, with the other differences
+                trust_remote_code=False,
+            )
+    except SafetensorError as error:
+        raise WeightError(f"a weight file of {path} is broken or cut short ({error}); download it again") from error
+    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise WeightError(f"cannot load the weights of {geometry.model!r} from {path}: {error}") from error
     _check(info, geometry.model)
     return ready(model.to(device), geometry.max_context)
@@ -47,22 +53,25 @@ def ready(model: nn.Module, max_context: int) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _plain(config: PretrainedConfig) -> PretrainedConfig:
-    """The config without a quantisation entry that speaks of KV scales only (models/config.py refuses the others)."""
-    found = getattr(config, "quantization_config", None)
-    if isinstance(found, dict) and found.get("quant_method") == "modelopt":
-        del config.quantization_config
-    return config
-
-
 def _check(info: dict[str, Any], model: str) -> None:
+    """Raises WeightError unless the checkpoint has exactly the model's tensors, KV scales aside."""
     missing = sorted(info.get("missing_keys", ()))
     unexpected = sorted(key for key in info.get("unexpected_keys", ()) if not is_scale(key))
-    mismatched = [str(key) for key in info.get("mismatched_keys", ())]
-    problems = (("lacks", missing), ("has, but the model does not,", unexpected), ("has other shapes for", mismatched))
-    for what, keys in problems:
+    mismatched = sorted(_shapes(entry) for entry in info.get("mismatched_keys", ()))
+    problems = (
+        ("lacks", missing, "the download may be incomplete"),
+        ("has other shapes than config.json says for", mismatched, "weights and config.json belong to different models"),
+        ("holds, beside those of the model,", unexpected, "they would be ignored, and the answers wrong"),
+    )
+    for what, keys, meaning in problems:
         if keys:
-            raise WeightError(f"the checkpoint {model!r} {what} {len(keys)} tensors, {keys[0]} among them")
+            raise WeightError(f"the checkpoint {model!r} {what} {len(keys)} tensors, {keys[0]} among them: {meaning}")
+
+
+def _shapes(entry: Any) -> str:
+    """(name, stored shape, model's shape) as text."""
+    name, *shapes = entry if isinstance(entry, (tuple, list)) else (entry,)
+    return f"{name} ({' stored, needed '.join(str(tuple(shape)) for shape in shapes)})" if shapes else str(name)
 
 
 def folder(model: str) -> Path:

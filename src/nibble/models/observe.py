@@ -8,18 +8,21 @@ latent. Owns observe(). Must not know of caches, formats or backends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from nibble.attention.metadata import AttentionSpec
-from nibble.errors import ConfigError
+from nibble.errors import ConfigError, NibbleError
 from nibble.geometry import Geometry, Kind, LayerGroup, Stream
 from nibble.models import hook
-from nibble.models.rope import fix_rope
+from nibble.models.guard import Positions, check_masks, check_modules
+from nibble.models.hook import Call
+from nibble.models.quiet import first_line, quiet
+from nibble.models.rope import fix_rope, stretch
 
-_Call = tuple[int, Tensor, Tensor, Tensor, AttentionSpec]
+_TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,22 +30,30 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     """The model without weights, on the meta device; raises ConfigError where it has no causal language model."""
     text = config.get_text_config()
     try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(text, attn_implementation=hook.NAME, dtype="bfloat16")
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{text.model_type} cannot be served: {error}") from error
+        with torch.device("meta"), quiet():
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, attn_implementation=hook.NAME, dtype="bfloat16", trust_remote_code=False
+            )
+    except KeyError as error:
+        raise ConfigError(
+            f"{text.model_type} cannot be served: it knows a fixed set of attention implementations, and Nibble's is "
+            f"not among them ({error})"
+        ) from error
+    except Exception as error:  # of all kinds: every family checks its config in its own way
+        raise ConfigError(f"{text.model_type} cannot be served: {first_line(error)}") from error
     return model.eval()
 
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> Geometry:
     """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises ConfigError."""
     text = config.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", None) or 1 << 17)
-    if max_context is not None and max_context > limit:
-        raise ConfigError(f"max_context {max_context} is more than the {limit} tokens that {name} was made for")
+    limit = _limit(text)
+    longest = int(limit * stretch(text))
+    if max_context is not None and max_context > longest:
+        raise ConfigError(f"max_context {max_context} is more than the {longest} tokens that {name} was made for")
     model = skeleton(config)
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
-    groups, owner = _latent(text) if getattr(text, "kv_lora_rank", None) else _run(model, text, max_context or limit)
+    groups, owner = _latent(text) if _is_latent(text) else _run(model, text, max_context or limit)
     return Geometry(
         model=name,
         family=text.model_type,
@@ -55,41 +66,98 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
     )
 
 
+def _limit(text: PretrainedConfig) -> int:
+    """The longest context that a model was made for; 128K where its config does not say (or says -1: any)."""
+    found = getattr(text, "max_position_embeddings", None) or 0
+    return int(found) if found > 0 else 1 << 17
+
+
+def _is_latent(text: PretrainedConfig) -> bool:
+    try:
+        return bool(getattr(text, "kv_lora_rank", None))
+    except Exception as error:  # Transformers refuses to name one value where layers differ
+        raise ConfigError(f"{text.model_type} cannot be served: its layers differ in their latent ({error})") from error
+
+
 def _run(model: nn.Module, text: PretrainedConfig, max_context: int) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
     fix_rope(model, max_context)
-    observer = hook.Observer()
-    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
-    positions = torch.zeros(1, 8, dtype=torch.long, device="meta")
-    with torch.inference_mode():
-        try:
-            model(input_ids=ids, position_ids=positions, use_cache=False, **{hook.CONTEXT: observer})
-        except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{text.model_type} cannot be served: its attention does not go through Transformers' "
-                f"AttentionInterface as Nibble needs it ({type(error).__name__}: {error})"
-            ) from error
-    calls = sorted(observer.calls, key=lambda call: call[0])
-    if [call[0] for call in calls] != list(range(text.num_hidden_layers)):
-        raise ConfigError(
-            f"{text.model_type} cannot be served: {text.num_hidden_layers - len(calls)} of its "
-            f"{text.num_hidden_layers} layers do not attend through keys and values"
-        )
+    family = text.model_type
+    check_modules(decoder_of(model), family)
+    positions = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    with Positions(positions) as watch:
+        calls = _calls(model, family, position_ids=positions)
+    _check(calls, text)
+    watch.check(family)
+    model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
+    ones = torch.ones(1, _TOKENS, dtype=torch.bool, device="meta")  # no padding; keeps it from looking for packed rows
+    masked = _calls(model, family, attention_mask=ones)
+    check_masks(((call.layer, call.rule, call.spec.window) for call in masked), family, max_context)
     return _groups(calls), _owners(calls)
 
 
-def _owners(calls: Sequence[_Call]) -> tuple[int, ...]:
+def decoder_of(model: Any) -> nn.Module:
+    """The part of a model that reads text."""
+    found: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return found
+
+
+def _calls(model: nn.Module, family: str, **inputs: Tensor) -> list[Call]:
+    """What each layer asks of attention, by layer; raises ConfigError where the model does not get that far.
+
+    Called as engine/runner.py calls it: all tokens are computed, and the logits of one are asked for.
+    """
+    observer = hook.Observer()
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    keep = torch.zeros(1, dtype=torch.long, device="meta")
+    with torch.inference_mode():
+        try:
+            out = model(input_ids=ids, use_cache=False, logits_to_keep=keep, **inputs, **{hook.CONTEXT: observer})
+        except NibbleError:
+            raise
+        except Exception as error:  # whatever foreign code stumbles over, it cannot be served
+            raise ConfigError(
+                f"{family} cannot be served: its forward pass does more than call Transformers' AttentionInterface "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
+    if out.logits.shape[1] != 1:
+        raise ConfigError(f"{family} cannot be served: it cannot compute the logits of chosen tokens only")
+    return sorted(observer.calls, key=lambda call: call.layer)
+
+
+def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
+    """Raises ConfigError unless each layer attends once, over one key and value for each token."""
+    family, layers = text.model_type, text.num_hidden_layers
+    found = [call.layer for call in calls]
+    if without := sorted(set(range(layers)) - set(found)):
+        raise ConfigError(
+            f"{family} cannot be served: {len(without)} of its {layers} layers do not attend through Transformers' "
+            "AttentionInterface"
+        )
+    if found != list(range(layers)):
+        raise ConfigError(f"{family} cannot be served: its {layers} layers attend {len(found)} times in one pass")
+    for call in calls:
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        if not queries == keys == call.value.shape[2] == _TOKENS:
+            raise ConfigError(
+                f"{family} cannot be served: layer {call.layer} attends from {queries} queries over {keys} keys for "
+                f"{_TOKENS} tokens; a cache of pages holds one key for each token"
+            )
+
+
+def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
     """For each layer the first one that was given the very same key: itself, unless KV is shared."""
     first: dict[int, int] = {}
-    return tuple(first.setdefault(id(key), layer) for layer, _, key, _, _ in calls)
+    return tuple(first.setdefault(id(call.key), call.layer) for call in calls)
 
 
-def _groups(calls: Sequence[_Call]) -> tuple[LayerGroup, ...]:
+def _groups(calls: Sequence[Call]) -> tuple[LayerGroup, ...]:
     """Layers that ask the same of attention, together."""
     found: dict[tuple[object, ...], list[int]] = {}
-    for layer, query, key, value, spec in calls:
+    for call in calls:
+        key, value, spec = call.key, call.value, call.spec
         streams = (Stream("k", key.shape[1], key.shape[3]), Stream("v", value.shape[1], value.shape[3]))
-        facts = (streams, query.shape[1], spec.window, bool(spec.softcap), spec.sinks_H is not None)
-        found.setdefault(facts, []).append(layer)
+        facts = (streams, call.query.shape[1], spec.window, bool(spec.softcap), spec.sinks_H is not None)
+        found.setdefault(facts, []).append(call.layer)
     return tuple(
         LayerGroup(_name(window, i), "mha", streams, tuple(layers), heads, window, softcap, sinks)  # type: ignore[arg-type]
         for i, ((streams, heads, window, softcap, sinks), layers) in enumerate(found.items())

@@ -3,7 +3,7 @@
 The `dynamic` and `longrope` types of Transformers choose their frequencies by the largest position in the batch, so
 that a short request's answer changes when a long one joins. Here they are chosen once, from the longest context that
 is served, as if every request were that long; keys and queries of a request then always rotate alike.
-Owns fix_rope(). Must not know of attention or of caches.
+Owns fix_rope() and stretch(). Must not know of attention or of caches.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _BATCH_DEPENDENT = ("dynamic", "longrope")
 _FIXED = "default"
 """What a module's rope_type is set to: Transformers then leaves its frequencies alone."""
+
+
+def stretch(text: PretrainedConfig) -> float:
+    """How many times max_position_embeddings a context may be: more than 1 for `dynamic`, which is made for that."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    found = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
+    return max((float(entry.get("factor", 1)) for entry in found if entry.get("rope_type") == "dynamic"), default=1.0)
 
 
 def fix_rope(model: nn.Module, max_context: int) -> list[str]:

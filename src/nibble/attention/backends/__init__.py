@@ -1,7 +1,7 @@
-"""The attention backends: one file each. EXTENSION POINT: a new file here, or `register()` from outside, adds one.
+"""The attention backends, one file each. EXTENSION POINT: a file here, or `register()` outside, adds one.
 
-A file holds `BACKEND`, a BackendInfo: its facts as rows, and how to make its adapter. Importing a file must not
-import its third-party package; that is the adapter's business.
+A file holds `BACKEND`, a BackendInfo: its facts as rows, and how to make its adapter. Importing a file must
+not import its third-party package; that is the adapter's business.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from nibble.attention.capability import BackendInfo
 from nibble.errors import ConfigError, unknown
 
-__all__ = ["all_backends", "get", "installed", "present", "register"]
+__all__ = ["all_backends", "get", "installed", "present", "register", "unregister"]
 
 _registry: dict[str, BackendInfo] = {}
 
@@ -25,6 +25,11 @@ def register(info: BackendInfo) -> BackendInfo:
     if _registry.setdefault(info.name, info) != info:
         raise ConfigError(f"an attention backend called {info.name!r} is registered already")
     return info
+
+
+def unregister(name: str) -> None:
+    """Takes a backend out again, for tests and for reloading an extension."""
+    del _registry[name]
 
 
 def get(name: str) -> BackendInfo:
@@ -41,7 +46,10 @@ def all_backends() -> Mapping[str, BackendInfo]:
 
 def installed(info: BackendInfo) -> bool:
     """Whether the backend's package can be imported on this machine."""
-    return info.package is None or importlib.util.find_spec(info.package) is not None
+    try:
+        return info.package is None or importlib.util.find_spec(info.package) is not None
+    except ModuleNotFoundError:  # a dotted name whose parent is missing
+        return False
 
 
 def present() -> Mapping[str, BackendInfo]:
@@ -49,7 +57,8 @@ def present() -> Mapping[str, BackendInfo]:
 
     What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
     """
-    return {name: info if installed(info) else replace(info, adapter=None) for name, info in all_backends().items()}
+    found = all_backends()
+    return {name: info if installed(info) else replace(info, adapter=None) for name, info in found.items()}
 
 
 def _discover() -> None:

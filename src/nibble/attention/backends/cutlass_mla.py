@@ -1,4 +1,4 @@
-"""cutlass_mla: the CUTLASS MLA decode kernel for datacentre Blackwell. It decodes only, and wants pages of 128."""
+"""cutlass_mla: the CUTLASS MLA kernel for datacentre Blackwell. It decodes only, and wants pages of 128."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKEND = BackendInfo(
             softcap=NEVER,
             sinks=NEVER,
             prefer=40,
-            cites="vLLM docs/design/attention_backends.md: CUTLASS_MLA, SM 10.x, page 128; SGLang: spec topk=1",
+            cites="vLLM attention_backends.md: CUTLASS_MLA, SM 10.x, page 128; SGLang: spec topk=1",
         ),
     ),
 )

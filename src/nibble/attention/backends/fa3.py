@@ -20,7 +20,7 @@ def _mha(phase: frozenset[Phase], formats: frozenset[str], dims: frozenset[int],
         dim=dims,
         dtype=frozenset({"bfloat16", "float16"}),
         prefer=prefer,
-        cites="vLLM docs/design/attention_backends.md: FLASH_ATTN FA3, SM 9.x, pages of a multiple of 16, sinks",
+        cites="vLLM attention_backends.md: FLASH_ATTN FA3, SM 9.x, pages of a multiple of 16, sinks",
     )
 
 
@@ -49,7 +49,7 @@ BACKEND = BackendInfo(
             softcap=NEVER,
             sinks=NEVER,
             prefer=40,
-            cites="vLLM docs/design/attention_backends.md: FLASH_ATTN_MLA, SM 9.x, no FP8; SGLang: FA3 MLA no FP8, no FP4",
+            cites="vLLM attention_backends.md: FLASH_ATTN_MLA, SM 9.x, no FP8; SGLang: no FP8, no FP4",
         ),
     ),
 )

@@ -1,7 +1,7 @@
 """fa4: FlashAttention 4 (CuTe DSL) on Hopper and Blackwell. It reads 16-bit caches only; all else is staged.
 
-MHA wants pages of 128. MLA addresses single tokens, which one head per token makes possible over any page size.
-Decoding on Hopper has no split-KV, so it slows down with the context.
+MHA wants pages of 128. MLA addresses single tokens, which one head per token makes possible over any page
+size. Decoding on Hopper has no split-KV, so it slows down with the context.
 """
 
 from __future__ import annotations

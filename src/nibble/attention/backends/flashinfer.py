@@ -1,8 +1,9 @@
 """flashinfer: FlashInfer's FA2 and FA3 templates over paged KV, dense MHA and absorbed MLA.
 
 NVFP4 is read by the FA2 template on any of these GPUs, with split-KV switched off by the library, so that few
-requests with long contexts leave most of a GPU idle. Its MLA kernel addresses single tokens: with one head per token
-the storage is flat, and a page table of any page size can be spelt out as one of pages of one token.
+requests with long contexts leave most of a GPU idle. Its MLA kernel addresses single tokens: with one head
+per token the storage is flat, and a page table of any page size can be spelt out as one of pages of one
+token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _mha(formats: frozenset[str], prefer: int, cites: str) -> Row:
 
 BACKEND = BackendInfo(
     name="flashinfer",
-    summary="FlashInfer's FA2 and FA3 templates; the only third-party kernels that read NVFP4 outside Blackwell",
+    summary="FlashInfer's FA2 and FA3 templates; its NVFP4 reader also runs outside Blackwell",
     package="flashinfer",
     install="pip install flashinfer-python",
     rows=(

@@ -1,7 +1,7 @@
 """flashmla: DeepSeek's FlashMLA. Dense decoding on Hopper, and sparse attention over a 16-bit cache.
 
-The sparse kernel sees the cache as one flat axis of tokens. In a 16-bit pool the slot numbers of the paged cache are
-positions on that axis (`paged`); offsets into a gathered buffer (`ragged`) are too.
+The sparse kernel sees the cache as one flat axis of tokens. In a 16-bit pool the slot numbers of the paged
+cache are positions on that axis (`paged`); offsets into a gathered buffer (`ragged`) are too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BACKEND = BackendInfo(
             frozenset({"fp8_e4m3"}),
             frozenset({"bfloat16"}),
             50,
-            "vLLM docs/design/attention_backends.md: FLASHMLA, fp8_e4m3, page 64",
+            "vLLM attention_backends.md: FLASHMLA, fp8_e4m3, page 64",
         ),
         Row(
             phase=frozenset(Phase),

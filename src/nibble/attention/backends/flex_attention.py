@@ -1,4 +1,4 @@
-"""flex_attention: torch's FlexAttention, compiled. Windows and caps are expressions; it reads plain formats only."""
+"""flex_attention: torch's FlexAttention, compiled. Windows and caps are expressions; reads plain formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKEND = BackendInfo(
             arch=frozenset({80, 86, 89, 90, 100, 103, 120, 121}),
             sinks=NEVER,
             prefer=-5,
-            cites="vLLM docs/design/attention_backends.md: FLEX_ATTENTION, any page and head size, no sinks; "
+            cites="vLLM attention_backends.md: FLEX_ATTENTION, any page and head size, no sinks; "
             "SGLang: no draft tokens, no CUDA graph",
         ),
     ),

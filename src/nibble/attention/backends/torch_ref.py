@@ -144,8 +144,11 @@ def _read(view: KVView, name: str, rect: _Rectangle, start: int, stop: int) -> T
     if len(rect.kv_lens_B) > 1:  # shorter requests own nothing there, and what lies there may be NaN
         unused = torch.arange(start, stop, device=x_BLGD.device) >= rect.kv_lens_B[:, None]
         x_BLGD = x_BLGD.masked_fill(unused[:, :, None, None], 0.0)
-    x_BLGD = F.pad(x_BLGD, (0, 0, 0, 0, 0, -(stop - start) % TILE))
-    return x_BLGD.unflatten(1, (-1, TILE)).permute(0, 3, 1, 2, 4)
+    B, L, G, D = x_BLGD.shape
+    tiles = -(-L // TILE)
+    x_BGLD = x_BLGD.new_zeros(B, G, tiles * TILE, D)
+    x_BGLD[:, :, :L] = x_BLGD.transpose(1, 2)
+    return x_BGLD.view(B, G, tiles, TILE, D)
 
 
 def _fold(tiles: list[_Tile], sinks_GR: Tensor | None) -> Tensor:

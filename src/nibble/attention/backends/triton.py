@@ -14,7 +14,17 @@ BACKEND = BackendInfo(
             phase=frozenset(Phase),
             kind=frozenset({"mha"}),
             format=frozenset(
-                {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "fp4_mx16", "mxfp4", "fp8_e4m3:nvfp4"}
+                {
+                    "fp32",
+                    "bf16",
+                    "fp16",
+                    "fp8_e4m3",
+                    "fp8_e5m2",
+                    "nvfp4",
+                    "fp4_mx16",
+                    "mxfp4",
+                    "fp8_e4m3:nvfp4",
+                }
             ),
             packing=frozenset({"nhd", "hnd"}),
             arch=frozenset({80, 86, 89, 90, 100, 103, 120, 121}),

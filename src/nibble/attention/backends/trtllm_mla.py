@@ -1,4 +1,4 @@
-"""trtllm_mla: TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell. Block scales are not wired up."""
+"""trtllm_mla: TensorRT-LLM's MLA kernels through FlashInfer, for big Blackwell. They read no block scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKEND = BackendInfo(
             softcap=NEVER,
             sinks=NEVER,
             prefer=60,
-            cites="vLLM docs/design/attention_backends.md: FLASHINFER_MLA, pages 32, 64; FlashInfer 4644: no FP4 scales",
+            cites="vLLM attention_backends.md: FLASHINFER_MLA, pages 32, 64; FlashInfer 4644: no FP4 scales",
         ),
     ),
 )

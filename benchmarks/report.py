@@ -1,0 +1,34 @@
+"""What the benchmarks share: tables, the machine's name, and dated reports in benchmarks/reports."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def cpu() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def write_report(what: str, body: str, command: str, machine: str | None = None) -> Path:
+    """Writes benchmarks/reports/<what>_<machine>_<date>.md, headed by machine, date and command."""
+    machine = machine or cpu()
+    today = datetime.date.today().isoformat()
+    name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    path = Path(__file__).parent / "reports" / f"{what}_{name}_{today}.md"
+    path.parent.mkdir(exist_ok=True)
+    head = f"# {what.replace('_', ' ')}\n\n{machine}, Python {platform.python_version()}, {today}\n\n    {command}\n\n"
+    path.write_text(head + body, encoding="utf-8")
+    return path

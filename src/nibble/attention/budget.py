@@ -1,0 +1,190 @@
+"""How much memory goes where: weights, workspace, reserve, and a pool of whole pages.
+
+Owns Budget and its arithmetic. The pool allocates exactly `Budget.pages` pages, so what is printed is what
+is used. Must not know of requests or backends.
+
+    pool = memory - reserve - weights - workspace   on a GPU, at most SPARE times what requests can fill
+    pool = what requests can fill                   on a CPU, at most SHARE of the memory
+    pool = kv_memory                                where that is given; refused if it does not fit
+
+What requests can fill is max_running x max_context tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from nibble import formats
+from nibble.attention.needs import plain_format
+from nibble.attention.plan import Plan
+from nibble.attention.staging import MAX_TOKENS
+from nibble.cache.layout import LayerLayout
+from nibble.config import Config, parse_bytes
+from nibble.errors import CapacityError
+from nibble.geometry import Geometry
+from nibble.hardware import GIB, Hardware
+
+RESERVE = 0.10
+"""Part of the memory that nothing is planned into: driver, CUDA graphs, kernels' buffers, fragmentation."""
+SHARE = 0.25
+"""Largest part of a CPU's memory that a pool takes unasked; the machine has other work to do."""
+SPARE = 4
+"""With a prefix cache idle pages are worth keeping: a pool may have so many times what requests can fill."""
+WIDTHS = 24
+"""Activations alive at once in one layer, in hidden sizes a token: residual, q, k, v, attention's output, and
+the MLP's two or three of four widths each, with room for an MLP of eight."""
+LOGIT_COPIES = 3
+"""float32 copies of the logits while sampling: as computed, sorted, and their probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes, by what they are for. tokens: what the pool holds. limit: what decided the size of the pool."""
+
+    memory: int
+    weights: int
+    staging: int
+    activations: int
+    reserve: int
+    pool: int
+    pages: int
+    tokens: int
+    bytes_per_token: int
+    limit: str
+
+    @property
+    def workspace(self) -> int:
+        """Everything that lives for one step."""
+        return self.staging + self.activations
+
+
+def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -> Budget:
+    """The budget; raises CapacityError where weights do not fit, or the pool is too small to serve."""
+    reserve = int(hardware.memory * RESERVE)
+    staging, activations = (
+        staging_bytes(config, geometry, plan),
+        activation_bytes(config, geometry, plan.dtype),
+    )
+    used = geometry.weight_bytes + staging + activations
+    room, limit = _room(config, geometry, hardware, plan, used, reserve)
+    layout = plan.layout
+    pages = room // layout.bytes_per_page
+    result = Budget(
+        hardware.memory, geometry.weight_bytes, staging, activations, reserve, pages * layout.bytes_per_page,
+        pages, pages * layout.page_size, layout.bytes_per_token, limit,
+    )  # fmt: skip
+    _check(config, geometry, plan, result)
+    return result
+
+
+def context(config: Config, geometry: Geometry) -> int:
+    """Tokens of the longest request."""
+    return min(config.max_context or geometry.max_context, geometry.max_context)
+
+
+def staging_bytes(config: Config, geometry: Geometry, plan: Plan) -> int:
+    """The staging workspace of one layer, the layer that needs most; 0 where no route stages.
+
+    tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
+    decoded). tokens: staging's own bound, or one request if that is longer, but no more than all requests
+    together.
+    """
+    owners = {
+        plan.owner[layer]
+        for group in plan.groups
+        for layer in group.layers
+        if any(r.stage_to for r in group.routes)
+    }
+    longest = _whole_pages(context(config, geometry), plan.page_size)
+    tokens = min(config.max_running * longest, max(MAX_TOKENS, longest))
+    return tokens * max(
+        (_staged(entry, plan.dtype) for entry in plan.layout.layers if entry.layer in owners), default=0
+    )
+
+
+def _staged(layer: LayerLayout, dtype: str) -> int:
+    plain = formats.get(plain_format(dtype))
+    streams = [entry.stream for entry in layer.streams]
+    return sum(plain.bytes_per_token(stream) for stream in streams) + 4 * max(
+        stream.values for stream in streams
+    )
+
+
+def activation_bytes(config: Config, geometry: Geometry, dtype: str) -> int:
+    """What one step computes: WIDTHS hidden sizes a token, and float32 logits for requests that sample."""
+    width = 4 if dtype == "float32" else 2
+    sampled = min(config.max_running, config.token_budget)
+    hidden = config.token_budget * geometry.hidden_size * width * WIDTHS
+    return hidden + sampled * geometry.vocab_size * 4 * LOGIT_COPIES
+
+
+def _whole_pages(tokens: int, page_size: int) -> int:
+    return ceil(tokens / page_size) * page_size
+
+
+def _room(
+    config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, used: int, reserve: int
+) -> tuple[int, str]:
+    """Bytes that the pool may take, and what decided so."""
+    if config.kv_memory is not None:
+        asked, left = parse_bytes(config.kv_memory), hardware.memory - used
+        if asked > left:
+            raise CapacityError(
+                f"--kv-memory {config.kv_memory} does not fit: {hardware}, holds {_holds(geometry, used)}, "
+                f"which leaves {in_words(max(left, 0))}"
+            )
+        return asked, "kv_memory"
+    free = hardware.memory - reserve - used
+    if free <= 0:
+        raise CapacityError(
+            f"nothing is left for the cache: {hardware}, less {in_words(reserve)} in reserve, must hold "
+            f"{_holds(geometry, used)}; a smaller model, a larger GPU, or a smaller --token-budget (now "
+            f"{config.token_budget}) would help"
+        )
+    return min(_candidates(config, geometry, hardware, plan, free))
+
+
+def _candidates(
+    config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, free: int
+) -> list[tuple[int, str]]:
+    tokens = config.max_running * _whole_pages(context(config, geometry), plan.page_size)
+    fill = tokens * plan.layout.bytes_per_token
+    times = SPARE if config.prefix_cache and not hardware.is_cpu else 1
+    found = [
+        (free, "free memory"),
+        (times * fill, f"{times} x max_running x max_context" if times > 1 else "max_running x max_context"),
+    ]
+    return [*found, (int(hardware.memory * SHARE), f"{SHARE:.0%} of memory")] if hardware.is_cpu else found
+
+
+def _check(config: Config, geometry: Geometry, plan: Plan, made: Budget) -> None:
+    """Raises CapacityError where one request of the longest kind, or a page for each, does not fit."""
+    longest, size = context(config, geometry), plan.page_size
+    needed = max(ceil(longest / size), config.max_running)
+    if made.pages >= needed:
+        return
+    helps = [f"--max-context {made.tokens}"] if 0 < made.tokens < longest else []
+    helps += [f"--max-running {made.pages}"] if 0 < made.pages < config.max_running else []
+    both = " and ".join(helps)
+    raise CapacityError(
+        f"the pool is too small: {in_words(made.pool)} ({made.limit}) is {made.pages} pages of {size} "
+        f"tokens, and {needed} are needed, for one request of {longest} tokens and a page for each of "
+        f"{config.max_running} requests; what would help: {f'{both}; ' if both else ''}"
+        f"--kv-memory {_ceil_mib(needed * plan.layout.bytes_per_page)}, if that fits; "
+        f"a --kv-format with fewer than {made.bytes_per_token} bytes a token"
+    )
+
+
+def _holds(geometry: Geometry, used: int) -> str:
+    workspace = used - geometry.weight_bytes
+    return f"weights ({in_words(geometry.weight_bytes)}) and workspace ({in_words(workspace)})"
+
+
+def _ceil_mib(size: int) -> str:
+    return f"{ceil(size / (1 << 20))}MiB"
+
+
+def in_words(size: int) -> str:
+    """Bytes for people: `1.50 GiB`, `12.0 MiB`, `0.2 MiB`."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

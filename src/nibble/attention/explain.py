@@ -1,0 +1,128 @@
+"""A plan in words: for programs (as_dict) and for the terminal (as_text).
+
+Owns wording only; every fact comes from the plan, the budget and the formats. Must not decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nibble import formats
+from nibble.attention.budget import Budget, in_words
+from nibble.attention.needs import compact, plain_format
+from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.cache.layout import CacheLayout, LayerLayout
+
+BASELINE = "bfloat16"
+"""The dtype whose plain format sizes are compared with."""
+
+
+def baseline_bytes(layout: CacheLayout) -> int:
+    """Bytes per token of the same streams, unquantised in 16 bits."""
+    plain = formats.get(plain_format(BASELINE))
+    return sum(plain.bytes_per_token(entry.stream) for layer in layout.layers for entry in layer.streams)
+
+
+def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
+    """Everything that was decided, ready for JSON."""
+    layout = plan.layout
+    return {
+        "dtype": plan.dtype,
+        "page_size": layout.page_size,
+        "packing": layout.packing,
+        "fingerprint": layout.fingerprint,
+        "groups": [_group(plan, group) for group in plan.groups],
+        "bytes_per_token": layout.bytes_per_token,
+        "bytes_per_token_16bit": baseline_bytes(layout),
+        "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
+        "budget": {
+            "memory": budget.memory,
+            "weights": budget.weights,
+            "staging": budget.staging,
+            "activations": budget.activations,
+            "reserve": budget.reserve,
+            "pool": budget.pool,
+            "pages": budget.pages,
+            "tokens": budget.tokens,
+            "limit": budget.limit,
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
+    stored = _stored(plan, group)
+    return {
+        "name": group.group.name,
+        "kind": group.group.kind,
+        "layers": list(group.layers),
+        "window": group.group.window,
+        "scheme": group.scheme,
+        "streams": {
+            entry.stream.name: {"format": entry.format, "bytes_per_token": entry.bytes_per_token}
+            for entry in (stored.streams if stored else ())
+        },
+        "routes": {str(route.phase): _route(route) for route in group.routes},
+    }
+
+
+def _route(route: Route) -> dict[str, Any]:
+    return {
+        "backend": route.backend,
+        "stage_to": route.stage_to,
+        "runnable": route.runnable,
+        "prefer": route.row.prefer,
+        "cites": route.row.cites,
+    }
+
+
+def _stored(plan: Plan, group: GroupPlan) -> LayerLayout | None:
+    """What a layer of the group stores; None if all of them read others' pages."""
+    return next((entry for entry in plan.layout.layers if entry.layer in group.layers), None)
+
+
+def as_text(plan: Plan, budget: Budget) -> str:
+    """Lines for the terminal: routes, storage, bytes and why."""
+    return "\n".join((*_routes(plan), *_bytes(plan), *_memory(plan, budget), *_notes(plan)))
+
+
+def _routes(plan: Plan) -> Iterator[str]:
+    for group in plan.groups:
+        what = f"{group.group.kind}, {group.group.q_heads} query heads"
+        what += f", window {group.group.window}" if group.group.window else ""
+        yield f"{group.group.name}: layers {compact(group.layers)} in {group.scheme} ({what})"
+        width = max(len(str(route)) for route in group.routes)
+        for route in group.routes:
+            mark = "" if route.runnable else "declared only; "
+            yield f"  {route.phase:<8} {route!s:<{width}}  {mark}{route.row.cites}"
+
+
+def _bytes(plan: Plan) -> Iterator[str]:
+    layout = plan.layout
+    yield f"pages of {layout.page_size} tokens, packing {layout.packing}: {layout.bytes_per_page:,} bytes"
+    for group in plan.groups:
+        stored = _stored(plan, group)
+        if stored:
+            parts = " + ".join(
+                f"{entry.stream.name} {entry.format} {entry.bytes_per_token:,}" for entry in stored.streams
+            )
+            count = sum(entry.layer in group.layers for entry in layout.layers)
+            total = f"{stored.bytes_per_token:,} bytes a token, {count} layers"
+            yield f"  {group.group.name} in {group.scheme}: {parts} = {total}"
+    whole = baseline_bytes(layout)
+    saving = f"{whole:,} in 16 bits: {whole / layout.bytes_per_token:.2f} x fewer"
+    yield f"  all layers: {layout.bytes_per_token:,} bytes a token, {saving}"
+
+
+def _memory(plan: Plan, budget: Budget) -> Iterator[str]:
+    """Where memory goes, and how many tokens fit."""
+    parts = {"weights": budget.weights, "staging": budget.staging, "activations": budget.activations}
+    used = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
+    yield f"memory {in_words(budget.memory)}: {used}, reserve {in_words(budget.reserve)}"
+    yield f"pool {in_words(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
+    yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield from (f"note: {note}" for note in plan.notes)

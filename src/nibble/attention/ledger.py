@@ -1,0 +1,61 @@
+"""The ledger: which combinations passed on which GPU. Written by the conformance run, read by the docs.
+
+Owns Entry and the file's schema. Must not know of rows or backends beyond their names.
+
+    {"schema": 1, "entries": [
+      {"backend": NAME, "phase": "decode", "kind": "mha", "format": NAME, "arch": 90,
+       "gpu": "NVIDIA H200", "date": "2026-11-20", "versions": {"torch": "2.11.0"}}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from nibble.errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One combination that passed. date: ISO 8601. versions: package -> version of what it rests on."""
+
+    backend: str
+    phase: str
+    kind: str
+    format: str
+    arch: int
+    gpu: str
+    date: str
+    versions: Mapping[str, str]
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """What a later run of the same combination replaces."""
+        return self.backend, self.phase, self.kind, self.format, self.arch
+
+
+def read(path: Path) -> tuple[Entry, ...]:
+    """The entries of a ledger, none where there is no file; raises ConfigError where it cannot be read."""
+    if not path.exists():
+        return ()
+    try:
+        content = json.loads(path.read_text())
+        if content["schema"] != SCHEMA:
+            raise ConfigError(f"{path} has schema {content['schema']}, and this version reads {SCHEMA}")
+        return tuple(
+            Entry(**{field.name: entry[field.name] for field in fields(Entry)})
+            for entry in content["entries"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error
+
+
+def write(path: Path, entries: Iterable[Entry]) -> None:
+    """Adds entries to a ledger; an entry replaces an older one of the same combination."""
+    merged = {entry.key: entry for entry in (*read(path), *entries)}
+    content = {"schema": SCHEMA, "entries": [asdict(merged[key]) for key in sorted(merged)]}
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,225 @@
+"""The generated pages: docs/capabilities.md and docs/formats.md, in markdown.
+
+Owns their wording. Every fact comes from backends' rows, formats and the ledger, so a page cannot say what
+the resolver does not do. Must not name a backend or a format.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import cleandoc
+from pathlib import Path
+
+from nibble import formats
+from nibble.attention import ledger
+from nibble.attention.backends import all_backends
+from nibble.attention.capability import BackendInfo, Phase, Row, listed
+from nibble.attention.explain import BASELINE
+from nibble.attention.ledger import Entry
+from nibble.attention.needs import plain_format
+from nibble.formats import KVFormat, transform
+from nibble.formats import scheme as schemes
+from nibble.geometry import Stream
+from nibble.hardware import CPU_ARCH, GPUS
+
+LEDGER = Path("docs/ledger.json")
+LETTERS = {phase: phase.value[0].upper() for phase in Phase}
+Evidence = Mapping[tuple[str, str, str, str, int], Entry]
+K, V = Stream("k", heads=1, dim=128), Stream("v", heads=1, dim=128)
+
+_HEAD = """\
+# What works with what
+
+Generated from the rows of `src/nibble/attention/backends/` by `nibble docs`; the same rows choose, refuse
+and explain.
+
+A cell names phases: P prefill, E extend (new tokens over a cached prefix), D decode, V verify (draft
+tokens). They are `declared` in the backend's file, or `verified` by the conformance tests on the GPU that
+the footnote names. An empty cell is refused, unless pages are dequantised for it (`staging`): in P and E by
+itself, in D and V with `--allow-staging`, wherever the backend reads the plain format of the compute dtype.
+"""
+
+
+def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Path = LEDGER) -> str:
+    """docs/capabilities.md. path: the ledger; where there is none, nothing is verified."""
+    table = all_backends() if backends is None else backends
+    evidence = {entry.key: entry for entry in ledger.read(path)}
+    notes: dict[str, int] = {}
+    kinds = dict.fromkeys(kind for info in table.values() for row in info.rows for kind in sorted(row.kind))
+    sections = [_HEAD, *_summaries(table)]
+    for kind in sorted(kinds, key="mha mla dsa".find):
+        sections += [f"\n## {kind}\n", *_matrix(kind, table, evidence, notes), "", *_conditions(kind, table)]
+    sections += [""] + [f"[^{number}]: {text}" for text, number in notes.items()] if notes else []
+    return "\n".join(sections) + "\n"
+
+
+def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
+    yield from _markdown_head("backend", "what it is", "in this version", "package")
+    for name, info in table.items():
+        runs = "runs" if info.runnable else "declared only"
+        yield _line(f"`{name}`", info.summary, runs, f"`{info.install}`" if info.install else "none")
+
+
+def _matrix(
+    kind: str,
+    table: Mapping[str, BackendInfo],
+    evidence: Evidence,
+    notes: dict[str, int],
+) -> Iterator[str]:
+    """Backends and formats down, GPUs across; formats with equal lines share one."""
+    archs = _archs(table)
+    yield from _markdown_head("backend", "formats", *map(_gpu, archs))
+    for name, info in table.items():
+        rows = [row for row in info.rows if kind in row.kind]
+        lines: dict[tuple[str, ...], list[str]] = {}
+        for fmt in _formats(rows):
+            cells = tuple(_cell(name, kind, fmt, arch, rows, evidence, notes) for arch in archs)
+            lines.setdefault(cells, []).append(fmt)
+        for cells, names in lines.items():
+            yield _line(f"`{name}`", _shown(names), *cells)
+
+
+def _formats(rows: Iterable[Row]) -> list[str]:
+    """The formats that rows name, in the formats' own order, then pairs; `any` for a row that takes all."""
+    named = {fmt for row in rows for fmt in row.format or ("any",)}
+    order = [*formats.names(), "any"]
+    return sorted(named, key=lambda fmt: (order.index(fmt) if fmt in order else len(order), fmt))
+
+
+def _shown(names: Iterable[str]) -> str:
+    """Names of formats; pairs by the scheme that they make."""
+    pairs = {":".join(streams.values()): name for name, streams in schemes.MIXED.items()}
+    return ", ".join(pairs.get(name, name) for name in names)
+
+
+def _archs(table: Mapping[str, BackendInfo]) -> list[int]:
+    named = {arch for info in table.values() for row in info.rows for arch in row.arch or ()}
+    return sorted(named | {CPU_ARCH} | {gpu.arch for gpu in GPUS.values()})
+
+
+def _gpu(arch: int) -> str:
+    return f"SM{arch}" if arch else "CPU"
+
+
+def _cell(
+    backend: str,
+    kind: str,
+    fmt: str,
+    arch: int,
+    rows: Iterable[Row],
+    evidence: Evidence,
+    notes: dict[str, int],
+) -> str:
+    served = {phase for row in rows if _covers(row, fmt, arch) for phase in row.phase}
+    by_evidence: dict[str, str] = {}
+    for phase in (phase for phase in Phase if phase in served):
+        found = _evidence(backend, kind, fmt, arch, phase, evidence)
+        mark = f"verified[^{notes.setdefault(found, len(notes) + 1)}]" if found else "declared"
+        by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
+    return "; ".join(f"{letters} {mark}" for mark, letters in by_evidence.items())
+
+
+def _covers(row: Row, fmt: str, arch: int) -> bool:
+    return (row.format is None or fmt in row.format) and (row.arch is None or arch in row.arch)
+
+
+def _evidence(backend: str, kind: str, fmt: str, arch: int, phase: Phase, entries: Evidence) -> str | None:
+    """Where the combination was verified. A row for any format is verified as far as every format was."""
+    wanted = formats.names() if fmt == "any" else (fmt,)
+    found = [entries.get((backend, str(phase), kind, name, arch)) for name in wanted]
+    seen = [entry for entry in found if entry is not None]
+    if len(seen) < len(wanted):
+        return None
+    oldest = min(seen, key=lambda entry: entry.date)
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(oldest.versions.items()))
+    return f"verified on {oldest.gpu}, {oldest.date}" + (f" ({versions})" if versions else "")
+
+
+def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
+    """One line for each row: what else it asks for."""
+    yield "Conditions, row by row:\n"
+    yield from _markdown_head(
+        "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "not with", "source"
+    )
+    for name, info in table.items():
+        for row in (row for row in info.rows if kind in row.kind):
+            phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
+            rest = [listed(field, getattr(row, field)) for field in ("arch", "page", "packing", "dim")]
+            formats_read = _shown(_formats([row]))
+            yield _line(f"`{name}`", phases, formats_read, *rest, ", ".join(_not_with(row)) or "-", row.cites)
+
+
+def _not_with(row: Row) -> Iterator[str]:
+    for name in ("window", "softcap", "sinks"):
+        allowed = getattr(row, name)
+        if allowed is not None and True not in allowed:
+            yield name
+
+
+def formats_table() -> str:
+    """docs/formats.md."""
+    lines = [
+        "# KV formats\n",
+        "Generated by `nibble docs` from `src/nibble/formats/`. Bytes are of K and V of one KV head",
+    ]
+    lines += ["of 128 values, per token; scales that lie in the pool are included.\n"]
+    lines += [
+        *_markdown_head(
+            "format",
+            "bytes",
+            "x fewer than 16 bits",
+            "planes of one head",
+            "global scale",
+            "head_dim",
+            "summary",
+        )
+    ]
+    lines += [_format_line(formats.get(name)) for name in formats.names()]
+    lines += ["\n## Mixed schemes\n", *_markdown_head("scheme", "bytes", "x fewer", "formats"), *_mixed()]
+    lines += ["\n## Transforms\n", "Written behind a scheme, as in `+rot`; they cost no bytes.\n"]
+    lines += [f"- `{name}`: {transform.get(name).summary}" for name in transform.names()]
+    lines += ["\n## The formats' own words, with what zeros, infinities and NaN do\n", *_prose()]
+    return "\n".join(lines) + "\n"
+
+
+def _size(name: str) -> int:
+    return sum(schemes.parse(name).format_of(stream).bytes_per_token(stream) for stream in (K, V))
+
+
+def _ratio(name: str) -> str:
+    return f"{_size(plain_format(BASELINE)) / _size(name):.2f}"
+
+
+def _format_line(fmt: KVFormat) -> str:
+    planes = ", ".join(f"{p.name} {'x'.join(map(str, p.shape[1:]))} {p.dtype}" for p in fmt.planes(K))
+    scale = f"FP32, up to {fmt.max_value:g} at 1.0" if fmt.needs_scale else "none"
+    dims = f"multiple of {fmt.block}" if fmt.block > 1 else "any"
+    return _line(f"`{fmt.name}`", str(_size(fmt.name)), _ratio(fmt.name), planes, scale, dims, fmt.summary)
+
+
+def _mixed() -> Iterator[str]:
+    for name, streams in schemes.MIXED.items():
+        parts = ", ".join(f"{stream} {fmt}" for stream, fmt in streams.items())
+        yield _line(f"`{name}`", str(_size(name)), _ratio(name), parts)
+
+
+def _prose() -> Iterator[str]:
+    """Each format file's docstring, with the sources that its bytes agree with."""
+    by_module: dict[str, list[KVFormat]] = {}
+    for name in formats.names():
+        by_module.setdefault(type(formats.get(name)).__module__, []).append(formats.get(name))
+    for module, found in by_module.items():
+        yield f"### {', '.join(fmt.name for fmt in found)}\n"
+        yield cleandoc(sys.modules[module].__doc__ or "")
+        yield ""
+        yield from (f"- `{fmt.name}` agrees with: {fmt.source}" for fmt in found)
+        yield ""
+
+
+def _markdown_head(*names: str) -> tuple[str, str]:
+    return _line(*names), "|" + "---|" * len(names)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -1,0 +1,60 @@
+"""`nibble calibrate`: KV scales for every scheme, measured on a text, in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nibble.cli.exits import OUTPUT, JsonOption
+from nibble.cli.options import Options, takes
+from nibble.cli.terminal import ModelArgument, err, print_json, quiet
+from nibble.config import Config
+
+TextOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="A text like those to be served; repeatable. Else one that Python brings."),
+]
+OutOption = Annotated[Path, typer.Option(help="The file to write.", rich_help_panel=OUTPUT)]
+
+
+@takes(
+    "config",
+    Config,
+    "Model",
+    without=("model", "kv_format", "kv_layers", "kv_scales", "prefix_cache", "seed"),
+)
+def calibrate(
+    model: ModelArgument = "demo",
+    text: TextOption = None,
+    out: OutOption = Path("kv_scales.json"),
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+) -> None:
+    """Measure KV scales once, for all schemes, and write them to a file for --kv-scales.
+
+    A file called kv_scales.json in a checkpoint's folder is found by itself.
+    """
+    quiet(model)
+    from nibble.engine.calibrate import builtin_texts
+    from nibble.engine.llm import LLM
+
+    texts = [path.read_text(encoding="utf-8") for path in text or ()] or builtin_texts()
+    with err().status(f"measuring K and V of {model}"):
+        found = LLM(model, **config).measure_scales(texts, save=out)
+    if as_json:
+        print_json(
+            {"path": str(out), "source": found.source, "layers": len(found.layers), "version": found.version}
+        )
+    else:
+        print(
+            f"wrote {out}: scales of {len(found.layers)} layers, from {found.source}; use them with --kv-scales {out}"
+        )
+
+
+EXAMPLES = """
+nibble calibrate demo --out kv_scales.json
+nibble calibrate ./my-model --text conversations.txt --out ./my-model/kv_scales.json
+"""

@@ -1,0 +1,123 @@
+"""`nibble eval`: what each cache scheme costs in quality, as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nibble.cli.exits import OUTPUT, JsonOption
+from nibble.cli.options import Options, takes
+from nibble.cli.terminal import ModelArgument, err, quiet
+from nibble.config import Config
+from nibble.evals.sizes import Sizes, sizes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from nibble.evals.report import Report
+
+SchemesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SCHEME", help="Schemes, as nvfp4+rot or nvfp4@0,-1=fp8_e4m3; all, if left out."),
+]
+TextOption = Annotated[
+    Path | None, typer.Option(help="Text to score, unseen by the model; else the model folder's heldout.txt.")
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="A first impression: less text, fewer and shorter questions.")
+]
+MarkdownOption = Annotated[
+    Path | None, typer.Option(help="Write the table to this file.", rich_help_panel=OUTPUT)
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(help="Write a plot of quality against bytes (png, svg or pdf).", rich_help_panel=OUTPUT),
+]
+
+
+@takes(
+    "config", Config, "Model and cache", without=("model", "kv_format", "kv_layers", "prefix_cache", "seed")
+)
+@takes("given", Sizes, "What is measured", unset=True)
+def evaluate(
+    model: ModelArgument = "demo",
+    schemes: SchemesArgument = None,
+    text: TextOption = None,
+    quick: QuickOption = False,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+    given: Options,
+) -> None:
+    """Measure cache schemes: perplexity, agreement with BF16, recall by context length, attention error by layer.
+
+    Everything goes through the engine as it serves. Without schemes, all are measured, and some combinations; those
+    that the model cannot take are listed with the reason. Scales that the checkpoint lacks are measured once, on
+    text that is not scored.
+    """
+    asked, served = sizes(quick, given), Config(model=model, **config)
+    quiet(model)
+    from nibble.evals import plot as plots
+    from nibble.evals.run import evaluate as measure
+
+    if plot:
+        plots.require()
+    with _bar() as bar:
+        report = measure(served, schemes or (), asked, text, _Bar(bar))
+    _show(report, as_json)
+    if markdown:
+        markdown.write_text(report.as_markdown() + "\n", encoding="utf-8")
+    if plot:
+        plots.plot(report, plot)
+
+
+EXAMPLES = """
+nibble eval --quick
+nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
+nibble eval ./my-model --text wiki.txt --markdown eval.md --plot eval.svg --json > eval.json
+"""
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        print(report.as_json())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for index, title in enumerate(report.header()):
+        table.add_column(title, justify="right" if index else "left", overflow="fold")
+    for row in report.rows():
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(report.caption(), style="dim", markup=False)
+    for name, reason in report.skipped.items():
+        console.print(f"skipped {name}: {reason.splitlines()[0]}", style="dim", markup=False)
+
+
+def _bar() -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=err(), transient=True)
+
+
+class _Bar:
+    """Shows how far an evaluation is."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("planning", total=None)
+
+    def start(self, tokens: int) -> None:
+        self._bar.update(self._task, total=tokens)
+
+    def advance(self, scheme: str, what: str, tokens: int) -> None:
+        self._bar.update(self._task, description=f"{scheme}: {what}", advance=tokens)

@@ -1,0 +1,88 @@
+"""Exit codes, and errors as one clean message: what every command is wrapped in.
+
+Owns EXIT_CODES and command(). Must not know of any one command.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from nibble.errors import ConfigError, NibbleError, RequestError, Unsupported
+
+OK, FAILED, USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_CODES = {
+    OK: "success",
+    FAILED: "it failed while running: weights, memory, a kernel, a file; or `docs --check` found stale pages",
+    USAGE: "usage: an option or a value is malformed or cannot be had",
+    REFUSED: "refused: no backend serves this combination; the message names the nearest command that works",
+    INTERRUPTED: "interrupted with Ctrl-C",
+}
+_KINDS: tuple[tuple[type[NibbleError], int], ...] = (
+    (Unsupported, REFUSED),
+    (ConfigError, USAGE),
+    (RequestError, USAGE),
+)
+
+
+def code_of(error: Exception) -> int:
+    """The exit code of an error."""
+    return next((code for kind, code in _KINDS if isinstance(error, kind)), FAILED)
+
+
+OUTPUT = "Output"
+"""The panel of options that every command has; the last of its help."""
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=OUTPUT)
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON for scripts, and nothing else.", rich_help_panel=OUTPUT)
+]
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with --debug, and its errors as one message on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*, debug: bool = False, **values: Any) -> Any:
+        try:
+            return function(**values)
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except (NibbleError, OSError) as error:
+            if debug or isinstance(error, BrokenPipeError):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(code_of(error)) from None
+
+    add_parameters(guarded, function, [_keyword("debug", DebugOption, False)])
+    return guarded
+
+
+def add_parameters(
+    wrapper: Callable[..., Any],
+    function: Callable[..., Any],
+    added: list[inspect.Parameter],
+    without: str | None = None,
+) -> None:
+    """Gives `wrapper` the signature of `function`, less a parameter, plus others: what typer makes options of."""
+    kept = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without]
+    ordered = sorted((*kept, *added), key=_is_output)
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in ordered]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+def _is_output(parameter: inspect.Parameter) -> bool:
+    info = getattr(parameter.annotation, "__metadata__", (None,))[0]
+    return getattr(info, "rich_help_panel", None) == OUTPUT
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

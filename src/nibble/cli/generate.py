@@ -1,0 +1,193 @@
+"""`nibble generate`: answers to prompts, as they are written; with --compare, from several caches side by side."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nibble.cli.exits import JsonOption
+from nibble.cli.options import Options, takes
+from nibble.cli.terminal import MODEL_HELP, bytes_in_words, err, out, print_json, quiet
+from nibble.config import Config, SamplingParams, sampling
+from nibble.errors import NibbleError, RequestError
+from nibble.evals.sizes import Entry
+
+if TYPE_CHECKING:
+    from nibble.cache.layout import CacheLayout
+    from nibble.engine.llm import LLM
+    from nibble.engine.outputs import Output
+
+STDIN = "-"
+PromptsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; `-` reads one from standard input.")
+]
+ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+FilesOption = Annotated[
+    list[Path] | None, typer.Option("--prompt-file", help="Read a prompt from a file; repeatable.")
+]
+CompareOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compare", help="Answer with this cache scheme too, and show both side by side; repeatable."
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All answers from one cache."""
+
+    scheme: str
+    layout: CacheLayout
+    outputs: Sequence[Output]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for output in self.outputs for answer in output.completions)
+
+    @property
+    def words(self) -> str:
+        """Its cost, in one line."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return f"{bytes_in_words(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
+
+    def as_dict(self) -> dict[str, Any]:
+        from nibble.attention.explain import baseline_bytes
+
+        return {
+            "scheme": self.scheme,
+            "bytes_per_token": self.layout.bytes_per_token,
+            "bytes_per_token_16bit": baseline_bytes(self.layout),
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "answers": [asdict(output) for output in self.outputs],
+        }
+
+
+@takes("params", SamplingParams, "Sampling")
+@takes("config", Config, "Model and cache", without=("model", "seed"))
+def generate(
+    prompts: PromptsArgument = None,
+    model: ModelOption = "demo",
+    prompt_file: FilesOption = None,
+    compare: CompareOption = None,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+    params: Options,
+) -> None:
+    """Answer prompts from a paged, quantised KV cache.
+
+    One prompt is answered as it is written; several are served together, as one batch. The cost of the cache
+    follows on standard error.
+    """
+    texts = _prompts(prompts or [], prompt_file or [])
+    chosen = sampling(**params)
+    base = Config(model=model, **config)
+    entries = [Entry(base.kv_format, base.kv_layers), *map(Entry.parse, compare or ())]
+    quiet(model)
+    if len(entries) == 1 and len(texts) == chosen.n == 1 and not as_json:
+        _stream(_llm(base, entries[0]), texts[0], chosen)
+        return
+    runs = [_batch(base, entry, texts, chosen) for entry in entries]
+    if as_json:
+        print_json({"model": model, "runs": [run.as_dict() for run in runs]})
+    elif len(runs) > 1:
+        _side_by_side(runs)
+    else:
+        _listed(runs[0])
+
+
+EXAMPLES = """
+nibble generate "def fibonacci(n):" --kv-format nvfp4
+nibble generate "def fibonacci(n):" --compare nvfp4 --compare nvfp4+rot
+nibble generate "import os" "class Stack:" --max-tokens 64 --json
+cat prompt.txt | nibble generate - --model ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
+"""
+
+
+def _prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The prompts in order, those of files last; raises RequestError where there is none."""
+    if given.count(STDIN) > 1:
+        raise RequestError("standard input, `-`, can be one prompt only")
+    found = [sys.stdin.read() if text == STDIN else text for text in given]
+    found += [path.read_text(encoding="utf-8") for path in files]
+    if not found:
+        raise RequestError('no prompt was given; write it as in: nibble generate "def fibonacci(n):"')
+    return found
+
+
+def _llm(base: Config, entry: Entry) -> LLM:
+    from nibble.engine.llm import LLM
+
+    values = {name: getattr(base, name) for name in Config.__slots__}
+    with err().status(f"loading {base.model} with a {entry.name} cache"):
+        return LLM(**values | {"kv_format": entry.kv_format, "kv_layers": entry.kv_layers})
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Prompt and answer as they come; then what it cost."""
+    started, tokens = time.perf_counter(), 0
+    sys.stdout.write(prompt)
+    for piece in llm.stream(prompt, params):
+        tokens += len(piece.token_ids)
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    rate = tokens / (time.perf_counter() - started)
+    scheme = Entry(llm.config.kv_format, llm.config.kv_layers).name
+    err().print(
+        f"{bytes_in_words(scheme, llm.plan.layout)}; {tokens} tokens, {rate:.1f} tokens/s", style="dim"
+    )
+
+
+def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingParams) -> Run:
+    llm = _llm(base, entry)
+    started = time.perf_counter()
+    outputs = llm.generate(texts, params)
+    seconds = time.perf_counter() - started
+    failed = next((answer.error for output in outputs for answer in output.completions if answer.error), None)
+    if failed:
+        raise NibbleError(failed)
+    return Run(entry.name, llm.plan.layout, outputs, seconds)
+
+
+def _listed(run: Run) -> None:
+    for output in run.outputs:
+        for answer in output.completions:
+            out().rule(f"prompt {run.outputs.index(output) + 1}, answer {answer.index + 1}", style="dim")
+            print(f"{output.prompt}{answer.text}")
+    err().print(run.words, style="dim")
+
+
+def _side_by_side(runs: Sequence[Run]) -> None:
+    """One column a cache, one row a prompt."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, expand=True)
+    for run in runs:
+        table.add_column(
+            f"{run.scheme}\n{run.layout.bytes_per_token:,} bytes/token", ratio=1, overflow="fold"
+        )
+    for row in zip(*(run.outputs for run in runs), strict=True):
+        table.add_row(*(Text(output.prompt or "", "dim").append(output.text, "default") for output in row))
+    Console(highlight=False).print(table)
+    for line in _costs(runs):
+        err().print(line, style="dim")
+
+
+def _costs(runs: Sequence[Run]) -> Iterator[str]:
+    yield from (run.words for run in runs)
+    for run in runs[1:]:
+        same = sum(one.text == other.text for one, other in zip(runs[0].outputs, run.outputs, strict=True))
+        yield f"{run.scheme} gave the same answer as {runs[0].scheme} to {same} of {len(run.outputs)} prompts"

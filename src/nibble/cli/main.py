@@ -1,0 +1,88 @@
+"""The command `nibble`: gathers the commands. Heavy imports wait until a command needs them.
+
+Owns the list of commands. Must not know what any of them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import cleandoc
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+import nibble
+from nibble.cli import calibrate, chat, docs, evaluate, formats, generate, plan
+from nibble.cli.exits import EXIT_CODES, command
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: its function, its help, and examples that are part of the help."""
+
+    name: str
+    run: Callable[..., Any]
+    module: ModuleType
+
+    @property
+    def text(self) -> str:
+        return cleandoc(self.run.__doc__ or "")
+
+    @property
+    def examples(self) -> str:
+        return str(self.module.EXAMPLES).strip()
+
+    @property
+    def help(self) -> str:
+        """The text in whole paragraphs, and the examples line by line (\\b keeps typer from joining them)."""
+        paragraphs = [" ".join(paragraph.split()) for paragraph in self.text.split("\n\n")]
+        examples = "\n".join(f"  {line}" for line in self.examples.splitlines())
+        return "\n\n".join((*paragraphs, f"\b\nExamples:\n{examples}"))
+
+
+COMMANDS = (
+    Command("generate", generate.generate, generate),
+    Command("chat", chat.chat, chat),
+    Command("plan", plan.plan, plan),
+    Command("formats", formats.formats, formats),
+    Command("eval", evaluate.evaluate, evaluate),
+    Command("calibrate", calibrate.calibrate, calibrate),
+    Command("docs", docs.docs, docs),
+)
+
+HELP = """Serve language models from a KV cache that is kept in 4 and 8 bits.
+
+`nibble formats` lists the caches, `nibble plan` says what would be done with a model on a GPU, `nibble generate` does it.
+"""
+CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
+
+app = typer.Typer(
+    name="nibble",
+    help=HELP,
+    epilog=CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"nibble {nibble.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `nibble` itself."""
+
+
+for _entry in COMMANDS:
+    app.command(_entry.name, help=_entry.help, epilog=CODES)(command(_entry.run))

@@ -1,0 +1,99 @@
+"""Options from dataclasses: a field of Config, SamplingParams or Sizes is an option, its doc is the help.
+
+So a new field is a new option, with no line here. Owns the translation of types. Must not know of any field.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from nibble.cli.exits import add_parameters
+from nibble.errors import ConfigError
+
+Options = dict[str, Any]
+"""Values by field name, ready for the dataclass; fields that were left out keep their defaults."""
+
+
+def takes(
+    parameter: str, kind: type, panel: str, *, without: Iterable[str] = (), unset: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces the `parameter` of a command, a dict of values, by one option for each field of a dataclass.
+
+    without: fields that the command sets itself. unset: show no defaults, and leave out what was not given.
+    """
+    hints = get_type_hints(kind)
+    chosen = [entry for entry in fields(kind) if entry.name not in set(without)]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def expanded(**values: Any) -> Any:
+            given = {entry.name: values.pop(entry.name) for entry in chosen}
+            return function(**values, **{parameter: _parsed(given, hints)})
+
+        options = [_option(entry, hints[entry.name], panel, unset) for entry in chosen]
+        add_parameters(expanded, function, options, without=parameter)
+        return expanded
+
+    return decorate
+
+
+def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
+    """The parameter that typer turns into an option."""
+    shown, default = _shown(hint), None if unset or entry.default is MISSING else entry.default
+    if isinstance(default, tuple):
+        default = list(default) or None
+    kind = shown | None if default is None else shown
+    info = typer.Option(help=entry.metadata["doc"], rich_help_panel=panel)
+    annotation = Annotated[kind, info]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        entry.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
+
+
+def _shown(hint: Any) -> Any:
+    """The type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
+    hint = (
+        next((part for part in get_args(hint) if part is not type(None)), hint) if _optional(hint) else hint
+    )
+    if get_origin(hint) is tuple:
+        return list[get_args(hint)[0]]  # type: ignore[misc]
+    return list[str] if _is_mapping(hint) else hint
+
+
+def _optional(hint: Any) -> bool:
+    return type(None) in get_args(hint)
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _parsed(given: Options, hints: Mapping[str, Any]) -> Options:
+    """What was given, in the dataclass's own types. None stays only where it is a value."""
+    found: Options = {}
+    for name, value in given.items():
+        if value is None or (value == [] and not isinstance(hints[name], type)):
+            continue
+        if _is_mapping(hints[name]):
+            found[name] = dict(_pair(text, name, *get_args(hints[name])) for text in value)
+        else:
+            found[name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def _pair(text: str, name: str, key: type, value: type) -> tuple[Any, Any]:
+    """`KEY=VALUE`, in the mapping's types."""
+    left, _, right = text.partition("=")
+    try:
+        return key(left), value(right)
+    except ValueError:
+        option = "--" + name.replace("_", "-")
+        shape = f"{key.__name__.upper()}={value.__name__.upper()}"
+        raise ConfigError(f"cannot read {text!r}; write {option} as {shape}") from None

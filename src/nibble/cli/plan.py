@@ -1,0 +1,118 @@
+"""`nibble plan`: what would be done with a model on a GPU, before anything is loaded; or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nibble.cli.exits import REFUSED, JsonOption
+from nibble.cli.options import Options, takes
+from nibble.cli.terminal import ModelArgument, print_json, quiet
+from nibble.config import Config
+from nibble.errors import Unsupported
+
+if TYPE_CHECKING:
+    from nibble.engine.build import Blueprint
+
+GpuOption = Annotated[
+    str | None,
+    typer.Option(help="Plan for this GPU (h200, b200, rtx5090, sm90... or cpu) and not for this machine."),
+]
+DeclaredOption = Annotated[
+    bool,
+    typer.Option("--declared", help="Let `auto` choose backends that this version knows but cannot run yet."),
+]
+ExplainOption = Annotated[
+    bool,
+    typer.Option("--explain", help="Say of every backend whether it can read this cache, and if not, why."),
+]
+
+
+@takes("config", Config, "Model and cache", without=("model", "seed"))
+def plan(
+    model: ModelArgument = "demo",
+    gpu: GpuOption = None,
+    declared: DeclaredOption = False,
+    explain: ExplainOption = False,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+) -> None:
+    """Show the routes, page size, bytes per token and tokens that fit; or the reasons why not, and what works.
+
+    Neither weights nor a GPU nor any kernel package is needed: a local config.json is enough. A combination that no
+    backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
+    """
+    quiet(model)
+    from nibble.engine.build import blueprint
+    from nibble.hardware import named
+
+    try:
+        made = blueprint(Config(model=model, **config), named(gpu) if gpu else None, declared=declared)
+    except Unsupported as error:
+        if not as_json:
+            raise
+        print_json(
+            {
+                "model": model,
+                "refused": {"need": error.need, "reasons": error.refusals, "works": error.remedy},
+            }
+        )
+        raise typer.Exit(REFUSED) from None
+    if as_json:
+        print_json(_as_dict(made, explain))
+    else:
+        print("\n".join(_lines(made, explain)))
+
+
+EXAMPLES = """
+nibble plan demo --kv-format nvfp4
+nibble plan ./my-model --kv-format nvfp4 --gpu b200 --declared
+nibble plan ./my-model --kv-format fp8_e4m3 --decode-backend flashinfer --gpu h200 --explain
+"""
+
+
+def _as_dict(made: Blueprint, explain: bool) -> dict[str, Any]:
+    from nibble.attention import explain as words
+
+    found = {
+        "model": made.config.model,
+        "hardware": asdict(made.hardware),
+        **words.as_dict(made.plan, made.budget),
+    }
+    if explain:
+        found["backends"] = [
+            {"ask": ask, "backend": name, "reasons": why} for ask, name, why in _judged(made)
+        ]
+    return found
+
+
+def _lines(made: Blueprint, explain: bool) -> Iterator[str]:
+    from nibble.attention.explain import as_text
+
+    yield f"{made.config.model} ({made.geometry.family}) on {made.hardware}"
+    yield as_text(made.plan, made.budget)
+    shown = ""
+    for ask, name, reasons in _judged(made) if explain else ():
+        if ask != shown:
+            yield f"\n{ask}"
+            shown = ask
+        yield f"  {name:<16} {'; '.join(reasons) or 'reads it'}"
+
+
+def _judged(made: Blueprint) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """(what is asked, backend, the reasons of its nearest row; none where it reads the cache as it is stored)."""
+    from nibble.attention import needs
+    from nibble.attention.backends import all_backends
+    from nibble.attention.capability import Phase
+
+    for part in needs.parts(made.config, made.geometry):
+        for phase in Phase:
+            need = part.need(
+                phase, made.hardware, made.plan.dtype, made.plan.page_size, made.plan.layout.packing
+            )
+            for name, info in all_backends().items():
+                yield str(need), name, info.nearest(need)

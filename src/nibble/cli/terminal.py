@@ -1,0 +1,58 @@
+"""What commands share in speaking to a terminal: consoles, JSON, quiet libraries, figures in words.
+
+Must not know of any one command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nibble.cache.layout import CacheLayout
+
+MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` is bundled."
+ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP)]
+
+
+def out() -> Console:
+    """The console of results."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def err() -> Console:
+    """The console of everything that is not a result."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def quiet(model: str) -> None:
+    """Keeps Transformers from talking in between. To be called before it is imported; downloads keep their bars."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if model == "demo" or Path(model).exists() or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def bytes_in_words(scheme: str, layout: CacheLayout) -> str:
+    """`nvfp4: 864 bytes of KV cache per token, 3.56 x fewer than in 16 bits`."""
+    from nibble.attention.explain import baseline_bytes
+
+    ratio = baseline_bytes(layout) / layout.bytes_per_token
+    said = f"{scheme}: {layout.bytes_per_token:,} bytes of KV cache per token"
+    return said if ratio == 1 else f"{said}, {ratio:.2f} x fewer than in 16 bits"

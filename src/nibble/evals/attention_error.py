@@ -1,0 +1,85 @@
+"""Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
+
+Owns Shadow, which takes the place of the step context: the yardstick attends and its output goes on through the
+model, while each scheme attends to the same q, k and v over a small pool of its own. So an error is of one layer
+alone, not of all layers before it. Must not know of requests or text.
+
+Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nibble.attention import backends
+from nibble.attention.capability import Phase
+from nibble.attention.layer import StepContext, attention
+from nibble.attention.metadata import AttentionMetadata, Segment
+from nibble.attention.plan import Plan
+from nibble.cache.pool import PagedPool
+from nibble.cache.scales import KVScales
+from nibble.models import hook
+
+Side = tuple[Plan, KVScales]
+"""A scheme on trial: its plan and scales."""
+
+
+class Shadow(hook.Observer):
+    """Attends as the yardstick does, and notes what each scheme would have answered."""
+
+    def __init__(
+        self, yardstick: Side, schemes: Mapping[str, Side], tokens: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._yardstick = _context(*yardstick, tokens, device)
+        self._schemes = {name: _context(*side, tokens, device) for name, side in schemes.items()}
+        self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
+
+    def observe(self, call: hook.Call) -> Tensor:
+        """A call's query [1, H, T, D], key and value [1, G, T, D] -> the yardstick's output [1, T, H, D]."""
+        q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        streams = {"k": k_TGD, "v": v_TGD}
+        wanted = attention(self._yardstick, call.layer, q_THD, streams, call.spec)
+        for name, context in self._schemes.items():
+            found = attention(context, call.layer, q_THD, streams, call.spec)
+            self.errors[name][call.layer] = _relative(found, wanted)
+        return wanted[None]
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    """||found - wanted|| / ||wanted||, over all tokens and heads."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
+    """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
+    pages = -(-tokens // plan.page_size)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    segment = Segment(Phase.PREFILL, 0, tokens, (tokens,), (tokens,), table)
+    names = {group.route(Phase.PREFILL).backend for group in plan.groups}
+    adapters = {name: make() for name in names if (make := backends.get(name).adapter)}
+    meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
+    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters, meta)
+
+
+@torch.inference_mode()
+def attention_errors(
+    model: nn.Module, ids: Sequence[int], yardstick: Side, schemes: Mapping[str, Side]
+) -> dict[str, tuple[float, ...]]:
+    """Relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme."""
+    device = next(model.parameters()).device
+    shadow = Shadow(yardstick, schemes, len(ids), device)
+    positions = torch.arange(len(ids), device=device)[None]
+    tokens = torch.tensor([list(ids)], device=device)
+    last = torch.tensor([len(ids) - 1], device=device)
+    model(
+        input_ids=tokens,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=last,
+        **{hook.CONTEXT: shadow},
+    )
+    return {name: tuple(error for _, error in sorted(found.items())) for name, found in shadow.errors.items()}

@@ -1,0 +1,280 @@
+"""Conformance: every row of every backend that this machine can run, against dense attention in float64.
+
+Generated from the rows. Each case writes random K and V through the pool into pages in random order, over poisoned
+memory, and attends through attention/layer.py. The oracle attends densely over the same dequantised cache, so the
+error of the format itself is not counted; a backend may have twice the error of plain torch in the same dtype.
+
+    pytest tests/conformance                              what this machine can run
+    pytest tests/conformance --ledger docs/ledger.json    and writes what conformed to the ledger
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibble import formats
+from nibble.attention import backends, ledger
+from nibble.attention.capability import BackendInfo, Need, Phase, Row
+from nibble.attention.layer import StepContext, attention
+from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
+from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.cache.pool import PagedPool
+from nibble.cache.scales import ONE
+from nibble.formats import scheme
+from nibble.geometry import LayerGroup, Stream
+from nibble.hardware import probe
+
+HARDWARE = probe()
+DEVICE = HARDWARE.device
+DTYPE = "float32" if HARDWARE.is_cpu else "bfloat16"
+
+# Tokens already stored and new tokens of each request, by phase.
+BATCHES: dict[Phase, tuple[tuple[tuple[int, int], ...], ...]] = {
+    Phase.PREFILL: (((0, 1), (0, 5), (0, 70)), ((0, 300),)),
+    Phase.EXTEND: (((64, 3), (1, 9), (130, 33)), ((500, 2),)),
+    Phase.DECODE: (((0, 1), (15, 1), (16, 1), (257, 1)), ((530, 1),)),
+    Phase.VERIFY: (((40, 4), (7, 4), (300, 4)), ((33, 2), (12, 8))),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model asks, beside the format."""
+
+    dim: int = 64
+    heads: int = 2
+    group: int = 3
+    page: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+SHAPES = (
+    Shape(),
+    Shape(dim=128, heads=1, group=8, page=64),
+    Shape(dim=96, group=1, page=32, window=37),
+    Shape(dim=80, heads=1, group=4, page=1),
+    Shape(dim=256, group=2, page=128, softcap=5.0, window=100),
+    Shape(group=4, sinks=True, window=20),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    backend: str
+    row: int
+    phase: Phase
+    format: str
+    packing: str
+    shape: Shape
+
+    def __str__(self) -> str:
+        extras = "".join(f"-{name}" for name in ("window", "softcap", "sinks") if getattr(self.shape, name))
+        where = f"{self.format}@{self.packing}-d{self.shape.dim}-g{self.shape.group}-p{self.shape.page}{extras}"
+        return f"{self.backend}{self.row}-{self.phase}-{where}"
+
+
+def streams(shape: Shape) -> tuple[Stream, Stream]:
+    return Stream("k", shape.heads, shape.dim), Stream("v", shape.heads, shape.dim)
+
+
+def layout(kv_format: str, packing: str, shape: Shape) -> CacheLayout:
+    chosen = scheme.parse(kv_format)
+    entries = tuple(StreamLayout(stream, chosen.format_of(stream).name) for stream in streams(shape))
+    return CacheLayout((LayerLayout(0, entries, chosen.transforms),), shape.page, packing)
+
+
+def need(case: Case, kv_format: str) -> Need:
+    shape = case.shape
+    return Need(
+        case.phase, "mha", kv_format, case.packing, HARDWARE.arch, shape.page, shape.dim, shape.group, DTYPE,
+        shape.window is not None, shape.softcap is not None, shape.sinks,
+    )  # fmt: skip
+
+
+def cases_of(info: BackendInfo, index: int, row: Row) -> Iterator[Case]:
+    packings = sorted(row.packing or ("nhd", "hnd"))
+    for kv_format in scheme.names():
+        for i, shape in enumerate(SHAPES):
+            if any(scheme.parse(kv_format).refuses(stream) for stream in streams(shape)):
+                continue
+            for phase in sorted(row.phase & BATCHES.keys()):
+                yield Case(info.name, index, phase, kv_format, packings[i % len(packings)], shape)
+
+
+CASES = [
+    case
+    for info in backends.present().values()
+    if info.adapter is not None
+    for index, row in enumerate(info.rows)
+    if "mha" in row.kind
+    for case in cases_of(info, index, row)
+]
+
+
+def route_for(case: Case) -> Route | None:
+    """How the row serves the case: as it is, staged, or not at all."""
+    row = backends.get(case.backend).rows[case.row]
+    key = layout(case.format, case.packing, case.shape).layers[0].format_key
+    plain = formats.plain(DTYPE).name
+    for stored, stage_to in ((key, None), (plain, plain)):
+        if not row.refuses(need(case, stored)):
+            return Route(case.phase, case.backend, row, stage_to)
+    return None
+
+
+def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention in the dtype of its arguments, by the book."""
+    n, length = len(q_nHD), len(k_LGD)
+    repeat = q_nHD.shape[1] // k_LGD.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1).transpose(0, 1) for x in (k_LGD, v_LGD))
+    scores = (q_nHD.transpose(0, 1) @ k.transpose(1, 2)) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * (scores / spec.softcap).tanh()
+    query, key = torch.arange(length - n, length)[:, None], torch.arange(length)
+    hidden = (key > query) | (key <= query - (spec.window or length + 1))
+    scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
+    if spec.sinks_H is not None:
+        sinks = spec.sinks_H.to(scores).view(-1, 1, 1).expand(-1, n, 1)
+        return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A pool with requests in it, and what they ask. pages: the page ids of each request."""
+
+    ctx: StepContext
+    q_THD: Tensor
+    streams: dict[str, Tensor]
+    spec: AttentionSpec
+    pages: tuple[list[int], ...]
+
+
+def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene:
+    shape, rng = case.shape, torch.Generator().manual_seed(7)
+    lens = [stored + new for stored, new in batch]
+    counts = [-(-length // shape.page) for length in lens]
+    order = torch.randperm(sum(counts) + 3, generator=rng).tolist()
+    pages = tuple([order.pop() for _ in range(count)] for count in counts)
+    placed = layout(case.format, case.packing, shape)
+    pool = PagedPool(placed, sum(counts) + 3, ONE, DEVICE, poison=True)
+    heads = shape.heads * shape.group
+
+    def random(tokens: int, width: int) -> Tensor:
+        return torch.randn(tokens, width, shape.dim, generator=rng).to(DEVICE, getattr(torch, DTYPE))
+
+    def slots(i: int, start: int, stop: int) -> list[int]:
+        return [pages[i][t // shape.page] * shape.page + t % shape.page for t in range(start, stop)]
+
+    for i, (stored, _) in enumerate(batch):
+        if stored:
+            old = {name: random(stored, shape.heads) for name in "kv"}
+            pool.write(0, old, torch.tensor(slots(i, 0, stored), device=DEVICE))
+    table = torch.zeros(len(batch), max(counts), dtype=torch.int32)
+    for i, own in enumerate(pages):
+        table[i, : len(own)] = torch.tensor(own)
+    new = tuple(count for _, count in batch)
+    fresh = [slot for i, (stored, count) in enumerate(batch) for slot in slots(i, stored, stored + count)]
+    segment = Segment(case.phase, 0, sum(new), new, tuple(lens), table.to(DEVICE))
+    group = LayerGroup("full", "mha", streams(shape), (0,), heads)
+    plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), DTYPE)
+    adapter = backends.get(case.backend).adapter
+    assert adapter is not None
+    meta = AttentionMetadata(torch.tensor(fresh, device=DEVICE), (segment,))
+    sinks = torch.randn(heads, generator=rng).to(DEVICE) if shape.sinks else None
+    spec = AttentionSpec(shape.dim**-0.5, shape.window, shape.softcap, sinks)
+    kv = {name: random(sum(new), shape.heads) for name in "kv"}
+    return Scene(StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages)
+
+
+def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
+    s = scene(case, route, batch)
+    frozen = [t.clone() for t in (s.q_THD, s.streams["k"], s.streams["v"])]
+    out = attention(s.ctx, 0, s.q_THD, s.streams, s.spec)
+    assert out.dtype == s.q_THD.dtype and out.isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(frozen, (s.q_THD, s.streams["k"], s.streams["v"]), strict=True))
+    view, row = s.ctx.pool.view(0), 0
+    for (stored, new), pages in zip(batch, s.pages, strict=True):
+        ids = torch.tensor([pages], device=DEVICE)
+        k, v = (view.streams[name].gather(ids)[0, : stored + new] for name in "kv")
+        q = s.q_THD[row : row + new]
+        exact = dense(q.double(), k.double(), v.double(), s.spec)
+        same = dense(q, k.to(q.dtype), v.to(q.dtype), s.spec).double()
+        error = (out[row : row + new].double() - exact).abs().max()
+        assert error <= 2 * (same - exact).abs().max() + 2e-6, f"error {error:.2e} at {stored}+{new} tokens"
+        row += new
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
+    route = route_for(case)
+    if route is None:
+        key = layout(case.format, case.packing, case.shape).layers[0].format_key
+        row = backends.get(case.backend).rows[case.row]
+        pytest.skip(f"{case.backend} refuses: {'; '.join(row.refuses(need(case, key)))}")
+    for batch in BATCHES[case.phase]:
+        check(case, route, batch)
+    if path := request.config.getoption("--ledger"):
+        record(path, case, route)
+
+
+def record(path: Path, case: Case, route: Route) -> None:
+    key = layout(case.format, case.packing, case.shape).layers[0].format_key
+    name = platform.machine() if HARDWARE.is_cpu else HARDWARE.name
+    versions = {"torch": torch.__version__.split("+")[0]}
+    today = datetime.date.today().isoformat()
+    stored = route.stage_to or key
+    ledger.write(path, [ledger.Entry(case.backend, case.phase, "mha", stored, HARDWARE.arch, name, today, versions)])
+
+
+def test_a_wrong_kernel_is_caught() -> None:
+    """The suite can fail: an adapter that forgets the newest token does not conform."""
+    case = next(case for case in CASES if case.backend == "torch_ref" and case.phase is Phase.DECODE)
+    route = route_for(case)
+    assert route
+    adapter = backends.get("torch_ref").adapter
+    assert adapter
+
+    class Forgetful(adapter):  # type: ignore[misc, valid-type]
+        def attend(self, q_THD: Tensor, view: object, segment: Segment, spec: AttentionSpec) -> Tensor:
+            short = tuple(max(length - 1, 1) for length in segment.kv_lens)
+            cut = Segment(segment.phase, segment.start, segment.stop, segment.q_lens, short, segment.pages_BN)
+            return super().attend(q_THD, view, cut, spec)  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backends._registry, "torch_ref", backends.BackendInfo(name="torch_ref", rows=(route.row,), summary="", adapter=Forgetful))
+        with pytest.raises(AssertionError, match="error"):
+            check(case, route, BATCHES[Phase.DECODE][0])
+
+
+@pytest.mark.parametrize("transforms", ["rot", "kmean", "kmean+rot"])
+@pytest.mark.parametrize("dim", [64, 96, 80])
+def test_transforms_leave_attention_as_it_was(transforms: str, dim: int) -> None:
+    """With an exact cache, a transform of K and its counterpart of Q change nothing but rounding."""
+    from nibble.cache.scales import KVScales, LayerScales
+
+    mean = torch.randn(2, dim, generator=torch.Generator().manual_seed(3)).tolist()
+    scales = KVScales("test", {0: LayerScales({}, tuple(map(tuple, mean)))})
+    case = Case("torch_ref", 0, Phase.EXTEND, "fp32", "nhd", Shape(dim=dim))
+    route = route_for(case)
+    assert route
+    plain = scene(case, route, ((0, 50),))
+    placed = layout(f"fp32+{transforms}", "nhd", case.shape)
+    pool = PagedPool(placed, plain.ctx.pool.pages, scales, DEVICE, poison=True)
+    other = StepContext(plain.ctx.plan, pool, plain.ctx.backends, plain.ctx.meta)
+    expected = attention(plain.ctx, 0, plain.q_THD, plain.streams, plain.spec)
+    found = attention(other, 0, plain.q_THD, plain.streams, plain.spec)
+    stored = [p.view(0).streams["k"].gather(torch.tensor([plain.pages[0]]))[0, :50] for p in (plain.ctx.pool, pool)]
+    assert (stored[0] - stored[1]).abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-5

@@ -1,0 +1,31 @@
+"""What all tests share: one thread for torch (tests run side by side), fixed Hypothesis, tiny models on disk."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("nibble", derandomize=True, deadline=None)
+settings.load_profile("nibble")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-shaped checkpoint with a byte-level tokenizer."""
+    from tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)")

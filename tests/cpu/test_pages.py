@@ -1,0 +1,63 @@
+"""The free list: pages are held as often as they were taken and shared, no more and no less."""
+
+from __future__ import annotations
+
+import pytest
+
+from nibble.cache.pages import Pages
+from nibble.errors import OutOfPages
+
+
+def test_takes_the_low_pages_first():
+    pages = Pages(4)
+    assert pages.take(3) == [0, 1, 2]
+    assert (pages.free, pages.count(0), pages.count(3)) == (1, 1, 0)
+    assert pages.take(0) == []
+    assert pages.take(1) == [3]
+
+
+def test_out_of_pages_takes_none():
+    pages = Pages(4)
+    pages.take(2)
+    with pytest.raises(OutOfPages, match="3 pages are needed, 2 of 4 are free"):
+        pages.take(3)
+    assert pages.free == 2
+    assert pages.take(2) == [2, 3]
+
+
+def test_a_shared_page_is_free_when_its_last_holder_drops_it():
+    pages = Pages(2)
+    (page,) = pages.take(1)
+    pages.share([page, page])
+    for left in (2, 1, 0):
+        pages.drop([page])
+        assert pages.count(page) == left
+    assert pages.free == 2
+
+
+def test_what_was_dropped_last_is_taken_first():
+    pages = Pages(8)
+    taken = pages.take(4)
+    pages.drop(reversed(taken))
+    assert pages.take(4) == taken
+
+
+@pytest.mark.parametrize("misuse", [lambda p: p.drop([0]), lambda p: p.share([0]), lambda p: p.take(-1)])
+def test_misuse_is_our_own_bug(misuse):
+    with pytest.raises(AssertionError):
+        misuse(Pages(2))
+
+
+def test_double_drop_is_our_own_bug():
+    pages = Pages(2)
+    taken = pages.take(1)
+    with pytest.raises(AssertionError, match="page 0 is dropped but has no holder"):
+        pages.drop(taken + taken)
+
+
+def test_check_names_the_pages_that_are_off():
+    pages = Pages(3)
+    pages.take(2)
+    pages.check([1, 1, 0])
+    with pytest.raises(AssertionError, match=r"\{1: \(1, 2\)\}"):
+        pages.check([1, 2, 0])

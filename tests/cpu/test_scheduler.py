@@ -1,0 +1,654 @@
+"""The scheduler against a fake model that sees only what is stored, and checks that it is stored rightly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from nibble.attention.capability import Phase
+from nibble.cache.manager import CacheManager
+from nibble.config import SamplingParams
+from nibble.engine.batch import ORDER, Batch, Work
+from nibble.engine.request import Request, State
+from nibble.engine.scheduler import SLICES, Scheduler, divide
+from nibble.errors import PromptTooLong, RequestError
+
+VOCAB = 50
+PAGE = 4
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model says after `tokens`."""
+    return (7 * sum(tokens[-3:]) + len(tokens)) % VOCAB
+
+
+def expected(request: Request, limit: int) -> list[int]:
+    """The answer that any schedule must give."""
+    tokens = list(request.prompt)
+    while len(tokens) < min(limit, len(request.prompt) + request.params.max_tokens):
+        token = next_token(tokens)
+        if token in request.stop_ids:
+            break
+        tokens.append(token)
+    return tokens[len(request.prompt) :]
+
+
+class Engine:
+    """A scheduler, a pool whose cells remember what was written, and the loop between them."""
+
+    def __init__(
+        self, pages: int = 64, *, prefix_cache: bool = True, page: int = PAGE, **limits: int | None
+    ) -> None:
+        self.manager = CacheManager(pages, page, prefix_cache)
+        defaults: dict = {"max_running": 8, "token_budget": 64, "max_context": 1000}
+        self.scheduler = Scheduler(self.manager, **{**defaults, **limits})
+        self.cells: dict[tuple[int, int], int] = {}
+        self.names = iter(range(10**6))
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **more) -> Request:
+        request = Request(f"r{next(self.names)}", prompt, SamplingParams(max_tokens=max_tokens), **more)
+        self.scheduler.add(request)
+        return request
+
+    def schedule(self) -> Batch | None:
+        batch = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if batch is None:
+            return None
+        assert batch.tokens <= self.scheduler.token_budget
+        assert all(0 < work.count <= self.scheduler.chunk for work in batch.works)
+        places = [ORDER.index(work.phase) for work in batch.works]
+        assert places == sorted(places), "works of one phase are not side by side"
+        assert self.scheduler.running[0] in [work.request for work in batch.works], (
+            "the oldest does not get on"
+        )
+        return batch
+
+    def compute(self, batch: Batch) -> dict[str, int]:
+        """Writes what `batch` says, and samples from what is in the cache then."""
+        return {work.request.id: next_token(work.request.tokens) for work in batch.works if self._write(work)}
+
+    def _write(self, work: Work) -> bool:
+        lease, tokens = work.request.lease, work.request.tokens
+        seen = hash(work.request.namespace)
+        for i, token in enumerate(tokens[: work.end]):
+            seen = hash((seen, token))
+            cell = (lease.pages[i // self.manager.page_size], i % self.manager.page_size)
+            if i >= work.start:
+                self.cells[cell] = seen
+            assert self.cells[cell] == seen, f"token {i} of {work.request.id} is not what was stored"
+        return work.samples
+
+    def commit(self, batch: Batch) -> list[Request]:
+        ended = self.scheduler.commit(batch, self.compute(batch))
+        self.scheduler.check_integrity()
+        return ended
+
+    def step(self) -> Batch | None:
+        batch = self.schedule()
+        if batch:
+            self.commit(batch)
+        return batch
+
+    def run(self, steps: int = 10_000) -> Iterator[Batch]:
+        for _ in range(steps):
+            batch = self.step()
+            if batch is None:
+                assert not self.scheduler.unfinished
+                return
+            yield batch
+        raise AssertionError("no end in sight")
+
+    def finish(self) -> int:
+        """Runs to the end; the number of steps."""
+        return sum(1 for _ in self.run())
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def work_of(batch: Batch, request: Request) -> Work | None:
+    return next((work for work in batch.works if work.request is request), None)
+
+
+# One request
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_answer_does_not_depend_on_chunks(chunk, prefix_cache):
+    engine = Engine(chunk=chunk, prefix_cache=prefix_cache)
+    requests = [engine.add(prompt(30 + i, i), 9) for i in range(3)]
+    engine.finish()
+    assert [request.answer for request in requests] == [expected(request, 1000) for request in requests]
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+def test_phases_of_one_request():
+    engine = Engine(chunk=5)
+    request = engine.add(prompt(11), 3)
+    works = [batch.works[0] for batch in engine.run()]
+    assert [(work.start, work.count, work.phase, work.samples) for work in works] == [
+        (0, 5, Phase.PREFILL, False),
+        (5, 5, Phase.EXTEND, False),
+        (10, 1, Phase.DECODE, True),
+        (11, 1, Phase.DECODE, True),
+        (12, 1, Phase.DECODE, True),
+    ]
+    assert request.generated == 3
+
+
+def test_one_token_prompts_prefill_and_single_tokens_in_a_prompt_extend():
+    engine = Engine(chunk=1)
+    engine.add([1], 1)
+    engine.add([1, 2, 3], 1)
+    phases = [{work.request.id: work.phase for work in batch.works} for batch in engine.run()]
+    assert phases == [
+        {"r0": Phase.PREFILL, "r1": Phase.PREFILL},
+        {"r1": Phase.EXTEND},
+        {"r1": Phase.DECODE},
+    ]
+
+
+def test_a_prompt_that_is_cached_but_for_one_token_decodes():
+    engine = Engine()
+    engine.add(prompt(9), 1)
+    engine.finish()
+    engine.add(prompt(9), 1)
+    (batch,) = engine.run()
+    assert [(work.start, work.phase) for work in batch.works] == [(8, Phase.DECODE)]
+
+
+def test_batches_are_ordered_by_phase_and_then_arrival():
+    engine = Engine(token_budget=256)
+    engine.add(prompt(3, 1), 9)
+    engine.add(prompt(3, 2), 9)
+    engine.step()
+    engine.add(prompt(200, 3))
+    engine.scheduler.chunk = 8
+    engine.step()
+    engine.add(prompt(5, 4))
+    batch = engine.schedule()
+    assert [work.request.id for work in batch.works] == ["r0", "r1", "r2", "r3"]
+    assert [work.phase for work in batch.works] == [Phase.DECODE, Phase.DECODE, Phase.EXTEND, Phase.PREFILL]
+    assert [work.request.id for work in batch.part(Phase.DECODE)] == ["r0", "r1"]
+    assert batch.tokens == 1 + 1 + 8 + 5
+
+
+def test_nothing_to_do():
+    assert Engine().step() is None
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(RequestError, match="prompt is empty"):
+        Request("r", [])
+
+
+# Ends
+
+
+def test_stop_tokens_end_the_answer_and_are_not_in_it():
+    engine = Engine()
+    free = expected(Request("r", prompt(9), SamplingParams(max_tokens=9)), 1000)
+    stop = frozenset({free[3], 10**6})
+    request = engine.add(prompt(9), 9, stop_ids=stop)
+    engine.finish()
+    assert request.finish_reason == "stop"
+    assert request.answer == free[: free.index(free[3])]
+
+
+def test_a_stop_token_may_come_first():
+    engine = Engine()
+    request = engine.add(prompt(9), 9, stop_ids=frozenset({next_token(prompt(9))}))
+    assert engine.finish() == 1
+    assert (request.finish_reason, request.answer) == ("stop", [])
+
+
+def test_max_context_ends_an_answer():
+    engine = Engine(max_context=12)
+    request = engine.add(prompt(9), 99)
+    engine.finish()
+    assert (request.finish_reason, len(request.tokens)) == ("length", 12)
+
+
+def test_the_pool_ends_an_answer():
+    engine = Engine(pages=3)
+    request = engine.add(prompt(9), 99)
+    engine.finish()
+    assert (request.finish_reason, len(request.tokens)) == ("length", 12)
+    assert request.preemptions == 0
+
+
+def test_commit_returns_what_ended():
+    engine = Engine()
+    short, long = engine.add(prompt(3, 1), 1), engine.add(prompt(3, 2), 2)
+    assert engine.commit(engine.schedule()) == [short]
+    assert engine.commit(engine.schedule()) == [long]
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "message"),
+    [
+        ({"max_context": 10}, 10, r"has 10 tokens .* context is 10 tokens; .* --max-context"),
+        ({"pages": 2}, 8, r"has 8 tokens .* cache holds 8; .* --kv-memory, or .* --kv-format"),
+    ],
+)
+def test_prompts_that_can_never_run_are_refused_at_once(limits, length, message):
+    engine = Engine(**limits)
+    with pytest.raises(PromptTooLong, match=message):
+        engine.add(prompt(length))
+    assert engine.scheduler.unfinished == 0
+    request = engine.add(prompt(length - 1))
+    engine.finish()
+    assert request.generated == 1
+
+
+def test_the_caller_ends_a_request_at_a_stop_string():
+    engine = Engine()
+    request, other = engine.add(prompt(3, 1), 9), engine.add(prompt(3, 2), 9)
+    engine.step()
+    engine.scheduler.finish(request, "stop")
+    engine.scheduler.check_integrity()
+    assert (request.state, request.finish_reason, request.generated) == (State.FINISHED, "stop", 1)
+    engine.finish()
+    assert other.generated == 9 and request.generated == 1
+
+
+def test_the_caller_may_correct_the_reason():
+    engine = Engine()
+    request = engine.add(prompt(3), 1)
+    engine.step()
+    engine.scheduler.finish(request, "stop")
+    assert request.finish_reason == "stop"
+    assert engine.scheduler.metrics.finished == 1
+
+
+# Aborts
+
+
+def test_abort_waiting_running_and_gone():
+    engine = Engine(max_running=1)
+    running, waiting = engine.add(prompt(9, 1), 9), engine.add(prompt(9, 2), 9)
+    engine.step()
+    assert (running.state, waiting.state) == (State.RUNNING, State.WAITING)
+    for request in (waiting, running):
+        assert engine.scheduler.abort(request.id) is request
+        engine.scheduler.check_integrity()
+        assert (request.finish_reason, request.lease) == ("abort", None)
+    assert engine.scheduler.abort(running.id) is None
+    assert engine.scheduler.abort("nobody") is None
+    assert engine.manager.stats.held == 0
+    assert engine.step() is None
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_abort_between_schedule_and_commit(decoding):
+    engine = Engine()
+    gone, stays = engine.add(prompt(9, 1), 9), engine.add(prompt(9, 2), 9)
+    if decoding:
+        engine.step()
+    batch = engine.schedule()
+    tokens = engine.compute(batch)
+    before = gone.generated
+    engine.scheduler.abort(gone.id)
+    engine.scheduler.commit(batch, tokens)
+    engine.scheduler.check_integrity()
+    assert gone.generated == before
+    engine.finish()
+    assert stays.answer == expected(stays, 1000)
+
+
+def test_a_step_that_failed_is_scheduled_again():
+    engine = Engine()
+    request = engine.add(prompt(9), 3)
+    first = engine.schedule()
+    assert engine.schedule() == first
+    engine.finish()
+    assert request.answer == expected(request, 1000)
+
+
+def test_a_batch_is_committed_once():
+    engine = Engine()
+    engine.add(prompt(9), 9)
+    batch = engine.schedule()
+    engine.commit(batch)
+    with pytest.raises(AssertionError, match="committed before"):
+        engine.scheduler.commit(batch, {"r0": 1})
+
+
+# Shares of the budget
+
+
+def test_decodes_come_first_and_prompts_take_the_rest():
+    engine = Engine(token_budget=16, pages=200)
+    decodes = [engine.add(prompt(2, i), 40) for i in range(4)]
+    engine.step()
+    long = engine.add(prompt(100, 9))
+    for _ in range(8):
+        batch = engine.step()
+        assert all(work_of(batch, request).phase is Phase.DECODE for request in decodes)
+        assert work_of(batch, long).count == 12
+
+
+def test_a_long_prompt_does_not_starve_short_ones():
+    engine = Engine(token_budget=512, pages=9000, max_running=64, max_context=40_000)
+    long = engine.add(prompt(30_000, 1))
+    engine.step()
+    short = [engine.add(prompt(40, i + 2), 1) for i in range(10)]
+    before = long.stored
+    batch = engine.step()
+    assert all(request.finished for request in short)
+    assert work_of(batch, long).count == 512 - 400
+    assert long.stored > before
+
+
+def test_a_short_prompt_gets_by_a_house_full_of_long_ones():
+    engine = Engine(token_budget=64, pages=9000, max_running=64, max_context=40_000)
+    for i in range(20):
+        engine.add(prompt(1000, i))
+    engine.step()
+    short = engine.add(prompt(8, 99), 1)
+    engine.step()
+    assert short.finished
+
+
+def test_equal_prompts_share_alike_and_all_of_the_budget_is_used():
+    engine = Engine(token_budget=300, pages=1000)
+    for i in range(4):
+        engine.add(prompt(200, i))
+    assert sorted(work.count for work in engine.step().works) == [75] * 4
+
+
+def test_slices_are_worth_having():
+    engine = Engine(token_budget=16 * SLICES, pages=1000, max_running=20)
+    requests = [engine.add(prompt(100, i)) for i in range(12)]
+    works = engine.step().works
+    assert [work.request for work in works] == requests[:SLICES]
+    assert [work.count for work in works] == [16] * SLICES
+
+
+def test_the_oldest_prompt_goes_on_however_many_short_ones_come():
+    engine = Engine(token_budget=64, pages=4000, max_running=4)
+    old = engine.add(prompt(400, 1), 1)
+    engine.step()
+    for i in range(100):
+        engine.add(prompt(60, i + 2), 1)
+        engine.step()
+        if old.finished:
+            break
+    assert old.finished and i < 25
+
+
+def test_prompts_get_on_beside_a_house_full_of_decodes():
+    engine = Engine(token_budget=16, max_running=20, pages=400)
+    for i in range(18):
+        engine.add([i], 60)
+    while any(request.generated == 0 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    late = engine.add(prompt(20), 1)
+    batch = engine.step()
+    assert work_of(batch, late).count == 2
+    assert len(batch.part(Phase.DECODE)) == 14
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_tiny_budgets_get_through(budget):
+    engine = Engine(token_budget=budget, pages=100)
+    requests = [engine.add(prompt(5 + i, i), 5) for i in range(6)]
+    engine.finish()
+    assert all(request.answer == expected(request, 1000) for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "portions"),
+    [
+        ([10, 10], 8, [4, 4]),
+        ([1, 10], 8, [1, 7]),
+        ([10, 1, 10], 9, [4, 1, 4]),
+        ([2, 2], 8, [2, 2]),
+        ([5, 5], 3, [1, 2]),
+        ([], 5, []),
+    ],
+)
+def test_divide(wanted, room, portions):
+    assert divide(wanted, room) == portions
+
+
+# Order and limits
+
+
+def test_never_more_than_max_running():
+    engine = Engine(max_running=3)
+    requests = [engine.add(prompt(5, i), 3) for i in range(10)]
+    for _ in engine.run():
+        assert len(engine.scheduler.running) <= 3
+    assert all(request.finished for request in requests)
+
+
+def test_requests_start_in_order_of_arrival():
+    engine = Engine(max_running=2, pages=20)
+    requests = [engine.add(prompt(5 + 20 * (i % 2), i), 3) for i in range(8)]
+    started: list[Request] = []
+    for batch in engine.run():
+        started += [work.request for work in batch.works if work.start == 0]
+    assert started == requests
+
+
+def test_what_does_not_fit_is_not_looked_up_in_every_step(monkeypatch):
+    engine = Engine(pages=10)
+    engine.add(prompt(25, 1), 10)
+    engine.step()
+    large = engine.add(prompt(24, 2), 1)
+    lookups = []
+    found = engine.manager.open
+    monkeypatch.setattr(
+        engine.manager, "open", lambda *args, **more: lookups.append(args) or found(*args, **more)
+    )
+    engine.finish()
+    assert large.finished
+    assert len(lookups) == 2, "once when it came, and once when pages had come free"
+
+
+def test_the_same_requests_give_the_same_batches():
+    def trace() -> list[list[tuple[str, int, int]]]:
+        engine = Engine(pages=12, token_budget=10)
+        for i in range(12):
+            engine.add(prompt(3 + i, i % 3), 8)
+        return [[(work.request.id, work.start, work.count) for work in batch.works] for batch in engine.run()]
+
+    assert trace() == trace()
+
+
+# Preemption
+
+
+def crowd(prefix_cache: bool) -> tuple[Engine, list[Request]]:
+    """Three requests that fit when they start, and do not when they have grown."""
+    engine = Engine(pages=10, prefix_cache=prefix_cache)
+    return engine, [engine.add(prompt(4, i), 20) for i in range(3)]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_youngest_gives_its_pages_to_the_older(prefix_cache):
+    engine, (old, middle, young) = crowd(prefix_cache)
+    ends = []
+    for _ in engine.run():
+        assert engine.scheduler.running == sorted(
+            engine.scheduler.running, key=lambda request: request.arrival
+        )
+        ends += [request for request in (old, middle, young) if request.finished and request not in ends]
+    assert old.preemptions == 0 and young.preemptions > 0
+    assert ends == [old, middle, young]
+    assert all(request.answer == expected(request, 1000) for request in (old, middle, young))
+    assert engine.scheduler.metrics.preemptions == middle.preemptions + young.preemptions
+
+
+def test_a_preempted_request_keeps_its_tokens_and_finds_its_pages_again():
+    engine, (*_, young) = crowd(prefix_cache=True)
+    while not young.preemptions:
+        before = list(young.tokens)
+        engine.step()
+    assert young.state is State.WAITING and young.generated > 0 and young.lease is None
+    assert young.tokens == before
+    while young.state is State.WAITING:
+        engine.schedule()
+        engine.step()
+    assert young.cached == 0, "what it finds again is not counted as a prefix hit of the prompt"
+    assert engine.manager.stats.hit_tokens > 0
+
+
+def test_preemption_is_not_a_revolving_door():
+    """Who was preempted starts again only where there is room to grow; else there were 22 preemptions here."""
+    engine = Engine(pages=24, prefix_cache=False)
+    for i in range(8):
+        engine.add(prompt(12, i), 40)
+    assert engine.finish() < 140
+    assert engine.scheduler.metrics.preemptions <= 12
+
+
+def test_a_preempted_request_waits_in_order_of_arrival():
+    engine, (*_, young) = crowd(prefix_cache=True)
+    while not young.preemptions:
+        engine.step()
+    late = engine.add(prompt(4, 9))
+    assert engine.scheduler.waiting == [young, late]
+
+
+def test_metrics():
+    engine = Engine()
+    engine.add(prompt(9), 3)
+    engine.finish()
+    engine.add(prompt(9), 3)
+    engine.finish()
+    metrics = engine.scheduler.metrics
+    assert (metrics.prompt_tokens, metrics.decode_tokens, metrics.steps, metrics.finished) == (9, 5, 6, 2)
+    assert (metrics.waiting, metrics.running, metrics.preemptions) == (0, 0, 0)
+    assert (metrics.cache.lookup_tokens, metrics.cache.hit_tokens) == (18, 8)
+
+
+# Sharing
+
+
+def siblings(engine: Engine, tokens: list[int], n: int, max_tokens: int = 6) -> list[Request]:
+    leader = engine.add(tokens, max_tokens)
+    return [leader] + [engine.add(tokens, max_tokens, after=leader) for _ in range(n - 1)]
+
+
+def test_siblings_share_the_pages_of_the_prompt():
+    engine = Engine(token_budget=16)
+    leader, *others = siblings(engine, prompt(30), 4)
+    engine.step()
+    assert all(request.state is State.WAITING for request in others)
+    engine.step()
+    engine.step()
+    assert all(request.lease.pages[:7] == leader.lease.pages[:7] for request in others)
+    assert all(request.cached == 28 for request in others)
+    engine.finish()
+    assert engine.scheduler.metrics.prompt_tokens == 30 + 3 * 2
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("when", ["at once", "in the prompt", "in the answer"])
+def test_siblings_go_on_without_their_leader(when, prefix_cache):
+    engine = Engine(token_budget=16, prefix_cache=prefix_cache)
+    leader, *others = siblings(engine, prompt(30), 3)
+    for _ in range(("at once", "in the prompt", "in the answer").index(when) * 2):
+        engine.step()
+    engine.scheduler.abort(leader.id)
+    engine.finish()
+    assert all(request.answer == expected(request, 1000) for request in others)
+    assert engine.manager.stats.held == 0
+
+
+def test_siblings_go_on_when_the_leader_stops_at_its_first_token():
+    engine = Engine()
+    leader = engine.add(prompt(9), 9, stop_ids=frozenset({next_token(prompt(9))}))
+    other = engine.add(prompt(9), 2, after=leader)
+    engine.finish()
+    assert (leader.generated, other.generated, other.cached) == (0, 2, 8)
+
+
+def test_waiting_siblings_hold_nobody_up():
+    engine = Engine(token_budget=16)
+    leader, sibling = siblings(engine, prompt(60), 2)
+    other = engine.add(prompt(3, 5), 1)
+    engine.step()
+    assert other.finished and sibling.state is State.WAITING and not leader.generated
+
+
+def test_equal_prompts_that_come_together_are_computed_once():
+    engine = Engine(token_budget=32, pages=200)
+    common = prompt(80)
+    requests = [engine.add([*common, *prompt(4, i + 1)], 3) for i in range(6)]
+    engine.finish()
+    assert engine.scheduler.metrics.prompt_tokens == 84 + 5 * 4
+    assert [request.cached for request in requests] == [0] + [80] * 5
+    assert all(request.answer == expected(request, 1000) for request in requests)
+
+
+def test_those_who_wait_for_a_common_page_go_on_when_it_is_lost():
+    engine = Engine(token_budget=16)
+    first, second = engine.add(prompt(60), 3), engine.add(prompt(60), 3)
+    engine.step()
+    assert second.stored == 0 < first.stored
+    engine.scheduler.abort(first.id)
+    engine.finish()
+    assert second.answer == expected(second, 1000)
+    assert second.cached == 16
+
+
+def test_requests_of_different_namespaces_share_nothing():
+    engine = Engine()
+    for name in ("a", "b"):
+        request = engine.add(prompt(9), 2, namespace=name)
+        engine.finish()
+        assert request.cached == 0
+
+
+# All at once
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mix_ends_right(seed, chunk):
+    """Short on pages, with aborts, siblings, common prefixes and late arrivals: every answer is as expected."""
+    dice = random.Random(seed)
+    engine = Engine(
+        pages=dice.choice([8, 12, 40]),
+        prefix_cache=dice.random() < 0.8,
+        max_running=dice.choice([1, 3, 8]),
+        token_budget=dice.choice([1, 5, 16, 100]),
+        max_context=32,
+        chunk=chunk,
+    )
+    requests: list[Request] = []
+    aborted = set()
+    while len(requests) < 40 or engine.scheduler.unfinished:
+        if len(requests) < 40 and dice.random() < 0.4:
+            tokens = [
+                *prompt(dice.choice([0, 6, 12]), dice.randrange(2)),
+                *prompt(dice.randrange(1, 12), dice.random()),
+            ]
+            kind = {"namespace": dice.choice("ab"), "stop_ids": frozenset(dice.choices(range(VOCAB), k=2))}
+            leader = engine.add(tokens, dice.randrange(1, 12), **kind)
+            requests += [leader]
+            requests += [engine.add(tokens, 5, after=leader, **kind) for _ in range(dice.choice([0, 0, 2]))]
+        batch = engine.schedule()
+        if dice.random() < 0.05 and requests and engine.scheduler.abort((victim := dice.choice(requests)).id):
+            aborted.add(victim)
+        if batch:
+            live = Batch(tuple(work for work in batch.works if not work.request.finished))
+            engine.scheduler.commit(batch, engine.compute(live))
+            engine.scheduler.check_integrity()
+    for request in set(requests) - aborted:
+        assert request.answer == expected(request, engine.scheduler.limit)
+        stopped = request.generated < min(
+            request.params.max_tokens, engine.scheduler.limit - len(request.prompt)
+        )
+        assert request.finish_reason == ("stop" if stopped else "length")
+    assert engine.manager.stats.held == 0
+    engine.manager.clear()
+    assert engine.manager.stats.free == engine.manager.stats.total

@@ -1,0 +1,257 @@
+"""Plans of many models on many GPUs, held against tests/golden/plans.json.
+
+The table of facts is used as declared, so that an adapter which comes later changes nothing here; on a CPU, as it
+runs. To accept a change, read the difference after
+
+    NIBBLE_UPDATE_GOLDEN=1 python -m pytest tests/golden/test_plans.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibble.attention import backends, tables
+from nibble.attention.backends import all_backends
+from nibble.attention.budget import budget
+from nibble.attention.capability import BackendInfo, Phase, Row
+from nibble.attention.explain import as_dict, as_text
+from nibble.attention.ledger import Entry, read, write
+from nibble.attention.resolve import require_runnable, resolve
+from nibble.config import Config
+from nibble.errors import ConfigError
+from nibble.geometry import Geometry
+from nibble.hardware import GIB, Hardware, named
+from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES, parse_command
+
+GOLDEN = Path(__file__).with_name("plans.json")
+MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
+    name: named(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
+}
+SCHEMES = ("bf16", "fp8_e4m3", "nvfp4", "k8v4", "nvfp4; first and last in fp8")
+
+
+def config(scheme: str) -> Config:
+    name, _, mixed = scheme.partition("; ")
+    return Config(model="m", kv_format=name, kv_layers="0,-1=fp8_e4m3" if mixed else "")
+
+
+def snapshot(geometry: Geometry, machine: Hardware, scheme: str) -> dict[str, Any]:
+    try:
+        made = resolve(config(scheme), geometry, machine, declared=not machine.is_cpu)
+    except ConfigError as error:
+        return {
+            "refused": str(error).splitlines()[0].partition(";")[0],
+            "remedy": str(error).partition("what works: ")[2],
+        }
+    groups = {
+        f"{group.group.name} {group.layers[0]}+{len(group.layers)} {group.scheme}": ", ".join(
+            map(str, group.routes)
+        )
+        for group in made.groups
+    }
+    layout = made.layout
+    return {
+        "page": layout.page_size,
+        "packing": layout.packing,
+        "bytes": layout.bytes_per_token,
+        "routes": groups,
+    }
+
+
+def all_snapshots() -> dict[str, dict[str, Any]]:
+    keys = itertools.product(SHAPES, MACHINES, SCHEMES)
+    return {
+        f"{shape} / {gpu} / {scheme}": snapshot(SHAPES[shape], MACHINES[gpu], scheme)
+        for shape, gpu, scheme in keys
+    }
+
+
+def test_plans_are_as_recorded() -> None:
+    made = all_snapshots()
+    if os.environ.get("NIBBLE_UPDATE_GOLDEN"):
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in made.items())
+        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    recorded = json.loads(GOLDEN.read_text())
+    assert made.keys() == recorded.keys()
+    changed = {key: (recorded[key], made[key]) for key in made if made[key] != recorded[key]}
+    assert not changed, "\n".join(f"{key}\n  was {was}\n  is  {now}" for key, (was, now) in changed.items())
+
+
+def test_every_recorded_remedy_works() -> None:
+    for key, entry in json.loads(GOLDEN.read_text()).items():
+        if entry.get("remedy"):
+            asked, machine, declared = parse_command(entry["remedy"])
+            resolve(asked, SHAPES[key.split(" / ")[0]], machine, declared=declared)
+
+
+def test_what_was_left_to_auto_is_explained() -> None:
+    made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["cpu"])
+    topics = ("dtype float32:", "page size 16:", "packing nhd:", "prefill, extend, decode of full in nvfp4:")
+    for topic in topics:
+        assert any(note.startswith(topic) for note in made.notes)
+
+
+def test_what_was_said_is_not_explained_away() -> None:
+    asked = Config(model="m", kv_format="nvfp4", page_size=32, dtype="float32", attention_backend="torch_ref")
+    made = resolve(asked, QWEN3_8B, MACHINES["cpu"])
+    assert made.page_size == 32
+    assert [note.split()[0] for note in made.notes] == ["packing"]
+
+
+def test_auto_takes_only_what_runs() -> None:
+    runs = {name for name, info in all_backends().items() if info.runnable}
+    made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["h200"])
+    assert {route.backend for group in made.groups for route in group.routes} <= runs
+    assert all(route.runnable for group in made.groups for route in group.routes)
+
+
+def declared(table: dict[str, BackendInfo]) -> dict[str, BackendInfo]:
+    """The table as if nothing had an adapter."""
+    return {
+        name: BackendInfo(name=name, rows=info.rows, summary=info.summary) for name, info in table.items()
+    }
+
+
+def test_a_refusal_names_backends_that_would_serve() -> None:
+    table = declared(dict(all_backends()))
+    reason = r"flashinfer +would serve it, but this version has no adapter for it"
+    with pytest.raises(ConfigError, match=reason) as caught:
+        resolve(config("bf16"), DEEPSEEK_V3, MACHINES["h200"], table)
+    assert "what works" not in str(caught.value), "a command that cannot run is no remedy"
+
+
+def test_a_named_backend_is_planned_before_it_runs() -> None:
+    table = declared(dict(all_backends()))
+    asked = Config(model="m", kv_format="nvfp4", attention_backend="flashinfer")
+    made = resolve(asked, QWEN3_8B, MACHINES["h200"], table)
+    assert not any(route.runnable for group in made.groups for route in group.routes)
+    assert "declared only, this version cannot run it: flashinfer" in made.notes
+    with pytest.raises(ConfigError, match="no adapter"):
+        require_runnable(made, table)
+
+
+def test_a_missing_package_is_named_with_its_install_command() -> None:
+    row = Row(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=99)
+    info = BackendInfo(
+        name="vendor",
+        rows=(row,),
+        summary="",
+        adapter=object,
+        package="no.such_package",
+        install="pip install it",
+    )
+    table = {"vendor": info}
+    made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["h200"], table)
+    with pytest.raises(
+        ConfigError, match=r"needs the package no\.such_package, which is missing: pip install it"
+    ):
+        require_runnable(made, table)
+
+
+def test_an_unknown_backend_is_answered_with_the_nearest() -> None:
+    asked = Config(model="m", decode_backend="tritn")
+    with pytest.raises(ConfigError, match="did you mean 'triton'"):
+        resolve(asked, QWEN3_8B, MACHINES["h200"])
+
+
+def test_a_borrowed_layer_has_its_owners_scheme_and_a_note() -> None:
+    asked = Config(model="m", kv_format="nvfp4", kv_layers="3=fp8_e4m3")
+    made = resolve(asked, SHAPES["shared-kv"], MACHINES["cpu"])
+    assert [group.scheme for group in made.groups] == ["nvfp4"]
+    assert any(note.startswith("layer 3 reads the pages of layer 0") for note in made.notes)
+    assert [entry.layer for entry in made.layout.layers] == [0, 1]
+
+
+def test_registration_adds_one_backend_and_refuses_a_second_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends, "_registry", dict(backends._registry))
+    row = Row(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=1000, cites="a test")
+    toy = backends.register(BackendInfo(name="toy", rows=(row,), summary="a toy", adapter=object))
+    made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["h200"])
+    assert {route.backend for group in made.groups for route in group.routes} == {"toy"}
+    assert "`toy`" in tables.capability_table()
+    assert backends.register(toy) is toy
+    with pytest.raises(ConfigError, match="registered already"):
+        backends.register(BackendInfo(name="toy", rows=(), summary="another"))
+
+
+def test_explanations_of_a_mixed_staged_plan() -> None:
+    asked = Config(
+        model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3", prefill_backend="fa4", decode_backend="triton"
+    )
+    made = resolve(asked, QWEN3_8B, MACHINES["b200"])
+    money = budget(asked, QWEN3_8B, MACHINES["b200"], made)
+    content = json.loads(json.dumps(as_dict(made, money)))
+    assert content["groups"][1]["routes"]["prefill"]["stage_to"] == "bf16"
+    assert content["bytes_per_token"] == 8 * (256 + 35 * 144)
+    assert content["budget"]["pool"] == content["budget"]["pages"] * 128 * content["bytes_per_token"]
+    text = as_text(made, money)
+    for part in (
+        "full: layers 0 in fp8_e4m3",
+        "fa4 (staged to bf16)",
+        "pages of 128 tokens",
+        "3.48 x fewer",
+        "note: ",
+    ):
+        assert part in text
+
+
+def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.json"
+    entry = Entry("triton", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0"})
+    before = tables.capability_table(path=ledger)
+    write(ledger, [entry])
+    after = tables.capability_table(path=ledger)
+    assert "verified[" not in before
+    assert "PEV declared; D verified[^1]" in after
+    assert "[^1]: verified on NVIDIA H200, 2026-11-20 (torch 2.11.0)" in after
+
+
+def test_the_ledger_keeps_the_newest_entry_of_a_combination(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.json"
+    entries = [Entry("b", "decode", "mha", "f", 90, "GPU", date, {}) for date in ("2026-01-01", "2026-02-02")]
+    write(path, entries[:1])
+    write(path, entries[1:])
+    assert read(path) == (entries[1],)
+    path.write_text('{"schema": 1, "entries": [{}]}')
+    with pytest.raises(ConfigError, match="cannot read the ledger"):
+        read(path)
+
+
+def test_the_formats_page_holds_every_format_and_its_bytes() -> None:
+    page = tables.formats_table()
+    for line in ("| `nvfp4` | 144 | 3.56 |", "| `mxfp4` | 136 | 3.76 |", "| `k8v4` | 200 | 2.56 |", "NaN"):
+        assert line in page
+
+
+@pytest.mark.parametrize(("addressing", "works"), [("paged", False), ("ragged", True)])
+def test_a_sparse_kernel_reads_staged_pages_by_offset(addressing: str, works: bool) -> None:
+    """Staged pages are numbered anew, so slot numbers of the pool would point elsewhere."""
+    row = Row(
+        phase=frozenset(Phase),
+        kind=frozenset({"dsa"}),
+        format=frozenset({"bf16"}),
+        addressing=frozenset({addressing}),
+    )
+    table = {"sparse": BackendInfo(name="sparse", rows=(row,), summary="", adapter=object)}
+    asked = Config(model="m", kv_format="fp8_e4m3", allow_staging=True)
+    if works:
+        assert (
+            resolve(asked, SHAPES["deepseek-v3.2"], MACHINES["h200"], table).route(0, Phase.DECODE).stage_to
+            == "bf16"
+        )
+    else:
+        with pytest.raises(ConfigError, match=r"staged to bf16: addressing ragged is not in \{paged\}"):
+            resolve(asked, SHAPES["deepseek-v3.2"], MACHINES["h200"], table)
+
+
+def test_a_softcapped_model_keeps_its_scheme_where_it_can() -> None:
+    made = resolve(config("nvfp4"), GEMMA2, MACHINES["h200"], declared=True)
+    assert {group.scheme for group in made.groups} == {"nvfp4"}

@@ -1,0 +1,49 @@
+"""Tiny random models on disk, for tests that need a real checkpoint. Built once per folder, in well under a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+BASE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def save_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:
+    """Saves a random float32 model of `family` to `folder`."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**BASE, **changes})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Saves a byte-level tokenizer: 256 bytes, and `<eos>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def save_tiny(folder: Path, family: str = "qwen3", **changes: Any) -> Path:
+    """A random model with a byte-level tokenizer."""
+    return save_tokenizer(save_model(folder, family, **changes))
