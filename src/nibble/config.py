@@ -74,9 +74,9 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.match(text.strip())
     if not match:
         raise ConfigError(f"cannot read {text!r} as a size; write it as 2GiB, 512MB or a number of bytes")
-    unit = (match[2] or "B").upper().rstrip("B")
-    base = 1024 if unit.endswith("I") or len(unit) == 1 else 1000
-    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
+    unit = (match[2] or "B").upper()
+    base = 1000 if len(unit) == 2 and unit != "B" else 1024  # KB is 1000 bytes; KiB, and K alone, are 1024
+    return int(float(match[1]) * base ** " KMGT".index(unit[0] if unit != "B" else " "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nibble import LLM
 from nibble.errors import ConfigError
 from nibble.models.rope import fix_rope
+from tiny import save_model
 
 ORIGINAL, LONGEST = 32, 128
 HALF = 8
@@ -37,7 +37,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dynamic": (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA}, "max_position_embeddings": ORIGINAL},
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA},
+            "max_position_embeddings": ORIGINAL,
+        },
     ),
 }
 PLAIN = {

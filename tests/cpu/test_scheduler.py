@@ -509,6 +509,17 @@ def test_preemption_is_not_a_revolving_door():
     assert engine.scheduler.metrics.preemptions <= 12
 
 
+def test_a_prompt_does_not_start_on_pages_that_a_running_one_still_needs():
+    engine = Engine(pages=30, token_budget=8)
+    old = engine.add(prompt(80, 1), 8)
+    engine.step()
+    young = engine.add(prompt(60, 2), 8)
+    engine.step()
+    assert young.state is State.WAITING
+    engine.finish()
+    assert old.preemptions == young.preemptions == 0
+
+
 def test_a_preempted_request_waits_in_order_of_arrival():
     engine, (*_, young) = crowd(prefix_cache=True)
     while not young.preemptions:

@@ -100,6 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.manager.stats == before and lease.pages == held
             assert self.manager.pages_for(upto) - len(held) > before.free + before.idle
             return
+        assert len(lease.pages) == max(len(held), self.manager.pages_for(upto))
         self.note_new_pages(self.pick(number), held)
 
     def note_new_pages(self, writer: Writer, held: list[int]) -> None:

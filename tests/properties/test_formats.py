@@ -86,6 +86,13 @@ def test_zeros_stay_zero(fmt: KVFormat) -> None:
     assert torch.equal(roundtrip(fmt, torch.zeros(2, 2, 64)), torch.zeros(2, 2, 64))
 
 
+@pytest.mark.parametrize("fmt", ALL, **ids)
+def test_zero_bytes_decode_to_zeros(fmt: KVFormat) -> None:
+    """What the reference relies on where it fills in tokens that are not there."""
+    planes = tuple(torch.zeros(3, *plane.shape, dtype=plane.torch_dtype) for plane in fmt.planes(Stream("k", 2, 64)))
+    assert torch.equal(fmt.decode(planes, torch.tensor(0.37)), torch.zeros(3, 2, 64))
+
+
 @pytest.mark.parametrize("fmt", QUANTISED, **ids)
 def test_infinities_saturate(fmt: KVFormat) -> None:
     x = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))

@@ -159,18 +159,15 @@ def _candidates(
 
 
 def _check(config: Config, geometry: Geometry, plan: Plan, made: Budget) -> None:
-    """Raises CapacityError where one request of the longest kind, or a page for each, does not fit."""
+    """Raises CapacityError where one request of the longest kind does not fit."""
     longest, size = context(config, geometry), plan.page_size
-    needed = max(ceil(longest / size), config.max_running)
+    needed = ceil(longest / size)
     if made.pages >= needed:
         return
-    helps = [f"--max-context {made.tokens}"] if 0 < made.tokens < longest else []
-    helps += [f"--max-running {made.pages}"] if 0 < made.pages < config.max_running else []
-    both = " and ".join(helps)
+    shorter = f"--max-context {made.tokens}; " if made.tokens else ""
     raise CapacityError(
-        f"the pool is too small: {in_words(made.pool)} ({made.limit}) is {made.pages} pages of {size} "
-        f"tokens, and {needed} are needed, for one request of {longest} tokens and a page for each of "
-        f"{config.max_running} requests; what would help: {f'{both}; ' if both else ''}"
+        f"the pool is too small: {in_words(made.pool)} ({made.limit}) is {made.pages} pages of {size} tokens, and "
+        f"{needed} are needed for one request of {longest} tokens; what would help: {shorter}"
         f"--kv-memory {_ceil_mib(needed * plan.layout.bytes_per_page)}, if that fits; "
         f"a --kv-format with fewer than {made.bytes_per_token} bytes a token"
     )

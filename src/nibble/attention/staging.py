@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.attention.metadata import Segment
+from nibble.attention.plan import STAGED_PACKING
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
 
@@ -36,7 +37,7 @@ def _stage(stream: StreamView, pages_BN: Tensor, page_size: int, target: str) ->
     codec = formats.get(target)
     values_BLHD = stream.gather(pages_BN)
     (plane,) = codec.encode(values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size)), stream.scale)
-    return StreamView(stream.stream, codec, packings.get("nhd"), (plane,), stream.scale)
+    return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (plane,), stream.scale)
 
 
 def _parts(segment: Segment, page_size: int) -> Iterator[Segment]:

@@ -14,7 +14,7 @@ from nibble.config import Config
 
 TextOption = Annotated[
     list[Path] | None,
-    typer.Option(help="A text like those to be served; repeatable. Else one that Python brings."),
+    typer.Option(help="A text like those to be served; else one that Python brings."),
 ]
 OutOption = Annotated[Path, typer.Option(help="The file to write.", rich_help_panel=OUTPUT)]
 
@@ -50,11 +50,12 @@ def calibrate(
         )
     else:
         print(
-            f"wrote {out}: scales of {len(found.layers)} layers, from {found.source}; use them with --kv-scales {out}"
+            f"wrote {out}: scales of {len(found.layers)} layers, from {found.source}; "
+            f"use them with --kv-scales {out}"
         )
 
 
 EXAMPLES = """
 nibble calibrate demo --out kv_scales.json
-nibble calibrate ./my-model --text conversations.txt --out ./my-model/kv_scales.json
+nibble calibrate ./my-model --text talk.txt --out ./my-model/kv_scales.json
 """

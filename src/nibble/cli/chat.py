@@ -24,10 +24,11 @@ RESET, QUIT = "/reset", "/quit"
 def chat(
     model: ModelArgument = "demo", as_json: JsonOption = False, *, config: Options, params: Options
 ) -> None:
-    """Talk with a model. The conversation so far stays in the KV cache, so a turn computes its own tokens only.
+    """Talk with a model.
 
-    `/reset` begins anew, `/quit` (or end of input) ends. Ctrl-C stops an answer that is being written. With --json,
-    every line of standard input is a message, and every answer a line of JSON.
+    The conversation so far stays in the KV cache, so a turn computes its own tokens only. `/reset` begins
+    anew, `/quit` (or end of input) ends. Ctrl-C stops an answer that is being written. With --json, every
+    line of standard input is a message, and every answer a line of JSON.
     """
     from nibble.engine.llm import LLM
 

@@ -53,11 +53,12 @@ def evaluate(
     config: Options,
     given: Options,
 ) -> None:
-    """Measure cache schemes: perplexity, agreement with BF16, recall by context length, attention error by layer.
+    """Measure what cache schemes cost in quality.
 
-    Everything goes through the engine as it serves. Without schemes, all are measured, and some combinations; those
-    that the model cannot take are listed with the reason. Scales that the checkpoint lacks are measured once, on
-    text that is not scored.
+    The report has perplexity, agreement with BF16, recall by context length and attention error by layer,
+    all of it through the engine as it serves. Without schemes, all are measured, and some combinations;
+    those that the model cannot take are listed with the reason. Scales that the checkpoint lacks are
+    measured once, on text that is not scored.
     """
     asked, served = sizes(quick, given), Config(model=model, **config)
     quiet(model)
@@ -78,7 +79,8 @@ def evaluate(
 EXAMPLES = """
 nibble eval --quick
 nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
-nibble eval ./my-model --text wiki.txt --markdown eval.md --plot eval.svg --json > eval.json
+nibble eval --markdown eval.md --plot eval.svg --json > eval.json
+nibble eval ./my-model nvfp4 k8v4 --text wiki.txt
 """
 
 

@@ -71,7 +71,7 @@ def add_parameters(
     added: list[inspect.Parameter],
     without: str | None = None,
 ) -> None:
-    """Gives `wrapper` the signature of `function`, less a parameter, plus others: what typer makes options of."""
+    """Gives `wrapper` the signature of `function`, less one parameter, plus others: typer reads it."""
     kept = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without]
     ordered = sorted((*kept, *added), key=_is_output)
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in ordered]

@@ -1,4 +1,4 @@
-"""`nibble generate`: answers to prompts, as they are written; with --compare, from several caches side by side."""
+"""`nibble generate`: answers to prompts, as they are written; or from several caches, side by side."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
 from nibble.cli.terminal import MODEL_HELP, bytes_in_words, err, out, print_json, quiet
 from nibble.config import Config, SamplingParams, sampling
-from nibble.errors import NibbleError, RequestError
-from nibble.evals.sizes import Entry
+from nibble.errors import ConfigError, NibbleError, RequestError
+from nibble.evals.sizes import YARDSTICK, Entry
 
 if TYPE_CHECKING:
     from nibble.cache.layout import CacheLayout
@@ -28,14 +28,12 @@ PromptsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; `-` reads one from standard input.")
 ]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-FilesOption = Annotated[
-    list[Path] | None, typer.Option("--prompt-file", help="Read a prompt from a file; repeatable.")
-]
+FilesOption = Annotated[list[Path] | None, typer.Option("--prompt-file", help="Read a prompt from a file.")]
 CompareOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--compare", help="Answer with this cache scheme too, and show both side by side; repeatable."
-    ),
+    bool, typer.Option("--compare", help="Answer from a BF16 cache too, and show the answers side by side.")
+]
+AlsoOption = Annotated[
+    list[str] | None, typer.Option(help="Answer from this cache scheme too, side by side.")
 ]
 
 
@@ -77,7 +75,8 @@ def generate(
     prompts: PromptsArgument = None,
     model: ModelOption = "demo",
     prompt_file: FilesOption = None,
-    compare: CompareOption = None,
+    compare: CompareOption = False,
+    also: AlsoOption = None,
     as_json: JsonOption = False,
     *,
     config: Options,
@@ -91,7 +90,7 @@ def generate(
     texts = _prompts(prompts or [], prompt_file or [])
     chosen = sampling(**params)
     base = Config(model=model, **config)
-    entries = [Entry(base.kv_format, base.kv_layers), *map(Entry.parse, compare or ())]
+    entries = _entries(base, compare, also or ())
     quiet(model)
     if len(entries) == 1 and len(texts) == chosen.n == 1 and not as_json:
         _stream(_llm(base, entries[0]), texts[0], chosen)
@@ -107,10 +106,20 @@ def generate(
 
 EXAMPLES = """
 nibble generate "def fibonacci(n):" --kv-format nvfp4
-nibble generate "def fibonacci(n):" --compare nvfp4 --compare nvfp4+rot
+nibble generate "def fibonacci(n):" --compare --kv-format nvfp4 --also k8v4
 nibble generate "import os" "class Stack:" --max-tokens 64 --json
-cat prompt.txt | nibble generate - --model ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
+nibble generate "import re" --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
+cat prompt.txt | nibble generate - --model ./my-model
 """
+
+
+def _entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
+    """The caches to answer from, each once: BF16 first where it is compared with."""
+    asked = Entry(base.kv_format, base.kv_layers)
+    entries = [*([Entry(YARDSTICK)] if compare else []), asked, *map(Entry.parse, also)]
+    if compare and set(entries) == {Entry(YARDSTICK)}:
+        raise ConfigError(f"--compare needs another cache than {YARDSTICK}; name it with --kv-format")
+    return list(dict.fromkeys(entries))
 
 
 def _prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
@@ -135,8 +144,9 @@ def _llm(base: Config, entry: Entry) -> LLM:
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     """Prompt and answer as they come; then what it cost."""
     started, tokens = time.perf_counter(), 0
+    pieces = llm.stream(prompt, params)  # raises where the prompt cannot be served, before anything is written
     sys.stdout.write(prompt)
-    for piece in llm.stream(prompt, params):
+    for piece in pieces:
         tokens += len(piece.token_ids)
         sys.stdout.write(piece.text)
         sys.stdout.flush()
@@ -180,7 +190,9 @@ def _side_by_side(runs: Sequence[Run]) -> None:
             f"{run.scheme}\n{run.layout.bytes_per_token:,} bytes/token", ratio=1, overflow="fold"
         )
     for row in zip(*(run.outputs for run in runs), strict=True):
-        table.add_row(*(Text(output.prompt or "", "dim").append(output.text, "default") for output in row))
+        table.add_row(
+            *(Text(output.prompt or "", "dim").append(output.text.rstrip(), "default") for output in row)
+        )
     Console(highlight=False).print(table)
     for line in _costs(runs):
         err().print(line, style="dim")

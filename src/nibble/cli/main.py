@@ -54,13 +54,14 @@ COMMANDS = (
 
 HELP = """Serve language models from a KV cache that is kept in 4 and 8 bits.
 
-`nibble formats` lists the caches, `nibble plan` says what would be done with a model on a GPU, `nibble generate` does it.
+`nibble formats` lists the caches, `nibble plan` says what would be done with a model on a GPU, `nibble
+generate` does it.
 """
 CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + "."
 
 app = typer.Typer(
     name="nibble",
-    help=HELP,
+    help="\n\n".join(" ".join(paragraph.split()) for paragraph in HELP.split("\n\n")),
     epilog=CODES,
     no_args_is_help=True,
     add_completion=False,

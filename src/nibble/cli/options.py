@@ -25,7 +25,7 @@ def takes(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replaces the `parameter` of a command, a dict of values, by one option for each field of a dataclass.
 
-    without: fields that the command sets itself. unset: show no defaults, and leave out what was not given.
+    without: fields that the command sets itself. unset: leave out what was not given.
     """
     hints = get_type_hints(kind)
     chosen = [entry for entry in fields(kind) if entry.name not in set(without)]
@@ -45,11 +45,12 @@ def takes(
 
 def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
     """The parameter that typer turns into an option."""
-    shown, default = _shown(hint), None if unset or entry.default is MISSING else entry.default
-    if isinstance(default, tuple):
-        default = list(default) or None
-    kind = shown | None if default is None else shown
-    info = typer.Option(help=entry.metadata["doc"], rich_help_panel=panel)
+    usual = None if entry.default in (MISSING, ()) else entry.default
+    default, kind = None if unset else usual, _shown(hint)
+    kind = kind | None if default is None else kind
+    said = str(usual) if unset and usual is not None else True
+    doc = entry.metadata["doc"] + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
+    info = typer.Option(help=doc, rich_help_panel=panel, show_default=said)
     annotation = Annotated[kind, info]  # type: ignore[valid-type]
     return inspect.Parameter(
         entry.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
@@ -95,5 +96,9 @@ def _pair(text: str, name: str, key: type, value: type) -> tuple[Any, Any]:
         return key(left), value(right)
     except ValueError:
         option = "--" + name.replace("_", "-")
-        shape = f"{key.__name__.upper()}={value.__name__.upper()}"
+        shape = _pair_shape(Mapping[key, value])  # type: ignore[valid-type]
         raise ConfigError(f"cannot read {text!r}; write {option} as {shape}") from None
+
+
+def _pair_shape(hint: Any) -> str:
+    return "=".join(part.__name__.upper() for part in get_args(hint))

@@ -41,10 +41,10 @@ def plan(
     *,
     config: Options,
 ) -> None:
-    """Show the routes, page size, bytes per token and tokens that fit; or the reasons why not, and what works.
+    """Show the routes, page size, bytes per token and tokens that fit; or why not, and what works.
 
-    Neither weights nor a GPU nor any kernel package is needed: a local config.json is enough. A combination that no
-    backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
+    Neither weights nor a GPU nor any kernel package is needed: a local config.json is enough. A combination
+    that no backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
     """
     quiet(model)
     from nibble.engine.build import blueprint
@@ -71,7 +71,8 @@ def plan(
 EXAMPLES = """
 nibble plan demo --kv-format nvfp4
 nibble plan ./my-model --kv-format nvfp4 --gpu b200 --declared
-nibble plan ./my-model --kv-format fp8_e4m3 --decode-backend flashinfer --gpu h200 --explain
+nibble plan ./my-model --kv-format nvfp4 --decode-backend fa3 --gpu h200
+nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
 """
 
 
@@ -104,7 +105,7 @@ def _lines(made: Blueprint, explain: bool) -> Iterator[str]:
 
 
 def _judged(made: Blueprint) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(what is asked, backend, the reasons of its nearest row; none where it reads the cache as it is stored)."""
+    """(what is asked, backend, its nearest row's reasons; none where it reads the cache as it is stored)."""
     from nibble.attention import needs
     from nibble.attention.backends import all_backends
     from nibble.attention.capability import Phase

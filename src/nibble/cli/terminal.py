@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nibble.cache.layout import CacheLayout
 
 MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` is bundled."
-ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
 def out() -> Console:
@@ -42,8 +42,9 @@ def print_json(value: Any) -> None:
 
 
 def quiet(model: str) -> None:
-    """Keeps Transformers from talking in between. To be called before it is imported; downloads keep their bars."""
+    """Keeps Transformers from talking in between; downloads keep their bars. For before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if model == "demo" or Path(model).exists() or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

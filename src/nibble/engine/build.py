@@ -56,11 +56,15 @@ class Blueprint:
 
 
 def blueprint(config: Config, hardware: Hardware | None = None, *, declared: bool = False) -> Blueprint:
-    """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError."""
+    """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
+
+    On this machine, `auto` chooses among backends whose packages are here; on another, among all that have adapters.
+    """
+    known = backends.present() if hardware is None else backends.all_backends()
     hardware = hardware or probe(config.device)
     model_config = load_config(config.model)
     geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
-    plan = resolve(config, geometry, hardware, declared=declared)
+    plan = resolve(config, geometry, hardware, known, declared=declared)
     return Blueprint(config, model_config, hardware, geometry, plan, budget(config, geometry, hardware, plan))
 
 
@@ -144,7 +148,7 @@ def _eos(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]]) -> KVScales:
     """KV scales from running token sequences through the model over an unquantised cache. Raises ScaleError."""
-    plain = resolve(_plain(made), made.geometry, made.hardware)
+    plain = resolve(_plain(made), made.geometry, made.hardware, backends.present())
     length = min(made.geometry.max_context, CALIBRATION_TOKENS)
     pages = -(-length // plain.page_size)
     recorder = Recorder(plain.layout, pages, kv_scales.NONE, made.hardware.device).start()

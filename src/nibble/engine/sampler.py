@@ -53,14 +53,15 @@ class Sampler:
         """int64 [S]: tokens drawn from the filtered distributions, by inverting the cumulated probabilities."""
         params = [request.params for request in requests]
         temperature_S1 = _column([p.temperature for p in params], logits_SV)
-        sorted_SV, tokens_SV = (logits_SV / temperature_S1).sort(-1, descending=True, stable=True)
+        sorted_SV, tokens_SV = (logits_SV / temperature_S1).sort(dim=-1, descending=True, stable=True)
         probs_SV = _filtered(sorted_SV, params)
         total_SV = probs_SV.double().cumsum(-1)
         picks = [uniform(self._seed(request), request.generated) for request in requests]
         target_S1 = torch.tensor(picks, dtype=torch.float64, device=logits_SV.device)[:, None] * total_SV[:, -1:]
         place_S1 = torch.searchsorted(total_SV, target_S1, right=True)
         # Rounding may put the target past the last kept token; tokens are sorted, so the kept ones come first.
-        return tokens_SV.gather(-1, place_S1.minimum((probs_SV > 0).sum(-1, keepdim=True) - 1))[:, 0]
+        last_S1 = (probs_SV > 0).sum(-1, keepdim=True).sub(1).clamp(min=0)  # none is kept where logits are NaN
+        return tokens_SV.gather(-1, place_S1.minimum(last_S1))[:, 0]
 
     def _seed(self, request: Request) -> int:
         """The request's own, or one that differs from request to request and repeats from run to run."""

@@ -1,10 +1,11 @@
-"""Agreement with the yardstick: is the likeliest next token the same, and how far apart are the distributions?
+"""Agreement with the yardstick: is the likeliest next token the same, how far apart are the distributions?
 
-Owns the yardstick's remembered predictions and the comparison with them. Must not know where logits come from.
+Owns the yardstick's remembered predictions and the comparison with them. Must not know where logits come
+from.
 
-The KL divergence is that of the scheme from the yardstick, KL(yardstick || scheme), in nats. To bound memory, the
-yardstick's KEEP likeliest tokens are remembered one by one, and all others as one event; so for a larger vocabulary
-the value is a (close) lower bound of the full sum.
+The KL divergence is that of the scheme from the yardstick, KL(yardstick || scheme), in nats. To bound memory,
+the yardstick's KEEP likeliest tokens are remembered one by one, and all others as one event; so for a larger
+vocabulary the value is a (close) lower bound of the full sum.
 
 Shape suffixes: S scored positions, V vocabulary, K remembered tokens.
 """
@@ -22,11 +23,11 @@ _TINY = 1e-7  # float32 sums of probabilities are no finer
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The yardstick's distributions at the scored positions of one window."""
+    """The yardstick's distributions at a window's scored positions: tokens and log [S, K], rest [S]."""
 
-    tokens_SK: Tensor
-    log_SK: Tensor
-    rest_S: Tensor | None
+    tokens: Tensor
+    log: Tensor
+    rest: Tensor | None
 
     @classmethod
     def of(cls, rows_SV: Tensor) -> Prediction:
@@ -38,15 +39,15 @@ class Prediction:
 
     def kl(self, rows_SV: Tensor) -> Tensor:
         """KL(yardstick || rows) [S] at each position."""
-        log_SK = rows_SV.float().log_softmax(-1).gather(-1, self.tokens_SK.long())
-        kl_S = (self.log_SK.exp() * (self.log_SK - log_SK)).sum(-1)
-        if self.rest_S is not None:
-            kl_S += self.rest_S.exp() * (self.rest_S - _rest(log_SK))
+        log_SK = rows_SV.float().log_softmax(-1).gather(-1, self.tokens.long())
+        kl_S = (self.log.exp() * (self.log - log_SK)).sum(-1)
+        if self.rest is not None:
+            kl_S += self.rest.exp() * (self.rest - _rest(log_SK))
         return kl_S.clamp_min(0.0)
 
     def same(self, rows_SV: Tensor) -> Tensor:
         """Whether [S] the likeliest token is the same."""
-        return rows_SV.argmax(-1) == self.tokens_SK[:, 0]
+        return rows_SV.argmax(-1) == self.tokens[:, 0]
 
 
 def _rest(log_SK: Tensor) -> Tensor:

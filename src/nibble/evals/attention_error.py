@@ -1,8 +1,8 @@
 """Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
 
-Owns Shadow, which takes the place of the step context: the yardstick attends and its output goes on through the
-model, while each scheme attends to the same q, k and v over a small pool of its own. So an error is of one layer
-alone, not of all layers before it. Must not know of requests or text.
+Owns Shadow, which takes the place of the step context: the yardstick attends and its output goes on through
+the model, while each scheme attends to the same q, k and v over a small pool of its own. So an error is of
+one layer alone, not of all layers before it. Must not know of requests or text.
 
 Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """

@@ -2,9 +2,10 @@
 
 Owns windows, losses and their sum. Must not know where logits come from.
 
-A text is cut into windows of `size` tokens that start `stride` tokens apart. Every token but the text's first is
-scored exactly once, in the first window that reaches it: a window after the first scores its last `stride` tokens,
-and the tokens before them are context only. A smaller stride gives every scored token more context, for more time.
+A text is cut into windows of `size` tokens that start `stride` tokens apart. Every token but the text's
+first is scored exactly once, in the first window that reaches it: a window after the first scores its last
+`stride` tokens, and the tokens before them are context only. A smaller stride gives every scored token more
+context, for more time.
 
 Shape suffixes: T tokens of a window, S scored tokens, V vocabulary.
 """

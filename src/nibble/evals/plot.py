@@ -66,7 +66,7 @@ def _recall(axes: Any, report: Report) -> None:
 
 
 def _points(axes: Any, report: Report, heights: Sequence[float]) -> None:
-    """One mark for each scheme, of its own colour and shape, since schemes of the same bytes lie close together."""
+    """One mark for each scheme, of its own colour and shape: schemes of the same bytes lie close together."""
     for index, (result, height) in enumerate(zip(report.results, heights, strict=True)):
         mark = MARKS[index % len(MARKS)]
         axes.plot(

@@ -15,9 +15,11 @@ SCHEMA = "nibble-eval-1"
 
 @dataclass(frozen=True, slots=True)
 class SchemeResult:
-    """One scheme. Shares lie in [0, 1]; kl is KL(yardstick || scheme) in nats; ratio compares with the yardstick.
+    """One scheme. Shares lie in [0, 1]; kl is KL(yardstick || scheme) in nats; ratio is of the yardstick's
+    bytes.
 
-    recall: exact answers by context length. attention_error: relative, by layer. seconds: what it took to measure.
+    recall: exact answers by context length. attention_error: relative, by layer. seconds: what measuring
+    took.
     """
 
     name: str
@@ -43,7 +45,10 @@ class SchemeResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An evaluation. skipped: schemes that the model cannot take, with the reason. measured: how much, and on what."""
+    """An evaluation.
+
+    skipped: schemes that the model cannot take, with the reason. measured: how much, and on what.
+    """
 
     model: str
     yardstick: str
@@ -98,10 +103,11 @@ class Report:
         said = self.measured
         where = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         return (
-            f"Model `{self.model}`; top-1, KL (nats) and attention error are against {self.yardstick}. Perplexity over "
-            f"{said.get('scored', 0):,} tokens in windows of {said.get('window', 0):,}; recall is the share of exact greedy "
-            f"answers, {said.get('recall_cases', 0)} questions at each length; attention error is the mean over layers, "
-            f"over {said.get('attention_tokens', 0):,} tokens. Measured with {where or 'an unknown version'}."
+            f"Model `{self.model}`; top-1, KL (nats) and attention error are against {self.yardstick}. "
+            f"Perplexity over {said.get('scored', 0):,} tokens in windows of {said.get('window', 0):,}; "
+            f"recall is the share of exact greedy answers, {said.get('recall_cases', 0)} questions a length; "
+            f"attention error is the mean over layers, on {said.get('attention_tokens', 0):,} tokens. "
+            f"Measured with {where}."
         )
 
     def _layers(self) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """One evaluation: the yardstick first, then each scheme, one engine at a time.
 
-Owns the order of work and what is shared: text, windows, questions, scales. How each thing is measured is in its
-own file. Must not know of the terminal.
+Owns the order of work and what is shared: text, windows, questions, scales. How each thing is measured is in
+its own file. Must not know of the terminal.
 
-    plan every scheme (no weights) -> yardstick: scales if any are missing, predictions, recall, errors by layer
-    -> each scheme: perplexity and agreement in one pass, recall -> Report
+    plan every scheme, without weights
+    yardstick: scales if any are missing, errors by layer of all schemes, predictions, recall
+    each scheme: perplexity and agreement in one pass, recall
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def evaluate(
 ) -> Report:
     """The report on `names`, or on default_entries() if there are none. path: the text to score.
 
-    A scheme that was named and cannot be served raises its error; of the default ones it is skipped, and reported.
+    A scheme that was named and cannot be served raises its error; a default one is skipped, and reported.
     """
     config = replace(config, prefix_cache=False)  # no two questions share a beginning
     content = text.read(path, config.model)
@@ -138,7 +139,7 @@ def candidates_of(
 
 
 def _candidate(config: Config, entry: Entry) -> Candidate:
-    """Plans a scheme. `auto` takes the checkpoint's scales where they do, else those that will be measured."""
+    """Plans a scheme. `auto` takes the checkpoint's scales where they do, else what will be measured."""
     made = blueprint(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
     require_runnable(made.plan)
     source = MEASURED if config.kv_scales == "calibrate" else config.kv_scales
@@ -270,7 +271,7 @@ class _Run:
             )
 
     def _text(self, llm: LLM, candidate: Candidate) -> tuple[Perplexity, Agreement]:
-        """Perplexity and agreement of every window; the first scheme's predictions are what all agree or not with."""
+        """Perplexity and agreement over all windows; the first scheme's predictions are the yardstick."""
         perplexity, agreement = Perplexity(), Agreement()
         for index, window in enumerate(self.windows):
             self.progress.advance(candidate.entry.name, "perplexity", 0)
@@ -292,7 +293,7 @@ class _Run:
     def measured(self, path: Path | None) -> dict[str, Any]:
         """How much was measured, and on what."""
         assert self.parts is not None
-        found = asdict(self.sizes) | {
+        return asdict(self.sizes) | {
             "text": path.name if path else text.HELDOUT,
             "text_sha256": self.parts.digest,
             "scored": sum(window.scored for window in self.windows),
@@ -300,4 +301,3 @@ class _Run:
             "bytes_per_text_token": round(self.parts.bytes_per_token, 4),
             "recall_lengths": sorted(self.cases),
         }
-        return found

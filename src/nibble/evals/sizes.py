@@ -9,10 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from nibble.config import Config, default_of
 from nibble.errors import ConfigError
 
 RECALL_LENGTHS = (1024, 2048, 4096, 8192)
 LAYERS_MARK = "@"
+YARDSTICK = next(str(default_of(option)) for option in fields(Config) if option.name == "kv_format")
+"""What quality is compared with, unless another scheme is asked for: what Config takes by default."""
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -37,7 +40,7 @@ class Sizes:
     attention_tokens: int = _option(
         1024, "Tokens over which the attention error of each layer is taken; 0: none."
     )
-    yardstick: str = _option("bf16", "The scheme that all others are compared with.")
+    yardstick: str = _option(YARDSTICK, "The scheme that all others are compared with.")
     seed: int = _option(0, "Seed of the recall questions.")
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class Sizes:
             raise ConfigError(f"stride {self.stride} must be smaller than the window of {self.window} tokens")
 
     def lengths(self, max_context: int) -> tuple[int, ...]:
-        """Context lengths of recall; a length that was asked for by number and does not fit is a ConfigError."""
+        """Context lengths of recall; one that was asked for and does not fit is a ConfigError."""
         if beyond := [length for length in self.recall_lengths if length > max_context]:
             raise ConfigError(
                 f"recall length {beyond[0]} is more than the model's context of {max_context} tokens"

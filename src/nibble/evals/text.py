@@ -42,7 +42,10 @@ def _bundled(model: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """scored: token ids. calibration: text beyond them. bytes_per_token: of the scored text. digest: of all of it."""
+    """scored: token ids.
+
+    calibration: text beyond them. bytes_per_token: of what is scored. digest: of it all.
+    """
 
     scored: tuple[int, ...]
     calibration: str
@@ -53,7 +56,7 @@ class Parts:
 def split(
     text: str, tokens: int, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
 ) -> Parts:
-    """The first `tokens` tokens, and what comes after them; a built-in text calibrates where that is too short."""
+    """The first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
     ids = encode(text)
     if len(ids) < 2:
         raise ConfigError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")

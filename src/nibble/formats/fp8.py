@@ -29,7 +29,7 @@ class FP8(KVFormat):
         return ((x_THD.float() / scale).clamp_(-limit, limit).to(self.dtype),)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        return to_float(planes[0]) * scale
+        return to_float(planes[0]).mul_(scale)
 
 
 class E4M3(FP8):

@@ -51,7 +51,7 @@ class MX(KVFormat):
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         data, stored = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, self.block))
-        return (values * to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
+        return values.mul_(to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
 
 
 class MXFP4(MX):

@@ -48,7 +48,7 @@ class NVFP4(KVFormat):
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         data, block_scale = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, BLOCK))
-        return (values * (to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
+        return values.mul_((to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
 
 
 FORMATS = (NVFP4(),)

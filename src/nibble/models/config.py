@@ -1,7 +1,8 @@
-"""From a model's name to its Transformers config, and the families that are refused, by name, with the reason.
+"""From a model's name to its Transformers config, and the families that are refused, by name, with the
+reason.
 
-Owns find(), load_config() and the refusals. Runs before any weight is read. Must not know of caches or attention.
-"""
+Owns find(), load_config() and the refusals. Runs before any weight is read. Must not know of caches or
+attention."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ _RECURRENT = "keep a recurrent state, not keys and values only"
 REFUSED = {
     "llama4": "its chunked attention lives in the mask only, which a paged cache never builds",
     "llama4_text": "its chunked attention lives in the mask only, which a paged cache never builds",
-    "phimoe": "its rotary scale follows the longest request of the batch, so answers would depend on the others",
 }
-"""Families that would run and answer wrong: model_type -> why. models/guard.py refuses more, by what they do."""
+"""Families that would run and answer wrong: model_type -> why. models/guard.py refuses more, by what they
+do."""
 
 ATTENTION = ("full_attention", "sliding_attention", "attention")
 """Layer types that are attention over one key and value for each token."""
@@ -63,18 +64,22 @@ def _bundled(name: str) -> Path:
     for folder in (package / "_models" / name, package.parents[1] / "models" / name):
         if (folder / "config.json").exists():
             return folder
-    raise WeightError(f"the bundled model {name!r} is not part of this installation; name a folder or a hub model")
+    raise WeightError(
+        f"the bundled model {name!r} is not part of this installation; name a folder or a hub model"
+    )
 
 
 def load_config(model: str) -> PretrainedConfig:
     """The config of `model`; raises ConfigError or WeightError where it cannot be served right.
 
-    An entry that speaks of KV scales only is left out: models/kv_scales.py reads it, and Transformers need not.
-    """
+    An entry that speaks of KV scales only is left out: models/kv_scales.py reads it, and Transformers need
+    not."""
     path = find(model)
     local = Path(path)
     if local.exists() and not (local / "config.json").exists():
-        raise WeightError(f"{local} is no Transformers checkpoint: it has no config.json; name the folder that has one")
+        raise WeightError(
+            f"{local} is no Transformers checkpoint: it has no config.json; name the folder that has one"
+        )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # of all kinds: every family checks its values in its own way
@@ -104,13 +109,13 @@ def _unreadable(model: str, local: Path, error: Exception) -> ConfigError | Weig
             return WeightError(f"{file} is not JSON ({broken}); download or save the checkpoint again")
     if "trust_remote_code" in str(error):
         return ConfigError(
-            f"{model!r} needs Python code that comes with the checkpoint, and Nibble does not run such code; use a "
-            "family that Transformers knows by itself"
+            f"{model!r} needs Python code that comes with the checkpoint, and Nibble does not run such "
+            "code; use a family that Transformers knows by itself"
         )
     if isinstance(error, OSError) and not local.exists():
         return WeightError(
-            f"{model!r} is neither a folder nor a hub model that can be reached ({first_line(error)}); check the name, "
-            "or download the model first"
+            f"{model!r} is neither a folder nor a hub model that can be reached ({first_line(error)}); "
+            "check the name, or download the model first"
         )
     return ConfigError(f"cannot read the config of {model!r}: {' '.join(str(error).split())}")
 
@@ -143,12 +148,14 @@ def _refuse_class(config: PretrainedConfig, text: PretrainedConfig) -> None:
     """Raises ConfigError where Transformers has no causal language model for this config."""
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
-    if text.model_type != config.model_type and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if text.model_type != config.model_type:
         raise ConfigError(
-            f"{config.model_type} cannot be served: it is a multimodal model, and Transformers does not load its text "
-            f"model by itself; use a text-only {text.model_type} checkpoint"
+            f"{config.model_type} cannot be served: it is a multimodal model that Transformers does not "
+            "load as a language model; use a text-only checkpoint of the family"
         )
-    raise ConfigError(f"{config.model_type} cannot be served: Transformers has no causal language model for it")
+    raise ConfigError(
+        f"{config.model_type} cannot be served: Transformers has no causal language model for it"
+    )
 
 
 def _quantization(config: PretrainedConfig) -> dict[str, Any]:
@@ -170,18 +177,21 @@ def _refuse_weights(config: PretrainedConfig, path: Path | None) -> None:
     algo = _modelopt_algo(quant, path)
     if algo not in NO_WEIGHTS:
         raise ConfigError(
-            f"this checkpoint holds {algo} weights written by ModelOpt, which Transformers would load as if they "
-            "were unquantised; use the BF16 checkpoint (its KV scales may be given with --kv-scales FILE)"
+            f"this checkpoint holds {algo} weights written by ModelOpt, which Transformers would load as if "
+            "they were unquantised; use the BF16 checkpoint (its KV scales may be given with --kv-scales "
+            "FILE)"
         )
     if quant and method != MODELOPT and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ConfigError(
-            f"this checkpoint's weights are quantised by {method or 'an unnamed method'}, which Transformers does not "
-            f"know and would load as if they were unquantised; it knows {', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}"
+            f"this checkpoint's weights are quantised by {method or 'an unnamed method'}, which "
+            "Transformers does not know and would load as if they were unquantised; it knows "
+            f"{', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}"
         )
 
 
 def _modelopt_algo(quant: dict[str, Any], path: Path | None) -> Any:
-    """The weights' algorithm that ModelOpt declares, in config.json or in hf_quant_config.json; None if none."""
+    """The weights' algorithm that ModelOpt declares, in config.json or in hf_quant_config.json; None if
+    none."""
     algo = None
     if quant.get("quant_method") == MODELOPT:
         algo = quant.get("quant_algo") or (quant.get("quantization") or {}).get("quant_algo")
@@ -189,6 +199,10 @@ def _modelopt_algo(quant: dict[str, Any], path: Path | None) -> Any:
     if side is None or not side.exists():
         return algo
     try:
-        return (json.loads(side.read_text(encoding="utf-8")).get("quantization") or {}).get("quant_algo", algo)
+        return (json.loads(side.read_text(encoding="utf-8")).get("quantization") or {}).get(
+            "quant_algo", algo
+        )
     except (ValueError, AttributeError) as error:
-        raise WeightError(f"{side} is no quantisation config ({error}); download or save the checkpoint again") from error
+        raise WeightError(
+            f"{side} is no quantisation config ({error}); download or save the checkpoint again"
+        ) from error

@@ -1,9 +1,10 @@
-"""What must hold of a model so that causal attention over pages gives its answers; checked on the meta device.
+"""What must hold of a model so that causal attention over pages gives its answers; checked on the meta
+device.
 
-Models may keep meaning where an attention function cannot see it: in a mask, in positions that they count themselves,
-in layers that mix tokens by other means. Such a model runs without complaint and answers wrong, so it is refused here,
-by what it does and not by its name. Owns Positions and the checks of masks and modules. Must not know of any family.
-"""
+Models may keep meaning where an attention function cannot see it: in a mask, in positions that they count
+themselves, in layers that mix tokens by other means. Such a model runs without complaint and answers wrong,
+so it is refused here, by what it does and not by its name. Owns Positions and the checks of masks and
+modules. Must not know of any family."""
 
 from __future__ import annotations
 
@@ -43,20 +44,21 @@ class Positions(TorchFunctionMode):
     def _among(self, values: Iterable[Any]) -> bool:
         """Whether the positions are among `values`, or in an index as x[positions, :]."""
         return any(
-            value is self.positions or (isinstance(value, (tuple, list)) and self._among(value)) for value in values
+            value is self.positions or (isinstance(value, (tuple, list)) and self._among(value))
+            for value in values
         )
 
     def check(self, family: str) -> None:
         """Raises ConfigError where positions are ignored, or where one request's depend on another's."""
         if not self.used:
             raise ConfigError(
-                f"{family} cannot be served: it counts positions by itself, and would count them wrong for a prompt "
-                "that is computed in chunks or beside others"
+                f"{family} cannot be served: it counts positions by itself, and would count them wrong for "
+                "a prompt that is computed in chunks or beside others"
             )
         if self.largest:
             raise ConfigError(
-                f"{family} cannot be served: it scales by the largest position of the batch, so that one request's "
-                "answer would depend on the others"
+                f"{family} cannot be served: it scales by the largest position of the batch, so that one "
+                "request's answer would depend on the others"
             )
 
 
@@ -65,13 +67,16 @@ def check_modules(decoder: nn.Module, family: str) -> None:
     for name, module in decoder.named_modules():
         if isinstance(module, _CONVOLUTIONS):
             raise ConfigError(
-                f"{family} cannot be served: its convolution {name} looks at neighbouring tokens, which would need a "
-                "state besides keys and values"
+                f"{family} cannot be served: its convolution {name} looks at neighbouring tokens, which "
+                "would need a state besides keys and values"
             )
 
 
-def check_masks(masks: Iterable[tuple[int, MaskRule | None, int | None]], family: str, max_context: int) -> None:
-    """masks: (layer, the rule of its mask, the window it passes). Raises ConfigError where the rule says more.
+def check_masks(
+    masks: Iterable[tuple[int, MaskRule | None, int | None]], family: str, max_context: int
+) -> None:
+    """masks: (layer, the rule of its mask, the window it passes). Raises ConfigError where the rule says
+    more.
 
     Compared up to max_context, so that a window or a chunk which is never reached does no harm.
     """
@@ -83,8 +88,8 @@ def check_masks(masks: Iterable[tuple[int, MaskRule | None, int | None]], family
         if not _plain(rule, window, max_context):
             within = "causal" if window is None else f"causal within {window} tokens"
             raise ConfigError(
-                f"{family} cannot be served: the mask of layer {layer} is not simply {within}, and a cache of pages "
-                "never builds masks"
+                f"{family} cannot be served: the mask of layer {layer} is not simply {within}, and a cache "
+                "of pages never builds masks"
             )
 
 
@@ -101,7 +106,11 @@ def _plain(rule: MaskRule, window: int | None, max_context: int) -> bool:
             expected &= keys > row - window
         try:
             found = torch.as_tensor(rule(zero, zero, torch.tensor(row), keys)).expand_as(keys)
-        except (RuntimeError, TypeError, IndexError):  # it reads tensors of the batch: no rule of positions alone
+        except (
+            RuntimeError,
+            TypeError,
+            IndexError,
+        ):  # it reads tensors of the batch: no rule of positions alone
             return False
         if found.is_meta or not torch.equal(found.bool(), expected):
             return False

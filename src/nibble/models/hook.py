@@ -28,9 +28,10 @@ CONTEXT = "nibble_ctx"
 
 HARMLESS = frozenset(
     {
-        "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-        "output_router_logits", "return_dict", "position_embeddings", "layer_type", "cu_seq_lens_q", "deterministic",
-        "shared_kv_states", "logits_to_keep", "num_items_in_batch", "layer_head_mask", "target_dtype",
+        "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions",
+        "output_hidden_states", "output_router_logits", "return_dict", "position_embeddings",
+        "layer_type", "cu_seq_lens_q", "deterministic", "shared_kv_states", "logits_to_keep",
+        "num_items_in_batch", "layer_head_mask", "target_dtype",
     }
 )  # fmt: skip
 """Keywords that change nothing for causal attention over the pages of a request."""
@@ -62,8 +63,8 @@ def _attend(
         return ctx.observe(Call(layer, query, key, value, spec, rule)), None
     if ctx is None:
         raise ConfigError(
-            f"{type(module).__name__} was not given {CONTEXT}: the layers of this family do not hand keywords on to "
-            "their attention, so it cannot be served"
+            f"{type(module).__name__} was not given {CONTEXT}: the layers of this family do not hand "
+            "keywords on to their attention, so it cannot be served"
         )
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     return attention(ctx, layer, q_THD, {"k": k_TGD, "v": v_TGD}, spec)[None], None
@@ -72,7 +73,9 @@ def _attend(
 def layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        raise ConfigError(f"{type(module).__name__} does not say which layer it is; Nibble cannot place its cache")
+        raise ConfigError(
+            f"{type(module).__name__} does not say which layer it is; Nibble cannot place its cache"
+        )
     return index
 
 
@@ -85,8 +88,8 @@ def refuse_unknown(module: nn.Module, mask: Tensor | None, rest: dict[str, Any])
         unknown.append("attention_mask")
     if unknown:
         raise ConfigError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, and Nibble does not honour that: "
-            "this family cannot be served right"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, and Nibble does not "
+            "honour that: this family cannot be served right"
         )
 
 

@@ -3,9 +3,8 @@
 Owns read(). What a scale means, and its JSON forms, is in cache/scales.py. Must not know of pages or layouts.
 
 Names, after `layers.<n>.`: ModelOpt `self_attn.k_proj.k_scale` / `v_proj.v_scale`; compressed-tensors
-`self_attn.k_scale` / `v_scale`; also `self_attn.attn.*` and `self_attn.qkv_proj.*`; Quark `k_proj.output_scale` /
-`v_proj.output_scale`; old AutoFP8 `self_attn.kv_scale`, for both.
-"""
+`self_attn.k_scale` / `v_scale`; also `self_attn.attn.*` and `self_attn.qkv_proj.*`; Quark
+`k_proj.output_scale` / `v_proj.output_scale`; old AutoFP8 `self_attn.kv_scale`, for both."""
 
 from __future__ import annotations
 
@@ -23,8 +22,9 @@ from nibble.errors import ScaleError, WeightError
 
 _OWNER = r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
 _NAME = re.compile(
-    _OWNER + r"(?:(?:attn\.|qkv_proj\.)?(?P<stream>k|v|kv)_scale|(?P<of>k|v)_proj\.(?:attn\.)?(?:(?P=of)_scale|output_scale))$"
-)
+    _OWNER + r"(?:(?:attn\.|qkv_proj\.)?(?P<stream>k|v|kv)_scale"
+    r"|(?P<of>k|v)_proj\.(?:attn\.)?(?:(?P=of)_scale|output_scale))$"
+)  # fmt: skip
 _ZERO_POINT = re.compile(_OWNER + r"(?:attn\.)?(?:k|v)_zero_point$")
 _UNUSED = re.compile(_OWNER + r"(?:attn\.)?(?:q|prob)_(?:scale|zero_point)$")
 _OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio)")
@@ -35,13 +35,14 @@ _LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": 6.0 * scales.E4M3_MAX, "INT8": 127.0
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint belongs to its KV scales (or to those of queries, which Nibble has no use for)."""
+    """Whether a tensor of a checkpoint belongs to its KV scales (or to those of queries, which Nibble has no
+    use for)."""
     return any(pattern.search(name) for pattern in (_NAME, _ZERO_POINT, _UNUSED))
 
 
 def read(folder: Path) -> KVScales:
-    """The scales of a checkpoint folder: of its tensors, else of its kv_scales.json; without any, an empty KVScales
-    whose source says so. Raises ScaleError."""
+    """The scales of a checkpoint folder: of its tensors, else of its kv_scales.json; without any, an empty
+    KVScales whose source says so. Raises ScaleError."""
     layers: dict[int, dict[str, StreamScale]] = {}
     limit = _limit(folder)
     for layer, stream, value in _found(folder):
@@ -63,7 +64,9 @@ def _found(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]
                     if not _OTHER_PARTS.search(name):
                         yield from _read(name, tensors)
         except SafetensorError as error:
-            raise WeightError(f"the weight file {file} is broken or cut short ({error}); download it again") from error
+            raise WeightError(
+                f"the weight file {file} is broken or cut short ({error}); download it again"
+            ) from error
 
 
 def _read(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
@@ -72,7 +75,10 @@ def _read(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[flo
         found = tensors.get_tensor(name).tolist()
         yield int(match["layer"]), match["stream"] or match["of"], _value(found, name)
     elif _ZERO_POINT.search(name) and tensors.get_tensor(name).any():
-        raise ScaleError(f"{name} is not zero: the checkpoint's KV scales are for values with an offset, which no format has")
+        raise ScaleError(
+            f"{name} is not zero: the checkpoint's KV scales are for values with an offset, which no format "
+            "has"
+        )
 
 
 def _value(found: Any, name: str) -> float | tuple[float, ...]:
@@ -90,7 +96,11 @@ def _limit(folder: Path) -> float:
     """The largest magnitude that the checkpoint's scales were made for: 448 for FP8, 6 * 448 for NVFP4."""
     quant = _read_json(folder / "config.json").get("quantization_config") or {}
     side = _read_json(folder / "hf_quant_config.json").get("quantization") or {}
-    for scheme in (quant.get("kv_cache_scheme"), quant.get("kv_cache_quant_algo"), side.get("kv_cache_quant_algo")):
+    for scheme in (
+        quant.get("kv_cache_scheme"),
+        quant.get("kv_cache_quant_algo"),
+        side.get("kv_cache_quant_algo"),
+    ):
         if scheme:
             return _LIMITS[_declared(scheme)]
     return _LIMITS["FP8"]
@@ -99,13 +109,15 @@ def _limit(folder: Path) -> float:
 def _declared(scheme: Any) -> str:
     """The key of _LIMITS that a declaration means; raises ScaleError for others."""
     if isinstance(scheme, dict):
-        name = {4: "NVFP4", 8: "INT8" if scheme.get("type") == "int" else "FP8"}.get(scheme.get("num_bits", 8), "")
+        name = {4: "NVFP4", 8: "INT8" if scheme.get("type") == "int" else "FP8"}.get(
+            scheme.get("num_bits", 8), ""
+        )
     else:
         name = str(scheme).upper()
     if name not in _LIMITS:
         raise ScaleError(
-            f"the checkpoint declares KV scales for {scheme}, and Nibble reads those for {', '.join(_LIMITS)}; measure "
-            "others with --kv-scales calibrate"
+            f"the checkpoint declares KV scales for {scheme}, and Nibble reads those for "
+            f"{', '.join(_LIMITS)}; measure others with --kv-scales calibrate"
         )
     return name
 
@@ -113,7 +125,11 @@ def _declared(scheme: Any) -> str:
 def _layers(folder: Path) -> int:
     """How many layers the model has, as far as config.json says."""
     config = _read_json(folder / "config.json")
-    return int(config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers") or 1 << 20)
+    return int(
+        config.get("num_hidden_layers")
+        or (config.get("text_config") or {}).get("num_hidden_layers")
+        or 1 << 20
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -122,4 +138,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise WeightError(f"{path} is not a JSON object ({error}); download or save the checkpoint again") from error
+        raise WeightError(
+            f"{path} is not a JSON object ({error}); download or save the checkpoint again"
+        ) from error

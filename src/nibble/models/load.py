@@ -1,8 +1,7 @@
 """Weights: from a checkpoint to a model that is ready to serve.
 
-Owns load(). Transformers reads and places the weights; here they are checked, rope tables are fixed and, on a CPU,
-linear layers are packed. Must not know of requests or of the cache's format.
-"""
+Owns load(). Transformers reads and places the weights; here they are checked, rope tables are fixed and, on a
+CPU, linear layers and experts are packed. Must not know of requests or of the cache's format."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from nibble.errors import WeightError
 from nibble.geometry import Geometry
 from nibble.models import hook
 from nibble.models.config import find
+from nibble.models.experts import pack_experts
 from nibble.models.kv_scales import is_scale
 from nibble.models.linear import pack_linears
 from nibble.models.quiet import quiet
@@ -39,7 +39,9 @@ def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) 
                 trust_remote_code=False,
             )
     except SafetensorError as error:
-        raise WeightError(f"a weight file of {path} is broken or cut short ({error}); download it again") from error
+        raise WeightError(
+            f"a weight file of {path} is broken or cut short ({error}); download it again"
+        ) from error
     except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise WeightError(f"cannot load the weights of {geometry.model!r} from {path}: {error}") from error
     _check(info, geometry.model)
@@ -50,6 +52,7 @@ def ready(model: nn.Module, max_context: int) -> nn.Module:
     """Makes a loaded model ready to serve, in place."""
     fix_rope(model, max_context)
     pack_linears(model)
+    pack_experts(model)
     return model.eval().requires_grad_(False)
 
 
@@ -60,18 +63,26 @@ def _check(info: dict[str, Any], model: str) -> None:
     mismatched = sorted(_shapes(entry) for entry in info.get("mismatched_keys", ()))
     problems = (
         ("lacks", missing, "the download may be incomplete"),
-        ("has other shapes than config.json says for", mismatched, "weights and config.json belong to different models"),
+        (
+            "has other shapes than config.json says for",
+            mismatched,
+            "weights and config.json belong to different models",
+        ),
         ("holds, beside those of the model,", unexpected, "they would be ignored, and the answers wrong"),
     )
     for what, keys, meaning in problems:
         if keys:
-            raise WeightError(f"the checkpoint {model!r} {what} {len(keys)} tensors, {keys[0]} among them: {meaning}")
+            raise WeightError(
+                f"the checkpoint {model!r} {what} {len(keys)} tensors, {keys[0]} among them: {meaning}"
+            )
 
 
 def _shapes(entry: Any) -> str:
     """(name, stored shape, model's shape) as text."""
     name, *shapes = entry if isinstance(entry, (tuple, list)) else (entry,)
-    return f"{name} ({' stored, needed '.join(str(tuple(shape)) for shape in shapes)})" if shapes else str(name)
+    return (
+        f"{name} ({' stored, needed '.join(str(tuple(shape)) for shape in shapes)})" if shapes else str(name)
+    )
 
 
 def folder(model: str) -> Path:

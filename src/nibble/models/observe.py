@@ -1,9 +1,9 @@
-"""Geometry by observation: a model without weights runs once on the meta device, and says what it asks of attention.
+"""Geometry by observation: a model without weights runs once on the meta device, and says what it asks of
+attention.
 
-So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run, for any
-family, with no table of families. MLA models are read off their config instead, since unswapped they expand the
-latent. Owns observe(). Must not know of caches, formats or backends.
-"""
+So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
+for any family, with no table of families. MLA models are read off their config instead, since unswapped they
+expand the latent. Owns observe(). Must not know of caches, formats or backends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
-    """The model without weights, on the meta device; raises ConfigError where it has no causal language model."""
+    """The model without weights, on the meta device; raises ConfigError where it has no causal language
+    model."""
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
@@ -36,8 +37,8 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
             )
     except KeyError as error:
         raise ConfigError(
-            f"{text.model_type} cannot be served: it knows a fixed set of attention implementations, and Nibble's is "
-            f"not among them ({error})"
+            f"{text.model_type} cannot be served: it knows a fixed set of attention implementations, and "
+            f"Nibble's is not among them ({error})"
         ) from error
     except Exception as error:  # of all kinds: every family checks its config in its own way
         raise ConfigError(f"{text.model_type} cannot be served: {first_line(error)}") from error
@@ -45,12 +46,15 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
 
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> Geometry:
-    """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises ConfigError."""
+    """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises
+    ConfigError."""
     text = config.get_text_config()
     limit = _limit(text)
     longest = int(limit * stretch(text))
     if max_context is not None and max_context > longest:
-        raise ConfigError(f"max_context {max_context} is more than the {longest} tokens that {name} was made for")
+        raise ConfigError(
+            f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
+        )
     model = skeleton(config)
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
     groups, owner = _latent(text) if _is_latent(text) else _run(model, text, max_context or limit)
@@ -76,10 +80,14 @@ def _is_latent(text: PretrainedConfig) -> bool:
     try:
         return bool(getattr(text, "kv_lora_rank", None))
     except Exception as error:  # Transformers refuses to name one value where layers differ
-        raise ConfigError(f"{text.model_type} cannot be served: its layers differ in their latent ({error})") from error
+        raise ConfigError(
+            f"{text.model_type} cannot be served: its layers differ in their latent ({error})"
+        ) from error
 
 
-def _run(model: nn.Module, text: PretrainedConfig, max_context: int) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
+def _run(
+    model: nn.Module, text: PretrainedConfig, max_context: int
+) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
     fix_rope(model, max_context)
     family = text.model_type
     check_modules(decoder_of(model), family)
@@ -89,7 +97,9 @@ def _run(model: nn.Module, text: PretrainedConfig, max_context: int) -> tuple[tu
     _check(calls, text)
     watch.check(family)
     model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
-    ones = torch.ones(1, _TOKENS, dtype=torch.bool, device="meta")  # no padding; keeps it from looking for packed rows
+    ones = torch.ones(
+        1, _TOKENS, dtype=torch.bool, device="meta"
+    )  # no padding; keeps it from looking for packed rows
     masked = _calls(model, family, attention_mask=ones)
     check_masks(((call.layer, call.rule, call.spec.window) for call in masked), family, max_context)
     return _groups(calls), _owners(calls)
@@ -111,13 +121,15 @@ def _calls(model: nn.Module, family: str, **inputs: Tensor) -> list[Call]:
     keep = torch.zeros(1, dtype=torch.long, device="meta")
     with torch.inference_mode():
         try:
-            out = model(input_ids=ids, use_cache=False, logits_to_keep=keep, **inputs, **{hook.CONTEXT: observer})
+            out = model(
+                input_ids=ids, use_cache=False, logits_to_keep=keep, **inputs, **{hook.CONTEXT: observer}
+            )
         except NibbleError:
             raise
         except Exception as error:  # whatever foreign code stumbles over, it cannot be served
             raise ConfigError(
-                f"{family} cannot be served: its forward pass does more than call Transformers' AttentionInterface "
-                f"({type(error).__name__}: {first_line(error)})"
+                f"{family} cannot be served: its forward pass does more than call Transformers' "
+                f"AttentionInterface ({type(error).__name__}: {first_line(error)})"
             ) from error
     if out.logits.shape[1] != 1:
         raise ConfigError(f"{family} cannot be served: it cannot compute the logits of chosen tokens only")
@@ -130,17 +142,19 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
     found = [call.layer for call in calls]
     if without := sorted(set(range(layers)) - set(found)):
         raise ConfigError(
-            f"{family} cannot be served: {len(without)} of its {layers} layers do not attend through Transformers' "
-            "AttentionInterface"
+            f"{family} cannot be served: {len(without)} of its {layers} layers do not attend through "
+            "Transformers' AttentionInterface"
         )
     if found != list(range(layers)):
-        raise ConfigError(f"{family} cannot be served: its {layers} layers attend {len(found)} times in one pass")
+        raise ConfigError(
+            f"{family} cannot be served: its {layers} layers attend {len(found)} times in one pass"
+        )
     for call in calls:
         queries, keys = call.query.shape[2], call.key.shape[2]
         if not queries == keys == call.value.shape[2] == _TOKENS:
             raise ConfigError(
-                f"{family} cannot be served: layer {call.layer} attends from {queries} queries over {keys} keys for "
-                f"{_TOKENS} tokens; a cache of pages holds one key for each token"
+                f"{family} cannot be served: layer {call.layer} attends from {queries} queries over {keys} "
+                f"keys for {_TOKENS} tokens; a cache of pages holds one key for each token"
             )
 
 
@@ -172,7 +186,7 @@ def _latent(text: PretrainedConfig) -> tuple[tuple[LayerGroup, ...], tuple[int, 
     """MLA and DSA: the latent that an absorbed attention caches, from the config's ranks."""
     kind: Kind = "dsa" if getattr(text, "index_topk", None) else "mla"
     rope = text.qk_rope_head_dim
-    streams = (Stream("latent", 1, text.kv_lora_rank + rope, rope),)
+    streams: tuple[Stream, ...] = (Stream("latent", 1, text.kv_lora_rank + rope, rope),)
     layers = tuple(range(text.num_hidden_layers))
     if kind == "dsa":
         streams += (Stream("index_k", 1, text.index_head_dim, rope),)

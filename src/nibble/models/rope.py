@@ -1,10 +1,9 @@
 """RoPE tables that do not depend on the batch.
 
-The `dynamic` and `longrope` types of Transformers choose their frequencies by the largest position in the batch, so
-that a short request's answer changes when a long one joins. Here they are chosen once, from the longest context that
-is served, as if every request were that long; keys and queries of a request then always rotate alike.
-Owns fix_rope() and stretch(). Must not know of attention or of caches.
-"""
+The `dynamic` and `longrope` types of Transformers choose their frequencies by the largest position in the
+batch, so that a short request's answer changes when a long one joins. Here they are chosen once, from the
+longest context that is served, as if every request were that long; keys and queries of a request then always
+rotate alike. Owns fix_rope() and stretch(). Must not know of attention or of caches."""
 
 from __future__ import annotations
 
@@ -21,14 +20,18 @@ _FIXED = "default"
 
 
 def stretch(text: PretrainedConfig) -> float:
-    """How many times max_position_embeddings a context may be: more than 1 for `dynamic`, which is made for that."""
+    """How many times max_position_embeddings a context may be: more than 1 for `dynamic`, which is made for
+    that."""
     parameters = getattr(text, "rope_parameters", None) or {}
     found = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
-    return max((float(entry.get("factor", 1)) for entry in found if entry.get("rope_type") == "dynamic"), default=1.0)
+    return max(
+        (float(entry.get("factor", 1)) for entry in found if entry.get("rope_type") == "dynamic"), default=1.0
+    )
 
 
 def fix_rope(model: nn.Module, max_context: int) -> list[str]:
-    """Replaces batch-dependent frequencies of `model` in place; returns the names of the modules it changed."""
+    """Replaces batch-dependent frequencies of `model` in place; returns the names of the modules it
+    changed."""
     changed = []
     for name, module in model.named_modules():
         types = getattr(module, "rope_type", None)

@@ -23,55 +23,70 @@ from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 
 TILE = 256
-MIN_ROWS = 8
-"""Matrix products of fewer rows may sum in another order, and so would depend on the batch."""
-SPAN_VALUES = 1 << 22
-"""Bound on the dequantised values of one stream at a time."""
+SPAN_VALUES = 1 << 18
+"""Bound on the dequantised values of one stream at a time: what stays in a core's cache."""
 SCORES = 1 << 24
 """Bound on the scores held at a time."""
+BATCHED = 8
+"""Requests with up to so many new tokens are computed together; longer prompts one by one."""
+
+
+def padded(rows: int) -> int:
+    """Rows of a matrix product: with fewer, the sum of a row may have another order, and depend on the batch."""
+    return rows if rows >= 8 else 4 if rows <= 4 else 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Rectangle:
-    """Requests with equally many new tokens. positions_Bn: where each of these stands. key_stop: keys to look at."""
+    """Rows [start, stop) of a segment's tokens: requests [first, last) with n new tokens each, or some of these.
 
-    q_BnHD: Tensor
-    positions_Bn: Tensor
-    kv_lens_B: Tensor
-    pages_BN: Tensor
-    key_stop: int
+    spans: key ranges to read; for each, which keys a row sees (bool, to hide) and, where requests differ in length,
+    which of them hold nothing.
+    """
+
+    rows: Tensor
+    n: int
+    requests: slice
+    spans: tuple[tuple[int, int, Tensor, Tensor | None], ...]
 
 
 class TorchRef:
-    """The reference adapter."""
+    """The reference adapter. Where queries may look is the same for all layers of a step with the same window."""
+
+    def __init__(self) -> None:
+        self._segment: Segment | None = None
+        self._rectangles: dict[tuple[int, int, int | None], tuple[_Rectangle, ...]] = {}
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        pieces = [_attend(rectangle, view, spec) for rectangle in _rectangles(q_THD, view, segment)]
-        return torch.cat(pieces).to(q_THD.dtype)
+        if self._segment is not segment:
+            self._segment, self._rectangles = segment, {}
+        heads, values = q_THD.shape[1], view.streams["k"].stream.values
+        key = heads // view.streams["k"].stream.heads, values, spec.window
+        if key not in self._rectangles:
+            self._rectangles[key] = tuple(_rectangles(segment, *key, heads, q_THD.device))
+        pieces = [_attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec) for rect in self._rectangles[key]]
+        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
 
 
-def _rectangles(q_THD: Tensor, view: KVView, segment: Segment) -> Iterator[_Rectangle]:
+def _rectangles(
+    segment: Segment, group: int, values: int, window: int | None, heads: int, device: torch.device
+) -> Iterator[_Rectangle]:
     """Cuts a segment into rectangles that keep within the bounds on keys and scores."""
     row = 0
-    for first, last in _equal_runs(segment.q_lens, _batch(view, segment)):
+    batch = max(1, SPAN_VALUES // (max(segment.kv_lens) * values)) if max(segment.q_lens) <= BATCHED else 1
+    for first, last in _equal_runs(segment.q_lens, batch):
         count, n = last - first, segment.q_lens[first]
-        q_BnHD = q_THD[row : row + count * n].unflatten(0, (count, n))
+        rows_Bn = torch.arange(row, row + count * n, device=device).view(count, n)
         row += count * n
-        kv_lens_B = torch.tensor(segment.kv_lens[first:last], device=q_THD.device)
-        positions_Bn = (kv_lens_B - n)[:, None] + torch.arange(n, device=q_THD.device)
+        kv_lens_B = torch.tensor(segment.kv_lens[first:last], device=device)
+        positions_Bn = (kv_lens_B - n)[:, None] + torch.arange(n, device=device)
         longest = max(segment.kv_lens[first:last])
-        step = max(MIN_ROWS, SCORES // (q_THD.shape[1] * count * longest))
+        step = max(BATCHED, SCORES // (heads * count * longest))
         for start in range(0, n, step):
             stop = min(start + step, n)
-            key_stop = longest - n + stop
-            rows, pages_BN = slice(start, stop), segment.pages_BN[first:last]
-            yield _Rectangle(q_BnHD[:, rows], positions_Bn[:, rows], kv_lens_B, pages_BN, key_stop)
-
-
-def _batch(view: KVView, segment: Segment) -> int:
-    """How many requests may be computed together; prompts one by one, so that each keeps its own length."""
-    values = max(segment.kv_lens) * view.streams["k"].stream.values
-    return max(1, SPAN_VALUES // values) if max(segment.q_lens) <= MIN_ROWS else 1
+            span = max(1, SPAN_VALUES // (count * values) // TILE) * TILE
+            spans = _spans(positions_Bn[:, start:stop], kv_lens_B, longest - n + stop, group, window, span)
+            yield _Rectangle(rows_Bn[:, start:stop].flatten(), stop - start, slice(first, last), tuple(spans))
 
 
 def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
@@ -83,34 +98,38 @@ def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
             first = i
 
 
-def _attend(rect: _Rectangle, view: KVView, spec: AttentionSpec) -> Tensor:
+def _spans(
+    positions_Bn: Tensor, kv_lens_B: Tensor, key_stop: int, group: int, window: int | None, step: int
+) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """Key ranges that begin on a tile and cover all visible keys, with hidden [B, 1, t, R, K] and unused [B, L]."""
+    rows = positions_Bn.shape[1] * group
+    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, padded(rows) - rows))[:, None, :, None]
+    first = 0 if window is None else max(0, int(positions_Bn[:, 0].min()) - window + 1) // TILE * TILE
+    for start in range(first, key_stop, step):
+        stop = min(start + step, key_stop)
+        keys = torch.arange(start, start + -(-(stop - start) // TILE) * TILE, device=positions_Bn.device)
+        hidden = keys.view(-1, 1, TILE) > positions_BR
+        if window is not None:
+            hidden |= keys.view(-1, 1, TILE) <= positions_BR - window
+        unused = None
+        if len(kv_lens_B) > 1:  # shorter requests own nothing there, and what lies there may be NaN
+            unused = keys[: stop - start] >= kv_lens_B[:, None]
+        yield start, stop, hidden.unsqueeze(1), unused
+
+
+def _attend(q_THD: Tensor, rect: _Rectangle, view: KVView, pages_BN: Tensor, spec: AttentionSpec) -> Tensor:
     """One rectangle -> float32 [B * n, H, Dv]."""
-    B, n, H, _ = rect.q_BnHD.shape
-    G = view.streams["k"].stream.heads
-    q_BGRD = rect.q_BnHD.float().unflatten(2, (G, H // G)).permute(0, 2, 1, 3, 4).flatten(2, 3) * spec.scale
+    B, n, H, G = len(pages_BN), rect.n, q_THD.shape[1], view.streams["k"].stream.heads
     rows = n * H // G
-    q_BGRD = F.pad(q_BGRD, (0, 0, 0, max(0, MIN_ROWS - rows)))
-    positions_BR = F.pad(rect.positions_Bn.repeat_interleave(H // G, 1), (0, max(0, MIN_ROWS - rows)))
-    tiles = [
-        tile for start, stop in _spans(rect, view, spec)
-        for tile in _tiles(q_BGRD, positions_BR, rect, view, spec, start, stop)
-    ]  # fmt: skip
+    q_BnHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
+    q_BGRD = F.pad(q_BnHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, padded(rows) - rows))
+    tiles = [tile for span in rect.spans for tile in _tiles(q_BGRD, view, pages_BN, spec, *span)]
     sinks_GR = None
     if spec.sinks_H is not None:
-        sinks_GR = F.pad(spec.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, q_BGRD.shape[2] - rows))
+        sinks_GR = spec.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1)
+        sinks_GR = F.pad(sinks_GR, (0, padded(rows) - rows))
     out_BGRD = _fold(tiles, sinks_GR)[:, :, :rows]
-    return out_BGRD.unflatten(2, (n, H // G)).permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-
-
-def _spans(rect: _Rectangle, view: KVView, spec: AttentionSpec) -> Iterator[tuple[int, int]]:
-    """Key ranges [start, stop) that begin on a tile, cover all visible keys, and hold a bounded number of values."""
-    first = 0
-    if spec.window is not None:
-        first = max(0, int(rect.positions_Bn[:, 0].min()) - spec.window + 1) // TILE * TILE
-    per_token = len(rect.q_BnHD) * view.streams["k"].stream.values
-    step = max(1, SPAN_VALUES // per_token // TILE) * TILE
-    for start in range(first, rect.key_stop, step):
-        yield start, min(start + step, rect.key_stop)
+    return out_BGRD.unflatten(2, (n, H // G)).transpose(1, 2).reshape(B * n, H, -1)
 
 
 _Tile = tuple[Tensor, Tensor, Tensor]
@@ -118,37 +137,36 @@ _Tile = tuple[Tensor, Tensor, Tensor]
 
 
 def _tiles(
-    q_BGRD: Tensor, positions_BR: Tensor, rect: _Rectangle, view: KVView, spec: AttentionSpec, start: int, stop: int
+    q_BGRD: Tensor,
+    view: KVView,
+    pages_BN: Tensor,
+    spec: AttentionSpec,
+    start: int,
+    stop: int,
+    hidden: Tensor,
+    unused: Tensor | None,
 ) -> list[_Tile]:
-    k_BGtKD, v_BGtKD = (_read(view, name, rect, start, stop) for name in ("k", "v"))
+    """The tiles of one span of keys."""
+    k_BGtKD, v_BGtKD = (_read(view, name, pages_BN, start, stop, unused) for name in ("k", "v"))
     scores = q_BGRD.unsqueeze(2) @ k_BGtKD.transpose(-1, -2)
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    keys_tK = torch.arange(start, start + k_BGtKD.shape[2] * TILE, device=scores.device).view(-1, TILE)
-    seen = keys_tK[None, :, None] <= positions_BR[:, None, :, None]
-    if spec.window is not None:
-        seen &= keys_tK[None, :, None] > positions_BR[:, None, :, None] - spec.window
-    scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
+    scores.masked_fill_(hidden, float("-inf"))
     top = scores.amax(-1, keepdim=True)
-    weights = (scores - top.clamp(min=-1e30)).exp_()
-    out_BGtRD = weights @ v_BGtKD
-    parts = (top.squeeze(-1), weights.sum(-1), out_BGtRD)
+    weights = scores.sub_(top.clamp(min=-1e30)).exp_()
+    parts = (top.squeeze(-1), weights.sum(-1), weights @ v_BGtKD)
     return list(zip(*(part.unbind(2) for part in parts), strict=True))
 
 
-def _read(view: KVView, name: str, rect: _Rectangle, start: int, stop: int) -> Tensor:
+def _read(view: KVView, name: str, pages_BN: Tensor, start: int, stop: int, unused: Tensor | None) -> Tensor:
     """Dequantised keys or values of positions [start, stop) -> [B, G, t, K, D], zeros where nothing is stored."""
     size = view.page_size
     first, last = start // size, -(-stop // size)
-    x_BLGD = view.streams[name].gather(rect.pages_BN[:, first:last])[:, start - first * size :][:, : stop - start]
-    if len(rect.kv_lens_B) > 1:  # shorter requests own nothing there, and what lies there may be NaN
-        unused = torch.arange(start, stop, device=x_BLGD.device) >= rect.kv_lens_B[:, None]
-        x_BLGD = x_BLGD.masked_fill(unused[:, :, None, None], 0.0)
-    B, L, G, D = x_BLGD.shape
-    tiles = -(-L // TILE)
-    x_BGLD = x_BLGD.new_zeros(B, G, tiles * TILE, D)
-    x_BGLD[:, :, :L] = x_BLGD.transpose(1, 2)
-    return x_BGLD.view(B, G, tiles, TILE, D)
+    tiles = -(-(stop - start) // TILE)
+    x_BGLD = view.streams[name].gather_heads(
+        pages_BN[:, first:last], start - first * size, stop - start, tiles * TILE, unused
+    )
+    return x_BGLD.unflatten(2, (tiles, TILE))
 
 
 def _fold(tiles: list[_Tile], sinks_GR: Tensor | None) -> Tensor:

@@ -1,0 +1,431 @@
+"""The command line as a user and a script meet it: help, options, output, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import nibble
+from nibble.cli import docs, exits, reference
+from nibble.cli.main import COMMANDS, app
+from nibble.cli.options import takes
+from nibble.config import Config, SamplingParams
+from nibble.errors import (
+    ConfigError,
+    NibbleError,
+    OutOfPages,
+    RequestError,
+    ScaleError,
+    Unsupported,
+    WeightError,
+)
+from nibble.evals.sizes import Sizes
+from tiny import save_tiny
+
+NAMES = [entry.name for entry in COMMANDS]
+CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+ONE = ("--kv-scales", "one")
+
+
+def run(*words: str, stdin: str | None = None) -> Any:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, list(words), input=stdin)
+
+
+def data(*words: str, code: int = 0, stdin: str | None = None) -> Any:
+    """What a command prints as JSON."""
+    result = run(*words, "--json", stdin=stdin)
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = save_tiny(tmp_path_factory.mktemp("cli"), max_position_embeddings=512, num_hidden_layers=2)
+    (folder / "heldout.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def chatty(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    return str(folder)
+
+
+# Help
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_teaches(name: str) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.output and f"nibble {name}" in result.output
+    assert "--json" in result.output and "--debug" in result.output and "Exit codes" in result.output
+
+
+def test_help_lists_all_commands() -> None:
+    for words in ((), ("--help",), ("-h",)):
+        assert all(name in run(*words).output for name in NAMES)
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"nibble {nibble.__version__}\n")
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_examples_are_of_the_command_and_fit_a_terminal(entry: Any) -> None:
+    for line in entry.examples.splitlines():
+        assert f"nibble {entry.name}" in line and len(line) <= 76
+
+
+def test_options_of_examples_exist() -> None:
+    known = set(re.findall(r"`(-[-\w]+)`", reference.reference()))
+    for entry in COMMANDS:
+        for word in shlex.split(entry.examples):
+            if re.fullmatch(r"--?[a-z][\w-]*", word):
+                assert word in known, word
+
+
+def test_starting_is_light() -> None:
+    code = "import nibble.cli.main, sys; sys.exit(bool({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    source = Path(nibble.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=source, check=False).returncode == 0
+
+
+# Options from dataclasses
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "without"),
+    [
+        ("generate", Config, {"model", "seed"}),
+        ("generate", SamplingParams, set()),
+        ("chat", Config, {"model", "seed"}),
+        ("plan", Config, {"model", "seed"}),
+        ("eval", Sizes, set()),
+        ("eval", Config, {"model", "kv_format", "kv_layers", "prefix_cache", "seed"}),
+    ],
+)
+def test_every_field_is_an_option_with_its_doc_as_help(name: str, kind: type, without: set[str]) -> None:
+    section = reference.reference().partition(f"## nibble {name}\n")[2].partition("\n## ")[0]
+    for entry in fields(kind):
+        if entry.name not in without:
+            row = next(line for line in section.splitlines() if f"`--{entry.name.replace('_', '-')}`" in line)
+            assert entry.metadata["doc"] in row
+
+
+def _parsed(*words: str) -> dict[str, Any]:
+    """What a command that takes Config and SamplingParams is given."""
+    seen: dict[str, Any] = {}
+    small = typer.Typer()
+
+    @takes("params", SamplingParams, "Sampling")
+    @takes("config", Config, "Config", without=("model", "seed"))
+    def command(config: dict[str, Any], params: dict[str, Any]) -> None:
+        seen.update(config=Config(model="m", **config), params=SamplingParams(**params))
+
+    small.command()(exits.command(command))
+    result = CliRunner().invoke(small, list(words))
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+def test_defaults_are_the_dataclasses_own() -> None:
+    assert _parsed() == {"config": Config(model="m"), "params": SamplingParams()}
+
+
+def test_values_of_every_kind() -> None:
+    seen = _parsed(
+        *(
+            "--kv-format",
+            "nvfp4",
+            "--kv-layers=-1=bf16",
+            "--page-size",
+            "32",
+            "--no-prefix-cache",
+            "--allow-staging",
+        ),
+        *("--temperature", "0.5", "--seed", "7", "--stop", "a", "--stop", "b", "--stop-token-ids", "3"),
+        *("--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--logprobs", "0"),
+    )
+    assert seen["config"] == Config(
+        model="m",
+        kv_format="nvfp4",
+        kv_layers="-1=bf16",
+        page_size=32,
+        prefix_cache=False,
+        allow_staging=True,
+    )
+    assert seen["params"] == SamplingParams(
+        temperature=0.5,
+        seed=7,
+        stop=("a", "b"),
+        stop_token_ids=(3,),
+        logit_bias={5: -1.5, 6: 2.0},
+        logprobs=0,
+    )
+
+
+# Errors and exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Unsupported("that", {"here": ("no",)}), 3),
+        (ConfigError("no"), 2),
+        (ScaleError("no"), 2),
+        (RequestError("no"), 2),
+        (WeightError("no"), 1),
+        (OutOfPages("no"), 1),
+        (NibbleError("no"), 1),
+        (FileNotFoundError("no"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int) -> None:
+    def fails() -> None:
+        raise error
+
+    small = typer.Typer()
+    small.command()(exits.command(fails))
+    result = CliRunner().invoke(small, [])
+    assert result.exit_code == code and code in exits.EXIT_CODES
+    assert "Traceback" not in result.output
+    assert result.stderr.startswith("error: ") or code == 130
+    if code != 130:
+        assert CliRunner().invoke(small, ["--debug"]).exception is error
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("plan", "MODEL", "--kv-format", "nvfp5"), 2, "did you mean 'nvfp4'?"),
+        (("plan", "MODEL", "--gpu", "h20"), 2, "did you mean 'h200'?"),
+        (("plan", "MODEL", "--kv-layers", "9=bf16"), 2, "layer 9 is out of range"),
+        (("plan", "MODEL", "--page-size", "0"), 2, "page_size must be at least 1"),
+        (("plan", "MODEL", "--page-size", "many"), 2, "page-size"),
+        (("plan", "MODEL", "--nonsense"), 2, "--nonsense"),
+        (("plan", "EMPTY"), 1, "it has no config.json"),
+        (("generate", "--model", "MODEL"), 2, "no prompt was given"),
+        (("generate", "x", "--model", "MODEL", "--kv-format", "nvfp4"), 2, "--kv-scales calibrate"),
+        (("generate", "x", "--model", "MODEL", "--top-p", "3"), 2, "top_p must lie in"),
+        (("generate", "x", "--model", "MODEL", "--logit-bias", "x"), 2, "--logit-bias as INT=FLOAT"),
+        (("generate", "x", "--model", "MODEL", "--compare"), 2, "--compare needs another cache"),
+        (("generate", "--prompt-file", "/nowhere.txt"), 1, "/nowhere.txt"),
+        (("generate", "x" * 600, "--model", "MODEL"), 1, "the context is 512 tokens"),
+        (("chat", "MODEL"), 2, "no chat template"),
+        (("eval", "MODEL", "nvfp5"), 2, "did you mean 'nvfp4'?"),
+        (("eval", "MODEL", "--window", "8", "--stride", "8"), 2, "stride 8 must be smaller"),
+        (("calibrate", "MODEL", "--text", "/nowhere.txt"), 1, "/nowhere.txt"),
+        (("calibrate", "MODEL", "--text", "SHORT"), 2, "at least 64 tokens"),
+    ],
+)
+def test_errors_are_one_message(
+    model: str, tmp_path: Path, words: tuple[str, ...], code: int, message: str
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    places = {"MODEL": model, "EMPTY": str(tmp_path), "SHORT": str(tmp_path / "short.txt")}
+    result = run(*(places.get(word, word) for word in words))
+    assert result.exit_code == code
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+# plan
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200", "rtx5090", "sm90", "cpu"])
+def test_plan_on_any_gpu(model: str, gpu: str) -> None:
+    found = data("plan", model, "--gpu", gpu, "--kv-format", "nvfp4", "--declared")
+    assert found["bytes_per_token"] == 2 * 2 * 36 and found["budget"]["tokens"] > 0
+    assert found["hardware"]["name"] == gpu
+    assert set(found["groups"][0]["routes"]) >= {"prefill", "extend", "decode"}
+    text = run("plan", model, "--gpu", gpu, "--kv-format", "nvfp4", "--declared")
+    assert text.exit_code == 0 and "144 bytes a token" in text.stdout
+
+
+def test_plan_refused_names_a_command_that_works(model: str) -> None:
+    words = ("plan", model, "--kv-format", "nvfp4", "--decode-backend", "fa3", "--gpu", "h200")
+    refused = run(*words)
+    assert refused.exit_code == 3 and refused.stdout == ""
+    command = refused.stderr.partition("what works: nibble ")[2].strip()
+    assert run(*shlex.split(command)).exit_code == 0
+    answer = data(*words, code=3)["refused"]
+    assert answer["works"] == f"nibble {command}" and "fa3" in answer["reasons"]
+
+
+def test_plan_explains_every_backend(model: str) -> None:
+    found = data("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain")["backends"]
+    by_name = {entry["backend"]: entry["reasons"] for entry in found if entry["ask"].startswith("decode")}
+    assert by_name["torch_ref"] == [] and any("nvfp4" in reason for reason in by_name["fa3"])
+    assert "reads it" in run("plan", model, "--gpu", "h200", "--explain").stdout
+
+
+# formats, docs
+
+
+def test_formats() -> None:
+    found = {entry["name"]: entry for entry in data("formats")["schemes"]}
+    sizes = {name: entry["bytes_per_token"] for name, entry in found.items()}
+    facts = {
+        "bf16": 512,
+        "fp8_e4m3": 256,
+        "fp8_e5m2": 256,
+        "k8v4": 200,
+        "nvfp4": 144,
+        "fp4_mx16": 144,
+        "mxfp4": 136,
+    }
+    assert sizes.items() >= facts.items()
+    assert (
+        found["nvfp4"]["ratio"] == 3.56
+        and found["nvfp4"]["needs_scales"]
+        and found["mxfp4"]["head_dim_multiple"] == 32
+    )
+    assert found["k8v4"]["formats"] == {"k": "fp8_e4m3", "v": "nvfp4"}
+    assert all(entry["source"] and entry["summary"] for entry in found.values())
+    text = run("formats").stdout
+    assert all(name in text for name in (*found, "+rot", "+kmean"))
+
+
+def test_docs_check_detects_stale_pages(tmp_path: Path) -> None:
+    folder = str(tmp_path / "docs")
+    assert run("docs", "--check", "--out", folder).exit_code == 1
+    assert not (tmp_path / "docs").exists()
+    assert data("docs", "--out", folder)["written"] == ["capabilities.md", "formats.md", "cli.md"]
+    assert run("docs", "--check", "--out", folder).exit_code == 0
+    (tmp_path / "docs" / "cli.md").write_text("old")
+    result = run("docs", "--check", "--out", folder)
+    assert (
+        result.exit_code == 1
+        and "cli.md is not up to date" in result.stdout
+        and "formats.md is" not in result.stdout
+    )
+    assert data("docs", "--check", "--out", folder, code=1)["stale"] == ["cli.md"]
+
+
+def test_pages_are_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = docs.pages(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert docs.pages(tmp_path) == narrow
+    for text in narrow.values():
+        assert "\x1b" not in text and str(Path.home()) + "/" not in text and str(tmp_path) not in text
+
+
+# generate, chat, eval, calibrate
+
+
+def test_generate_streams_prompt_and_answer(model: str) -> None:
+    result = run("generate", "def f", "--model", model, "--max-tokens", "6", "--kv-format", "nvfp4", *ONE)
+    assert result.exit_code == 0 and result.stdout.startswith("def f")
+    assert (
+        "nvfp4: 144 bytes of KV cache per token, 3.56 x fewer" in result.stderr
+        and "6 tokens" in result.stderr
+    )
+
+
+def test_generate_gives_the_same_streamed_and_batched(model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("class A")
+    words = ("--model", model, "--max-tokens", "5")
+    alone = run("generate", "def f", *words).stdout
+    both = data("generate", "-", "--prompt-file", str(tmp_path / "prompt.txt"), *words, stdin="def f")
+    (only,) = both["runs"]
+    assert [answer["prompt"] for answer in only["answers"]] == ["def f", "class A"]
+    assert only["answers"][0]["prompt"] + only["answers"][0]["completions"][0]["text"] == alone.removesuffix(
+        "\n"
+    )
+    assert (only["scheme"], only["bytes_per_token"], only["tokens"]) == ("bf16", 512, 10)
+    listed = run("generate", "def f", "class A", *words)
+    assert alone.strip() in listed.stdout and "prompt 2" in listed.stdout
+
+
+def test_generate_compares_caches_side_by_side(model: str) -> None:
+    words = (
+        "generate",
+        "def f",
+        "--model",
+        model,
+        "--max-tokens",
+        "4",
+        "--compare",
+        "--kv-format",
+        "nvfp4",
+        *ONE,
+    )
+    result = run(*words, "--also", "nvfp4@0=bf16")
+    assert result.exit_code == 0, result.output
+    assert "512 bytes/token" in result.stdout and "144 bytes/token" in result.stdout
+    assert re.search(r"nvfp4 gave the same answer as bf16 to [01] of 1 prompts", result.stderr)
+    assert [found["scheme"] for found in data(*words)["runs"]] == ["bf16", "nvfp4"]
+
+
+def test_chat(chatty: str) -> None:
+    result = run("chat", chatty, "--max-tokens", "3", stdin="hello\n\n/reset\nhello\n/quit\nnever read\n")
+    first, second = result.stdout.splitlines()[:2]
+    assert result.exit_code == 0 and first == second
+    assert "512 bytes of KV cache per token" in result.stderr
+    lines = run("chat", chatty, "--max-tokens", "3", "--json", stdin="hello\nhello\n").stdout.splitlines()
+    one, two = map(json.loads, lines)
+    assert one["message"]["role"] == "assistant" and two["prompt_tokens"] > one["prompt_tokens"] > 0
+
+
+def test_chat_goes_on_when_the_conversation_is_too_long(chatty: str) -> None:
+    result = run("chat", chatty, "--max-tokens", "3", stdin=f"{'x' * 600}\nhello\n")
+    assert result.exit_code == 0 and "the context is 512 tokens" in result.stderr
+    assert len(result.stdout.splitlines()) >= 1
+
+
+def test_calibrate_then_serve(model: str, tmp_path: Path) -> None:
+    scales = tmp_path / "kv_scales.json"
+    text = tmp_path / "text.txt"
+    text.write_text("some words to measure, " * 20)
+    found = data("calibrate", model, "--out", str(scales), "--text", str(text))
+    assert found["layers"] == 2 and found["path"] == str(scales)
+    words = (
+        "--model",
+        model,
+        "--max-tokens",
+        "2",
+        "--kv-format",
+        "nvfp4+kmean+rot",
+        "--kv-scales",
+        str(scales),
+    )
+    assert run("generate", "def f", *words).exit_code == 0
+
+
+def test_eval(model: str, tmp_path: Path) -> None:
+    page, picture = tmp_path / "eval.md", tmp_path / "eval.png"
+    words = (
+        "eval",
+        model,
+        "fp8_e4m3",
+        "--tokens",
+        "64",
+        "--recall-cases",
+        "0",
+        "--attention-tokens",
+        "32",
+        *ONE,
+    )
+    result = run(*words, "--markdown", str(page), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert "fp8_e4m3" in result.stdout and "perplexity" in result.stdout
+    assert page.read_text().startswith("| scheme |") and picture.read_bytes().startswith(b"\x89PNG")
+    assert [entry["name"] for entry in data(*words)["results"]] == ["bf16", "fp8_e4m3"]

@@ -1,0 +1,210 @@
+"""The Python interface: batches, streams, stops, seeds, n, aborts and bad input, on a tiny random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nibble import LLM, ConfigError, PromptTooLong, RequestError, SamplingParams
+from nibble.engine.engine import NOT_A_NUMBER
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(str(tiny), kv_format="nvfp4", kv_scales="one", kv_memory="2MiB", max_running=8, token_budget=64)
+
+
+def idle(llm: LLM) -> None:
+    """Nothing is left running, and every page is free or in the prefix cache."""
+    assert not llm.engine.busy and llm.engine.scheduler.unfinished == 0
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.manager.stats.held == 0
+
+
+PROMPTS = ["def f(x):", "the quick brown fox jumps over the lazy dog", "a", "0123456789" * 12]
+
+
+def test_one_prompt_or_many(llm: LLM) -> None:
+    one = llm.generate(PROMPTS[0], max_tokens=6)
+    many = llm.generate(PROMPTS, max_tokens=6, progress=False)
+    assert one.prompt == PROMPTS[0] and [output.prompt for output in many] == PROMPTS
+    assert many[0].completions[0].token_ids == one.completions[0].token_ids
+    assert one.completions[0].finish_reason == "length" and len(one.completions[0].token_ids) == 6
+    assert one.text == llm.tokenizer.decode(one.completions[0].token_ids).rstrip("\ufffd")
+    assert llm.generate([], max_tokens=6) == []
+    idle(llm)
+
+
+def test_same_seed_same_answer_whatever_else_runs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.0, top_p=0.95, top_k=50, seed=11)
+    alone = [llm.generate(prompt, params).completions[0].token_ids for prompt in PROMPTS]
+    together = [output.completions[0].token_ids for output in llm.generate(PROMPTS, params)]
+    assert together == alone
+    other = llm.generate(PROMPTS[1], SamplingParams(max_tokens=10, temperature=1.0, seed=12))
+    assert other.completions[0].token_ids != alone[1]
+
+
+def test_n_answers_share_the_prompt(llm: LLM) -> None:
+    prompt = PROMPTS[3]
+    llm.engine.scheduler.manager.clear()
+    output = llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5, n=3)
+    texts = [answer.token_ids for answer in output.completions]
+    assert [answer.index for answer in output.completions] == [0, 1, 2] and len(set(texts)) == 3
+    alone = [llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5 + i).completions[0].token_ids for i in range(3)]
+    assert texts == alone
+    stats = llm.engine.scheduler.manager.stats
+    assert stats.hit_tokens >= 2 * (len(prompt) // llm.plan.page_size) * llm.plan.page_size
+    idle(llm)
+
+
+def test_streaming_gives_the_same_text(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[1], max_tokens=20)
+    pieces = list(llm.stream(PROMPTS[1], max_tokens=20))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.completions[0].token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_two_streams_at_once(llm: LLM) -> None:
+    first, second = (llm.stream(prompt, max_tokens=9) for prompt in PROMPTS[:2])
+    mixed: tuple[list[str], list[str]] = ([], [])
+    for a, b in zip(first, second, strict=True):
+        mixed[0].append(a.text)
+        mixed[1].append(b.text)
+    assert ["".join(part) for part in mixed] == [llm.generate(prompt, max_tokens=9).text for prompt in PROMPTS[:2]]
+
+
+def test_closing_a_stream_aborts_it(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[3], max_tokens=500)
+    next(stream)
+    assert llm.engine.busy
+    stream.close()
+    idle(llm)
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    free = llm.generate(PROMPTS[0], max_tokens=24)
+    ids, text = free.completions[0].token_ids, free.text
+    stop = text[5:8]
+    stopped = llm.generate(PROMPTS[0], max_tokens=24, stop=stop).completions[0]
+    assert stopped.finish_reason == "stop" and stopped.text == text[: text.index(stop)]
+    by_token = llm.generate(PROMPTS[0], max_tokens=24, stop_token_ids=[ids[4]]).completions[0]
+    assert by_token.finish_reason == "stop" and by_token.token_ids == ids[: ids.index(ids[4])]
+    shown = "".join(piece.text for piece in llm.stream(PROMPTS[0], max_tokens=24, stop=stop))
+    assert shown == stopped.text, "a stream must not show the beginning of a stop string"
+    idle(llm)
+
+
+def test_logprobs(llm: LLM) -> None:
+    answer = llm.generate(PROMPTS[0], max_tokens=4, logprobs=3).completions[0]
+    assert answer.logprobs and [entry.token for entry in answer.logprobs] == list(answer.token_ids)
+    logits = llm.logits([*llm.tokenizer.encode(PROMPTS[0]), *answer.token_ids])
+    expected = logits.log_softmax(-1)[len(llm.tokenizer.encode(PROMPTS[0])) - 1 :]
+    for entry, row in zip(answer.logprobs, expected, strict=False):
+        assert entry.logprob == pytest.approx(float(row.max()), abs=1e-4) and entry.top[0][0] == entry.token
+        assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
+
+
+def test_greedy_is_the_argmax_of_the_logits(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[2] * 40)
+    answer = llm.generate(ids, max_tokens=5).completions[0].token_ids
+    logits = llm.logits([*ids, *answer])
+    assert tuple(logits.argmax(-1)[len(ids) - 1 : -1].tolist()) == answer
+
+
+def test_context_ends_the_answer(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_format="bf16", kv_memory="2MiB", max_context=40, max_running=2)
+    output = llm.generate([1] * 30, max_tokens=100, ignore_eos=True)
+    assert output.completions[0].finish_reason == "length" and len(output.completions[0].token_ids) == 10
+
+
+def test_a_prompt_too_long_is_refused_at_once_and_harms_nobody(llm: LLM) -> None:
+    with pytest.raises(PromptTooLong, match=r"2000 tokens .* context is 1024"):
+        llm.generate(["short", [1] * 2000], max_tokens=4)
+    idle(llm)
+    assert llm.generate("short", max_tokens=4).text is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature must lie in"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "top_p must lie in"),
+        ({"top_k": -3}, "top_k must lie in"),
+        ({"max_tokens": 0}, "max_tokens must lie in"),
+        ({"min_p": "x"}, "min_p must lie in"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"stop": ""}, "stop strings must not be empty"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias values must be finite"),
+        ({"logit_bias": {99999: 1.0}}, "token 99999 is out of range"),
+        ({"n": 0}, "n must lie in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+    ],
+)
+def test_bad_sampling_values(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        llm.generate("x", **options)
+    assert caught.value.status == 400
+    idle(llm)
+
+
+def test_bad_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        llm.generate("")
+    with pytest.raises(RequestError, match="token 320 is out of range"):
+        llm.generate([1, 320])
+    with pytest.raises(RequestError, match="either params or loose"):
+        llm.generate("x", SamplingParams(), top_k=3)
+    with pytest.raises(RequestError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+    idle(llm)
+
+
+def test_logits_that_are_not_numbers_end_one_request_only(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_format="bf16", kv_memory="2MiB", max_running=4)
+    forward, calls = llm.engine.runner.forward, 0
+
+    def broken(batch: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = forward(batch, **options).clone()
+        if calls == 3:
+            logits[1] = float("nan")
+        return logits
+
+    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    outputs = llm.generate(PROMPTS[:3], max_tokens=8, ignore_eos=True)
+    assert outputs[1].completions[0].error == NOT_A_NUMBER and outputs[1].completions[0].finish_reason == "abort"
+    assert [len(outputs[i].completions[0].token_ids) for i in (0, 2)] == [8, 8]
+    idle(llm)
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_format="bf16", kv_memory="2MiB", max_running=4)
+    forward = llm.engine.runner.forward
+
+    def broken(batch: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("no luck")
+
+    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    output = llm.generate(PROMPTS[0], max_tokens=8)
+    assert output.completions[0].error == "RuntimeError: no luck"
+    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+    assert len(llm.generate(PROMPTS[0], max_tokens=8, ignore_eos=True).completions[0].token_ids) == 8
+    idle(llm)
+
+
+def test_unknown_options_are_errors(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'nvfp4'"):
+        LLM(str(tiny), kv_format="nvpf4")
+    with pytest.raises(ConfigError, match="unknown dtype 'int4'"):
+        LLM(str(tiny), dtype="int4")
+    with pytest.raises(ConfigError, match="cannot read 'lots' as a size"):
+        LLM(str(tiny), kv_memory="lots")
+    with pytest.raises(ConfigError, match="layer 7 is out of range"):
+        LLM(str(tiny), kv_layers="7=bf16")
