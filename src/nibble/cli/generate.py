@@ -144,7 +144,7 @@ def _llm(base: Config, entry: Entry) -> LLM:
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     """Prompt and answer as they come; then what it cost."""
     started, tokens = time.perf_counter(), 0
-    pieces = llm.stream(prompt, params)  # raises where the prompt cannot be served, before anything is written
+    pieces = llm.stream(prompt, params)  # what cannot be served raises here, before anything is written
     sys.stdout.write(prompt)
     for piece in pieces:
         tokens += len(piece.token_ids)

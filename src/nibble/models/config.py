@@ -1,8 +1,8 @@
-"""From a model's name to its Transformers config, and the families that are refused, by name, with the
-reason.
+"""From a model's name to its Transformers config, and the families that are refused, with the reason.
 
 Owns find(), load_config() and the refusals. Runs before any weight is read. Must not know of caches or
-attention."""
+attention.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ REFUSED = {
     "llama4_text": "its chunked attention lives in the mask only, which a paged cache never builds",
 }
 """Families that would run and answer wrong: model_type -> why. models/guard.py refuses more, by what they
-do."""
+do.
+"""
 
 ATTENTION = ("full_attention", "sliding_attention", "attention")
 """Layer types that are attention over one key and value for each token."""
@@ -73,7 +74,8 @@ def load_config(model: str) -> PretrainedConfig:
     """The config of `model`; raises ConfigError or WeightError where it cannot be served right.
 
     An entry that speaks of KV scales only is left out: models/kv_scales.py reads it, and Transformers need
-    not."""
+    not.
+    """
     path = find(model)
     local = Path(path)
     if local.exists() and not (local / "config.json").exists():
@@ -191,7 +193,8 @@ def _refuse_weights(config: PretrainedConfig, path: Path | None) -> None:
 
 def _modelopt_algo(quant: dict[str, Any], path: Path | None) -> Any:
     """The weights' algorithm that ModelOpt declares, in config.json or in hf_quant_config.json; None if
-    none."""
+    none.
+    """
     algo = None
     if quant.get("quant_method") == MODELOPT:
         algo = quant.get("quant_algo") or (quant.get("quantization") or {}).get("quant_algo")

@@ -1,5 +1,4 @@
-"""Experts of mixture-of-experts layers on a CPU, whose result for a token does not depend on the other
-tokens.
+"""Experts on a CPU, whose result for a token does not depend on the other tokens.
 
 The implementations of Transformers multiply as many rows as an expert happens to get, and sums of float32
 come out another way for 1 row than for 8; see linear.py for why that matters and how packed weights avoid it.
@@ -36,8 +35,7 @@ def pack_experts(model: nn.Module) -> int:
 
 
 def _packable(module: Any) -> bool:
-    """Whether Transformers lets an experts function of ours compute `module`, with weights that can be
-    packed."""
+    """Whether Transformers lets our experts function compute `module`, and its weights can be packed."""
     weights = [
         getattr(module, name) for name in _WEIGHTS if isinstance(getattr(module, name, None), nn.Parameter)
     ]
@@ -58,6 +56,7 @@ def _pack(module: Any, name: str) -> list[Tensor]:
 def _forward(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """What each token's experts make of it, weighted and summed in the order of experts_TK."""
     packed = getattr(self, _PACKED)
+    normed = getattr(self, "has_post_expert_norm", False)  # newer Transformers than 5.17 say so
     first = "gate_up_proj" if self.has_gate else "up_proj"
     out_TKH = x_TH.new_zeros(*experts_TK.shape, x_TH.shape[-1])
     for expert in sorted(set(experts_TK.flatten().tolist())):
@@ -65,7 +64,7 @@ def _forward(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) ->
         y = linear.product(x_TH[tokens], packed[first][expert], _bias(self, first, expert))
         y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
         y_NH = linear.product(y, packed["down_proj"][expert], _bias(self, "down_proj", expert))
-        out_TKH[tokens, places] = self.post_expert_norm(y_NH) if self.has_post_expert_norm else y_NH
+        out_TKH[tokens, places] = self.post_expert_norm(y_NH) if normed else y_NH
     return (out_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 

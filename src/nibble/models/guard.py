@@ -1,10 +1,10 @@
-"""What must hold of a model so that causal attention over pages gives its answers; checked on the meta
-device.
+"""What must hold of a model so that causal attention over pages gives its answers.
 
 Models may keep meaning where an attention function cannot see it: in a mask, in positions that they count
 themselves, in layers that mix tokens by other means. Such a model runs without complaint and answers wrong,
 so it is refused here, by what it does and not by its name. Owns Positions and the checks of masks and
-modules. Must not know of any family."""
+modules. Must not know of any family.
+"""
 
 from __future__ import annotations
 

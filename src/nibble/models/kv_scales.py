@@ -4,7 +4,8 @@ Owns read(). What a scale means, and its JSON forms, is in cache/scales.py. Must
 
 Names, after `layers.<n>.`: ModelOpt `self_attn.k_proj.k_scale` / `v_proj.v_scale`; compressed-tensors
 `self_attn.k_scale` / `v_scale`; also `self_attn.attn.*` and `self_attn.qkv_proj.*`; Quark
-`k_proj.output_scale` / `v_proj.output_scale`; old AutoFP8 `self_attn.kv_scale`, for both."""
+`k_proj.output_scale` / `v_proj.output_scale`; old AutoFP8 `self_attn.kv_scale`, for both.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +37,15 @@ _LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": 6.0 * scales.E4M3_MAX, "INT8": 127.0
 
 def is_scale(name: str) -> bool:
     """Whether a tensor of a checkpoint belongs to its KV scales (or to those of queries, which Nibble has no
-    use for)."""
+    use for).
+    """
     return any(pattern.search(name) for pattern in (_NAME, _ZERO_POINT, _UNUSED))
 
 
 def read(folder: Path) -> KVScales:
     """The scales of a checkpoint folder: of its tensors, else of its kv_scales.json; without any, an empty
-    KVScales whose source says so. Raises ScaleError."""
+    KVScales whose source says so. Raises ScaleError.
+    """
     layers: dict[int, dict[str, StreamScale]] = {}
     limit = _limit(folder)
     for layer, stream, value in _found(folder):

@@ -4,7 +4,8 @@ Plain float32 products sum in another order for 1 token than for 8; quantised K 
 difference into a whole step now and then, and an answer would depend on the batch. oneDNN products over
 weights packed for small batches do not, but for a single row, and are 2 to 3 times faster from 2 tokens on.
 Where torch brings no oneDNN, layers stay as they are. Owns pack_linears(), pack() and product(). Must not
-know of attention or of caches."""
+know of attention or of caches.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 class PackedLinear(nn.Module):
     """y = x W^T + b, with W [out, in] packed by oneDNN. The packed weight is opaque, and replaces the plain
-    one."""
+    one.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -53,7 +55,8 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The plain weight, unpacked anew at each reading: for models that look at it (its dtype, for
-        one)."""
+        one).
+        """
         plain: Tensor = self.packed.to_dense()
         return plain
 
@@ -63,7 +66,8 @@ class PackedLinear(nn.Module):
 
 class PackedWeight(Tensor):
     """The weight of a module that calls F.linear itself, as routers of experts do: such calls use its packed
-    form."""
+    form.
+    """
 
     packed: Tensor
 

@@ -1,7 +1,8 @@
 """Weights: from a checkpoint to a model that is ready to serve.
 
 Owns load(). Transformers reads and places the weights; here they are checked, rope tables are fixed and, on a
-CPU, linear layers and experts are packed. Must not know of requests or of the cache's format."""
+CPU, linear layers and experts are packed. Must not know of requests or of the cache's format.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ attention.
 
 So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
 for any family, with no table of families. MLA models are read off their config instead, since unswapped they
-expand the latent. Owns observe(). Must not know of caches, formats or backends."""
+expand the latent. Owns observe(). Must not know of caches, formats or backends.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
     """The model without weights, on the meta device; raises ConfigError where it has no causal language
-    model."""
+    model.
+    """
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
@@ -47,7 +49,8 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> Geometry:
     """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises
-    ConfigError."""
+    ConfigError.
+    """
     text = config.get_text_config()
     limit = _limit(text)
     longest = int(limit * stretch(text))

@@ -1,7 +1,8 @@
 """Keeps Transformers' chatter off the user's terminal, and shortens its errors.
 
 Its progress bars and load reports are replaced by our own errors, which say the same in one line; what else
-it warns of is passed on. Owns quiet() and first_line(). Must not know of models."""
+it warns of is passed on. Owns quiet() and first_line(). Must not know of models.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 The `dynamic` and `longrope` types of Transformers choose their frequencies by the largest position in the
 batch, so that a short request's answer changes when a long one joins. Here they are chosen once, from the
 longest context that is served, as if every request were that long; keys and queries of a request then always
-rotate alike. Owns fix_rope() and stretch(). Must not know of attention or of caches."""
+rotate alike. Owns fix_rope() and stretch(). Must not know of attention or of caches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _FIXED = "default"
 
 def stretch(text: PretrainedConfig) -> float:
     """How many times max_position_embeddings a context may be: more than 1 for `dynamic`, which is made for
-    that."""
+    that.
+    """
     parameters = getattr(text, "rope_parameters", None) or {}
     found = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
     return max(
@@ -31,7 +33,8 @@ def stretch(text: PretrainedConfig) -> float:
 
 def fix_rope(model: nn.Module, max_context: int) -> list[str]:
     """Replaces batch-dependent frequencies of `model` in place; returns the names of the modules it
-    changed."""
+    changed.
+    """
     changed = []
     for name, module in model.named_modules():
         types = getattr(module, "rope_type", None)
