@@ -85,7 +85,8 @@ class KVScales:
     @property
     def version(self) -> str:
         """16 hex digits that change with any scale: part of every prefix key."""
-        text = repr((sorted(self.layers.items()), self.unit))
+        layers = [(n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())]
+        text = repr((layers, self.unit))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -106,7 +107,12 @@ def require(layout: CacheLayout, scales: KVScales) -> None:
     for layer in layout.layers:
         scales.mean(layer.layer, layer.transforms)
         for entry in layer.streams:
-            scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
+            found = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
+            if isinstance(found, tuple) and len(found) != entry.stream.heads:
+                raise ScaleError(
+                    f"{scales.source} has {len(found)} scales for {entry.stream.name!r} of layer {layer.layer}, which "
+                    f"has {entry.stream.heads} heads"
+                )
 
 
 def checked(value: Any, where: str) -> float:

@@ -18,7 +18,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(path)
+            self._inner: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise WeightError(f"cannot load the tokenizer of {path!r}: {error}") from error
 

@@ -26,6 +26,10 @@ def available() -> bool:
     return bool(found) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
+def _linear(*args: Any) -> Any:
+    return torch.ops.mkldnn._linear_pointwise.default(*args)
+
+
 def pack(weight: Tensor) -> Tensor:
     """weight [out, in] -> an opaque tensor for product()."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR)
@@ -34,11 +38,12 @@ def pack(weight: Tensor) -> Tensor:
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b, for a packed W."""
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) == 1:  # a row alone is summed in another order than among others, so it gets company
-        rows = rows.repeat(2, 1)
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-    return y[: x.numel() // x.shape[-1]].reshape(*x.shape[:-1], y.shape[-1])
+    if x.numel() > x.shape[-1]:
+        y: Tensor = _linear(x, packed, bias, "none", [], "")
+        return y
+    # A row alone is summed in another order than among others, so it gets company.
+    pair: Tensor = _linear(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
+    return pair[:1].reshape(*x.shape[:-1], -1)
 
 
 class PackedLinear(nn.Module):
