@@ -73,9 +73,13 @@ def tokens_per_second(runs: dict[str, Callable[[], None]], tokens: int, repeats:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--text", type=Path, help="text to take prompts from (default: the model's heldout.txt)")
+    parser.add_argument(
+        "--text", type=Path, help="text to take prompts from (default: the model's heldout.txt)"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--report", action="store_true", help="write a dated report to benchmarks/reports")
@@ -103,7 +107,11 @@ def main() -> None:
     )
     print(table, note, sep="\n\n")
     if args.report:
-        print(write_report("cpu_throughput", f"{table}\n\n{note}\n", "python benchmarks/cpu_throughput.py --report"))
+        print(
+            write_report(
+                "cpu_throughput", f"{table}\n\n{note}\n", "python benchmarks/cpu_throughput.py --report"
+            )
+        )
 
 
 if __name__ == "__main__":

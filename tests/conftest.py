@@ -28,4 +28,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)")
+    parser.addoption(
+        "--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)"
+    )

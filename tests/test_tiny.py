@@ -14,7 +14,10 @@ from nibble.hardware import named
 
 
 def test_a_four_bit_cache_takes_the_bytes_it_promises(tiny: Path) -> None:
-    bf16, nvfp4 = (LLM(str(tiny), kv_format=name, kv_scales="one", kv_memory="1MiB").plan.layout for name in ("bf16", "nvfp4"))
+    bf16, nvfp4 = (
+        LLM(str(tiny), kv_format=name, kv_scales="one", kv_memory="1MiB").plan.layout
+        for name in ("bf16", "nvfp4")
+    )
     assert bf16.bytes_per_token / nvfp4.bytes_per_token == pytest.approx(512 / 144)
 
 

@@ -37,9 +37,13 @@ class Config:
     """How to serve one model. Raises ConfigError where a value is malformed."""
 
     model: str = _option(MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` is bundled.")
-    kv_format: str = _option("bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms.")
+    kv_format: str = _option(
+        "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
+    )
     kv_layers: str = _option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
-    kv_scales: str = _option("auto", "Global KV scales: auto (the checkpoint's), a JSON file, calibrate, or one.")
+    kv_scales: str = _option(
+        "auto", "Global KV scales: auto (the checkpoint's), a JSON file, calibrate, or one."
+    )
     page_size: int | None = _option(None, "Tokens per page; chosen jointly with the backends if left out.")
     attention_backend: str = _option("auto", "Attention backend of all phases.")
     prefill_backend: str | None = _option(None, "Backend of PREFILL and EXTEND, where it differs.")
@@ -47,7 +51,9 @@ class Config:
     allow_staging: bool = _option(False, "Allow a decode backend that needs pages dequantised first (slow).")
     dtype: str = _option("auto", "Compute dtype: auto (float32 on a CPU, else the checkpoint's), or a name.")
     device: str = _option("auto", "auto, cpu or cuda.")
-    kv_memory: str | None = _option(None, "Memory for the KV cache, as 2GiB; else what is free, within reason.")
+    kv_memory: str | None = _option(
+        None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
+    )
     max_context: int | None = _option(None, "Longest prompt + answer in tokens; the model's own if left out.")
     max_running: int = _option(256, "Most requests that decode at the same time.")
     token_budget: int = _option(512, "Most tokens computed in one step; longer prompts are cut into chunks.")
@@ -88,15 +94,23 @@ class SamplingParams:
     top_k: int = _option(0, "Keep the k most likely tokens; 0 keeps all.")
     top_p: float = _option(1.0, "Keep the likeliest tokens whose probabilities sum to p.")
     min_p: float = _option(0.0, "Drop tokens less likely than min_p times the likeliest.")
-    repetition_penalty: float = _option(1.0, "Divide (multiply, if negative) logits of tokens seen in prompt or answer.")
+    repetition_penalty: float = _option(
+        1.0, "Divide (multiply, if negative) logits of tokens seen in prompt or answer."
+    )
     presence_penalty: float = _option(0.0, "Subtract from logits of tokens that the answer holds.")
     frequency_penalty: float = _option(0.0, "Subtract from logits, per occurrence in the answer.")
-    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"doc": "Add to logits, by token id."})
-    seed: int | None = _option(None, "Seed of this request; the same seed gives the same answer in any batch.")
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"doc": "Add to logits, by token id."}
+    )
+    seed: int | None = _option(
+        None, "Seed of this request; the same seed gives the same answer in any batch."
+    )
     stop: tuple[str, ...] = _option((), "Strings that end the answer; not part of it.")
     stop_token_ids: tuple[int, ...] = _option((), "Tokens that end the answer; not part of it.")
     ignore_eos: bool = _option(False, "Go on after the model's end-of-text token.")
-    logprobs: int | None = _option(None, "Return log-probabilities of this many likeliest tokens (0: the chosen one only).")
+    logprobs: int | None = _option(
+        None, "Return log-probabilities of this many likeliest tokens (0: the chosen one only)."
+    )
     n: int = _option(1, "Answers per prompt; they share the prompt's pages.")
 
     def __post_init__(self) -> None:

@@ -80,7 +80,9 @@ class Case:
 
     def __str__(self) -> str:
         extras = "".join(f"-{name}" for name in ("window", "softcap", "sinks") if getattr(self.shape, name))
-        where = f"{self.format}@{self.packing}-d{self.shape.dim}-g{self.shape.group}-p{self.shape.page}{extras}"
+        where = (
+            f"{self.format}@{self.packing}-d{self.shape.dim}-g{self.shape.group}-p{self.shape.page}{extras}"
+        )
         return f"{self.backend}{self.row}-{self.phase}-{where}"
 
 
@@ -195,7 +197,9 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if shape.sinks else None
     spec = AttentionSpec(shape.dim**-0.5, shape.window, shape.softcap, sinks)
     kv = {name: random(sum(new), shape.heads) for name in "kv"}
-    return Scene(StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages)
+    return Scene(
+        StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages
+    )
 
 
 def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
@@ -203,7 +207,9 @@ def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
     frozen = [t.clone() for t in (s.q_THD, s.streams["k"], s.streams["v"])]
     out = attention(s.ctx, 0, s.q_THD, s.streams, s.spec)
     assert out.dtype == s.q_THD.dtype and out.isfinite().all()
-    assert all(torch.equal(a, b) for a, b in zip(frozen, (s.q_THD, s.streams["k"], s.streams["v"]), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(frozen, (s.q_THD, s.streams["k"], s.streams["v"]), strict=True)
+    )
     view, row = s.ctx.pool.view(0), 0
     for (stored, new), pages in zip(batch, s.pages, strict=True):
         ids = torch.tensor([pages], device=DEVICE)
@@ -235,7 +241,9 @@ def record(path: Path, case: Case, route: Route) -> None:
     versions = {"torch": torch.__version__.split("+")[0]}
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
-    ledger.write(path, [ledger.Entry(case.backend, case.phase, "mha", stored, HARDWARE.arch, name, today, versions)])
+    ledger.write(
+        path, [ledger.Entry(case.backend, case.phase, "mha", stored, HARDWARE.arch, name, today, versions)]
+    )
 
 
 def test_a_wrong_kernel_is_caught() -> None:
@@ -253,7 +261,11 @@ def test_a_wrong_kernel_is_caught() -> None:
             return super().attend(q_THD, view, cut, spec)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backends._registry, "torch_ref", backends.BackendInfo(name="torch_ref", rows=(route.row,), summary="", adapter=Forgetful))
+        patch.setitem(
+            backends._registry,
+            "torch_ref",
+            backends.BackendInfo(name="torch_ref", rows=(route.row,), summary="", adapter=Forgetful),
+        )
         with pytest.raises(AssertionError, match="error"):
             check(case, route, BATCHES[Phase.DECODE][0])
 
@@ -275,6 +287,8 @@ def test_transforms_leave_attention_as_it_was(transforms: str, dim: int) -> None
     other = StepContext(plain.ctx.plan, pool, plain.ctx.backends, plain.ctx.meta)
     expected = attention(plain.ctx, 0, plain.q_THD, plain.streams, plain.spec)
     found = attention(other, 0, plain.q_THD, plain.streams, plain.spec)
-    stored = [p.view(0).streams["k"].gather(torch.tensor([plain.pages[0]]))[0, :50] for p in (plain.ctx.pool, pool)]
+    stored = [
+        p.view(0).streams["k"].gather(torch.tensor([plain.pages[0]]))[0, :50] for p in (plain.ctx.pool, pool)
+    ]
     assert (stored[0] - stored[1]).abs().max() > 0.1
     assert (found - expected).abs().max() < 1e-5

@@ -22,7 +22,13 @@ TORCH_FREE = (
     "attention/plan", "attention/resolve", "attention/needs", "attention/options", "attention/reasons",
     "attention/remedy", "attention/budget", "engine/request", "engine/batch", "engine/scheduler", "engine/outputs",
 )  # fmt: skip
-BOOKS = ("nibble.cache.manager", "nibble.engine.scheduler", "nibble.engine.outputs", "nibble.config", "nibble.geometry")
+BOOKS = (
+    "nibble.cache.manager",
+    "nibble.engine.scheduler",
+    "nibble.engine.outputs",
+    "nibble.config",
+    "nibble.geometry",
+)
 FOREIGN = {
     "transformers": {"models", "engine/tokenizer"},
     "flashinfer": {"attention/backends/flashinfer"},
@@ -51,7 +57,9 @@ def layer_of(module: str) -> int | None:
     parts = module.split(".")
     if parts[0] != "nibble" or len(parts) == 1:
         return None
-    return LAYERS.index("base") if parts[1] in BASE else LAYERS.index(parts[1]) if parts[1] in LAYERS else None
+    return (
+        LAYERS.index("base") if parts[1] in BASE else LAYERS.index(parts[1]) if parts[1] in LAYERS else None
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -65,7 +73,11 @@ def test_imports_run_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("name", TORCH_FREE)
 def test_no_torch_in_the_books(name: str) -> None:
-    assert not {module.split(".")[0] for module in imports(ROOT / f"{name}.py")} & {"torch", "transformers", "numpy"}
+    assert not {module.split(".")[0] for module in imports(ROOT / f"{name}.py")} & {
+        "torch",
+        "transformers",
+        "numpy",
+    }
 
 
 @pytest.mark.parametrize("module", BOOKS)
@@ -79,7 +91,9 @@ def test_foreign_packages_stay_in_their_files() -> None:
         used = {module.split(".")[0] for module in imports(path)}
         for package, homes in FOREIGN.items():
             if package in used:
-                assert any(name_of(path).startswith(home) for home in homes), f"{name_of(path)} imports {package}"
+                assert any(name_of(path).startswith(home) for home in homes), (
+                    f"{name_of(path)} imports {package}"
+                )
 
 
 def test_format_names_stay_in_formats_rows_and_config() -> None:

@@ -72,7 +72,10 @@ def test_penalties() -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rows = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
-    requests = [Request(str(i), [1], SamplingParams(temperature=i % 3 * 0.7, seed=i, top_p=0.9, top_k=20)) for i in range(7)]
+    requests = [
+        Request(str(i), [1], SamplingParams(temperature=i % 3 * 0.7, seed=i, top_p=0.9, top_k=20))
+        for i in range(7)
+    ]
     together = [pick.token for pick in Sampler().sample(rows, requests) if pick]
     alone = [Sampler().sample(rows[i : i + 1], requests[i : i + 1])[0].token for i in range(7)]  # type: ignore[union-attr]
     assert together == alone
@@ -90,6 +93,6 @@ def test_not_a_number_is_no_token() -> None:
 
 def test_uniform_is_uniform() -> None:
     values = torch.tensor([uniform(seed, position) for seed in range(100) for position in range(100)])
-    assert 0 <= float(values.min()) and float(values.max()) < 1
+    assert float(values.min()) >= 0 and float(values.max()) < 1
     assert torch.histc(values, 10, 0, 1).sub(1000).abs().max() < 150
     assert uniform(1, 2) == uniform(1, 2) != uniform(2, 1)

@@ -51,7 +51,11 @@ def _folder() -> Path:
     return folder if (folder / "tokenizer.json").exists() else save_tokenizer(folder)
 
 
-@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 5))
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
 def test_stop_strings_cut_where_the_whole_text_would_be_cut(text: str, stops: list[str], size: int) -> None:
     finder, shown, stopped = StopStrings(stops), "", False
     for i in range(0, len(text), size):

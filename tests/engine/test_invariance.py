@@ -20,7 +20,9 @@ from nibble.formats import scheme
 
 SCHEMES = (*scheme.names(), "nvfp4+rot", "nvfp4+kmean+rot", "k8v4+kmean")
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(1)).tolist()
-OTHERS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 61, 140)]
+OTHERS = [
+    torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 61, 140)
+]
 ANSWER = 12
 
 
@@ -55,16 +57,22 @@ def answer(llm: LLM, prompts: list[list[int]], target: int = 0) -> tuple[tuple[i
     with recorded(llm) as seen:
         outputs = llm.generate(prompts, max_tokens=ANSWER, ignore_eos=True)
     logits = list(seen.values())
-    mine = next(rows for name, rows in seen.items() if name.endswith("-0") and name == sorted(seen, key=_number)[target])
+    mine = next(
+        rows
+        for name, rows in seen.items()
+        if name.endswith("-0") and name == sorted(seen, key=_number)[target]
+    )
     assert len(mine) == ANSWER == len(logits[0])
     return outputs[target].completions[0].token_ids, torch.stack(mine), outputs[target].cached_tokens
 
 
 def _number(name: str) -> int:
-    return int(name.split("-")[0])
+    return int(name.split("-", maxsplit=1)[0])
 
 
-def same(found: tuple[tuple[int, ...], torch.Tensor, int], cold: tuple[tuple[int, ...], torch.Tensor, int]) -> None:
+def same(
+    found: tuple[tuple[int, ...], torch.Tensor, int], cold: tuple[tuple[int, ...], torch.Tensor, int]
+) -> None:
     assert found[0] == cold[0]
     assert (found[1] - cold[1]).abs().max() < 1e-5
 
@@ -72,7 +80,12 @@ def same(found: tuple[tuple[int, ...], torch.Tensor, int], cold: tuple[tuple[int
 @pytest.mark.parametrize("kv_format", SCHEMES)
 def test_same_answer_however_computed(kv_format: str, tiny: Path, scales: Path) -> None:
     def llm(**options: Any) -> LLM:
-        return LLM(str(tiny), kv_format=kv_format, kv_scales=str(scales), **{"kv_memory": "4MiB", "max_running": 8, **options})
+        return LLM(
+            str(tiny),
+            kv_format=kv_format,
+            kv_scales=str(scales),
+            **{"kv_memory": "4MiB", "max_running": 8, **options},
+        )
 
     whole = llm()
     cold = answer(whole, [PROMPT])

@@ -14,7 +14,9 @@ from nibble.engine.engine import NOT_A_NUMBER
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> LLM:
-    return LLM(str(tiny), kv_format="nvfp4", kv_scales="one", kv_memory="2MiB", max_running=8, token_budget=64)
+    return LLM(
+        str(tiny), kv_format="nvfp4", kv_scales="one", kv_memory="2MiB", max_running=8, token_budget=64
+    )
 
 
 def idle(llm: LLM) -> None:
@@ -53,7 +55,10 @@ def test_n_answers_share_the_prompt(llm: LLM) -> None:
     output = llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5, n=3)
     texts = [answer.token_ids for answer in output.completions]
     assert [answer.index for answer in output.completions] == [0, 1, 2] and len(set(texts)) == 3
-    alone = [llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5 + i).completions[0].token_ids for i in range(3)]
+    alone = [
+        llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5 + i).completions[0].token_ids
+        for i in range(3)
+    ]
     assert texts == alone
     stats = llm.engine.scheduler.manager.stats
     assert stats.hit_tokens >= 2 * (len(prompt) // llm.plan.page_size) * llm.plan.page_size
@@ -75,7 +80,9 @@ def test_two_streams_at_once(llm: LLM) -> None:
     for a, b in zip(first, second, strict=True):
         mixed[0].append(a.text)
         mixed[1].append(b.text)
-    assert ["".join(part) for part in mixed] == [llm.generate(prompt, max_tokens=9).text for prompt in PROMPTS[:2]]
+    assert ["".join(part) for part in mixed] == [
+        llm.generate(prompt, max_tokens=9).text for prompt in PROMPTS[:2]
+    ]
 
 
 def test_closing_a_stream_aborts_it(llm: LLM) -> None:
@@ -179,7 +186,9 @@ def test_logits_that_are_not_numbers_end_one_request_only(tiny: Path) -> None:
 
     llm.engine.runner.forward = broken  # type: ignore[method-assign]
     outputs = llm.generate(PROMPTS[:3], max_tokens=8, ignore_eos=True)
-    assert outputs[1].completions[0].error == NOT_A_NUMBER and outputs[1].completions[0].finish_reason == "abort"
+    assert (
+        outputs[1].completions[0].error == NOT_A_NUMBER and outputs[1].completions[0].finish_reason == "abort"
+    )
     assert [len(outputs[i].completions[0].token_ids) for i in (0, 2)] == [8, 8]
     idle(llm)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import GEMMA2, GPT_OSS, HEAD_80, QWEN3_8B, SHARED_KV, geometry, mha
 
 from nibble.attention.budget import budget
 from nibble.attention.resolve import resolve
@@ -16,6 +15,7 @@ from nibble.errors import ConfigError
 from nibble.formats import scheme
 from nibble.geometry import Geometry, LayerGroup, Stream
 from nibble.hardware import named
+from planning import GEMMA2, GPT_OSS, HEAD_80, QWEN3_8B, SHARED_KV, geometry, mha
 
 
 def streams(heads: int, dim: int, v_dim: int | None = None) -> tuple[Stream, ...]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toys import int8_format, loop_backend
 
 from nibble import LLM, formats
 from nibble.attention import backends
 from nibble.attention.capability import Phase
 from nibble.formats import scheme
+from toys import int8_format, loop_backend
 
 PROMPT = list(b"def add(a, b):\n    return a + b\n")
 
@@ -28,15 +28,22 @@ def test_the_toys_are_chosen_and_give_the_reference_answer(tiny: Path) -> None:
     llm = LLM(str(tiny), kv_format="toy_int8", kv_memory="4MiB", max_running=8)
     group = llm.plan.groups[0]
     assert {route.backend for route in group.routes} == {"toy_loop"}
-    assert (llm.plan.page_size, llm.plan.layout.packing) == (32, "hnd"), "storage follows the backend that was chosen"
+    assert (llm.plan.page_size, llm.plan.layout.packing) == (32, "hnd"), (
+        "storage follows the backend that was chosen"
+    )
     assert llm.plan.layout.bytes_per_token == 3 * 2 * 2 * (32 + 4)
     before = loop_backend.calls
     toy = llm.generate(PROMPT, max_tokens=12, ignore_eos=True)
     assert loop_backend.calls - before == 3 * 12
 
-    reference = LLM(str(tiny), kv_format="toy_int8", kv_memory="4MiB", max_running=8, attention_backend="torch_ref")
+    reference = LLM(
+        str(tiny), kv_format="toy_int8", kv_memory="4MiB", max_running=8, attention_backend="torch_ref"
+    )
     assert reference.plan.route(0, Phase.DECODE).backend == "torch_ref"
-    assert toy.completions[0].token_ids == reference.generate(PROMPT, max_tokens=12, ignore_eos=True).completions[0].token_ids
+    assert (
+        toy.completions[0].token_ids
+        == reference.generate(PROMPT, max_tokens=12, ignore_eos=True).completions[0].token_ids
+    )
 
 
 def test_the_toys_appear_wherever_names_are_listed() -> None:

@@ -179,7 +179,13 @@ def test_H4_a_refusal_is_an_error_not_an_assertion() -> None:
         "try: resolve(Config(model='m', kv_format='nvfp4', attention_backend='fa3'), QWEN3_8B, named('b200'))\n"
         "except Unsupported as error: print(type(error).__name__, len(error.refusals))"
     )
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
     assert done.stdout.split() == ["Unsupported", "1"]
 
 
@@ -187,14 +193,19 @@ def test_H5_a_backend_that_cannot_extend_is_refused() -> None:
     """Chunked prefill and prefix hits read a quantised prefix, so PREFILL alone is not enough."""
     row = Row(phase=frozenset({Phase.PREFILL}), kind=frozenset({"mha"}), format=frozenset({NV}))
     table = {**all_backends(), "cold": BackendInfo(name="cold", rows=(row,), summary="prefills only")}
-    with pytest.raises(Unsupported, match=r"extend of mha in nvfp4[^\n]*\n  cold  phase extend is not in \{prefill\}"):
+    with pytest.raises(
+        Unsupported, match=r"extend of mha in nvfp4[^\n]*\n  cold  phase extend is not in \{prefill\}"
+    ):
         resolve(Config(model="m", **pair(NV, "cold", "triton")), QWEN3_8B, named("h200"), table)
 
 
 def test_H5_the_prefix_cache_changes_no_route() -> None:
     """Attention reads what is stored in every phase, so a hit and a miss take the same routes."""
     config = Config(model="m", kv_format=NV)
-    on, off = (resolve(replace(config, prefix_cache=flag), QWEN3_8B, named("h200"), declared=True) for flag in (True, False))
+    on, off = (
+        resolve(replace(config, prefix_cache=flag), QWEN3_8B, named("h200"), declared=True)
+        for flag in (True, False)
+    )
     assert on == off
 
 
@@ -206,5 +217,8 @@ def test_H5_what_has_no_verify_says_so() -> None:
 
 
 def test_H6_an_alias_is_the_same_plan() -> None:
-    old, new = (resolve(Config(model="m", kv_format=name), QWEN3_8B, named("b200"), declared=True) for name in ("fp4_e2m1", MX))
+    old, new = (
+        resolve(Config(model="m", kv_format=name), QWEN3_8B, named("b200"), declared=True)
+        for name in ("fp4_e2m1", MX)
+    )
     assert old == new

@@ -60,7 +60,12 @@ def test_decoding_is_stable(fmt: KVFormat, x: object) -> None:
     once = roundtrip(fmt, x_THD, scale)
     assert once.isfinite().all() or fmt.plain
     twice = roundtrip(fmt, once, scale)
-    block = once.unflatten(-1, (-1, fmt.block)).abs().amax(-1, keepdim=True).expand(*once.shape[:-1], -1, fmt.block)
+    block = (
+        once.unflatten(-1, (-1, fmt.block))
+        .abs()
+        .amax(-1, keepdim=True)
+        .expand(*once.shape[:-1], -1, fmt.block)
+    )
     assert ((twice - once).abs() <= block.flatten(-2) / 3 + 1e-6).all()
 
 
@@ -89,7 +94,9 @@ def test_zeros_stay_zero(fmt: KVFormat) -> None:
 @pytest.mark.parametrize("fmt", ALL, **ids)
 def test_zero_bytes_decode_to_zeros(fmt: KVFormat) -> None:
     """What the reference relies on where it fills in tokens that are not there."""
-    planes = tuple(torch.zeros(3, *plane.shape, dtype=plane.torch_dtype) for plane in fmt.planes(Stream("k", 2, 64)))
+    planes = tuple(
+        torch.zeros(3, *plane.shape, dtype=plane.torch_dtype) for plane in fmt.planes(Stream("k", 2, 64))
+    )
     assert torch.equal(fmt.decode(planes, torch.tensor(0.37)), torch.zeros(3, 2, 64))
 
 
@@ -118,7 +125,9 @@ def test_an_outlier_harms_its_block_only(fmt: KVFormat) -> None:
     quiet = roundtrip(fmt, x, scale)
     x[0, 1, 0] = 1000.0
     loud = roundtrip(fmt, x, scale)
-    assert torch.equal(loud[0, 1, fmt.block :], quiet[0, 1, fmt.block :]) and torch.equal(loud[0, 0], quiet[0, 0])
+    assert torch.equal(loud[0, 1, fmt.block :], quiet[0, 1, fmt.block :]) and torch.equal(
+        loud[0, 0], quiet[0, 0]
+    )
     assert abs(float(loud[0, 1, 0]) - 1000) <= 260
 
 
@@ -153,8 +162,7 @@ def e2m1_reference(value: float, ties_away: bool) -> int:
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     distance = [abs(abs(value) - v) for v in values]
     best = [code for code, d in enumerate(distance) if d == min(distance)]
-    code = best[-1] if ties_away else next(c for c in best if c % 2 == 0) if len(best) > 1 else best[0]
-    return code
+    return best[-1] if ties_away else next(c for c in best if c % 2 == 0) if len(best) > 1 else best[0]
 
 
 @pytest.mark.parametrize("ties", [e2m1.TIES_TO_EVEN, e2m1.TIES_AWAY], ids=["even", "away"])
@@ -178,11 +186,16 @@ def nvfp4_reference(block: list[float], scale: float) -> tuple[int, list[int]]:
     codes = []
     for value in block:
         scaled = f32(value) * inverse
-        codes.append(e2m1_reference(float(scaled.abs().clamp(max=6)), False) | (8 if math.copysign(1, float(scaled)) < 0 else 0))
+        codes.append(
+            e2m1_reference(float(scaled.abs().clamp(max=6)), False)
+            | (8 if math.copysign(1, float(scaled)) < 0 else 0)
+        )
     return int(stored.view(torch.uint8)), codes
 
 
-@given(st.lists(st.floats(-300, 300, width=32), min_size=16, max_size=16), st.sampled_from([1.0, 0.037, 2.5e-3]))
+@given(
+    st.lists(st.floats(-300, 300, width=32), min_size=16, max_size=16), st.sampled_from([1.0, 0.037, 2.5e-3])
+)
 def test_nvfp4_bytes_follow_the_formula(block: list[float], scale: float) -> None:
     data, scales = formats.get("nvfp4").encode(torch.tensor(block).view(1, 1, 16), torch.tensor(scale))
     stored, codes = nvfp4_reference(block, scale)

@@ -42,7 +42,9 @@ class StepContext:
     meta: AttentionMetadata
 
 
-def attention(ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec) -> Tensor:
+def attention(
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec
+) -> Tensor:
     """Stores the layer's new streams and attends over all that is stored -> [T, H, Dv], zeros in padding rows.
 
     A layer that shares another's KV stores nothing, and reads its owner's pages.
@@ -66,7 +68,9 @@ def _segment(
     route = ctx.plan.route(layer, segment.phase)
     parts = staged(view, segment, route.stage_to) if route.stage_to else ((view, segment),)
     for part_view, part in parts:
-        yield _attend(ctx.backends[route.backend], route, q_THD[part.start : part.stop], part_view, part, spec)
+        yield _attend(
+            ctx.backends[route.backend], route, q_THD[part.start : part.stop], part_view, part, spec
+        )
 
 
 def _attend(
@@ -77,4 +81,6 @@ def _attend(
     except NibbleError:
         raise
     except Exception as error:
-        raise BackendError(f"backend {route} failed in {segment.phase}: {type(error).__name__}: {error}") from error
+        raise BackendError(
+            f"backend {route} failed in {segment.phase}: {type(error).__name__}: {error}"
+        ) from error

@@ -29,7 +29,10 @@ def staged(view: KVView, segment: Segment, target: str) -> Iterator[tuple[KVView
     for part in _parts(segment, view.page_size):
         count, width = part.pages_BN.shape
         own = torch.arange(count * width, dtype=torch.int32, device=part.pages_BN.device).view(count, width)
-        streams = {name: _stage(stream, part.pages_BN, view.page_size, target) for name, stream in view.streams.items()}
+        streams = {
+            name: _stage(stream, part.pages_BN, view.page_size, target)
+            for name, stream in view.streams.items()
+        }
         yield replace(view, streams=streams), replace(part, pages_BN=own)
 
 

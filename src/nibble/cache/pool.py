@@ -30,11 +30,19 @@ class PagedPool:
     """
 
     def __init__(
-        self, layout: CacheLayout, pages: int, scales: KVScales, device: torch.device | str = "cpu", *, poison: bool = False
+        self,
+        layout: CacheLayout,
+        pages: int,
+        scales: KVScales,
+        device: torch.device | str = "cpu",
+        *,
+        poison: bool = False,
     ) -> None:
         self.layout = layout
         self.pages = pages
-        self.views = {layer.layer: self._allocate(layer, scales, torch.device(device)) for layer in layout.layers}
+        self.views = {
+            layer.layer: self._allocate(layer, scales, torch.device(device)) for layer in layout.layers
+        }
         if poison:
             for plane in self._planes():
                 packings.raw(plane).view(torch.uint8).fill_(POISON)
@@ -42,7 +50,9 @@ class PagedPool:
     def _allocate(self, layer: LayerLayout, scales: KVScales, device: torch.device) -> KVView:
         mean = scales.mean(layer.layer, layer.transforms)
         streams = {
-            entry.stream.name: self._stream(entry, scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec), device)
+            entry.stream.name: self._stream(
+                entry, scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec), device
+            )
             for entry in layer.streams
         }
         return KVView(
@@ -53,14 +63,22 @@ class PagedPool:
             _joint_scale(tuple(streams.values())),
         )
 
-    def _stream(self, entry: StreamLayout, scale: float | tuple[float, ...], device: torch.device) -> StreamView:
+    def _stream(
+        self, entry: StreamLayout, scale: float | tuple[float, ...], device: torch.device
+    ) -> StreamView:
         packing = packings.get(self.layout.packing)
         planes = tuple(
-            torch.empty(packing.shape(plane, self.pages, self.layout.page_size), dtype=plane.torch_dtype, device=device)
+            torch.empty(
+                packing.shape(plane, self.pages, self.layout.page_size),
+                dtype=plane.torch_dtype,
+                device=device,
+            )
             for plane in entry.codec.planes(entry.stream)
         )
         value = torch.tensor(scale, dtype=torch.float32, device=device)
-        return StreamView(entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value)
+        return StreamView(
+            entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value
+        )
 
     def _planes(self) -> list[Tensor]:
         return [p for view in self.views.values() for stream in view.streams.values() for p in stream.planes]

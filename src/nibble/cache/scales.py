@@ -60,7 +60,9 @@ class KVScales:
     layers: Mapping[int, LayerScales] = field(default_factory=dict)
     unit: bool = False
 
-    def scale(self, layer: int, stream: str, transforms: Iterable[str], fmt: KVFormat) -> float | tuple[float, ...]:
+    def scale(
+        self, layer: int, stream: str, transforms: Iterable[str], fmt: KVFormat
+    ) -> float | tuple[float, ...]:
         """The global scale of a stream in `fmt`; 1.0 for formats without one. Raises ScaleError."""
         if not fmt.needs_scale or self.unit:
             return 1.0
@@ -85,7 +87,9 @@ class KVScales:
     @property
     def version(self) -> str:
         """16 hex digits that change with any scale: part of every prefix key."""
-        layers = [(n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())]
+        layers = [
+            (n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())
+        ]
         text = repr((layers, self.unit))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -117,7 +121,12 @@ def require(layout: CacheLayout, scales: KVScales) -> None:
 
 def checked(value: Any, where: str) -> float:
     """`value` as a scale; raises ScaleError unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise ScaleError(f"{where}: a KV scale must be a finite number above 0, not {value!r}")
     return float(value)
 
@@ -135,7 +144,9 @@ def load(path: Path, layers: int) -> KVScales:
     parse = _parse_own if data.get("schema") == SCHEMA else _parse_peer
     scales = KVScales(str(path), parse(data, path))
     if beyond := [layer for layer in scales.layers if not 0 <= layer < layers]:
-        raise ScaleError(f"{path} has scales for layer {beyond[0]}, and the model has layers 0 to {layers - 1}")
+        raise ScaleError(
+            f"{path} has scales for layer {beyond[0]}, and the model has layers 0 to {layers - 1}"
+        )
     return scales
 
 
@@ -151,16 +162,23 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
             f'{{"<layer>": scale}}}}}}}} ({type(error).__name__}: {error})'
         ) from error
     if len(ranks) > 1:
-        raise ScaleError(f"{path} has scales for {len(ranks)} tensor-parallel ranks; Nibble runs on one: merge them")
+        raise ScaleError(
+            f"{path} has scales for {len(ranks)} tensor-parallel ranks; Nibble runs on one: merge them"
+        )
     both = {layer: StreamScale(checked(value, f"{path}, layer {layer}"), E4M3_MAX) for layer, value in items}
     return {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
 
 
 def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
     try:
-        return {int(layer): _parse_layer(entry, f"{path}, layer {layer}") for layer, entry in data["layers"].items()}
+        return {
+            int(layer): _parse_layer(entry, f"{path}, layer {layer}")
+            for layer, entry in data["layers"].items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ScaleError(f"{path}: not a well-formed {SCHEMA} file ({type(error).__name__}: {error})") from error
+        raise ScaleError(
+            f"{path}: not a well-formed {SCHEMA} file ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _parse_layer(entry: dict[str, Any], where: str) -> LayerScales:

@@ -34,7 +34,9 @@ class StreamView:
         planes = tuple(self.packing.gather(plane, pages_BN) for plane in self.planes)
         return self.format.decode(planes, self.scale)
 
-    def gather_heads(self, pages_BN: Tensor, first: int, count: int, length: int, unused_BL: Tensor | None) -> Tensor:
+    def gather_heads(
+        self, pages_BN: Tensor, first: int, count: int, length: int, unused_BL: Tensor | None
+    ) -> Tensor:
         """Tokens [first, first + count) of whole pages -> float32 [B, H, length, D], zeros past `count`.
 
         unused_BL: bool [B, count], tokens that are to be zeros too. Heads are put first, and zeros filled in, while

@@ -68,7 +68,9 @@ def blueprint(config: Config, hardware: Hardware | None = None, *, declared: boo
     return Blueprint(config, model_config, hardware, geometry, plan, budget(config, geometry, hardware, plan))
 
 
-def build(config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False) -> tuple[Engine, Blueprint]:
+def build(
+    config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False
+) -> tuple[Engine, Blueprint]:
     """A running engine. calibrate: texts to measure KV scales with, instead of config.kv_scales.
 
     poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots.
@@ -89,7 +91,9 @@ def build(config: Config, calibrate: Sequence[str] | None = None, *, poison: boo
     return _engine(made, model, pool, scales, tokenizer), made
 
 
-def _engine(made: Blueprint, model: nn.Module, pool: PagedPool, scales: KVScales, tokenizer: Tokenizer | None) -> Engine:
+def _engine(
+    made: Blueprint, model: nn.Module, pool: PagedPool, scales: KVScales, tokenizer: Tokenizer | None
+) -> Engine:
     config, plan = made.config, made.plan
     manager = CacheManager(pool.pages, plan.page_size, prefix_cache=config.prefix_cache)
     scheduler = Scheduler(

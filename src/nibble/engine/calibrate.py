@@ -80,7 +80,9 @@ class Recorder(PagedPool):
             "k+kmean+rot": rotated.amax(transform.get("rot").key(mean_HD, None)),
         }
         if not all(0 < value < float("inf") for value in amax.values()):
-            raise ScaleError(f"calibration saw {amax} as the largest values of layer {layer}; is the text empty?")
+            raise ScaleError(
+                f"calibration saw {amax} as the largest values of layer {layer}; is the text empty?"
+            )
         streams = {name: StreamScale(value * HEADROOM, 1.0) for name, value in amax.items()}
         return LayerScales(streams, tuple(tuple(head) for head in mean_HD.tolist()))
 

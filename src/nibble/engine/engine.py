@@ -75,7 +75,8 @@ class Engine:
                     prompt=prompt,
                     params=_own(params, index),
                     namespace=f"{self.namespace}/{salt}",
-                    stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+                    stop_ids=frozenset(params.stop_token_ids)
+                    | (frozenset() if params.ignore_eos else self.eos_ids),
                     after=requests[0] if requests else None,
                 )
                 self.scheduler.add(request)
@@ -114,9 +115,13 @@ class Engine:
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         beyond = [token for token in (*prompt, *params.logit_bias) if not 0 <= token < self.vocab_size]
         if beyond:
-            raise RequestError(f"token {beyond[0]} is out of range: the vocabulary has {self.vocab_size} tokens")
+            raise RequestError(
+                f"token {beyond[0]} is out of range: the vocabulary has {self.vocab_size} tokens"
+            )
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+            raise RequestError(
+                "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
+            )
 
     def _commit(self, batch: Batch, picks: Mapping[Request, Logprob | None]) -> None:
         for request, pick in picks.items():

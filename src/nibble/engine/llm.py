@@ -93,7 +93,9 @@ class LLM:
         ticket = self.engine.submit(ids, chosen, pieces.append)
         return self._pieces(ticket, pieces, chosen.n)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None, **options: Any) -> Output:
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None, **options: Any
+    ) -> Output:
         """Answers a conversation: messages with `role` and `content`, by the model's chat template."""
         found = self.generate(self.tokenizer.chat(messages), params, **options)
         assert isinstance(found, Output)
@@ -188,5 +190,3 @@ def _params(params: SamplingParams | None, options: Mapping[str, Any]) -> Sampli
     if params is not None and options:
         raise RequestError("give either params or loose sampling options, not both")
     return params or sampling(**options)
-
-

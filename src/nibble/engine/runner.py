@@ -44,7 +44,9 @@ class PageTables:
 
     def _take(self) -> int:
         if not self._free:
-            for lease in [lease for lease in self._rows if not lease.pages]:  # released: it holds no page any more
+            for lease in [
+                lease for lease in self._rows if not lease.pages
+            ]:  # released: it holds no page any more
                 self._free.append(self._rows.pop(lease))
         row = self._free.pop()
         self._filled[row] = 0
@@ -55,7 +57,12 @@ class Runner:
     """Runs a model's steps over a pool. model: Transformers' own, with Nibble's attention function."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, pool: PagedPool, backends: Mapping[str, Attend], tables: PageTables
+        self,
+        model: nn.Module,
+        plan: Plan,
+        pool: PagedPool,
+        backends: Mapping[str, Attend],
+        tables: PageTables,
     ) -> None:
         self.model = model
         self.plan = plan

@@ -57,10 +57,14 @@ class Sampler:
         probs_SV = _filtered(sorted_SV, params)
         total_SV = probs_SV.double().cumsum(-1)
         picks = [uniform(self._seed(request), request.generated) for request in requests]
-        target_S1 = torch.tensor(picks, dtype=torch.float64, device=logits_SV.device)[:, None] * total_SV[:, -1:]
+        target_S1 = (
+            torch.tensor(picks, dtype=torch.float64, device=logits_SV.device)[:, None] * total_SV[:, -1:]
+        )
         place_S1 = torch.searchsorted(total_SV, target_S1, right=True)
         # Rounding may put the target past the last kept token; tokens are sorted, so the kept ones come first.
-        last_S1 = (probs_SV > 0).sum(-1, keepdim=True).sub(1).clamp(min=0)  # none is kept where logits are NaN
+        last_S1 = (
+            (probs_SV > 0).sum(-1, keepdim=True).sub(1).clamp(min=0)
+        )  # none is kept where logits are NaN
         return tokens_SV.gather(-1, place_S1.minimum(last_S1))[:, 0]
 
     def _seed(self, request: Request) -> int:
@@ -83,7 +87,10 @@ def _adjust(logits_SV: Tensor, requests: Sequence[Request]) -> Tensor:
 
 def _adjusts(params: SamplingParams) -> bool:
     return bool(
-        params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.logit_bias
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
     )
 
 

@@ -29,7 +29,9 @@ class Tokenizer:
         return list(self._inner.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation with the model's chat template, ready for the assistant's answer."""

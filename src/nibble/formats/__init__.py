@@ -45,7 +45,9 @@ def names() -> tuple[str, ...]:
 
 def _discover() -> None:
     """Registers the FORMATS of every module in this package that has them."""
-    modules = (importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__))
+    modules = (
+        importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__)
+    )
     found = [fmt for module in modules for fmt in getattr(module, "FORMATS", ())]
     sample = Stream("k", heads=1, dim=128)
     for fmt in sorted(found, key=lambda fmt: (-fmt.bytes_per_token(sample), fmt.name)):

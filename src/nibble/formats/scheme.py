@@ -82,11 +82,15 @@ def _indices(text: str, layers: int) -> list[int]:
     """`0,1,-1` or `4-7` -> layer indices in [0, layers)."""
     found: list[int] = []
     for item in text.split(","):
-        first, dash, last = item.strip().partition("-") if not item.strip().startswith("-") else (item, "", "")
+        first, dash, last = (
+            item.strip().partition("-") if not item.strip().startswith("-") else (item, "", "")
+        )
         try:
             low, high = int(first), int(last) if dash else int(first)
         except ValueError:
-            raise ConfigError(f"cannot read {item.strip()!r} as a layer or a range of layers, as 3, -1 or 4-7") from None
+            raise ConfigError(
+                f"cannot read {item.strip()!r} as a layer or a range of layers, as 3, -1 or 4-7"
+            ) from None
         for layer in range(low, high + 1):
             if not -layers <= layer < layers:
                 raise ConfigError(f"layer {layer} is out of range: the model has layers 0 to {layers - 1}")

@@ -39,7 +39,9 @@ class Transform:
         if group.kind != "mha":
             return f"{self.name} transforms K heads, and {group.kind} caches a latent instead"
         if self.shifts_scores and (group.sinks or group.softcap):
-            return f"{self.name} shifts scores, which {'sinks' if group.sinks else 'score capping'} would notice"
+            return (
+                f"{self.name} shifts scores, which {'sinks' if group.sinks else 'score capping'} would notice"
+            )
         return None
 
 

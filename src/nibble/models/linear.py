@@ -22,7 +22,7 @@ PACKED_FOR = 8
 
 def available() -> bool:
     """Whether this build of torch can pack weights."""
-    found = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    found = torch.backends.mkldnn.is_available()
     return bool(found) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 

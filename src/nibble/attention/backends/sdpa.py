@@ -24,7 +24,9 @@ class SDPA:
         for i, q_nHD in enumerate(q_THD.split(segment.q_lens)):
             length = segment.kv_lens[i]
             pages = segment.pages_BN[i : i + 1, : -(-length // view.page_size)]
-            k_GLD, v_GLD = (view.streams[name].gather(pages)[0, :length].to(q_THD.dtype).transpose(0, 1) for name in "kv")
+            k_GLD, v_GLD = (
+                view.streams[name].gather(pages)[0, :length].to(q_THD.dtype).transpose(0, 1) for name in "kv"
+            )
             out_HnD = F.scaled_dot_product_attention(
                 q_nHD.transpose(0, 1)[None],
                 k_GLD[None],

@@ -64,7 +64,10 @@ class TorchRef:
         key = heads // view.streams["k"].stream.heads, values, spec.window
         if key not in self._rectangles:
             self._rectangles[key] = tuple(_rectangles(segment, *key, heads, q_THD.device))
-        pieces = [_attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec) for rect in self._rectangles[key]]
+        pieces = [
+            _attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec)
+            for rect in self._rectangles[key]
+        ]
         return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
 
 
