@@ -144,8 +144,8 @@ def _llm_that_says(answers: dict[str, list[str]], asked: list[int]) -> LLM:
 def test_recall_is_exact() -> None:
     asked: list[int] = []
     llm = _llm_that_says({"a": ["4", "2", "'\n"], "b": ["4", "3"], "c": ["4"], "d": ["42"]}, asked)
-    found = ask.accuracy(llm, [RecallCase(prompt, "42", "dict") for prompt in "abcd"])
-    assert found == 0.5
+    found = ask.judged(llm, [RecallCase(prompt, "42", "dict") for prompt in "abcd"])
+    assert list(found) == [True, False, False, True]
     assert asked == [2, 2, 2, 2]
 
 
@@ -265,6 +265,16 @@ def test_a_file_of_scales_must_suffice(model: str, tmp_path: Path) -> None:
     (tmp_path / "scales.json").write_text(json.dumps(peer))
     with pytest.raises(ScaleError, match="layer 1"):
         evaluate(Config(model=model, kv_scales=str(tmp_path / "scales.json")), ["fp8_e4m3"], SMALL)
+
+
+def test_scales_are_measured_anew_if_asked(model: str) -> None:
+    report = evaluate(Config(model=model, kv_scales="calibrate"), ["nvfp4"], SMALL)
+    assert [result.scales for result in report.results] == ["auto", "measured"]
+
+
+def test_a_yardstick_that_needs_scales_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="the yardstick nvfp4 needs KV scales itself"):
+        evaluate(Config(model=model), ["bf16"], Sizes(yardstick="nvfp4"))
 
 
 # Options

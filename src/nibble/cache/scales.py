@@ -106,6 +106,15 @@ def _missing(layer: int, key: str, fmt: KVFormat, source: str) -> str:
     )
 
 
+def needed(layout: CacheLayout) -> bool:
+    """Whether any stream of `layout` has a global scale, or a transform that needs a mean."""
+    return any(
+        any(entry.codec.needs_scale for entry in layer.streams)
+        or any(transforms_of.get(name).needs_mean for name in layer.transforms)
+        for layer in layout.layers
+    )
+
+
 def require(layout: CacheLayout, scales: KVScales) -> None:
     """Raises ScaleError unless `scales` has all that `layout` needs: the check to make before weights load."""
     for layer in layout.layers:

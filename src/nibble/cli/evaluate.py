@@ -15,6 +15,7 @@ from nibble.evals.sizes import Sizes, sizes
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.table import Table
 
     from nibble.evals.report import Report
 
@@ -88,20 +89,28 @@ def _show(report: Report, as_json: bool) -> None:
     if as_json:
         print(report.as_json())
         return
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for index, title in enumerate(report.header()):
-        table.add_column(title, justify="right" if index else "left", overflow="fold")
-    for row in report.rows():
-        table.add_row(*row)
+    table = _table(report)
     console = Console(highlight=False)
-    console.print(table)
+    least = console.measure(table, options=console.options.update(max_width=1000)).minimum
+    Console(width=max(console.width, least), highlight=False).print(table)
     console.print(report.caption(), style="dim", markup=False)
     for name, reason in report.skipped.items():
         console.print(f"skipped {name}: {reason.splitlines()[0]}", style="dim", markup=False)
+
+
+def _table(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, title in enumerate(report.header()):
+        longest = max(map(len, title.split()))
+        table.add_column(title, justify="right" if index else "left", no_wrap=not index, min_width=longest)
+    for row in report.rows():
+        table.add_row(*row)
+    return table
 
 
 def _bar() -> Progress:

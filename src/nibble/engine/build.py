@@ -32,7 +32,7 @@ from nibble.engine.runner import PageTables, Runner
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.tokenizer import Tokenizer
-from nibble.errors import ScaleError, WeightError
+from nibble.errors import ScaleError
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware, probe
 from nibble.models import kv_scales as checkpoint_scales
@@ -79,7 +79,7 @@ def build(
     require_runnable(made.plan)
     tokenizer = _tokenizer(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
-    scales = kv_scales.NONE if texts is not None else _scales(made)
+    scales = kv_scales.NONE if texts is not None else find_scales(made, config.kv_scales)
     if texts is None:
         kv_scales.require(made.plan.layout, scales)
     elif tokenizer is None:
@@ -129,17 +129,20 @@ def _tokenizer(model: str) -> Tokenizer | None:
     return Tokenizer(str(path) if path.exists() else model)
 
 
-def _scales(made: Blueprint) -> KVScales:
-    """Scales as config.kv_scales says: from the checkpoint, from a file, or 1.0 by name."""
-    source = made.config.kv_scales
+def find_scales(made: Blueprint, source: str) -> KVScales:
+    """Scales as `source` says: `auto` from the checkpoint, `one`, or a file; raises ScaleError and WeightError.
+
+    None are looked for where the plan needs none.
+    """
     if source == "one":
         return kv_scales.ONE
-    if source == "auto":
-        try:
-            return checkpoint_scales.read(folder(made.config.model))
-        except OSError as error:  # a hub model that is not downloaded yet is downloaded with its weights
-            raise WeightError(f"cannot find the checkpoint of {made.config.model!r}: {error}") from error
-    return kv_scales.load(Path(source), made.geometry.layers)
+    if source != "auto":
+        return kv_scales.load(Path(source), made.geometry.layers)
+    return (
+        checkpoint_scales.read(folder(made.config.model))
+        if kv_scales.needed(made.plan.layout)
+        else kv_scales.NONE
+    )
 
 
 def _eos(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:

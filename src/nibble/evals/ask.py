@@ -13,11 +13,11 @@ from nibble.engine.outputs import Delta
 from nibble.evals.recall import RecallCase
 
 
-def accuracy(llm: LLM, cases: Sequence[RecallCase]) -> float:
-    """Share of questions whose greedy answer is exact. All are in flight together, in one batch."""
+def judged(llm: LLM, cases: Sequence[RecallCase]) -> Iterator[bool]:
+    """Of each question whether its greedy answer is exact. All are in flight together, in one batch."""
     answers = [llm.stream(case.prompt, max_tokens=_tokens(llm, case)) for case in cases]
-    right = [_exact(pieces, case.answer) for pieces, case in zip(answers, cases, strict=True)]
-    return sum(right) / len(right)
+    for pieces, case in zip(answers, cases, strict=True):
+        yield _exact(pieces, case.answer)
 
 
 def _tokens(llm: LLM, case: RecallCase) -> int:

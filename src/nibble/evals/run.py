@@ -26,7 +26,7 @@ from nibble.attention.resolve import require_runnable
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.engine.build import Blueprint, blueprint
+from nibble.engine.build import Blueprint, blueprint, find_scales
 from nibble.engine.llm import LLM
 from nibble.errors import ConfigError, NibbleError, ScaleError
 from nibble.evals import ask, recall, text
@@ -37,8 +37,6 @@ from nibble.evals.report import Report, SchemeResult
 from nibble.evals.sizes import COMBINATIONS, Entry, Sizes, parse
 from nibble.evals.text import Parts
 from nibble.formats import scheme as schemes
-from nibble.models import kv_scales as checkpoint_scales
-from nibble.models.load import folder
 
 LOGIT_BYTES = 1 << 30
 """Logits of one window take no more, unless a window is asked for."""
@@ -83,7 +81,7 @@ class Candidate:
 
     def scales(self) -> KVScales:
         """The scales that its engine uses."""
-        return _scales(self.kv_scales, self.made)
+        return find_scales(self.made, self.kv_scales)
 
 
 MEASURED = "measured"
@@ -127,6 +125,10 @@ def candidates_of(
 ) -> tuple[tuple[Candidate, ...], dict[str, str]]:
     """What can be measured, the yardstick first, and what cannot, with the reason."""
     found, skipped = [_candidate(config, yardstick)], {}
+    if found[0].kv_scales == MEASURED:
+        raise ConfigError(
+            f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
+        )
     for entry in named or default_entries():
         if entry != yardstick:
             try:
@@ -142,23 +144,21 @@ def _candidate(config: Config, entry: Entry) -> Candidate:
     """Plans a scheme. `auto` takes the checkpoint's scales where they do, else what will be measured."""
     made = blueprint(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
     require_runnable(made.plan)
-    source = MEASURED if config.kv_scales == "calibrate" else config.kv_scales
-    if source != MEASURED:
-        try:
-            kv_scales.require(made.plan.layout, _scales(source, made))
-        except ScaleError:
-            if source != "auto":
-                raise
-            source = MEASURED
+    source = config.kv_scales
+    if source in {"auto", "calibrate"}:
+        found = find_scales(made, "auto") if source == "auto" else kv_scales.NONE
+        source = "auto" if _suffices(found, made) else MEASURED
+    else:
+        kv_scales.require(made.plan.layout, find_scales(made, source))
     return Candidate(entry, made, source)
 
 
-def _scales(source: str, made: Blueprint) -> KVScales:
-    if source == "one":
-        return kv_scales.ONE
-    if source == "auto":
-        return checkpoint_scales.read(folder(made.config.model))
-    return kv_scales.load(Path(source), made.geometry.layers)
+def _suffices(scales: KVScales, made: Blueprint) -> bool:
+    try:
+        kv_scales.require(made.plan.layout, scales)
+    except ScaleError:
+        return False
+    return True
 
 
 def environment(made: Blueprint) -> dict[str, str]:
@@ -286,9 +286,11 @@ class _Run:
     def _recall(self, llm: LLM, candidate: Candidate, length: int) -> float:
         what = f"recall at {length}"
         self.progress.advance(candidate.entry.name, what, 0)
-        found = ask.accuracy(llm, self.cases[length])
-        self.progress.advance(candidate.entry.name, what, length * len(self.cases[length]))
-        return found
+        right = 0
+        for exact in ask.judged(llm, self.cases[length]):
+            right += exact
+            self.progress.advance(candidate.entry.name, what, length)
+        return right / len(self.cases[length])
 
     def measured(self, path: Path | None) -> dict[str, Any]:
         """How much was measured, and on what."""

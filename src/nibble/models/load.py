@@ -21,7 +21,7 @@ from nibble.models.config import find
 from nibble.models.experts import pack_experts
 from nibble.models.kv_scales import is_scale
 from nibble.models.linear import pack_linears
-from nibble.models.quiet import quiet
+from nibble.models.quiet import first_line, quiet
 from nibble.models.rope import fix_rope
 
 
@@ -87,10 +87,14 @@ def _shapes(entry: Any) -> str:
 
 
 def folder(model: str) -> Path:
-    """The local folder of a model's checkpoint; hub models come from the local cache."""
+    """The local folder of a model's checkpoint; a hub model is fetched if it is not here yet. Raises WeightError."""
     path = Path(find(model))
     if path.exists():
         return path
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    return Path(snapshot_download(model, local_files_only=True))
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise WeightError(f"cannot fetch {model!r}: {first_line(error)}") from error

@@ -150,7 +150,10 @@ def _tiles(
     unused: Tensor | None,
 ) -> list[_Tile]:
     """The tiles of one span of keys."""
-    k_BGtKD, v_BGtKD = (_read(view, name, pages_BN, start, stop, unused) for name in ("k", "v"))
+    k_BGtKD = _read(
+        view, "k", pages_BN, start, stop, None
+    )  # whatever lies in unused slots, its scores are hidden
+    v_BGtKD = _read(view, "v", pages_BN, start, stop, unused)
     scores = q_BGRD.unsqueeze(2) @ k_BGtKD.transpose(-1, -2)
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)

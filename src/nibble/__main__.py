@@ -1,0 +1,5 @@
+"""`python -m nibble`: the command line where no `nibble` script is installed."""
+
+from nibble.cli.main import app
+
+app(prog_name="nibble")

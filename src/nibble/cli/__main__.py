@@ -1,5 +1,0 @@
-"""`python -m nibble.cli`: the command line where no `nibble` script is installed."""
-
-from nibble.cli.main import app
-
-app(prog_name="nibble")
