@@ -237,7 +237,7 @@ def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
 
 def record(path: Path, case: Case, route: Route) -> None:
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
-    name = platform.machine() if HARDWARE.is_cpu else HARDWARE.name
+    name = f"{platform.machine()} CPU" if HARDWARE.is_cpu else HARDWARE.name
     versions = {"torch": torch.__version__.split("+")[0]}
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key

@@ -33,7 +33,7 @@ BACKEND = BackendInfo(
     name="flashmla",
     summary="FlashMLA: dense MLA decoding on Hopper, sparse attention on Hopper and Blackwell",
     package="flash_mla",
-    install="pip install git+https://github.com/deepseek-ai/FlashMLA",
+    install="build deepseek-ai/FlashMLA from source",
     rows=(
         _dense(
             frozenset({"bf16", "fp16"}),
