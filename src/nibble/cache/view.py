@@ -7,7 +7,7 @@ Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,24 +33,6 @@ class StreamView:
         """Dequantises whole pages: integer pages_BN -> float32 [B, L, H, D]."""
         planes = tuple(self.packing.gather(plane, pages_BN) for plane in self.planes)
         return self.format.decode(planes, self.scale)
-
-    def gather_heads(
-        self, pages_BN: Tensor, first: int, count: int, length: int, unused_BL: Tensor | None
-    ) -> Tensor:
-        """Tokens [first, first + count) of whole pages -> float32 [B, H, length, D], zeros past `count`.
-
-        unused_BL: bool [B, count], tokens that are to be zeros too. Heads are put first, and zeros filled in, while
-        the values are still packed: zero bytes decode to zeros in every format.
-        """
-        planes = []
-        for plane in self.planes:
-            x_BLH = raw(self.packing.gather(plane, pages_BN))[:, first : first + count]
-            if unused_BL is not None:
-                x_BLH = x_BLH.masked_fill(unused_BL.view(*unused_BL.shape, *[1] * (x_BLH.dim() - 2)), 0)
-            filled = x_BLH.new_zeros(len(pages_BN), x_BLH.shape[2], length, *x_BLH.shape[3:])
-            filled[:, :, :count] = x_BLH.transpose(1, 2)
-            planes.append(filled.view(plane.dtype))
-        return self.format.decode(tuple(planes), self.scale.unsqueeze(-1) if self.scale.dim() else self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +63,38 @@ class KVView:
     @property
     def device(self) -> torch.device:
         return next(iter(self.streams.values())).scale.device
+
+    def heads(self, pages_BN: Tensor, first: int, counts: Sequence[int], length: int) -> tuple[Tensor, ...]:
+        """Dequantised streams with heads in front -> float32 [B, H, length, D] each, in the streams' order.
+
+        Request b has counts[b] tokens, from slot `first` of its first page on; what follows them is zeros. Heads are
+        moved, and zeros filled in, while values are packed: zero bytes decode to zeros in every format.
+        """
+        views = tuple(self.streams.values())
+        packed = [_heads(entry, pages_BN, first, counts, length) for entry in views]
+        if self.joint_scale is None:
+            pairs = zip(views, packed, strict=True)
+            return tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs)
+        joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
+        return views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind()
+
+
+def _per_head(scale: Tensor) -> Tensor:
+    """A scale [H, 1] made to fit [B, H, L, D]."""
+    return scale.unsqueeze(-1) if scale.dim() else scale
+
+
+def _heads(
+    entry: StreamView, pages_BN: Tensor, first: int, counts: Sequence[int], length: int
+) -> tuple[Tensor, ...]:
+    longest = max(counts)
+    planes = []
+    for plane in entry.planes:
+        x_BLH = raw(entry.packing.gather(plane, pages_BN))
+        filled = x_BLH.new_empty(len(counts), x_BLH.shape[2], length, *x_BLH.shape[3:])
+        filled[:, :, :longest] = x_BLH[:, first : first + longest].transpose(1, 2)
+        for row, count in zip(filled, counts, strict=True):
+            if count < length:
+                row[:, count:] = 0
+        planes.append(filled.view(plane.dtype))
+    return tuple(planes)

@@ -144,6 +144,8 @@ def lookup_case(
 ) -> RecallCase:
     """Draws a look-up whose prompt and answer together fill `length_tokens`, or a few tokens less.
 
+    There is always one entry at least, so a length below some 150 tokens may be exceeded.
+
     Args:
         rng: the source of every choice.
         length_tokens: upper bound on prompt plus answer, in tokens.
@@ -164,7 +166,10 @@ def copy_case(rng: random.Random, length_tokens: int, count: Count) -> RecallCas
 def cases(
     seed: int, number: int, length_tokens: int, count: Count, kinds: Sequence[str] = KINDS
 ) -> list[RecallCase]:
-    """Draws `number` evaluation cases that go round `kinds` in turn; `seed` lies below `TRAINING_SEEDS`."""
+    """Draws `number` evaluation cases that go round `kinds` in turn; `seed` lies below `TRAINING_SEEDS`.
+
+    The kind "chat" spells the demo model's special tokens (`<|user|>` and so on); leave it out for other models.
+    """
     if not 0 <= seed < TRAINING_SEEDS:
         raise ValueError(f"evaluation seeds lie in [0, {TRAINING_SEEDS}); got {seed}")
     rng = random.Random(seed)

@@ -10,6 +10,8 @@ the damage is seen, and stays within those 16 values.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,10 @@ class NVFP4(KVFormat):
         scale = scale.unsqueeze(-1) if scale.dim() else scale
         ideal = x.abs().amax(-1, keepdim=True) / (e2m1.MAX * scale)
         rounded = ideal.clamp_(max=SCALE_MAX).to(torch.float8_e4m3fn)
-        # A scale of zero has no reciprocal: such a block is stored as (signed) zeros.
-        inverse = torch.where(rounded.float() > 0, 1.0 / (rounded.float() * scale), 0.0)
+        inverse = (rounded.float() * scale).reciprocal_()
+        inverse.nan_to_num_(
+            nan=math.nan, posinf=0.0
+        )  # a block whose scale is zero is stored as (signed) zeros
         scaled = (x * inverse).flatten(-2)
         return e2m1.pack(scaled, scaled.signbit()), rounded.squeeze(-1)
 

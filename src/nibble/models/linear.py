@@ -9,6 +9,7 @@ know of attention or of caches.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ def available() -> bool:
     return bool(found) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-def _linear(*args: Any) -> Any:
-    return torch.ops.mkldnn._linear_pointwise.default(*args)
+@functools.cache
+def _linear() -> Any:
+    """oneDNN's product, looked up once: the look-up costs as much as a small product."""
+    return torch.ops.mkldnn._linear_pointwise.default
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -39,10 +42,10 @@ def pack(weight: Tensor) -> Tensor:
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b, for a packed W."""
     if x.numel() > x.shape[-1]:
-        y: Tensor = _linear(x, packed, bias, "none", [], "")
+        y: Tensor = _linear()(x, packed, bias, "none", [], "")
         return y
     # A row alone is summed in another order than among others, so it gets company.
-    pair: Tensor = _linear(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
+    pair: Tensor = _linear()(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
     return pair[:1].reshape(*x.shape[:-1], -1)
 
 

@@ -37,17 +37,22 @@ def padded(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Span:
+    """Keys [start, start + tiles * TILE), of which request b has counts[b]. hidden: bool [B, 1, t, R, K]."""
+
+    start: int
+    counts: tuple[int, ...]
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Rectangle:
-    """Rows [start, stop) of a segment's tokens: requests [first, last) with n new tokens each, or some of these.
+    """Rows of a segment's tokens: n tokens of each of `requests`, and the keys that they may look at."""
 
-    spans: key ranges to read; for each, which keys a row sees (bool, to hide) and, where requests differ in length,
-    which of them hold nothing.
-    """
-
-    rows: Tensor
+    rows: slice
     n: int
     requests: slice
-    spans: tuple[tuple[int, int, Tensor, Tensor | None], ...]
+    spans: tuple[_Span, ...]
 
 
 class TorchRef:
@@ -78,18 +83,15 @@ def _rectangles(
     row = 0
     batch = max(1, SPAN_VALUES // (max(segment.kv_lens) * values)) if max(segment.q_lens) <= BATCHED else 1
     for first, last in _equal_runs(segment.q_lens, batch):
-        count, n = last - first, segment.q_lens[first]
-        rows_Bn = torch.arange(row, row + count * n, device=device).view(count, n)
-        row += count * n
-        kv_lens_B = torch.tensor(segment.kv_lens[first:last], device=device)
-        positions_Bn = (kv_lens_B - n)[:, None] + torch.arange(n, device=device)
-        longest = max(segment.kv_lens[first:last])
-        step = max(BATCHED, SCORES // (heads * count * longest))
+        n, kv_lens = segment.q_lens[first], segment.kv_lens[first:last]
+        step = max(BATCHED, SCORES // (heads * len(kv_lens) * max(kv_lens)))  # cuts single prompts only
         for start in range(0, n, step):
             stop = min(start + step, n)
-            span = max(1, SPAN_VALUES // (count * values) // TILE) * TILE
-            spans = _spans(positions_Bn[:, start:stop], kv_lens_B, longest - n + stop, group, window, span)
-            yield _Rectangle(rows_Bn[:, start:stop].flatten(), stop - start, slice(first, last), tuple(spans))
+            lens = tuple(length - n + stop for length in kv_lens)
+            rows = slice(row + start, row + start + (stop - start) * len(lens))
+            spans = tuple(_spans(lens, stop - start, group, values, window, device))
+            yield _Rectangle(rows, stop - start, slice(first, last), spans)
+        row += n * len(kv_lens)
 
 
 def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
@@ -102,90 +104,67 @@ def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(
-    positions_Bn: Tensor, kv_lens_B: Tensor, key_stop: int, group: int, window: int | None, step: int
-) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-    """Key ranges that begin on a tile and cover all visible keys, with hidden [B, 1, t, R, K] and unused [B, L]."""
-    rows = positions_Bn.shape[1] * group
+    lens: tuple[int, ...], n: int, group: int, values: int, window: int | None, device: torch.device
+) -> Iterator[_Span]:
+    """Key ranges that begin on a tile and cover all that the last n tokens of requests of `lens` tokens see."""
+    positions_Bn = torch.tensor(lens, device=device)[:, None] + torch.arange(-n, 0, device=device)
+    rows = n * group
     positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, padded(rows) - rows))[:, None, :, None]
-    first = 0 if window is None else max(0, int(positions_Bn[:, 0].min()) - window + 1) // TILE * TILE
-    for start in range(first, key_stop, step):
-        stop = min(start + step, key_stop)
-        keys = torch.arange(start, start + -(-(stop - start) // TILE) * TILE, device=positions_Bn.device)
-        hidden = keys.view(-1, 1, TILE) > positions_BR
+    first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
+    step = max(1, SPAN_VALUES // (len(lens) * values) // TILE) * TILE
+    for start in range(first, max(lens), step):
+        stop = min(start + step, max(lens))
+        keys = torch.arange(start, start + -(-(stop - start) // TILE) * TILE, device=device).view(-1, 1, TILE)
+        hidden = keys > positions_BR
         if window is not None:
-            hidden |= keys.view(-1, 1, TILE) <= positions_BR - window
-        unused = None
-        if len(kv_lens_B) > 1:  # shorter requests own nothing there, and what lies there may be NaN
-            unused = keys[: stop - start] >= kv_lens_B[:, None]
-        yield start, stop, hidden.unsqueeze(1), unused
+            hidden |= keys <= positions_BR - window
+        yield _Span(start, tuple(max(0, min(length, stop) - start) for length in lens), hidden.unsqueeze(1))
 
 
 def _attend(q_THD: Tensor, rect: _Rectangle, view: KVView, pages_BN: Tensor, spec: AttentionSpec) -> Tensor:
     """One rectangle -> float32 [B * n, H, Dv]."""
     B, n, H, G = len(pages_BN), rect.n, q_THD.shape[1], view.streams["k"].stream.heads
-    rows = n * H // G
-    q_BnHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
-    q_BGRD = F.pad(q_BnHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, padded(rows) - rows))
-    tiles = [tile for span in rect.spans for tile in _tiles(q_BGRD, view, pages_BN, spec, *span)]
+    rows, more = n * H // G, padded(n * H // G) - n * H // G
+    q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
+    q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, more))
+    tiles = [_tiles(q_BGRD, view, pages_BN, spec, span) for span in rect.spans]
+    peak, weight, values = (
+        tiles[0] if len(tiles) == 1 else (torch.cat(part, 2) for part in zip(*tiles, strict=True))
+    )
     sinks_GR = None
     if spec.sinks_H is not None:
-        sinks_GR = spec.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1)
-        sinks_GR = F.pad(sinks_GR, (0, padded(rows) - rows))
-    out_BGRD = _fold(tiles, sinks_GR)[:, :, :rows]
+        sinks_GR = F.pad(spec.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, more))
+    out_BGRD = _fold(peak, weight, values, sinks_GR)[:, :, :rows]
     return out_BGRD.unflatten(2, (n, H // G)).transpose(1, 2).reshape(B * n, H, -1)
 
 
-_Tile = tuple[Tensor, Tensor, Tensor]
-"""max_BGR, sum_BGR and out_BGRD of one tile: the softmax's parts before they are joined."""
-
-
 def _tiles(
-    q_BGRD: Tensor,
-    view: KVView,
-    pages_BN: Tensor,
-    spec: AttentionSpec,
-    start: int,
-    stop: int,
-    hidden: Tensor,
-    unused: Tensor | None,
-) -> list[_Tile]:
-    """The tiles of one span of keys."""
-    k_BGtKD = _read(
-        view, "k", pages_BN, start, stop, None
-    )  # whatever lies in unused slots, its scores are hidden
-    v_BGtKD = _read(view, "v", pages_BN, start, stop, unused)
-    scores = q_BGRD.unsqueeze(2) @ k_BGtKD.transpose(-1, -2)
+    q_BGRD: Tensor, view: KVView, pages_BN: Tensor, spec: AttentionSpec, span: _Span
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
+    size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
+    first, last = span.start // size, -(-(span.start + longest) // size)
+    k_BGLD, v_BGLD = view.heads(pages_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE)
+    scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores.masked_fill_(hidden, float("-inf"))
-    top = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(top.clamp(min=-1e30)).exp_()
-    parts = (top.squeeze(-1), weights.sum(-1), weights @ v_BGtKD)
-    return list(zip(*(part.unbind(2) for part in parts), strict=True))
+    scores.masked_fill_(span.hidden, float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak.clamp(min=-1e30)).exp_()
+    return peak.squeeze(-1), weights.sum(-1), weights @ v_BGLD.unflatten(2, (tiles, TILE))
 
 
-def _read(view: KVView, name: str, pages_BN: Tensor, start: int, stop: int, unused: Tensor | None) -> Tensor:
-    """Dequantised keys or values of positions [start, stop) -> [B, G, t, K, D], zeros where nothing is stored."""
-    size = view.page_size
-    first, last = start // size, -(-stop // size)
-    tiles = -(-(stop - start) // TILE)
-    x_BGLD = view.streams[name].gather_heads(
-        pages_BN[:, first:last], start - first * size, stop - start, tiles * TILE, unused
-    )
-    return x_BGLD.unflatten(2, (tiles, TILE))
-
-
-def _fold(tiles: list[_Tile], sinks_GR: Tensor | None) -> Tensor:
-    """Joins tiles in order -> [B, G, R, D]."""
-    top = tiles[0][0] if sinks_GR is None else torch.maximum(tiles[0][0], sinks_GR)
-    for tile in tiles[1:]:
-        top = torch.maximum(top, tile[0])
-    total = torch.zeros_like(top) if sinks_GR is None else (sinks_GR - top).exp()
-    out = torch.zeros_like(tiles[0][2])
-    for peak, weight, values in tiles:
-        share = (peak - top).exp()
-        total = total + share * weight
-        out = out + share.unsqueeze(-1) * values
+def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None) -> Tensor:
+    """Joins tiles -> [B, G, R, D]. Sums go tile by tile, so that tiles which hold nothing for a query change nothing."""
+    top = peak.amax(2)
+    if sinks_GR is not None:
+        top = torch.maximum(top, sinks_GR)
+    share = (peak - top.unsqueeze(2)).exp_()
+    weights, parts = (share * weight).unbind(2), (share.unsqueeze(-1) * values).unbind(2)
+    total = weights[0] if sinks_GR is None else (sinks_GR - top).exp() + weights[0]
+    out = parts[0]
+    for more_weight, more in zip(weights[1:], parts[1:], strict=True):
+        total, out = total + more_weight, out + more
     return out / total.unsqueeze(-1)
 
 
