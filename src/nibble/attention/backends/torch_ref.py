@@ -155,7 +155,7 @@ def _tiles(
 
 
 def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None) -> Tensor:
-    """Joins tiles -> [B, G, R, D]. Sums go tile by tile, so that tiles which hold nothing for a query change nothing."""
+    """Joins tiles -> [B, G, R, D]. Sums go tile by tile: one that holds nothing for a query changes nothing."""
     top = peak.amax(2)
     if sinks_GR is not None:
         top = torch.maximum(top, sinks_GR)
