@@ -288,7 +288,8 @@ def test_transforms_leave_attention_as_it_was(transforms: str, dim: int) -> None
     expected = attention(plain.ctx, 0, plain.q_THD, plain.streams, plain.spec)
     found = attention(other, 0, plain.q_THD, plain.streams, plain.spec)
     stored = [
-        p.view(0).streams["k"].gather(torch.tensor([plain.pages[0]]))[0, :50] for p in (plain.ctx.pool, pool)
+        p.view(0).streams["k"].gather(torch.tensor([plain.pages[0]], device=DEVICE))[0, :50]
+        for p in (plain.ctx.pool, pool)
     ]
     assert (stored[0] - stored[1]).abs().max() > 0.1
     assert (found - expected).abs().max() < 1e-5

@@ -95,6 +95,8 @@ def folder(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+        return Path(
+            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"])
+        )
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise WeightError(f"cannot fetch {model!r}: {first_line(error)}") from error
