@@ -3,6 +3,6 @@
 from nibble import LLM
 
 llm = LLM("demo", kv_format="nvfp4")
-output = llm.generate("def fibonacci(n):", max_tokens=48)
+output = llm.generate("def read_lines(path):\n    with open(path", max_tokens=48)
 print(output.prompt + output.text)
 print(f"{llm.plan.layout.bytes_per_token} bytes per token")

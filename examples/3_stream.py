@@ -3,7 +3,7 @@
 from nibble import LLM
 
 llm = LLM("demo", kv_format="fp8_e4m3")
-for piece in llm.stream("def read_lines(path):\n", max_tokens=64):
+for piece in llm.stream("def copy_file(src, dst):\n    ", max_tokens=64):
     print(piece.text, end="", flush=True)
     if "return" in piece.text:
         break
