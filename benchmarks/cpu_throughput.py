@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from nibble import LLM
 from nibble.models.load import folder
 
-SCHEMES = ("bf16", "nvfp4", "fp8_e4m3")
+SCHEMES = ("bf16", "fp8_e4m3", "fp8_e5m2", "k8v4", "nvfp4", "nvfp4+kmean+rot", "fp4_mx16", "mxfp4")
 REQUESTS, ANSWER = 8, 128
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, help="text to take prompts from (default: the model's heldout.txt)"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--report", action="store_true", help="write a dated report to benchmarks/reports")
     args = parser.parse_args()

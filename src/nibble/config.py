@@ -6,15 +6,18 @@ them is a Plan (attention/resolve.py). Must not know of torch, models or backend
 
 from __future__ import annotations
 
-import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from nibble.errors import ConfigError, RequestError, unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GREEDY_BELOW = 1e-6
+"""A temperature below this is 0: dividing logits by it would overflow."""
+_FLOAT32_MAX = 3.4028234663852886e38
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?$", re.IGNORECASE)
 
 
@@ -34,7 +37,10 @@ def default_of(option: Field[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How to serve one model. Raises ConfigError where a value is malformed."""
+    """How to serve one model. Raises ConfigError where a value is malformed.
+
+    Paths are taken for names, and a number of bytes for kv_memory; both are stored as text.
+    """
 
     model: str = _option(MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` is bundled.")
     kv_format: str = _option(
@@ -61,6 +67,13 @@ class Config:
     seed: int = _option(0, "Seed of requests that name none.")
 
     def __post_init__(self) -> None:
+        for name in ("model", "kv_scales"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        if _is_int(self.kv_memory):
+            object.__setattr__(self, "kv_memory", str(self.kv_memory))
+        for option in fields(self):
+            _check_type(option.name, str(option.type), getattr(self, option.name))
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
         for name in ("max_running", "token_budget", "page_size", "max_context"):
@@ -75,6 +88,33 @@ class Config:
         return (self.decode_backend if decode else self.prefill_backend) or self.attention_backend
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_TYPES = {"str": "a text", "int": "an integer", "bool": "True or False"}
+
+
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is of the type that a field of Config is annotated with."""
+    kind, _, optional = annotation.partition(" | ")
+    if optional and value is None:
+        return
+    if not (_is_int(value) if kind == "int" else isinstance(value, str if kind == "str" else bool)):
+        expected = _TYPES[kind] + (" or None" if optional else "")
+        raise ConfigError(f"{name} must be {expected}, not {value!r} ({type(value).__name__})")
+
+
+def configured(**values: Any) -> Config:
+    """Config from loose values; an unknown name is a ConfigError with the nearest known one."""
+    _only_known("option", values, Config, ConfigError)
+    return Config(**values)
+
+
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as `2GiB`, `512MB` or `4096`; raises ConfigError."""
     match = _SIZE.match(text.strip())
@@ -87,10 +127,14 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose an answer's tokens. Raises RequestError (status 400) where a value is out of range."""
+    """How to choose an answer's tokens. Raises RequestError (status 400) where a value is malformed or out of range.
+
+    A temperature below 1e-6 is stored as 0.0; a single stop string as a tuple; keys of logit_bias as integers,
+    though they may be texts, as JSON has them. None for stop, stop_token_ids and logit_bias means none.
+    """
 
     max_tokens: int = _option(128, "Most tokens to generate.")
-    temperature: float = _option(0.0, "0 is greedy; higher is more random.")
+    temperature: float = _option(0.0, "0 (or below 1e-6) is greedy; higher is more random.")
     top_k: int = _option(0, "Keep the k most likely tokens; 0 keeps all.")
     top_p: float = _option(1.0, "Keep the likeliest tokens whose probabilities sum to p.")
     min_p: float = _option(0.0, "Drop tokens less likely than min_p times the likeliest.")
@@ -111,39 +155,80 @@ class SamplingParams:
     logprobs: int | None = _option(
         None, "Return log-probabilities of this many likeliest tokens (0: the chosen one only)."
     )
-    n: int = _option(1, "Answers per prompt; they share the prompt's pages.")
+    n: int = _option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and low <= value <= high):
-                raise RequestError(f"{name} must lie in [{low}, {high}], not {value!r}")
+        for name, kind, low, high in _RANGES:
+            _check_range(name, kind, low, high, getattr(self, name))
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _items("stop", stop, "strings"))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "integers"))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; for greedy decoding use temperature 0")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0; 1 leaves logits as they are")
         if "" in self.stop:
             raise RequestError("stop strings must not be empty")
-        if not all(math.isfinite(value) for value in self.logit_bias.values()):
-            raise RequestError("logit_bias values must be finite; use -100 to ban a token")
 
 
 _RANGES = (
-    ("max_tokens", 1, 1 << 30), ("temperature", 0.0, 100.0), ("top_k", 0, 1 << 30), ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 100.0), ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0), ("logprobs", 0, 100), ("n", 1, 1024),
-    ("seed", -(1 << 63), (1 << 64) - 1),
+    ("max_tokens", int, 1, 1 << 30), ("temperature", float, 0.0, 100.0), ("top_k", int, 0, 1 << 30),
+    ("top_p", float, 0.0, 1.0), ("min_p", float, 0.0, 1.0), ("repetition_penalty", float, 0.0, 100.0),
+    ("presence_penalty", float, -100.0, 100.0), ("frequency_penalty", float, -100.0, 100.0),
+    ("logprobs", int, 0, 100), ("n", int, 1, 1024), ("seed", int, -(1 << 63), (1 << 64) - 1),
 )  # fmt: skip
+_NONE_ALLOWED = frozenset({"logprobs", "seed"})
+
+
+def _check_range(name: str, kind: type, low: float, high: float, value: Any) -> None:
+    if value is None and name in _NONE_ALLOWED:
+        return
+    if not (_is_int(value) if kind is int else _is_number(value)):
+        allowed = ("an integer" if kind is int else "a number") + (
+            " or None" if name in _NONE_ALLOWED else ""
+        )
+        raise RequestError(f"{name} must lie in [{low}, {high}] and be {allowed}, not {value!r}")
+    if not low <= value <= high:
+        raise RequestError(f"{name} must lie in [{low}, {high}], not {value!r}")
+
+
+def _items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
+    """`values` as a tuple of strings or of integers; None is the empty one. Raises RequestError."""
+    found = tuple(values) if isinstance(values, Iterable) else () if values is None else (None,)
+    if not all(isinstance(item, str) if kind == "strings" else _is_int(item) for item in found):
+        raise RequestError(f"{name} must be a list of {kind}, not {values!r}")
+    return found
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """logit_bias with integer keys; None is the empty one. Raises RequestError."""
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, not {given!r}")
+    found: dict[int, float] = {}
+    for key, value in (given or {}).items():
+        if not (_is_int(key) or (isinstance(key, str) and key.isascii() and key.isdigit())):
+            raise RequestError(f"logit_bias keys must be token ids, as 42 or '42', not {key!r}")
+        if not (_is_number(value) and abs(value) <= _FLOAT32_MAX):
+            raise RequestError(
+                f"logit_bias values must be finite numbers, not {value!r}; use -100 to ban a token"
+            )
+        found[int(key)] = value
+    return found
+
+
+def _only_known(kind: str, values: Iterable[str], of: type, error: type[ConfigError | RequestError]) -> None:
+    known = {option.name for option in fields(of)}
+    for name in values:
+        if name not in known:
+            raise error(unknown(kind, name, known))
 
 
 def sampling(**values: Any) -> SamplingParams:
     """SamplingParams from loose values; an unknown name is a RequestError that lists the known ones."""
-    known = {option.name for option in fields(SamplingParams)}
-    for name in values:
-        if name not in known:
-            raise RequestError(unknown("sampling parameter", name, known))
+    _only_known("sampling parameter", values, SamplingParams, RequestError)
     return SamplingParams(**values)

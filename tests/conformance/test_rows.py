@@ -292,4 +292,6 @@ def test_transforms_leave_attention_as_it_was(transforms: str, dim: int) -> None
         for p in (plain.ctx.pool, pool)
     ]
     assert (stored[0] - stored[1]).abs().max() > 0.1
-    assert (found - expected).abs().max() < 1e-5
+    assert (found - expected).abs().max() < (
+        1e-5 if DTYPE == "float32" else 3e-2
+    )  # Q is rotated in its own dtype

@@ -21,6 +21,7 @@ from nibble.cli import docs, exits, reference
 from nibble.cli.main import COMMANDS, app
 from nibble.cli.options import takes
 from nibble.config import Config, SamplingParams
+from nibble.engine.outputs import Completion, Output
 from nibble.errors import (
     ConfigError,
     NibbleError,
@@ -373,6 +374,37 @@ def test_generate_compares_caches_side_by_side(model: str) -> None:
     assert "512 bytes/token" in result.stdout and "144 bytes/token" in result.stdout
     assert re.search(r"nvfp4 gave the same answer as bf16 to [01] of 1 prompts", result.stderr)
     assert [found["scheme"] for found in data(*words)["runs"]] == ["bf16", "nvfp4"]
+
+
+def test_generate_labels_answers_by_position_and_shows_all(model: str) -> None:
+    words = ("generate", "aa", "aa", "--model", model, "--max-tokens", "2", "--n", "2")
+    listed = run(*words).stdout
+    assert all(f"prompt {p}, answer {a}" in listed for p in (1, 2) for a in (1, 2))
+    shown = run(*words, "--compare", "--kv-format", "nvfp4", *ONE)
+    assert sum(line.strip().startswith("aa") for line in shown.stdout.splitlines()) == 4
+    assert "of 2 prompts" in shown.stderr
+
+
+def test_generate_refuses_what_is_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes(b"caf\xe9 au lait")
+    assert "latin.txt is not UTF-8" in refused("generate", "--prompt-file", str(file))
+    assert "a prompt is not UTF-8" in refused("generate", "caf\udce9")
+    assert "standard input is not UTF-8" in refused("generate", "-", stdin=b"caf\xe9 au lait")
+
+
+def refused(*words: str, stdin: bytes | None = None) -> str:
+    result = CliRunner().invoke(app, list(words), input=stdin)
+    assert result.exit_code == exits.USAGE, result.output
+    return str(result.stderr)
+
+
+def test_chat_in_json_fails_where_an_answer_does(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Completion(0, "", (), "abort", error="a kernel failed")
+    monkeypatch.setattr("nibble.engine.llm.LLM.chat", lambda *_: Output("", (), (answer,)))
+    result = run("chat", chatty, "--json", stdin="hello\n")
+    assert result.exit_code == exits.FAILED and "a kernel failed" in result.stderr
+    assert result.stdout == ""
 
 
 def test_chat(chatty: str) -> None:

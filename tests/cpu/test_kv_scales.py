@@ -171,7 +171,7 @@ class TestBadValues:
         with pytest.raises(ScaleError, match="empty"):
             read(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.zeros(0)}))
 
-    @pytest.mark.parametrize("value", [0, -1, True, "1.0", None, [1.0]])
+    @pytest.mark.parametrize("value", [0, -1, True, "1.0", None, [1.0], 1e-44, 1e39, 10**400])
     def test_in_a_file(self, tmp_path: Path, value: Any) -> None:
         file = write(tmp_path, {"kv_cache": {"scaling_factor": {"0": {"0": value}}}})
         with pytest.raises(ScaleError, match="layer 0: a KV scale must be a finite number above 0"):
@@ -231,8 +231,26 @@ class TestFiles:
             scales.load(write(tmp_path, data), LAYERS)
 
     def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ScaleError, match="cannot read KV scales"):
+        with pytest.raises(ScaleError, match="no such file, and the names are auto, calibrate and one"):
             scales.load(tmp_path / "none.json", LAYERS)
+
+    def test_the_type_that_a_file_declares(self, tmp_path: Path) -> None:
+        for dtype, limit in (("float8_e4m3fn", FP8), (None, FP8), ("float8_e5m2", 57344.0)):
+            data = peer()
+            data["kv_cache"]["dtype"] = dtype
+            found = scales.load(write(tmp_path, data), LAYERS)
+            assert found.layers[0].streams["k"].limit == limit
+        data["kv_cache"]["dtype"] = "int8"
+        with pytest.raises(ScaleError, match=r"dtype 'int8', and Nibble reads those for float8_e4m3fn and"):
+            scales.load(write(tmp_path, data), LAYERS)
+
+    @pytest.mark.parametrize(
+        "mean", [[[1.0], [1.0, 2.0]], [[1.0, float("nan")]], [[1.0, float("inf")]], [["1"]], [[True]], []]
+    )
+    def test_a_bad_mean(self, tmp_path: Path, mean: Any) -> None:
+        data = {"schema": scales.SCHEMA, "layers": {"1": {"amax": {"k": 1.0}, "k_mean": mean}}}
+        with pytest.raises(ScaleError, match="layer 1: k_mean must"):
+            scales.load(write(tmp_path, data), LAYERS)
 
     def test_own_form_round_trip(self, tmp_path: Path) -> None:
         found = read(put(tmp_path, named("k_scale", "v_scale")))
@@ -285,6 +303,28 @@ class TestFailClosed:
     def test_scales_of_plain_keys_are_not_those_of_rotated_ones(self, tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match=r"'k\+rot' of layer 0"):
             serve(put(save_model(tmp_path), named("k_scale", "v_scale")), "fp8_e4m3+rot")
+
+    @pytest.mark.parametrize(
+        ("mean", "reason"),
+        [
+            (
+                [[0.0] * 3] * HEADS,
+                r"layer 0: the mean of K has the shape \(2, 3\), and the model needs \(2, ",
+            ),
+            ([[0.0] * 3] * 5, r"the mean of K has the shape \(5, 3\)"),
+        ],
+    )
+    def test_a_mean_of_another_model(self, tmp_path: Path, mean: Any, reason: str) -> None:
+        layer = {"amax": {"k+kmean": 1.0, "v": 1.0}, "k_mean": mean}
+        data = {"schema": scales.SCHEMA, "layers": {str(n): layer for n in range(LAYERS)}}
+        with pytest.raises(ScaleError, match=reason):
+            serve(save_model(tmp_path), "fp8_e4m3+kmean", kv_scales=str(write(tmp_path, data)))
+
+    def test_a_scale_that_vanishes_in_the_format(self, tmp_path: Path) -> None:
+        layer = {"amax": {"k": 2e-38, "v": 1.0}}
+        data = {"schema": scales.SCHEMA, "layers": {str(n): layer for n in range(LAYERS)}}
+        with pytest.raises(ScaleError, match="k of layer 0 in fp8_e4m3: a KV scale must be"):
+            serve(save_model(tmp_path), kv_scales=str(write(tmp_path, data)))
 
     def test_calibration_without_a_tokenizer(self, tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match="no tokenizer; use --kv-scales FILE"):

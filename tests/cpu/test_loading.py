@@ -368,3 +368,10 @@ def test_a_multimodal_checkpoint_answers_text(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([ids]), use_cache=False).logits[0]
     assert (serve(tmp_path).logits(ids) - expected).abs().max() < 1e-4
+
+
+def test_a_pytorch_file_of_garbage(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"garbage, not weights" * 10)
+    with pytest.raises(WeightError, match="is broken, or is no PyTorch checkpoint"):
+        serve(folder)

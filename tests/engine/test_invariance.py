@@ -108,6 +108,19 @@ def test_same_answer_however_computed(kv_format: str, tiny: Path, scales: Path) 
     same(preempted, cold)
 
 
+def test_widths_that_fill_no_vector(tmp_path: Path) -> None:
+    """torch rounds the tail of an activation otherwise than its body: the engine fills vectors up."""
+    from tiny import save_tiny
+
+    model = str(save_tiny(tmp_path, intermediate_size=304))
+    answers = [
+        answer(LLM(model, kv_format="bf16", kv_memory="4MiB", max_running=8, token_budget=budget), [PROMPT])
+        for budget in (512, 7, 11, 1)
+    ]
+    for other in answers[1:]:
+        same(other, answers[0])
+
+
 def test_a_flipped_code_is_noticed(tiny: Path, scales: Path) -> None:
     """The comparison above can fail: one changed byte in the cache moves the logits by more than it allows."""
     llm = LLM(str(tiny), kv_format="nvfp4", kv_scales=str(scales), kv_memory="4MiB")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nibble import LLM, ConfigError, PromptTooLong, RequestError, SamplingParams
+from nibble import LLM, ConfigError, NibbleError, PromptTooLong, RequestError, SamplingParams
 from nibble.engine.engine import NOT_A_NUMBER
 
 
@@ -35,7 +35,8 @@ def test_one_prompt_or_many(llm: LLM) -> None:
     assert one.prompt == PROMPTS[0] and [output.prompt for output in many] == PROMPTS
     assert many[0].completions[0].token_ids == one.completions[0].token_ids
     assert one.completions[0].finish_reason == "length" and len(one.completions[0].token_ids) == 6
-    assert one.text == llm.tokenizer.decode(one.completions[0].token_ids).rstrip("\ufffd")
+    whole = llm.tokenizer.decode(one.completions[0].token_ids)
+    assert whole.rstrip("\ufffd") == one.text.rstrip("\ufffd")
     assert llm.generate([], max_tokens=6) == []
     idle(llm)
 
@@ -55,11 +56,9 @@ def test_n_answers_share_the_prompt(llm: LLM) -> None:
     output = llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5, n=3)
     texts = [answer.token_ids for answer in output.completions]
     assert [answer.index for answer in output.completions] == [0, 1, 2] and len(set(texts)) == 3
-    alone = [
-        llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5 + i).completions[0].token_ids
-        for i in range(3)
-    ]
-    assert texts == alone
+    alone = llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5).completions[0].token_ids
+    again = llm.generate(prompt, max_tokens=8, temperature=1.0, seed=5, n=2).completions[1].token_ids
+    assert texts[:2] == [alone, again]
     stats = llm.engine.scheduler.manager.stats
     assert stats.hit_tokens >= 2 * (len(prompt) // llm.plan.page_size) * llm.plan.page_size
     idle(llm)
@@ -201,8 +200,8 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(tiny: Path) -> 
         raise RuntimeError("no luck")
 
     llm.engine.runner.forward = broken  # type: ignore[method-assign]
-    output = llm.generate(PROMPTS[0], max_tokens=8)
-    assert output.completions[0].error == "RuntimeError: no luck"
+    with pytest.raises(NibbleError, match="RuntimeError: no luck"):
+        llm.generate(PROMPTS[0], max_tokens=8)
     llm.engine.runner.forward = forward  # type: ignore[method-assign]
     assert len(llm.generate(PROMPTS[0], max_tokens=8, ignore_eos=True).completions[0].token_ids) == 8
     idle(llm)
@@ -215,5 +214,63 @@ def test_unknown_options_are_errors(tiny: Path) -> None:
         LLM(str(tiny), dtype="int4")
     with pytest.raises(ConfigError, match="cannot read 'lots' as a size"):
         LLM(str(tiny), kv_memory="lots")
+    with pytest.raises(ConfigError, match="did you mean 'kv_format'"):
+        LLM(str(tiny), kv_fromat="bf16")
     with pytest.raises(ConfigError, match="layer 7 is out of range"):
         LLM(str(tiny), kv_layers="7=bf16")
+
+
+def test_a_stream_that_never_started_is_aborted_too(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], max_tokens=300)
+    stream.close()
+    idle(llm)
+    llm.stream(PROMPTS[0], max_tokens=300)
+    idle(llm)
+
+
+def test_logits_checks_its_prompt_and_leaves_nothing_behind(tiny: Path) -> None:
+    small = LLM(str(tiny), kv_format="bf16", kv_memory="2MiB", max_context=64, max_running=1)
+    for _ in range(4):
+        with pytest.raises(PromptTooLong, match="context is 64"):
+            small.logits([1] * 100)
+        with pytest.raises(RequestError, match="out of range"):
+            small.logits([1, 9999])
+    assert len(small.logits([1] * 64)) == 64
+    assert small.generate("ab", max_tokens=3).completions[0].token_ids
+    idle(small)
+
+
+def test_logits_waits_for_nobody_and_harms_nobody(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], max_tokens=30)
+    next(stream)
+    with pytest.raises(RequestError, match="open first"):
+        llm.logits([1, 2, 3])
+    stream.close()
+
+
+def test_n_answers_with_the_largest_seed(llm: LLM) -> None:
+    output = llm.generate("ab", n=2, seed=(1 << 64) - 1, temperature=1.0, max_tokens=4)
+    assert len(output.completions) == 2
+    idle(llm)
+
+
+def test_a_failure_of_all_answers_is_raised(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_format="bf16", kv_memory="2MiB", max_running=4)
+
+    def broken(batch: Any, **options: Any) -> torch.Tensor:
+        raise TypeError("no luck")
+
+    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    with pytest.raises(NibbleError, match="TypeError: no luck"):
+        llm.generate(PROMPTS[:2])
+    idle(llm)
+
+
+def test_one_text_to_calibrate_with_is_one_text(tiny: Path) -> None:
+    text = "the quick brown fox " * 10
+    options = {"kv_format": "fp8_e4m3", "kv_memory": "2MiB", "max_running": 4}
+    scales = [
+        LLM(str(tiny), calibrate=given, **options).engine.runner.pool.view(1).streams["k"].scale
+        for given in (text, [text])
+    ]
+    assert torch.equal(*scales)

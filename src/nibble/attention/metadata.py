@@ -15,7 +15,7 @@ from torch import Tensor
 from nibble.attention.capability import Phase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """The requests of one phase; their tokens are rows [start, stop) of the step, request after request.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,19 @@ from nibble.cache.layout import CacheLayout
 from nibble.errors import ScaleError
 from nibble.formats import KVFormat
 from nibble.formats import transform as transforms_of
+from nibble.geometry import Stream
 
 SCHEMA = "nibble-kv-scales-1"
+FLOAT32_TINY, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
+"""The least and the largest normal FP32 number: what a scale must lie between."""
 E4M3_MAX = 448.0
 """What FP8 scales in checkpoints and JSON files of other engines were made for: scale = amax / 448."""
+
+
+_PEER_LIMITS = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": 57344.0}
+"""What `kv_cache.dtype` of other engines' JSON files says of their scales."""
+Mean = tuple[tuple[float, ...], ...]
+"""A mean of K: [H][D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class LayerScales:
     """Scales of one layer by stream; a key as `k+rot` holds for K under those transforms. k_mean: [H][D]."""
 
     streams: Mapping[str, StreamScale]
-    k_mean: tuple[tuple[float, ...], ...] | None = None
+    k_mean: Mean | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ class KVScales:
             raise ScaleError(_missing(layer, key, fmt, self.source))
         return found.for_format(fmt)
 
-    def mean(self, layer: int, transforms: Iterable[str]) -> tuple[tuple[float, ...], ...] | None:
+    def mean(self, layer: int, transforms: Iterable[str]) -> Mean | None:
         """The K mean [H][D] where a transform needs one, else None. Raises ScaleError where it is missing."""
         if not any(transforms_of.get(name).needs_mean for name in transforms):
             return None
@@ -118,25 +126,44 @@ def needed(layout: CacheLayout) -> bool:
 def require(layout: CacheLayout, scales: KVScales) -> None:
     """Raises ScaleError unless `scales` has all that `layout` needs: the check to make before weights load."""
     for layer in layout.layers:
-        scales.mean(layer.layer, layer.transforms)
+        mean = scales.mean(layer.layer, layer.transforms)
         for entry in layer.streams:
+            if mean is not None and entry.stream.name == "k":
+                _require_mean(mean, entry.stream, f"{scales.source}, layer {layer.layer}")
             found = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
             if isinstance(found, tuple) and len(found) != entry.stream.heads:
                 raise ScaleError(
                     f"{scales.source} has {len(found)} scales for {entry.stream.name!r} of layer {layer.layer}, which "
                     f"has {entry.stream.heads} heads"
                 )
+            for value in found if isinstance(found, tuple) else (found,):
+                checked(
+                    value,
+                    f"{scales.source}, {entry.stream.name} of layer {layer.layer} in {entry.codec.name}",
+                )
+
+
+def _require_mean(mean: Mean, stream: Stream, where: str) -> None:
+    """Raises ScaleError unless `mean` is finite and of the shape of `stream`."""
+    sizes = sorted({len(head) for head in mean})
+    if len(mean) != stream.heads or sizes != [stream.dim]:
+        found = f"({len(mean)}, {' or '.join(map(str, sizes)) or 0})"
+        raise ScaleError(
+            f"{where}: the mean of K has the shape {found}, and the model needs ({stream.heads}, {stream.dim}); "
+            "measure it with --kv-scales calibrate or `nibble calibrate`"
+        )
+    if not all(abs(x) <= FLOAT32_MAX for head in mean for x in head):
+        raise ScaleError(f"{where}: the mean of K must be finite; measure it again with `nibble calibrate`")
 
 
 def checked(value: Any, where: str) -> float:
-    """`value` as a scale; raises ScaleError unless it is a finite number above 0."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise ScaleError(f"{where}: a KV scale must be a finite number above 0, not {value!r}")
+    """`value` as a scale; raises ScaleError unless it is a normal FP32 number above 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and FLOAT32_TINY <= value <= FLOAT32_MAX):
+        raise ScaleError(
+            f"{where}: a KV scale must be a finite number above 0, and a normal one in float32 "
+            f"({FLOAT32_TINY:.2g} to {FLOAT32_MAX:.2g}), not {value!r}"
+        )
     return float(value)
 
 
@@ -144,6 +171,10 @@ def load(path: Path, layers: int) -> KVScales:
     """Scales from a JSON file: Nibble's own form, or the one that SGLang and vLLM take. Raises ScaleError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ScaleError(
+            f"cannot read KV scales from {str(path)!r}: no such file, and the names are auto, calibrate and one"
+        ) from error
     except OSError as error:
         raise ScaleError(f"cannot read KV scales: {error}") from error
     except ValueError as error:
@@ -163,7 +194,7 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
     """`{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
     try:
         ranks = data["kv_cache"]["scaling_factor"]
-        by_layer = ranks["0"]
+        by_layer, dtype = ranks["0"], data["kv_cache"].get("dtype") or "float8_e4m3fn"
         items = [(int(layer), value) for layer, value in by_layer.items()]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ScaleError(
@@ -174,7 +205,13 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
         raise ScaleError(
             f"{path} has scales for {len(ranks)} tensor-parallel ranks; Nibble runs on one: merge them"
         )
-    both = {layer: StreamScale(checked(value, f"{path}, layer {layer}"), E4M3_MAX) for layer, value in items}
+    limit = _PEER_LIMITS.get(str(dtype))
+    if limit is None:
+        raise ScaleError(
+            f"{path} has scales for kv_cache.dtype {dtype!r}, and Nibble reads those for "
+            f"{' and '.join(_PEER_LIMITS)}; measure others with --kv-scales calibrate"
+        )
+    both = {layer: StreamScale(checked(value, f"{path}, layer {layer}"), limit) for layer, value in items}
     return {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
 
 
@@ -193,7 +230,18 @@ def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
 def _parse_layer(entry: dict[str, Any], where: str) -> LayerScales:
     streams = {key: StreamScale(checked(amax, f"{where}, {key}"), 1.0) for key, amax in entry["amax"].items()}
     mean = entry.get("k_mean")
-    return LayerScales(streams, tuple(tuple(float(x) for x in head) for head in mean) if mean else None)
+    return LayerScales(streams, None if mean is None else _parse_mean(mean, where))
+
+
+def _parse_mean(mean: Any, where: str) -> Mean:
+    """`k_mean` of a file: as many finite numbers for each head. Raises ScaleError."""
+    rows = [tuple(head) for head in mean]
+    if len({len(row) for row in rows}) != 1:
+        raise ScaleError(f"{where}: k_mean must have equally many numbers for each head, [heads][dim]")
+    for x in (x for row in rows for x in row):
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or not abs(x) <= FLOAT32_MAX:
+            raise ScaleError(f"{where}: k_mean must be finite numbers, not {x!r}; measure it again")
+    return tuple(tuple(map(float, row)) for row in rows)
 
 
 def save(scales: KVScales, path: Path) -> None:

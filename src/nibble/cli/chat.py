@@ -10,7 +10,7 @@ from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
 from nibble.cli.terminal import ModelArgument, bytes_in_words, err, quiet
 from nibble.config import Config, SamplingParams, sampling
-from nibble.errors import CapacityError
+from nibble.errors import CapacityError, NibbleError
 
 if TYPE_CHECKING:
     from nibble.engine.llm import LLM
@@ -96,7 +96,7 @@ def _turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
         sys.stdout.write(" (stopped)")
     sys.stdout.write("\n")
     return text
@@ -107,6 +107,8 @@ def _json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
 
     output = llm.chat(messages, params)
     answer = output.completions[0]
+    if answer.error:
+        raise NibbleError(answer.error)
     said = {
         "message": {"role": "assistant", "content": answer.text},
         "finish_reason": answer.finish_reason,

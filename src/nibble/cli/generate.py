@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,11 +127,24 @@ def _prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     """The prompts in order, those of files last; raises RequestError where there is none."""
     if given.count(STDIN) > 1:
         raise RequestError("standard input, `-`, can be one prompt only")
-    found = [sys.stdin.read() if text == STDIN else text for text in given]
-    found += [path.read_text(encoding="utf-8") for path in files]
+    found = [
+        _utf8(sys.stdin.read, "standard input") if text == STDIN else _utf8(text.__str__, "a prompt")
+        for text in given
+    ]
+    found += [_utf8(partial(path.read_text, "utf-8"), f"the prompt file {path}") for path in files]
     if not found:
         raise RequestError('no prompt was given; write it as in: nibble generate "def fibonacci(n):"')
     return found
+
+
+def _utf8(read: Callable[[], str], what: str) -> str:
+    """What `read` gives; raises RequestError where it is not UTF-8 (what the system reads so has surrogates)."""
+    try:
+        text = read()
+        text.encode()
+    except UnicodeError as error:
+        raise RequestError(f"{what} is not UTF-8 ({error}); convert it, as with iconv") from None
+    return text
 
 
 def _llm(base: Config, entry: Entry) -> LLM:
@@ -170,15 +184,15 @@ def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingPar
 
 
 def _listed(run: Run) -> None:
-    for output in run.outputs:
+    for number, output in enumerate(run.outputs, 1):
         for answer in output.completions:
-            out().rule(f"prompt {run.outputs.index(output) + 1}, answer {answer.index + 1}", style="dim")
+            out().rule(f"prompt {number}, answer {answer.index + 1}", style="dim")
             print(f"{output.prompt}{answer.text}")
     err().print(run.words, style="dim")
 
 
 def _side_by_side(runs: Sequence[Run]) -> None:
-    """One column a cache, one row a prompt."""
+    """One column a cache, one row an answer."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -189,10 +203,12 @@ def _side_by_side(runs: Sequence[Run]) -> None:
         table.add_column(
             f"{run.scheme}\n{run.layout.bytes_per_token:,} bytes/token", ratio=1, overflow="fold"
         )
-    for row in zip(*(run.outputs for run in runs), strict=True):
-        table.add_row(
-            *(Text(output.prompt or "", "dim").append(output.text.rstrip(), "default") for output in row)
-        )
+    for outputs in zip(*(run.outputs for run in runs), strict=True):
+        prompt = outputs[0].prompt or ""
+        for answers in zip(*(output.completions for output in outputs), strict=True):
+            table.add_row(
+                *(Text(prompt, "dim").append(answer.text.rstrip(), "default") for answer in answers)
+            )
     Console(highlight=False).print(table)
     for line in _costs(runs):
         err().print(line, style="dim")
@@ -201,5 +217,10 @@ def _side_by_side(runs: Sequence[Run]) -> None:
 def _costs(runs: Sequence[Run]) -> Iterator[str]:
     yield from (run.words for run in runs)
     for run in runs[1:]:
-        same = sum(one.text == other.text for one, other in zip(runs[0].outputs, run.outputs, strict=True))
+        pairs = zip(runs[0].outputs, run.outputs, strict=True)
+        same = sum(_texts(one) == _texts(other) for one, other in pairs)
         yield f"{run.scheme} gave the same answer as {runs[0].scheme} to {same} of {len(run.outputs)} prompts"
+
+
+def _texts(output: Output) -> list[str]:
+    return [answer.text for answer in output.completions]

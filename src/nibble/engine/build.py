@@ -41,6 +41,7 @@ from nibble.models.load import folder, load
 from nibble.models.observe import observe
 
 CALIBRATION_TOKENS = 8192
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _adapters(plan: Plan) -> dict[str, Any]:
 def _tokenizer(model: str) -> Tokenizer | None:
     """The model's tokenizer; None for a local checkpoint that has no tokenizer files."""
     path = Path(find(model))
-    if path.exists() and not any(path.glob("tokenizer*")):
+    if path.exists() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
         return None
     return Tokenizer(str(path) if path.exists() else model)
 
@@ -183,9 +184,11 @@ def run_prompt(runner: Runner, ids: Sequence[int], chunk: int) -> list[torch.Ten
     request.lease = manager.open(request.tokens, "")
     manager.reserve(request.lease, len(ids))
     found = []
-    for start in range(0, len(ids), chunk):
-        work = Work.next(request, min(chunk, len(ids) - start))
-        found.append(runner.forward(Batch((work,)), every=True))
-        manager.commit(request.lease, request.tokens, work.end)
-    manager.release(request.lease)
+    try:
+        for start in range(0, len(ids), chunk):
+            work = Work.next(request, min(chunk, len(ids) - start))
+            found.append(runner.forward(Batch((work,)), every=True))
+            manager.commit(request.lease, request.tokens, work.end)
+    finally:
+        manager.release(request.lease)
     return found

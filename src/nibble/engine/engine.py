@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from nibble.config import SamplingParams
@@ -19,7 +20,7 @@ from nibble.engine.runner import Runner
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
-from nibble.errors import NibbleError, RequestError
+from nibble.errors import RequestError
 
 Sink = Callable[[Delta], None]
 """Takes the pieces of an answer, in order, from the thread that runs the engine."""
@@ -65,25 +66,43 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, salt: str = "") -> Ticket:
         """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served."""
-        self._check(prompt, params)
+        self.check(prompt, params)
         with self._lock:
             name = next(self._ids)
             requests: list[Request] = []
             for index in range(params.n):
-                request = Request(
-                    id=f"{name}-{index}",
-                    prompt=prompt,
-                    params=_own(params, index),
-                    namespace=f"{self.namespace}/{salt}",
-                    stop_ids=frozenset(params.stop_token_ids)
-                    | (frozenset() if params.ignore_eos else self.eos_ids),
-                    after=requests[0] if requests else None,
+                requests.append(
+                    self._request(f"{name}-{index}", prompt, _own(params, index), salt, requests[:1])
                 )
+            for index, request in enumerate(requests):
                 self.scheduler.add(request)
-                detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
+                detokenizer = Detokenizer(self.tokenizer, prompt) if self.tokenizer else None
                 self._answers[request] = _Answer(request, index, sink, detokenizer, StopStrings(params.stop))
-                requests.append(request)
         return Ticket(tuple(requests))
+
+    def _request(
+        self, name: str, prompt: Sequence[int], params: SamplingParams, salt: str, leader: Sequence[Request]
+    ) -> Request:
+        ends = frozenset() if params.ignore_eos else self.eos_ids
+        return Request(
+            id=name,
+            prompt=prompt,
+            params=params,
+            namespace=f"{self.namespace}/{salt}",
+            stop_ids=frozenset(params.stop_token_ids) | ends,
+            after=leader[0] if leader else None,
+        )
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """The whole cache for the caller: waits for the step under way; RequestError while requests are unfinished."""
+        with self._lock:
+            if self.busy:
+                raise RequestError(
+                    "this uses the whole cache: finish or abort the requests that are open first"
+                )
+            self.scheduler.manager.clear()
+            yield
 
     def abort(self, ticket: Ticket) -> None:
         """Ends a ticket's requests, whatever their state; their pages are free at once."""
@@ -107,17 +126,21 @@ class Engine:
             try:
                 logits = self.runner.forward(batch)
                 picks = self.sampler.sample(logits, requests) if requests else []
-            except (NibbleError, RuntimeError, MemoryError) as error:
+            except Exception as error:  # whatever it is, only this batch's requests may suffer
                 self._fail(batch, f"{type(error).__name__}: {error}")
                 return
             self._commit(batch, dict(zip(requests, picks, strict=True)))
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
+        """Raises RequestError or PromptTooLong where a prompt (with a token of answer) cannot be served."""
         beyond = [token for token in (*prompt, *params.logit_bias) if not 0 <= token < self.vocab_size]
         if beyond:
             raise RequestError(
                 f"token {beyond[0]} is out of range: the vocabulary has {self.vocab_size} tokens"
             )
+        if not prompt:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        self.scheduler.check_length(len(prompt) - (not answer))
         if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
@@ -166,5 +189,7 @@ class Engine:
 
 def _own(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of answer `index`: one answer, and a seed of its own."""
-    seed = None if params.seed is None else params.seed + index
-    return replace(params, n=1, seed=seed) if params.n > 1 else params
+    if params.n == 1:
+        return params
+    seed = params.seed if params.seed is None or not index else hash((params.seed, index)) % (1 << 64)
+    return replace(params, n=1, seed=seed)

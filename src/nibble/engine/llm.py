@@ -5,6 +5,7 @@ Owns LLM. Everything it does is submit, step and collect; must not know how step
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +18,9 @@ from nibble.attention.budget import Budget
 from nibble.attention.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
-from nibble.config import Config, SamplingParams, sampling
+from nibble.config import SamplingParams, configured, sampling
 from nibble.engine.build import build, measure, run_prompt
-from nibble.engine.engine import Ticket
+from nibble.engine.engine import Engine, Ticket
 from nibble.engine.outputs import Completion, Delta, Logprob, Output
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import NibbleError, RequestError
@@ -38,8 +39,8 @@ class LLM:
     """
 
     def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
-        self.config = Config(model=model, **options)
-        self.engine, self._made = build(self.config, calibrate)
+        self.config = configured(model=model, **options)
+        self.engine, self._made = build(self.config, None if calibrate is None else as_texts(calibrate))
 
     @property
     def plan(self) -> Plan:
@@ -69,9 +70,10 @@ class LLM:
 
         A prompt is text or token ids. params, or loose options of SamplingParams, hold for all. progress: show a
         bar; by default for many prompts on a terminal. A prompt that cannot be served raises RequestError or
-        PromptTooLong before any is computed.
+        PromptTooLong before any is computed. Where the engine fails, an answer's `error` says so; where it fails for
+        all of them, NibbleError is raised.
         """
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts
         collectors: list[_Collector] = []
         try:
@@ -83,15 +85,15 @@ class LLM:
                 self.engine.abort(collector.ticket)
             raise
         outputs = [collector.output() for collector in collectors]
+        answers = [answer for output in outputs for answer in output.completions]
+        if answers and all(answer.error for answer in answers):
+            raise NibbleError(str(answers[0].error))
         return outputs[0] if single else outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
-        """The pieces of an answer as they are made. Closing the iterator aborts the request."""
-        pieces: deque[Delta] = deque()
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """The pieces of an answer as they are made. Closing or dropping the iterator aborts the request."""
         ids, _ = self._encode(prompt)
-        chosen = _params(params, options)
-        ticket = self.engine.submit(ids, chosen, pieces.append)
-        return self._pieces(ticket, pieces, chosen.n)
+        return Stream(self.engine, ids, _params(params, options))
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None, **options: Any
@@ -104,15 +106,15 @@ class LLM:
     def logits(self, prompt: Prompt) -> torch.Tensor:
         """Teacher-forced logits [T, V] of a prompt, through the quantised cache, chunk by chunk."""
         ids, _ = self._encode(prompt)
-        if self.engine.busy:
-            raise RequestError("logits() needs the engine idle: it uses the whole cache")
-        self.engine.scheduler.manager.clear()
-        return torch.cat(run_prompt(self.engine.runner, ids, self.config.token_budget))
+        self.engine.check(ids, SamplingParams(), answer=False)
+        with self.engine.exclusive():
+            return torch.cat(run_prompt(self.engine.runner, ids, self.config.token_budget))
 
     def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
         """KV scales for every scheme, measured on texts; written to a JSON file if `save` names one."""
-        ids = [self.tokenizer.encode(text) for text in texts]
-        found = measure(self._made, self.engine.runner.model, ids)
+        ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
+        with self.engine.exclusive():
+            found = measure(self._made, self.engine.runner.model, ids)
         if save is not None:
             kv_scales.save(found, Path(save))
         return found
@@ -120,7 +122,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt), prompt
-        return list(prompt), None
+        try:
+            return [operator.index(token) for token in prompt], None
+        except TypeError as error:
+            raise RequestError(f"a prompt is text or a list of token ids ({error})") from error
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> _Collector:
         ids, text = self._encode(prompt)
@@ -141,18 +146,38 @@ class LLM:
                 self.engine.step()
                 bar.update(task, completed=len(collectors) - left)
 
-    def _pieces(self, ticket: Ticket, pieces: deque[Delta], answers: int) -> Iterator[Delta]:
-        try:
-            while answers:
-                while not pieces:
-                    self.engine.step()
-                piece = pieces.popleft()
-                answers -= piece.finish_reason is not None
-                if piece.error:
-                    raise NibbleError(piece.error)
-                yield piece
-        finally:
-            self.engine.abort(ticket)
+
+class Stream(Iterator[Delta]):
+    """The pieces of the answers to one prompt. Raises NibbleError where the engine fails."""
+
+    def __init__(self, engine: Engine, ids: Sequence[int], params: SamplingParams) -> None:
+        self._engine = engine
+        self._pieces: deque[Delta] = deque()
+        self._open = 0  # nothing to abort, should submit() raise
+        self._ticket = engine.submit(ids, params, self._pieces.append)
+        self._open = params.n
+
+    def __next__(self) -> Delta:
+        if not self._open and not self._pieces:
+            raise StopIteration
+        while not self._pieces:
+            self._engine.step()
+        piece = self._pieces.popleft()
+        self._open -= piece.finish_reason is not None
+        if piece.error:
+            self.close()
+            raise NibbleError(piece.error)
+        return piece
+
+    def close(self) -> None:
+        """Aborts what is unfinished; its pages are free at once."""
+        self._open = 0
+        self._engine.abort(self._ticket)
+        self._pieces.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", 0):
+            self.close()
 
 
 class _Collector:
@@ -184,6 +209,11 @@ class _Collector:
             logprobs=logprobs if self.params.logprobs is not None else None,
             error=last.error,
         )
+
+
+def as_texts(texts: Sequence[str]) -> Sequence[str]:
+    """A single text, given where several may be, is one text and not one for each of its characters."""
+    return [texts] if isinstance(texts, str) else texts
 
 
 def _params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -27,7 +27,7 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """A prompt and the answer to it.
 

@@ -20,6 +20,7 @@ from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
 from nibble.engine.batch import Batch, Work
 from nibble.models.hook import CONTEXT
+from nibble.models.linear import row_multiple
 
 
 class PageTables:
@@ -70,6 +71,7 @@ class Runner:
         self.backends = backends
         self.tables = tables
         self.device = tables.table.device
+        self.multiple = row_multiple(model) if self.device.type == "cpu" else 1
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
@@ -81,14 +83,19 @@ class Runner:
         meta = self._metadata(works, rows, torch.tensor(positions, device=self.device))
         keep = list(range(len(ids))) if every else _last_rows(works)
         logits = self.model(
-            input_ids=torch.tensor([_in_company(ids)], device=self.device),
-            position_ids=torch.tensor([_in_company(positions)], device=self.device),
+            input_ids=torch.tensor([self._in_company(ids)], device=self.device),
+            position_ids=torch.tensor([self._in_company(positions)], device=self.device),
             use_cache=False,
-            logits_to_keep=torch.tensor(_in_company(keep or [0]), device=self.device),
+            logits_to_keep=torch.tensor(self._in_company(keep or [0]), device=self.device),
             **{CONTEXT: StepContext(self.plan, self.pool, self.backends, meta)},
         ).logits[0]
         assert isinstance(logits, Tensor)
         return logits[: len(keep)]
+
+    def _in_company(self, values: list[int]) -> list[int]:
+        """The last row is repeated where the result of a row would else depend on their number (models/linear.py)."""
+        missing = 1 if len(values) == self.multiple == 1 else -len(values) % self.multiple
+        return values + values[-1:] * missing
 
     def _metadata(self, works: Sequence[Work], rows: Sequence[int], positions_T: Tensor) -> AttentionMetadata:
         counts = torch.tensor([work.count for work in works], device=self.device)
@@ -105,11 +112,6 @@ class Runner:
             segments.append(Segment(phase, row, row + sum(q_lens), q_lens, kv_lens, pages_BN))
             row, first = row + sum(q_lens), first + len(part_works)
         return AttentionMetadata(pages_T.long() * size + positions_T % size, tuple(segments))
-
-
-def _in_company(values: list[int]) -> list[int]:
-    """A row alone may be summed in another order than among others (models/linear.py): it is computed twice."""
-    return values * 2 if len(values) == 1 else values
 
 
 def _last_rows(works: Sequence[Work]) -> list[int]:

@@ -9,6 +9,7 @@ Order: penalties, logit_bias, temperature, top_k, top_p, min_p. Shape suffixes: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ class Sampler:
 
     def __init__(self, default_seed: int = 0) -> None:
         self.default_seed = default_seed
+        self._seen: WeakKeyDictionary[Request, tuple[int, set[int]]] = WeakKeyDictionary()
 
     def sample(self, logits_SV: Tensor, requests: Sequence[Request]) -> list[Logprob | None]:
         """One token per row; None where the logits are not numbers, which no parameter can mend."""
         raw_SV = logits_SV.float()
-        adjusted_SV = _adjust(raw_SV, requests)
+        adjusted_SV = self._adjust(raw_SV, requests)
         tokens_S = adjusted_SV.argmax(-1)
         random = [i for i, request in enumerate(requests) if request.params.temperature > 0]
         if random:
@@ -48,6 +50,25 @@ class Sampler:
             None if bad else _logprob(row, token, request.params)
             for bad, row, token, request in zip(wrong, raw_SV, tokens, requests, strict=True)
         ]
+
+    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Penalties and bias; the very tensor where no request has any."""
+        rows = [i for i, request in enumerate(requests) if _adjusts(request.params)]
+        if not rows:
+            return logits_SV
+        logits_SV = logits_SV.clone()
+        for i in rows:
+            _adjust_row(logits_SV[i], requests[i], self._seen_by(requests[i], logits_SV.device))
+        return logits_SV
+
+    def _seen_by(self, request: Request, device: torch.device) -> Tensor | None:
+        """Tokens of prompt and answer, for the repetition penalty; kept from step to step, and only added to."""
+        if request.params.repetition_penalty == 1:
+            return None
+        count, seen = self._seen.get(request, (0, set()))
+        seen.update(request.tokens[count:])
+        self._seen[request] = len(request.tokens), seen
+        return torch.tensor(list(seen), device=device)
 
     def _draw(self, logits_SV: Tensor, requests: Sequence[Request]) -> Tensor:
         """int64 [S]: tokens drawn from the filtered distributions, by inverting the cumulated probabilities."""
@@ -74,17 +95,6 @@ class Sampler:
         return hash((self.default_seed, request.arrival))
 
 
-def _adjust(logits_SV: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Penalties and bias; the very tensor where no request has any."""
-    rows = [i for i, request in enumerate(requests) if _adjusts(request.params)]
-    if not rows:
-        return logits_SV
-    logits_SV = logits_SV.clone()
-    for i in rows:
-        _adjust_row(logits_SV[i], requests[i])
-    return logits_SV
-
-
 def _adjusts(params: SamplingParams) -> bool:
     return bool(
         params.repetition_penalty != 1
@@ -94,11 +104,10 @@ def _adjusts(params: SamplingParams) -> bool:
     )
 
 
-def _adjust_row(row_V: Tensor, request: Request) -> None:
+def _adjust_row(row_V: Tensor, request: Request, seen: Tensor | None) -> None:
     """In place, on a row of a private copy."""
     params = request.params
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(request.tokens, device=row_V.device).unique()
+    if seen is not None:
         logits, penalty = row_V[seen], params.repetition_penalty
         row_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
     if request.generated and (params.presence_penalty or params.frequency_penalty):

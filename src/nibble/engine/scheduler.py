@@ -106,7 +106,7 @@ class Scheduler:
         assert request.state is State.WAITING and request.arrival < 0, (
             f"request {request.id!r} was added before"
         )
-        self._check_length(len(request.prompt))
+        self.check_length(len(request.prompt))
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.id] = request
@@ -176,7 +176,8 @@ class Scheduler:
 
     # Admission
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
+        """Raises PromptTooLong where a prompt of `length` tokens can never run."""
         if length + 1 > self.max_context:
             raise PromptTooLong(
                 f"the prompt has {length} tokens and needs room for at least one more, but the context is "

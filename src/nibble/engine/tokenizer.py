@@ -26,7 +26,10 @@ class Tokenizer:
         return len(self._inner)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text))
+        try:
+            return list(self._inner.encode(text))
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"the prompt is not text that can be encoded: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(
@@ -37,7 +40,10 @@ class Tokenizer:
         """Token ids of a conversation with the model's chat template, ready for the assistant's answer."""
         if not self._inner.chat_template:
             raise RequestError("this model has no chat template; use generate with a plain prompt")
-        text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        try:
+            text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates are programs, and raise what they like
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
         return list(self._inner.encode(text, add_special_tokens=False))
 
     @property
@@ -47,15 +53,22 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing answer, piece by piece. A character whose bytes are not all there yet is held back."""
+    """Text of a growing answer, piece by piece. A character whose bytes are not all there yet is held back.
+
+    prompt: the tokens before the answer, since a token's text may depend on what stands before it (a leading space).
+    """
 
     INCOMPLETE = "\ufffd"
+    LEFT = 6
+    """Tokens of the prompt that are looked at."""
+    HELD = 3
+    """Most tokens that are held back: a character has at most four bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = list(prompt[-self.LEFT :])
         self._context = 0  # tokens from here on are decoded again, since neighbours change each other's text
-        self._shown = 0  # tokens before this have been emitted
+        self._shown = len(self._ids)  # tokens before this have been emitted
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that `ids` add."""
@@ -68,11 +81,22 @@ class Detokenizer:
 
     def _emit(self, final: bool) -> str:
         before = self._tokenizer.decode(self._ids[self._context : self._shown])
-        now = self._tokenizer.decode(self._ids[self._context :])
-        if not final and now.endswith(self.INCOMPLETE):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
+        end = len(self._ids) if final else self._whole()
+        now = self._tokenizer.decode(self._ids[self._context : end])
+        if len(now) > len(
+            before
+        ):  # else only special tokens were added: what stands before them is still needed
+            self._context = self._shown
+        self._shown = end
         return now[len(before) :]
+
+    def _whole(self) -> int:
+        """Up to which token the text ends in a whole character; past bytes that three more have not made one."""
+        total = len(self._ids)
+        for end in range(total, max(self._shown, total - self.HELD), -1):
+            if not self._tokenizer.decode(self._ids[self._context : end]).endswith(self.INCOMPLETE):
+                return end
+        return max(self._shown, total - self.HELD)
 
 
 class StopStrings:

@@ -82,6 +82,8 @@ def _indices(text: str, layers: int) -> list[int]:
     """`0,1,-1` or `4-7` -> layer indices in [0, layers)."""
     found: list[int] = []
     for item in text.split(","):
+        if not item.strip():
+            raise ConfigError(f"{text.strip()!r} has an empty item; write layers as 0,1,-1 or 4-7")
         first, dash, last = (
             item.strip().partition("-") if not item.strip().startswith("-") else (item, "", "")
         )
@@ -91,6 +93,10 @@ def _indices(text: str, layers: int) -> list[int]:
             raise ConfigError(
                 f"cannot read {item.strip()!r} as a layer or a range of layers, as 3, -1 or 4-7"
             ) from None
+        if low > high:
+            raise ConfigError(
+                f"the range of layers {item.strip()!r} runs backwards; write the lower number first, as 4-7"
+            )
         for layer in range(low, high + 1):
             if not -layers <= layer < layers:
                 raise ConfigError(f"layer {layer} is out of range: the model has layers 0 to {layers - 1}")

@@ -10,6 +10,7 @@ know of attention or of caches.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 PACKED_FOR = 8
 """Tokens that weights are packed for."""
+VECTOR = 32
+"""Values that torch's vectorised functions take at once on a CPU, at most."""
 
 
 def available() -> bool:
@@ -102,6 +105,22 @@ class PackedWeight(Tensor):
 
 
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.float})
+
+
+def row_multiple(model: nn.Module) -> int:
+    """Rows to compute at once, in multiples, so that no row's result depends on how many others there are.
+
+    torch computes what is left over after full vectors of an activation function (silu, gelu) in another way, with
+    other last bits, so rows times width should fill the vectors. Widths under VECTOR (gates of a few values) are left
+    out: they would make every step that many times larger.
+    """
+    output = getattr(model, "lm_head", None)
+    widths = {
+        module.out_features
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, PackedLinear)) and module is not output
+    }
+    return math.lcm(*(VECTOR // math.gcd(width, VECTOR) for width in widths if width >= VECTOR))
 
 
 def pack_linears(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ CPU, linear layers and experts are packed. Must not know of requests or of the c
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) 
     except SafetensorError as error:
         raise WeightError(
             f"a weight file of {path} is broken or cut short ({error}); download it again"
+        ) from error
+    except (UnpicklingError, EOFError) as error:
+        raise WeightError(
+            f"a weight file of {path} is broken, or is no PyTorch checkpoint ({first_line(error)}); "
+            "download it again, as safetensors where there is a choice"
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise WeightError(f"cannot load the weights of {geometry.model!r} from {path}: {error}") from error

@@ -31,6 +31,10 @@ BATCHED = 8
 """Requests with up to so many new tokens are computed together; longer prompts one by one."""
 
 
+REMEMBERED = 16
+"""Segments of present and past steps whose rectangles are kept."""
+
+
 def padded(rows: int) -> int:
     """Rows of a matrix product: with fewer, the sum of a row may have another order, and depend on the batch."""
     return rows if rows >= 8 else 4 if rows <= 4 else 8
@@ -59,16 +63,15 @@ class TorchRef:
     """The reference adapter. Where queries may look is the same for all layers of a step with the same window."""
 
     def __init__(self) -> None:
-        self._segment: Segment | None = None
-        self._rectangles: dict[tuple[int, int, int | None], tuple[_Rectangle, ...]] = {}
+        self._rectangles: dict[tuple[Segment, int, int, int | None], tuple[_Rectangle, ...]] = {}
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        if self._segment is not segment:
-            self._segment, self._rectangles = segment, {}
         heads, values = q_THD.shape[1], view.streams["k"].stream.values
-        key = heads // view.streams["k"].stream.heads, values, spec.window
+        key = segment, heads // view.streams["k"].stream.heads, values, spec.window
         if key not in self._rectangles:
-            self._rectangles[key] = tuple(_rectangles(segment, *key, heads, q_THD.device))
+            if len(self._rectangles) >= REMEMBERED:
+                self._rectangles.clear()
+            self._rectangles[key] = tuple(_rectangles(*key, heads, q_THD.device))
         pieces = [
             _attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec)
             for rect in self._rectangles[key]
