@@ -22,13 +22,17 @@ def cpu() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def write_report(what: str, body: str, command: str, machine: str | None = None) -> Path:
-    """Writes benchmarks/reports/<what>_<machine>_<date>.md, headed by machine, date and command."""
-    machine = machine or cpu()
-    today = datetime.date.today().isoformat()
-    name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    path = Path(__file__).parent / "reports" / f"{what}_{name}_{today}.md"
+def report_path(what: str) -> Path:
+    """benchmarks/reports/<what>_<processor>_<date>.md"""
+    name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
+    path = Path(__file__).parent / "reports" / f"{what}_{name}_{datetime.date.today()}.md"
     path.parent.mkdir(exist_ok=True)
-    head = f"# {what.replace('_', ' ')}\n\n{machine}, Python {platform.python_version()}, {today}\n\n    {command}\n\n"
-    path.write_text(head + body, encoding="utf-8")
+    return path
+
+
+def write_report(what: str, body: str, command: str) -> Path:
+    """Writes a report, headed by machine, date and command."""
+    path = report_path(what)
+    facts = f"{cpu()}, Python {platform.python_version()}, {datetime.date.today()}"
+    path.write_text(f"# {what.replace('_', ' ')}\n\n{facts}\n\n    {command}\n\n{body}", encoding="utf-8")
     return path

@@ -14,13 +14,14 @@ import datetime
 import gc
 import platform
 import random
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import perf_counter
+
+from report import cpu, report_path
 
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
@@ -103,13 +104,6 @@ def measure(count: int, context: int, page_size: int, steps: int, aligned: bool)
     return Result(page_size, aligned, start, [a for a, _ in times[WARMUP:]], [b for _, b in times[WARMUP:]])
 
 
-def cpu() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
 def report(lines: list[str], options: argparse.Namespace) -> str:
     command = " ".join(["python", "benchmarks/scheduler_step.py", *sys.argv[1:]])
     facts = [
@@ -140,9 +134,8 @@ def main() -> None:
         lines.append(measure(options.requests, options.context, page_size, options.steps, aligned).row())
         print(lines[-1], flush=True)
     if options.report:
-        name = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
-        path = Path(__file__).parent / "reports" / f"scheduler_{name}_{datetime.date.today()}.md"
-        path.write_text(report(lines, options))
+        path = report_path("scheduler")
+        path.write_text(report(lines, options), encoding="utf-8")
         print(f"written to {path}")
 
 

@@ -49,7 +49,7 @@ def _mask(n: int, length: int, window: int | None, device: torch.device) -> Tens
 
 BACKEND = BackendInfo(
     name="sdpa",
-    summary="torch's scaled_dot_product_attention; quantised pages are staged for it",
+    summary="torch's scaled_dot_product_attention; quantised pages are staged for it; last bits vary with the batch",
     adapter=SDPA,
     rows=(
         Row(
