@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from time import perf_counter
 
 from report import cpu, report_path
