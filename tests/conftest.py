@@ -1,4 +1,7 @@
-"""What all tests share: one thread for torch (tests run side by side), fixed Hypothesis, tiny models on disk."""
+"""What all tests share: one thread for torch (tests run side by side), fixed Hypothesis, tiny models on disk.
+
+Tests run on the CPU, whatever the machine has; NIBBLE_TEST_GPU=1 lets the conformance suite see a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if os.environ.get("NIBBLE_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from pathlib import Path
 

@@ -4,8 +4,8 @@ Generated from the rows. Each case writes random K and V through the pool into p
 memory, and attends through attention/layer.py. The oracle attends densely over the same dequantised cache, so the
 error of the format itself is not counted; a backend may have twice the error of plain torch in the same dtype.
 
-    pytest tests/conformance                              what this machine can run
-    pytest tests/conformance --ledger docs/ledger.json    and writes what conformed to the ledger
+    pytest tests/conformance                                                what the CPU can run
+    NIBBLE_TEST_GPU=1 pytest tests/conformance --ledger docs/ledger.json    what the GPU can, into the ledger
 """
 
 from __future__ import annotations
