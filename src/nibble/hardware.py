@@ -7,7 +7,7 @@ only.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from nibble.errors import ConfigError, unknown
@@ -87,7 +87,7 @@ def probe(device: str = "auto") -> Hardware:
 
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        return replace(cpu(), name=gpu.name, arch=10 * gpu.major + gpu.minor, memory=gpu.total_memory)
+        return Hardware(gpu.name, 10 * gpu.major + gpu.minor, gpu.total_memory)
     if device == "cuda":
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
     return cpu()

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import ceil
 
 from nibble import formats
-from nibble.attention.needs import plain_format
 from nibble.attention.plan import Plan
 from nibble.attention.staging import MAX_TOKENS
 from nibble.cache.layout import LayerLayout
@@ -104,7 +103,7 @@ def staging_bytes(config: Config, geometry: Geometry, plan: Plan) -> int:
 
 
 def _staged(layer: LayerLayout, dtype: str) -> int:
-    plain = formats.get(plain_format(dtype))
+    plain = formats.plain(dtype)
     streams = [entry.stream for entry in layer.streams]
     return sum(plain.bytes_per_token(stream) for stream in streams) + 4 * max(
         stream.values for stream in streams

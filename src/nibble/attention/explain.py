@@ -10,7 +10,7 @@ from typing import Any
 
 from nibble import formats
 from nibble.attention.budget import Budget, in_words
-from nibble.attention.needs import compact, plain_format
+from nibble.attention.needs import compact
 from nibble.attention.plan import GroupPlan, Plan, Route
 from nibble.cache.layout import CacheLayout, LayerLayout
 
@@ -20,7 +20,7 @@ BASELINE = "bfloat16"
 
 def baseline_bytes(layout: CacheLayout) -> int:
     """Bytes per token of the same streams, unquantised in 16 bits."""
-    plain = formats.get(plain_format(BASELINE))
+    plain = formats.plain(BASELINE)
     return sum(plain.bytes_per_token(entry.stream) for layer in layout.layers for entry in layer.streams)
 
 

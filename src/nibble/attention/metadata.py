@@ -15,7 +15,7 @@ from torch import Tensor
 from nibble.attention.capability import Phase
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Segment:
     """The requests of one phase; their tokens are rows [start, stop) of the step, request after request.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nibble import formats
 from nibble.attention.capability import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.config import Config
@@ -124,8 +123,3 @@ def compact(layers: Iterable[int]) -> str:
         else:
             runs.append([layer])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def plain_format(dtype: str) -> str:
-    """The format that holds values of the compute dtype as they are; what staging dequantises into."""
-    return formats.plain(dtype).name

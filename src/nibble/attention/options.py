@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from nibble import formats
 from nibble.attention import needs
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.needs import Part
@@ -62,7 +63,7 @@ class Request:
 
         Staged pages are numbered anew, so a sparse kernel's indices become offsets into them.
         """
-        plain = needs.plain_format(self.dtype)
+        plain = formats.plain(self.dtype).name
         if need.format == plain:
             return None
         addressing = "ragged" if need.kind == "dsa" else need.addressing

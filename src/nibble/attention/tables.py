@@ -17,7 +17,6 @@ from nibble.attention.backends import all_backends
 from nibble.attention.capability import BackendInfo, Phase, Row, listed
 from nibble.attention.explain import BASELINE
 from nibble.attention.ledger import Entry
-from nibble.attention.needs import plain_format
 from nibble.formats import KVFormat, transform
 from nibble.formats import scheme as schemes
 from nibble.geometry import Stream
@@ -188,7 +187,7 @@ def _size(name: str) -> int:
 
 
 def _ratio(name: str) -> str:
-    return f"{_size(plain_format(BASELINE)) / _size(name):.2f}"
+    return f"{_size(formats.plain(BASELINE).name) / _size(name):.2f}"
 
 
 def _format_line(fmt: KVFormat) -> str:

@@ -60,10 +60,6 @@ class KVView:
             q_THD = transform.query(q_THD, self.k_mean_HD).to(q_THD.dtype)
         return q_THD
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.streams.values())).scale.device
-
     def heads(self, pages_BN: Tensor, first: int, counts: Sequence[int], length: int) -> tuple[Tensor, ...]:
         """Dequantised streams with heads in front -> float32 [B, H, length, D] each, in the streams' order.
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from nibble.cli.exits import add_parameters
+from nibble.config import doc_of
 from nibble.errors import ConfigError
 
 Options = dict[str, Any]
@@ -49,7 +50,7 @@ def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Pa
     default, kind = None if unset else usual, _shown(hint)
     kind = kind | None if default is None else kind
     said = str(usual) if unset and usual is not None else True
-    doc = entry.metadata["doc"] + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
+    doc = doc_of(entry) + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
     info = typer.Option(help=doc, rich_help_panel=panel, show_default=said)
     annotation = Annotated[kind, info]  # type: ignore[valid-type]
     return inspect.Parameter(

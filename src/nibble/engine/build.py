@@ -107,7 +107,7 @@ def _engine(
     tables = PageTables(config.max_running + 1, width, made.hardware.device)
     return Engine(
         scheduler=scheduler,
-        runner=Runner(model, plan, pool, _adapters(plan), tables),
+        runner=Runner(model, plan, pool, adapters(plan), tables),
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
         eos_ids=_eos(model, tokenizer),
@@ -116,7 +116,7 @@ def _engine(
     )
 
 
-def _adapters(plan: Plan) -> dict[str, Any]:
+def adapters(plan: Plan) -> dict[str, Any]:
     """One adapter for every backend of the plan; a vendor package is imported here, in its constructor."""
     names = {route.backend for group in plan.groups for route in group.routes}
     return {name: adapter() for name in sorted(names) if (adapter := backends.get(name).adapter) is not None}
@@ -159,15 +159,14 @@ def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]])
     plain = resolve(_plain(made), made.geometry, made.hardware, backends.present())
     length = min(made.geometry.max_context, CALIBRATION_TOKENS)
     pages = -(-length // plain.page_size)
-    recorder = Recorder(plain.layout, pages, kv_scales.NONE, made.hardware.device).start()
-    runner = Runner(model, plain, recorder, _adapters(plain), PageTables(1, pages, made.hardware.device))
+    recorder = Recorder(plain.layout, pages, made.hardware.device)
+    runner = Runner(model, plain, recorder, adapters(plain), PageTables(1, pages, made.hardware.device))
     seen = 0
     for prompt in prompts:
-        for start in range(0, min(len(prompt), CALIBRATION_TOKENS - seen), length):
-            ids = list(prompt[start : start + min(length, CALIBRATION_TOKENS - seen)])
-            if ids:
-                run_prompt(runner, ids, made.config.token_budget)
-                seen += len(ids)
+        room = prompt[: CALIBRATION_TOKENS - seen]
+        for start in range(0, len(room), length):
+            run_prompt(runner, room[start : start + length], made.config.token_budget)
+        seen += len(room)
     if seen < MIN_TOKENS:
         raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {seen}")
     return recorder.scales(f"calibration on {seen} tokens")

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nibble.cache.layout import CacheLayout
 from nibble.cache.pool import PagedPool
-from nibble.cache.scales import KVScales, LayerScales, StreamScale
+from nibble.cache.scales import NONE, KVScales, LayerScales, StreamScale
 from nibble.errors import ScaleError
 from nibble.formats import transform
 
@@ -50,9 +51,9 @@ class _Range:
 class Recorder(PagedPool):
     """A pool that notes what is written to it."""
 
-    def start(self) -> Recorder:
+    def __init__(self, layout: CacheLayout, pages: int, device: str) -> None:
+        super().__init__(layout, pages, NONE, device)
         self.seen: dict[tuple[int, str], _Range] = {}
-        return self
 
     def write(self, layer: int, streams: Mapping[str, Tensor], slots_T: Tensor) -> None:
         for name, x_THD in streams.items():
@@ -69,8 +70,6 @@ class Recorder(PagedPool):
 
     def _layer(self, layer: int) -> LayerScales:
         k, v, rotated = (self.seen[layer, name] for name in ("k", "v", "k+rot"))
-        if k.count < MIN_TOKENS:
-            raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {k.count}")
         mean_HD = k.mean
         amax = {
             "k": k.amax(),

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from nibble.attention import backends
 from nibble.attention.capability import Phase
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionMetadata, Segment
 from nibble.attention.plan import Plan
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
+from nibble.engine.build import adapters
 from nibble.models import hook
 
 Side = tuple[Plan, KVScales]
@@ -59,10 +59,8 @@ def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) ->
     pages = -(-tokens // plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     segment = Segment(Phase.PREFILL, 0, tokens, (tokens,), (tokens,), table)
-    names = {group.route(Phase.PREFILL).backend for group in plan.groups}
-    adapters = {name: make() for name in names if (make := backends.get(name).adapter)}
     meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
-    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters, meta)
+    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
 
 
 @torch.inference_mode()

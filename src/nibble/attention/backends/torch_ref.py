@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,6 @@ SCORES = 1 << 24
 """Bound on the scores held at a time."""
 BATCHED = 8
 """Requests with up to so many new tokens are computed together; longer prompts one by one."""
-
-
-REMEMBERED = 16
-"""Segments of present and past steps whose rectangles are kept."""
 
 
 def padded(rows: int) -> int:
@@ -59,23 +56,25 @@ class _Rectangle:
     spans: tuple[_Span, ...]
 
 
+_Shape = tuple[int, int, int | None]
+"""Query heads per KV head, values of a stream per token, window: what rectangles depend on beside the segment."""
+
+
 class TorchRef:
-    """The reference adapter. Where queries may look is the same for all layers of a step with the same window."""
+    """The reference adapter. Where queries may look is the same for all layers of a step with the same window, so it
+    is worked out once, and forgotten with the step's segments.
+    """
 
     def __init__(self) -> None:
-        self._rectangles: dict[tuple[Segment, int, int, int | None], tuple[_Rectangle, ...]] = {}
+        self._known: WeakKeyDictionary[Segment, dict[_Shape, tuple[_Rectangle, ...]]] = WeakKeyDictionary()
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
         heads, values = q_THD.shape[1], view.streams["k"].stream.values
-        key = segment, heads // view.streams["k"].stream.heads, values, spec.window
-        if key not in self._rectangles:
-            if len(self._rectangles) >= REMEMBERED:
-                self._rectangles.clear()
-            self._rectangles[key] = tuple(_rectangles(*key, heads, q_THD.device))
-        pieces = [
-            _attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec)
-            for rect in self._rectangles[key]
-        ]
+        shape = heads // view.streams["k"].stream.heads, values, spec.window
+        known = self._known.setdefault(segment, {})
+        if shape not in known:
+            known[shape] = tuple(_rectangles(segment, *shape, heads, q_THD.device))
+        pieces = [_attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec) for rect in known[shape]]
         return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
 
 
