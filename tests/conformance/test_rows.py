@@ -188,7 +188,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
         table[i, : len(own)] = torch.tensor(own)
     new = tuple(count for _, count in batch)
     fresh = [slot for i, (stored, count) in enumerate(batch) for slot in slots(i, stored, stored + count)]
-    segment = Segment(case.phase, 0, sum(new), new, tuple(lens), table.to(DEVICE))
+    segment = Segment.of(case.phase, 0, new, lens, table.to(DEVICE))
     group = LayerGroup("full", "mha", streams(shape), (0,), heads)
     plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), DTYPE)
     adapter = backends.get(case.backend).adapter
@@ -257,7 +257,7 @@ def test_a_wrong_kernel_is_caught() -> None:
     class Forgetful(adapter):  # type: ignore[misc, valid-type]
         def attend(self, q_THD: Tensor, view: object, segment: Segment, spec: AttentionSpec) -> Tensor:
             short = tuple(max(length - 1, 1) for length in segment.kv_lens)
-            cut = Segment(segment.phase, segment.start, segment.stop, segment.q_lens, short, segment.pages_BN)
+            cut = Segment.of(segment.phase, segment.start, segment.q_lens, short, segment.pages_BN)
             return super().attend(q_THD, view, cut, spec)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,8 +8,11 @@ Shape suffixes: T tokens of the step, B requests of a segment, N pages of its lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from nibble.attention.capability import Phase
@@ -21,6 +24,10 @@ class Segment:
 
     q_lens, kv_lens: new tokens of each request, and stored tokens, the new ones included.
     pages_BN: int32 page ids in order; entries beyond a request's pages are 0 and must not be read as its own.
+    q_starts_B1, kv_lens_B: the same lengths as int32 on the device: where each request's rows begin, counted from
+    `start`, with the end of the last; and stored tokens. A step that is replayed from a CUDA graph changes these and
+    pages_BN in place, while q_lens stay and kv_lens are bounds: a kernel that can be captured reads lengths from here
+    only. A request of 0 stored tokens is padding: its rows of the output are zeros.
     """
 
     phase: Phase
@@ -29,11 +36,32 @@ class Segment:
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     pages_BN: Tensor
+    q_starts_B1: Tensor
+    kv_lens_B: Tensor
+
+    @classmethod
+    def of(
+        cls, phase: Phase, start: int, q_lens: Sequence[int], kv_lens: Sequence[int], pages_BN: Tensor
+    ) -> Segment:
+        """The segment of requests whose first row is `start`."""
+        starts = tuple(accumulate(q_lens, initial=0))
+        device = pages_BN.device
+        return cls(
+            phase,
+            start,
+            start + starts[-1],
+            tuple(q_lens),
+            tuple(kv_lens),
+            pages_BN,
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """slots_T: int64, page * page_size + offset of every new token. Rows past the last segment are padding."""
+    """slots_T: int64, page * page_size + offset of every new token; negative where nothing is to be stored, which only
+    steps for a CUDA graph have. Rows past the last segment are padding."""
 
     slots_T: Tensor
     segments: tuple[Segment, ...]

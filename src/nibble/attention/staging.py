@@ -50,6 +50,6 @@ def _parts(segment: Segment, page_size: int) -> Iterator[Segment]:
     start = segment.start
     for first in range(0, len(segment.q_lens), step):
         q_lens, kv_lens = segment.q_lens[first : first + step], segment.kv_lens[first : first + step]
-        stop = start + sum(q_lens)
-        yield Segment(segment.phase, start, stop, q_lens, kv_lens, segment.pages_BN[first : first + step])
-        start = stop
+        part = Segment.of(segment.phase, start, q_lens, kv_lens, segment.pages_BN[first : first + step])
+        yield part
+        start = part.stop

@@ -109,8 +109,8 @@ class Runner:
             kv_lens = tuple(work.end for work in part_works)
             width = -(-max(kv_lens) // size)
             pages_BN = self.tables.table[rows_B[first : first + len(part_works)], :width]
-            segments.append(Segment(phase, row, row + sum(q_lens), q_lens, kv_lens, pages_BN))
-            row, first = row + sum(q_lens), first + len(part_works)
+            segments.append(Segment.of(phase, row, q_lens, kv_lens, pages_BN))
+            row, first = segments[-1].stop, first + len(part_works)
         return AttentionMetadata(pages_T.long() * size + positions_T % size, tuple(segments))
 
 

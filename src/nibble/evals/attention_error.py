@@ -58,7 +58,7 @@ def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) ->
     """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
     pages = -(-tokens // plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    segment = Segment(Phase.PREFILL, 0, tokens, (tokens,), (tokens,), table)
+    segment = Segment.of(Phase.PREFILL, 0, (tokens,), (tokens,), table)
     meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
     return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
 

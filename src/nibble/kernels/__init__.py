@@ -1,0 +1,5 @@
+"""Kernels: one file an operation, with its signature, its docstring and its torch reference.
+
+Twins of the same name and signature are in triton/ (portable) and cuda/ (fast). The file of an operation chooses
+between them by the tensors' device. Must not know of pools, plans or requests.
+"""

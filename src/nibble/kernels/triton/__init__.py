@@ -1,0 +1,1 @@
+"""Triton twins of the operations one level up. Imported only where triton is installed."""
