@@ -113,6 +113,7 @@ def _staged(info: BackendInfo, row: Row, need: Need) -> Option:
 
 
 def follow(options: Options, part: Part, decode: Option, page: int, packing: str) -> Option | None:
-    """How DECODE's backend serves VERIFY, or None."""
-    same = (option for option in options[part, Phase.VERIFY] if option.backend.name == decode.backend.name)
-    return next((option for option in same if option.fits(page, packing)), None)
+    """How VERIFY is served where `decode` serves DECODE: by the same backend if it can, else by another, or not at all."""
+    fitting = [option for option in options[part, Phase.VERIFY] if option.fits(page, packing)]
+    same = (option for option in fitting if option.backend.name == decode.backend.name)
+    return next(same, next(iter(fitting), None))

@@ -1,0 +1,628 @@
+// Decode attention over paged low-precision KV: one query token a request (or a few, VERIFY), GQA, one launch.
+//
+// Compiled at run time, with these macros:
+//   HEAD_DIM                64, 128 or 256
+//   K_FORMAT, V_FORMAT      a Format below
+//   COLUMNS                 8 or 16: query tokens x query heads that a KV head serves at once
+//   WARPS, STAGES           warps of a block; tiles that each warp keeps in flight
+//   Q_BF16                  1: queries and output are bfloat16; 0: float16
+//   SOFTCAP                 1: scores are capped
+//   PAGE                    slots of a page: 16, 32, 64 or 128
+//   Kernel: decode(...), grid of one block per multiprocessor, 32 * WARPS threads, shared_bytes(batch) dynamic.
+//
+// Storage is the packing `hnd`, bytes as the formats define them: [page, head, slot, row], scales likewise.
+//
+// Work. A tile is 64 tokens of one KV head. All tiles of the batch stand in one line, requests outermost, then heads;
+// the line is cut evenly over the blocks, and a block's share over its warps, so that mixed lengths load every warp
+// alike. A warp streams its tiles through a ring of its own in shared memory (bulk copies from SM90 on, cp.async
+// before), and never waits for another warp until the end. A (request, head) that several warps or blocks share is
+// joined from pieces in order, so the result depends on the batch's shape only, not on timing.
+//
+// Arithmetic. KV stands on the M side of mma.m16n8k16, the group's queries on N, so that no rows are wasted:
+//   S^T [token, column] = K Q^T,   O^T [dim, column] = V^T P^T
+// A lane's bytes of K and V are its fragments, as the order of dims, and of tokens within a tile, may be chosen freely:
+//   K row g of a half group is token 4 * (g & 1) + (g >> 1), V column pairs are tokens (c, c + 4), (c + 8, c + 12).
+// E2M1 becomes float16 by masks and shifts, exactly, times 2^-14; block scales multiply it as float16 pairs. The powers
+// of two are undone in the softmax scale and the output.
+//
+// Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEV __device__ __forceinline__
+#define FACT __host__ __device__ constexpr
+
+enum Format { NVFP4, MXFP4, FP4_MX16, E4M3, E5M2, BF16, FP16 };
+constexpr int TILE = 64, PIECE = PAGE < 64 ? PAGE : 64, PIECES = TILE / PIECE, D = HEAD_DIM, NG = COLUMNS / 8, STEPS = D / 16;
+constexpr Format KF = K_FORMAT, VF = V_FORMAT;
+FACT bool E8M0(Format f) { return f == MXFP4 || f == FP4_MX16; }
+FACT int bits(Format f) { return f <= FP4_MX16 ? 4 : f <= E5M2 ? 8 : 16; }
+FACT int block(Format f) { return f == MXFP4 ? 32 : 16; }
+FACT int row(Format f) { return D * bits(f) / 8; }                         // bytes of a token's values
+FACT int srow(Format f) { return bits(f) == 4 ? D / block(f) : 0; }        // and of its scales
+FACT int unit(Format f) { return TILE * (row(f) + srow(f)); }
+FACT int least(int a, int b) { return a < b ? a : b; }
+// Powers of two that stay in decoded values: E2M1 has 2^-14, its scales get 2^SHIFT in exchange. E8M0 scales must fit
+// float16, so keys, which may be large, are shifted less than values, which may be small.
+FACT int shift(Format f, bool key) { return E8M0(f) ? (key ? 4 : 9) : 7; }
+#if __CUDA_ARCH__ >= 890
+constexpr int E4M3_SHIFT = 0;
+#else
+constexpr int E4M3_SHIFT = 8;
+#endif
+FACT float undo(Format f, bool key) {
+  return float(1 << (bits(f) == 4 ? 14 - shift(f, key) : f == E4M3 ? E4M3_SHIFT : 0));
+}
+constexpr bool MMA_BF16 = KF == BF16;
+static_assert((KF == BF16) == (VF == BF16), "bfloat16 goes with bfloat16: the two need one kind of mma");
+constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f, SLACK = 8.f;
+
+// ---- bits and pieces -------------------------------------------------------------------------------------------------
+DEV u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEV u32 low2(u32 a) { return __byte_perm(a, a, 0x1010); }
+DEV u32 high2(u32 a) { return __byte_perm(a, a, 0x3232); }
+DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+DEV float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+DEV u32 bf16s(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+DEV u32 pair(float lo, float hi) { return MMA_BF16 ? bf16s(lo, hi) : halves(lo, hi); }
+DEV u32 transposed(u32 a) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(a)); return r; }
+DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#define MMA(T) asm("mma.sync.aligned.m16n8k16.row.col.f32." T "." T ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
+    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+  if (MMA_BF16) MMA("bf16"); else MMA("f16");
+}
+DEV float q_value(u32 word, int i) {  // value i of a pair of queries
+  u16 half = u16(word >> (16 * i));
+  if (Q_BF16) return __uint_as_float(u32(half) << 16);
+  float r; asm("cvt.f32.f16 %0,%1;" : "=f"(r) : "h"(half)); return r;
+}
+
+// ---- formats: bytes to float16 pairs ---------------------------------------------------------------------------------
+// Eight E2M1 values n0..n7 -> four pairs (n0,n4) (n1,n5) (n2,n6) (n3,n7), in 11 operations. The upper byte of a float16
+// holds a value's sign (bit 7) and magnitude (bits 3..1): first all upper bytes, of odd and of even values, then halves.
+DEV void e2m1(u32 x, u32* h) {
+  const u32 S = 0x80808080u, M = 0x0E0E0E0Eu;
+  u32 odd = ((x >> 3) & M) | (x & S), even = ((x << 1) & M) | ((x << 4) & S);
+  h[0] = __byte_perm(even, 0, 0x2404);
+  h[1] = __byte_perm(odd, 0, 0x2404);
+  h[2] = even & 0xFF00FF00u;
+  h[3] = odd & 0xFF00FF00u;
+}
+template <Format F> DEV u32 fp8_low(u32 x) {   // bytes 0 and 1 -> a pair
+  if (F == E5M2) return __byte_perm(x, 0, 0x1404);
+#if __CUDA_ARCH__ >= 890
+  u32 r; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(u16(x))); return r;
+#else
+  u32 y = __byte_perm(x, 0, 0x1404); return (y & 0x80008000u) | ((y >> 1) & 0x3F803F80u);
+#endif
+}
+template <Format F> DEV u32 fp8_high(u32 x) { return fp8_low<F>(x >> 16); }
+// Two scale bytes, at bits 0..7 and 16..23 -> a pair, times 2^shift.
+template <Format F, bool KEY> DEV u32 scales(u32 x) {
+  if (!E8M0(F)) return mul2(x << 7, 0x78007800u);  // the bits of E4M3 are float16's, times 2^-8; times 2^15
+  const int base = 112 - shift(F, KEY);
+  int lo = int(x & 0xFFFFu) - base, hi = int(x >> 16) - base;
+  return (u32(min(max(lo, 0), 30)) << 10) | (u32(min(max(hi, 0), 30)) << 26);
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+template <int N> DEV void load_words(u32* w, const u8* p) {  // N words from aligned shared memory
+  if (N >= 4) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) *(uint4*)(w + 4 * i) = *(const uint4*)(p + 16 * i);
+  } else if (N == 2) *(uint2*)w = *(const uint2*)p;
+  else *w = *(const u32*)p;
+}
+
+struct Ring {  // a warp's ring of STAGES tiles: keys, then values
+  u8* base; u32 bars;
+  DEV u8* key(int s) const { return base + s * (unit(KF) + unit(VF)); }
+  DEV u8* value(int s) const { return key(s) + unit(KF); }
+};
+struct Storage { const u8 *data, *scale; };
+
+#if __CUDA_ARCH__ >= 900
+DEV void bulk(u32 to, const void* from, int bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+    :: "r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+#else
+DEV void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(to), "l"(from) : "memory"); }
+#endif
+
+// Starts copying one tile of a stream. rows: where its pieces begin, as rows of all [page, head, slot].
+template <Format F> DEV void fetch(u8* to, u32 bar, Storage s, const u64* rows, int lane) {
+#if __CUDA_ARCH__ >= 900
+  u32 elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p,0xffffffff;\nselp.u32 %0,1,0,p;\n}" : "=r"(elected));
+  if (elected) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(bar), "r"(unit(F)) : "memory");
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      bulk(shared_address(to) + i * PIECE * row(F), s.data + rows[i] * row(F), PIECE * row(F), bar);
+      if (srow(F)) bulk(shared_address(to) + TILE * row(F) + i * PIECE * srow(F), s.scale + rows[i] * srow(F), PIECE * srow(F), bar);
+    }
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) {
+    for (int j = 16 * lane; j < PIECE * row(F); j += 512)
+      copy16(shared_address(to) + i * PIECE * row(F) + j, s.data + rows[i] * row(F) + j);
+    for (int j = 16 * lane; j < PIECE * srow(F); j += 512)
+      copy16(shared_address(to) + TILE * row(F) + i * PIECE * srow(F) + j, s.scale + rows[i] * srow(F) + j);
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+DEV void await(u32 bar, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}" :: "r"(bar), "r"(parity) : "memory");
+#else
+  asm volatile("cp.async.wait_group %0;" :: "n"(2 * STAGES - 1) : "memory");
+  __syncwarp();
+#endif
+}
+
+// ---- keys: S^T += K Q^T for 16 tokens --------------------------------------------------------------------------------
+// A lane's bytes of a row come in chunks: chunk j is chunk 4 * j + c of the row.
+FACT int chunk(Format f) { return least(16, row(f) / 4); }                   // bytes
+FACT int chunk_dims(Format f) { return chunk(f) * 8 / bits(f); }
+FACT int words(Format f) { return row(f) / 16; }                             // of a lane and row
+// Dim of value e of operand register u in step s.
+FACT int dim_of(Format f, int c, int s, int u, int e) {
+  int word = bits(f) == 4 ? s / 2 : bits(f) == 8 ? s : 2 * s;                      // the step's first word
+  int j = word / (chunk(f) / 4), within = word % (chunk(f) / 4) * (32 / bits(f));
+  int value = bits(f) == 4 ? 2 * (s % 2) + u + 4 * e : 2 * u + e;
+  return (4 * j + c) * chunk_dims(f) + within + value;
+}
+struct KeyRow { u32 w[words(KF)]; u32 s[STEPS]; };  // s: by chunk, scales of its one or two blocks as a pair
+DEV void load_key(KeyRow& k, const u8* tile, int token, int c) {
+#pragma unroll
+  for (int j = 0; j < words(KF) * 4 / chunk(KF); j++) {
+    load_words<chunk(KF) / 4>(k.w + j * (chunk(KF) / 4), tile + token * row(KF) + (4 * j + c) * chunk(KF));
+    if (bits(KF) == 4) {
+      const u8* s = tile + TILE * row(KF) + token * srow(KF);
+      const int per = chunk_dims(KF) / block(KF);                                 // scales of a chunk: 2, 1, or a half
+      if (per == 2) k.s[j] = scales<KF, true>(__byte_perm(*(const u16*)(s + 2 * (4 * j + c)), 0, 0x4140));
+      else k.s[j] = scales<KF, true>(s[(4 * j + c) * chunk_dims(KF) / block(KF)] * 0x10001u);
+    }
+  }
+}
+// Operand registers of step s: dims (u = 0), (u = 1).
+DEV void key_step2(const KeyRow& k, int word, u32* h) {  // 4 bit: one word serves two steps
+  e2m1(k.w[word], h);
+  const int j = word / (chunk(KF) / 4), within = word % (chunk(KF) / 4) * 8;
+  u32 s = chunk_dims(KF) / block(KF) == 2 && within >= block(KF) ? high2(k.s[j]) : low2(k.s[j]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) h[i] = mul2(h[i], s);
+}
+DEV void scores(float (*s)[4], const u8* tile, int first, const u32 (*q)[STEPS][2], int g, int c) {
+  KeyRow a, b;
+  const int token = first + 4 * (g & 1) + (g >> 1);
+  load_key(a, tile, token, c);
+  load_key(b, tile, token + 8, c);
+#pragma unroll
+  for (int w = 0; w < words(KF); w++) {
+    if (bits(KF) == 4) {
+      u32 x[4], y[4];
+      key_step2(a, w, x); key_step2(b, w, y);
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        mma(s[n], x[0], y[0], x[1], y[1], q[n][2 * w][0], q[n][2 * w][1]);
+        mma(s[n], x[2], y[2], x[3], y[3], q[n][2 * w + 1][0], q[n][2 * w + 1][1]);
+      }
+    } else if (bits(KF) == 8) {
+      u32 x0 = fp8_low<KF>(a.w[w]), x1 = fp8_high<KF>(a.w[w]), y0 = fp8_low<KF>(b.w[w]), y1 = fp8_high<KF>(b.w[w]);
+#pragma unroll
+      for (int n = 0; n < NG; n++) mma(s[n], x0, y0, x1, y1, q[n][w][0], q[n][w][1]);
+    } else if (w % 2 == 0) {
+#pragma unroll
+      for (int n = 0; n < NG; n++) mma(s[n], a.w[w], b.w[w], a.w[w + 1], b.w[w + 1], q[n][w / 2][0], q[n][w / 2][1]);
+    }
+  }
+}
+
+// ---- values: O^T += V^T P^T for 16 tokens ----------------------------------------------------------------------------
+// Lane g has dims g * D / 8 .. + D / 8 of tokens first + 4u + c, u = 0..3. Tile t of O^T has dims 2t (rows 0..7) and 2t+1.
+constexpr int vwords = row(VF) / 32;
+DEV u32 value_scales(const u8* tile, int token, int dim) {  // of tokens `token` and `token` + 4
+  const u8* s = tile + TILE * row(VF) + token * srow(VF) + dim / block(VF);
+  return scales<VF, false>(u32(s[0]) | (u32(s[4 * srow(VF)]) << 16));
+}
+DEV void weigh(float (*o)[D / 16][4], int t, u32 a0, u32 a1, u32 a2, u32 a3, const u32 (*p)[2]) {
+#pragma unroll
+  for (int n = 0; n < NG; n++) mma(o[n][t], a0, a1, a2, a3, p[n][0], p[n][1]);
+}
+DEV void values(float (*o)[D / 16][4], const u8* tile, int first, const u32 (*p)[2], int g, int c) {
+  u32 w[4][vwords];
+#pragma unroll
+  for (int u = 0; u < 4; u++) load_words<vwords>(w[u], tile + (first + 4 * u + c) * row(VF) + g * (row(VF) / 8));
+  u32 s0 = 0, s1 = 0;
+#pragma unroll
+  for (int i = 0; i < vwords; i++) {
+    if (bits(VF) == 4) {
+      if (i * 8 % block(VF) == 0) {
+        s0 = value_scales(tile, first + c, g * (D / 8) + i * 8);
+        s1 = value_scales(tile, first + 8 + c, g * (D / 8) + i * 8);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        u32 x[4], y[4];
+        e2m1(__byte_perm(w[0][i], w[1][i], half ? 0x7632 : 0x5410), x);
+        e2m1(__byte_perm(w[2][i], w[3][i], half ? 0x7632 : 0x5410), y);
+#pragma unroll
+        for (int j = 0; j < 4; j++) { x[j] = mul2(x[j], s0); y[j] = mul2(y[j], s1); }
+        weigh(o, 4 * i + 2 * half, x[0], x[1], y[0], y[1], p);
+        weigh(o, 4 * i + 2 * half + 1, x[2], x[3], y[2], y[3], p);
+      }
+    } else if (bits(VF) == 8) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        u32 x = __byte_perm(w[0][i], w[1][i], half ? 0x7362 : 0x5140), y = __byte_perm(w[2][i], w[3][i], half ? 0x7362 : 0x5140);
+        weigh(o, 2 * i + half, fp8_low<VF>(x), fp8_high<VF>(x), fp8_low<VF>(y), fp8_high<VF>(y), p);
+      }
+    } else {
+      weigh(o, i, __byte_perm(w[0][i], w[1][i], 0x5410), __byte_perm(w[0][i], w[1][i], 0x7632),
+            __byte_perm(w[2][i], w[3][i], 0x5410), __byte_perm(w[2][i], w[3][i], 0x7632), p);
+    }
+  }
+}
+
+// ---- work ------------------------------------------------------------------------------------------------------------
+struct Share {  // part i of n of `total` things, as even as can be
+  int each, more;
+  DEV Share(int total, int n) : each(total / n), more(total % n) {}
+  DEV int start(int i) const { return i * each + min(i, more); }
+  DEV int owner(int x) const { int big = more * (each + 1); return x < big ? x / (each + 1) : more + (x - big) / each; }
+};
+struct Batch {
+  const int *lens, *starts, *pages, *cum;  // cum: tiles of the requests before, in shared memory
+  int stride, heads, group, window;
+  DEV int first_row(int b) const { return starts ? starts[b] : b; }  // no starts: one query each
+  DEV int queries(int b) const { return starts ? starts[b + 1] - starts[b] : 1; }
+  DEV int first_tile(int b) const { return window ? max(lens[b] - queries(b) - window + 1, 0) / TILE : 0; }
+};
+struct Cursor {  // a place in the line of tiles
+  int b, h, p, tiles, first, len;
+  DEV void enter(const Batch& w) { tiles = w.cum[b + 1] - w.cum[b]; first = w.first_tile(b); len = w.lens[b]; }
+  DEV void at(const Batch& w, int B, int tile) {
+    int lo = 0, hi = B - 1;
+    while (lo < hi) { int mid = (lo + hi + 1) >> 1; if (w.cum[mid] * w.heads <= tile) lo = mid; else hi = mid - 1; }
+    b = lo; enter(w);
+    int rest = tile - w.cum[b] * w.heads; h = rest / tiles; p = rest - h * tiles;
+  }
+  DEV void next(const Batch& w, int B) {
+    if (++p < tiles) return;
+    p = 0;
+    if (++h < w.heads) return;
+    h = 0;
+    do b++; while (b < B && w.cum[b + 1] == w.cum[b]);
+    if (b < B) enter(w);
+  }
+  DEV void pages(const Batch& w, int* page) const {  // of the tile's pieces; any page, where a piece holds nothing
+    const int* row = w.pages + (u64)b * w.stride;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      int slot = (first + p) * TILE + i * PIECE;
+      page[i] = i == 0 || slot < len ? row[slot / PAGE] : 0;
+    }
+  }
+  DEV void rows(const Batch& w, const int* page, u64* rows) const {
+    int within = PAGE > TILE ? (first + p) * TILE % PAGE : 0;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) rows[i] = (u64)(page[i] * w.heads + h) * PAGE + within;
+  }
+};
+
+// ---- joining pieces --------------------------------------------------------------------------------------------------
+// A piece: unnormalised O [COLUMNS, D], and (max, sum) by column, in the exp2 domain.
+struct Pieces {
+  float* o; float2* ml;
+  DEV float* out(int i) const { return o + (u64)i * COLUMNS * D; }
+  DEV float2* stats(int i) const { return ml + i * COLUMNS; }
+};
+struct Output {
+  u16* out; const float *v_scale, *sinks; int v_stride, group, heads;
+  DEV float inverse(int h, int col, float m, float l) const {  // what normalises a column
+    if (sinks) l += ex2(sinks[h * group + col % group] * LOG2E - m);
+    return l > 0 ? v_scale[h * v_stride] * undo(VF, false) / l : 0.f;
+  }
+  DEV u16* place(int row, int h, int col) const {
+    return out + ((u64)(row + col / group) * heads * group + h * group + col % group) * D;
+  }
+};
+DEV u32 q_pair(float lo, float hi) { return Q_BF16 ? bf16s(lo, hi) : halves(lo, hi); }
+
+// Joins `n` pieces, the first at index `first`, the others from `rest` on by `step`. To `to` (index at), or, if final, to out.
+DEV void join(Pieces from, int first, int rest, int step, int n, int columns, bool final, Pieces to, int at, Output out, int row, int h) {
+  for (int i = threadIdx.x; i < columns * (D / 4); i += 32 * WARPS) {
+    int col = i / (D / 4), d = i % (D / 4) * 4;
+    float m = NONE, l = 0; float4 sum = {0, 0, 0, 0};
+    for (int k = 0; k < n; k++) m = fmaxf(m, __ldcg(from.stats(k ? rest + (k - 1) * step : first) + col).x);
+    for (int k = 0; k < n; k++) {
+      int piece = k ? rest + (k - 1) * step : first;
+      float2 ml = __ldcg(from.stats(piece) + col);
+      float4 x = __ldcg((const float4*)(from.out(piece) + col * D + d));
+      float e = ex2(ml.x - m); l += e * ml.y;
+      sum.x += e * x.x; sum.y += e * x.y; sum.z += e * x.z; sum.w += e * x.w;
+    }
+    if (final) {
+      float f = out.inverse(h, col, m, l);
+      *(uint2*)(out.place(row, h, col) + d) = make_uint2(q_pair(sum.x * f, sum.y * f), q_pair(sum.z * f, sum.w * f));
+    } else {
+      *(float4*)(to.out(at) + col * D + d) = sum;
+      if (d == 0) to.stats(at)[col] = make_float2(m, l);
+    }
+  }
+}
+
+constexpr int RING = STAGES * (unit(KF) + unit(VF));
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
+    const u16* Q, u16* OUT, const u8* K, const u8* K_SCALES, const u8* V, const u8* V_SCALES,
+    const int* lens, const int* starts, const int* pages, const float* k_scale, const float* v_scale, const float* sinks,
+    float* piece_o, float2* piece_ml, int* arrived,
+    float scale, float softcap, int B, int stride, int heads, int group, int window, int k_stride, int v_stride) {
+  extern __shared__ __align__(128) u8 smem[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  u64* bars = (u64*)(smem + WARPS * RING);
+  int* cum = (int*)(bars + 2 * STAGES * WARPS);
+  __shared__ int sums[WARPS], last_one;
+  Batch work{lens, starts, pages, cum, stride, heads, group, window};
+  Output output{OUT, v_scale, sinks, v_stride, group, heads};
+  Ring ring{smem + warp * RING, shared_address(bars + 2 * STAGES * warp)};
+  Pieces own{piece_o, piece_ml}, shared{piece_o + (u64)gridDim.x * WARPS * 2 * COLUMNS * D, piece_ml + gridDim.x * WARPS * 2 * COLUMNS};
+
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < 2 * STAGES; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0],1;" :: "r"(ring.bars + 8 * i) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#endif
+  // Tiles before each request: a scan, WARPS * 32 requests at a time. Requests of no tokens get zeros here.
+  for (int base = 0, before = 0; base < B; base += 32 * WARPS) {
+    int b = base + threadIdx.x, len = b < B ? lens[b] : 0;
+    int tiles = len > 0 ? (len + TILE - 1) / TILE - work.first_tile(b) : 0, x = tiles;
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) { int y = __shfl_up_sync(~0u, x, i); if (lane >= i) x += y; }
+    if (lane == 31) sums[warp] = x;
+    __syncthreads();
+    int total = 0;
+    for (int i = 0; i < WARPS; i++) { if (i < warp) x += sums[i]; total += sums[i]; }
+    if (b < B) cum[b + 1] = before + x;
+    before += total;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) cum[0] = 0;
+  __syncthreads();
+  for (int b = blockIdx.x; b < B; b += gridDim.x)
+    if (lens[b] <= 0)
+      for (int i = threadIdx.x; i < work.queries(b) * heads * group * D / 2; i += 32 * WARPS)
+        ((u32*)(OUT + (u64)work.first_row(b) * heads * group * D))[i] = 0;
+
+  const int T = cum[B] * heads;
+  const Share blocks(T, gridDim.x);
+  const int block0 = blocks.start(blockIdx.x), block1 = blocks.start(blockIdx.x + 1);
+  const Share warps(block1 - block0, WARPS);
+  const int begin = block0 + warps.start(warp), end = block0 + warps.start(warp + 1);
+
+  if (begin < end) {
+    Cursor here, ahead;
+    here.at(work, B, begin); ahead = here;
+    const Storage ks{K, K_SCALES}, vs{V, V_SCALES};
+    int page[PIECES], fetched = begin;
+    u64 rows[PIECES];
+    ahead.pages(work, page);
+    auto fetch_key = [&](int stage) {
+      if (fetched < end) { ahead.rows(work, page, rows); fetch<KF>(ring.key(stage), ring.bars + 16 * stage, ks, rows, lane); }
+#if __CUDA_ARCH__ < 900
+      else asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    };
+    auto fetch_value = [&](int stage) {
+      if (fetched < end) {
+        fetch<VF>(ring.value(stage), ring.bars + 16 * stage + 8, vs, rows, lane);
+        if (++fetched < end) { ahead.next(work, B); ahead.pages(work, page); }
+      }
+#if __CUDA_ARCH__ < 900
+      else asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    };
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) { fetch_key(s); fetch_value(s); }
+
+    u32 q[NG][STEPS][2];
+    float o[NG][D / 16][4], m[NG][2], l[NG][2], sm = 0;
+    int limit[NG][2], lowest = 0, stage = 0;  // limit: tokens that a column may see
+    u32 parity = 0;
+    for (int tile = begin; tile < end; tile++) {
+      if (tile == begin || here.p == 0) {  // a new (request, head)
+        const int queries = work.queries(here.b), columns = queries * group, row = work.first_row(here.b);
+        lowest = here.len - queries + 1;
+        sm = scale * LOG2E * undo(KF, true) * k_scale[here.h * k_stride];
+#pragma unroll
+        for (int n = 0; n < NG; n++) {
+          const int col = 8 * n + g;
+          const u16* from = Q + ((u64)(row + col / group) * heads * group + here.h * group + col % group) * D;
+          u32 w[D / 8];
+#pragma unroll
+          for (int j = 0; j < D / 4 / chunk_dims(KF); j++)
+#pragma unroll
+            for (int i = 0; i < chunk_dims(KF) / 8; i++)
+              *(uint4*)(w + j * chunk_dims(KF) / 2 + 4 * i) = col < columns ? *(const uint4*)(from + (4 * j + c) * chunk_dims(KF) + 8 * i) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+          for (int s = 0; s < STEPS; s++)
+#pragma unroll
+            for (int u = 0; u < 2; u++) {
+              // The lane's values in order: dim_of() less what the lane's column adds.
+              int d0 = dim_of(KF, 0, s, u, 0), d1 = dim_of(KF, 0, s, u, 1);
+              int i0 = d0 / (4 * chunk_dims(KF)) * chunk_dims(KF) + d0 % chunk_dims(KF), i1 = d1 / (4 * chunk_dims(KF)) * chunk_dims(KF) + d1 % chunk_dims(KF);
+              q[n][s][u] = pair(q_value(w[i0 / 2], i0 % 2), q_value(w[i1 / 2], i1 % 2));
+            }
+#pragma unroll
+          for (int e = 0; e < 2; e++) { limit[n][e] = lowest + (8 * n + 2 * c + e) / group; m[n][e] = NONE; l[n][e] = 0; }
+#pragma unroll
+          for (int t = 0; t < D / 16; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) o[n][t][i] = 0;
+        }
+      }
+      const int token0 = (here.first + here.p) * TILE;
+      const u32 bar = ring.bars + 16 * stage;
+
+      await(bar, parity);
+      float s[4][NG][4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int n = 0; n < NG; n++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) s[i][n][j] = 0;
+        scores(s[i], ring.key(stage), 16 * i, q, g, c);
+      }
+      __syncwarp();
+      fetch_key(stage);
+
+      if (SOFTCAP) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int n = 0; n < NG; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)  // cap * tanh(x / cap), in the exp2 domain
+              s[i][n][j] = softcap * LOG2E * (1.f - 2.f * rcp(ex2(s[i][n][j] * sm * (2.f / softcap)) + 1.f)) / sm;
+      }
+      const bool edge = token0 + TILE > lowest || (window && token0 < here.len - window);
+      if (edge) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int n = 0; n < NG; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+              int t = token0 + 16 * i + 8 * (j >> 1) + 4 * (g & 1) + (g >> 1), top = limit[n][j & 1];
+              if (t >= top || (window && t < top - window)) s[i][n][j] = __int_as_float(0xff800000);
+            }
+      }
+      bool grows = false;
+      float top[NG][2];
+#pragma unroll
+      for (int n = 0; n < NG; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float a = fmaxf(s[0][n][e], s[0][n][e + 2]);
+#pragma unroll
+          for (int i = 1; i < 4; i++) a = fmaxf(a, fmaxf(s[i][n][e], s[i][n][e + 2]));
+          top[n][e] = a * sm;
+          grows |= top[n][e] > m[n][e] + SLACK;
+        }
+      if (__any_sync(~0u, grows)) {  // rare: sums may grow by 2^SLACK before they are scaled anew
+#pragma unroll
+        for (int n = 0; n < NG; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            float a = top[n][e];
+#pragma unroll
+            for (int x = 4; x < 32; x <<= 1) a = fmaxf(a, __shfl_xor_sync(~0u, a, x));
+            a = fmaxf(a, m[n][e]);
+            float r = ex2(m[n][e] - a);
+            m[n][e] = a; l[n][e] *= r;
+#pragma unroll
+            for (int t = 0; t < D / 16; t++) { o[n][t][e] *= r; o[n][t][e + 2] *= r; }
+          }
+      }
+      u32 p[4][NG][2];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int n = 0; n < NG; n++) {
+          float e[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) { e[j] = ex2(fmaf(s[i][n][j], sm, -m[n][j & 1])); l[n][j & 1] += e[j]; }
+          p[i][n][0] = transposed(pair(e[0], e[1]));
+          p[i][n][1] = transposed(pair(e[2], e[3]));
+        }
+
+      await(bar + 8, parity);
+      u8* value = ring.value(stage);
+      if (edge && token0 + TILE > here.len) {  // slots that nobody wrote may hold NaN, and 0 * NaN is one
+        for (int i = (here.len - token0) * row(VF) + 4 * lane; i < TILE * row(VF); i += 128) *(u32*)(value + i) = 0;
+        for (int i = (here.len - token0) * srow(VF) + lane; i < TILE * srow(VF); i += 32) value[TILE * row(VF) + i] = 0;
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+        __syncwarp();
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) values(o, value, 16 * i, p[i], g, c);
+      __syncwarp();
+      fetch_value(stage);
+      if (++stage == STAGES) { stage = 0; parity ^= 1; }
+
+      const bool starts_here = tile - here.p >= begin, ends = here.p + 1 == here.tiles;
+      if (ends || tile + 1 == end) {  // hand in what is there of this (request, head)
+        const int columns = work.queries(here.b) * group, row = work.first_row(here.b);
+        const int index = 2 * (blockIdx.x * WARPS + warp) + starts_here;
+#pragma unroll
+        for (int n = 0; n < NG; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            float sum = l[n][e];
+#pragma unroll
+            for (int x = 4; x < 32; x <<= 1) sum += __shfl_xor_sync(~0u, sum, x);
+            const int col = 8 * n + 2 * c + e;
+            if (col >= columns) continue;
+            if (ends && starts_here) {
+              float f = output.inverse(here.h, col, m[n][e], sum);
+              u32* to = (u32*)(output.place(row, here.h, col) + g * (D / 8));
+#pragma unroll
+              for (int t = 0; t < D / 16; t++) to[t] = q_pair(o[n][t][e] * f, o[n][t][e + 2] * f);
+            } else {
+              float2* to = (float2*)(own.out(index) + col * D + g * (D / 8));
+#pragma unroll
+              for (int t = 0; t < D / 16; t++) to[t] = make_float2(o[n][t][e], o[n][t][e + 2]);
+              if (g == 0) own.stats(index)[col] = make_float2(m[n][e], sum);
+            }
+          }
+      }
+      here.next(work, B);
+    }
+  }
+
+  // Pieces of this block's warps, joined in order, for every (request, head) that ends or begins inside the block.
+  __syncthreads();
+  for (int at = block0; at < block1;) {
+    Cursor seg; seg.at(work, B, at);
+    const int start = at - seg.p, stop = start + seg.tiles, from = max(start, block0), to = min(stop, block1);
+    const int w0 = warps.owner(from - block0), w1 = warps.owner(to - 1 - block0);
+    const bool whole = start >= block0 && stop <= block1;
+    const int columns = work.queries(seg.b) * group, row = work.first_row(seg.b);
+    const int first = 2 * (blockIdx.x * WARPS + w0) + (start >= block0 + warps.start(w0));
+    if (!(whole && w0 == w1)) {
+      const int rest = 2 * (blockIdx.x * WARPS + w0 + 1);
+      join(own, first, rest, 2, w1 - w0 + 1, columns, whole, shared, 2 * blockIdx.x + (start >= block0), output, row, seg.h);
+      if (!whole) {
+        const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1);
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          int* count = arrived + seg.b * heads + seg.h;
+          last_one = atomicAdd(count, 1) == b1 - b0;
+          if (last_one) *count = 0;
+        }
+        __syncthreads();
+        if (last_one) {
+          __threadfence();
+          join(shared, 2 * b0 + 1, 2 * (b0 + 1), 2, b1 - b0 + 1, columns, true, shared, 0, output, row, seg.h);
+        }
+      }
+    }
+    at = to;
+  }
+}
