@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 
 from nibble.kernels.cuda import compile as compiling
 from nibble.kernels.cuda import decode
-from nibble.kernels.cuda.decode import MAX_BATCH, RESERVED, SOURCE, Variant, shape_of_block
+from nibble.kernels.cuda.decode import MAX_BATCH, RESERVED, SOURCE, Variant, warps_of_block
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 """Bytes of shared memory that a block can have, by compute capability (CUDA programming guide, technical
@@ -25,8 +25,8 @@ ARCHS = sorted({arch for row in backend.BACKEND.rows for arch in row.arch or ()}
 def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int = 8) -> Variant:
     key, _, value = name.partition(":")
     k, v = FORMATS[key], FORMATS[value or key]
-    warps, stages = shape_of_block(k, v, dim, columns, SHARED[arch])
-    return Variant(dim, k, v, columns, warps, stages, page, bf16=True, softcap=columns > 8)
+    warps = warps_of_block(k, v, dim, columns, SHARED[arch])
+    return Variant(dim, k, v, columns, warps, page, bf16=True, softcap=columns > 8)
 
 
 @pytest.fixture(autouse=True)

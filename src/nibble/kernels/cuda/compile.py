@@ -99,7 +99,7 @@ class Kernel:
         )
 
 
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
 def _checked(returned: tuple[Any, ...], what: str) -> Any:

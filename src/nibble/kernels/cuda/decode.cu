@@ -4,18 +4,18 @@
 //   HEAD_DIM                64, 128 or 256
 //   K_FORMAT, V_FORMAT      a Format below
 //   COLUMNS                 8 or 16: query tokens x query heads that a KV head serves at once
-//   WARPS, STAGES           warps of a block; tiles that each warp keeps in flight
+//   WARPS                   warps of a block
 //   Q_BF16                  1: queries and output are bfloat16; 0: float16
 //   SOFTCAP                 1: scores are capped
 //   PAGE                    slots of a page: 16, 32, 64 or 128
-//   Kernel: decode(...), grid of one block per multiprocessor, 32 * WARPS threads, shared_bytes(batch) dynamic.
+//   Kernel: decode(...), grid of one block per multiprocessor, 32 * WARPS threads, dynamic shared memory as decode.py says.
 //
 // Storage is the packing `hnd`, bytes as the formats define them: [page, head, slot, row], scales likewise.
 //
 // Work. A tile is 64 tokens of one KV head. All tiles of the batch stand in one line, requests outermost, then heads;
 // the line is cut evenly over the blocks, and a block's share over its warps, so that mixed lengths load every warp
-// alike. A warp streams its tiles through a ring of its own in shared memory (bulk copies from SM90 on, cp.async
-// before), and never waits for another warp until the end. A (request, head) that several warps or blocks share is
+// alike. A warp streams its tiles through shared memory of its own (bulk copies from SM90 on, cp.async before):
+// keys of the next tile arrive while it weighs values, values while it scores keys. It waits for no other warp until the end. A (request, head) that several warps or blocks share is
 // joined from pieces in order, so the result depends on the batch's shape only, not on timing.
 //
 // Arithmetic. KV stands on the M side of mma.m16n8k16, the group's queries on N, so that no rows are wasted:
@@ -61,8 +61,12 @@ constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f, SLACK = 8.f;
 
 // ---- bits and pieces -------------------------------------------------------------------------------------------------
 DEV u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 low2(u32 a) { return __byte_perm(a, a, 0x1010); }
-DEV u32 high2(u32 a) { return __byte_perm(a, a, 0x3232); }
+DEV u32 mul_low(u32 a, u32 b) {  // both of a by the lower half of b
+  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{l,l};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
+DEV u32 mul_high(u32 a, u32 b) {
+  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{h,h};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
 DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 DEV float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
@@ -103,9 +107,13 @@ template <Format F> DEV u32 fp8_high(u32 x) { return fp8_low<F>(x >> 16); }
 // Two scale bytes, at bits 0..7 and 16..23 -> a pair, times 2^shift.
 template <Format F, bool KEY> DEV u32 scales(u32 x) {
   if (!E8M0(F)) return mul2(x << 7, 0x78007800u);  // the bits of E4M3 are float16's, times 2^-8; times 2^15
-  const int base = 112 - shift(F, KEY);
-  int lo = int(x & 0xFFFFu) - base, hi = int(x >> 16) - base;
-  return (u32(min(max(lo, 0), 30)) << 10) | (u32(min(max(hi, 0), 30)) << 26);
+  const u32 least = (112 - shift(F, KEY)) * 0x10001u, most = least + 30 * 0x10001u;  // 2^-15, which is 0, to 2^15
+#if __CUDA_ARCH__ >= 900
+  asm("max.u16x2 %0,%0,%1;\nmin.u16x2 %0,%0,%2;" : "+r"(x) : "r"(least), "r"(most));
+#else
+  x = min(max(x & 0xFFFFu, least & 0xFFFFu), most & 0xFFFFu) | (min(max(x >> 16, least >> 16), most >> 16) << 16);
+#endif
+  return (x - least) * 1024u;
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
@@ -118,11 +126,6 @@ template <int N> DEV void load_words(u32* w, const u8* p) {  // N words from ali
   else *w = *(const u32*)p;
 }
 
-struct Ring {  // a warp's ring of STAGES tiles: keys, then values
-  u8* base; u32 bars;
-  DEV u8* key(int s) const { return base + s * (unit(KF) + unit(VF)); }
-  DEV u8* value(int s) const { return key(s) + unit(KF); }
-};
 struct Storage { const u8 *data, *scale; };
 
 #if __CUDA_ARCH__ >= 900
@@ -162,7 +165,7 @@ DEV void await(u32 bar, u32 parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}" :: "r"(bar), "r"(parity) : "memory");
 #else
-  asm volatile("cp.async.wait_group %0;" :: "n"(2 * STAGES - 1) : "memory");
+  asm volatile("cp.async.wait_group 1;" ::: "memory");  // keys and values take turns: all but the latest
   __syncwarp();
 #endif
 }
@@ -196,9 +199,9 @@ DEV void load_key(KeyRow& k, const u8* tile, int token, int c) {
 DEV void key_step2(const KeyRow& k, int word, u32* h) {  // 4 bit: one word serves two steps
   e2m1(k.w[word], h);
   const int j = word / (chunk(KF) / 4), within = word % (chunk(KF) / 4) * 8;
-  u32 s = chunk_dims(KF) / block(KF) == 2 && within >= block(KF) ? high2(k.s[j]) : low2(k.s[j]);
 #pragma unroll
-  for (int i = 0; i < 4; i++) h[i] = mul2(h[i], s);
+  for (int i = 0; i < 4; i++)
+    h[i] = chunk_dims(KF) / block(KF) < 2 ? mul2(h[i], k.s[j]) : within < block(KF) ? mul_low(h[i], k.s[j]) : mul_high(h[i], k.s[j]);
 }
 DEV void scores(float (*s)[4], const u8* tile, int first, const u32 (*q)[STEPS][2], int g, int c) {
   KeyRow a, b;
@@ -319,48 +322,74 @@ struct Cursor {  // a place in the line of tiles
 };
 
 // ---- joining pieces --------------------------------------------------------------------------------------------------
-// A piece: unnormalised O [COLUMNS, D], and (max, sum) by column, in the exp2 domain.
+// A piece: what one warp or block has of a (request, head): unnormalised O, and (max, sum) of each column, in the exp2
+// domain. O is stored as the fragments lie, four dims of a lane at a time: [column / 8][column % 2][quad][lane][4].
+constexpr int QUADS = D / 32, AHEAD = 8;
 struct Pieces {
   float* o; float2* ml;
-  DEV float* out(int i) const { return o + (u64)i * COLUMNS * D; }
-  DEV float2* stats(int i) const { return ml + i * COLUMNS; }
+  DEV float4* quad(int piece, int n, int e, int i, int lane) const {
+    return (float4*)(o + (u64)piece * COLUMNS * D) + ((2 * n + e) * QUADS + i) * 32 + lane;
+  }
+  DEV float2* stats(int piece, int column) const { return ml + piece * COLUMNS + column; }
+};
+struct Chain {  // pieces that follow one another: `first`, then every second one from `rest` on
+  int first, rest, count;
+  DEV int piece(int k) const { return k ? rest + 2 * (k - 1) : first; }
 };
 struct Output {
   u16* out; const float *v_scale, *sinks; int v_stride, group, heads;
-  DEV float inverse(int h, int col, float m, float l) const {  // what normalises a column
-    if (sinks) l += ex2(sinks[h * group + col % group] * LOG2E - m);
+  DEV float inverse(int h, int column, float m, float l) const {  // what normalises a column
+    if (sinks) l += ex2(sinks[h * group + column % group] * LOG2E - m);
     return l > 0 ? v_scale[h * v_stride] * undo(VF, false) / l : 0.f;
   }
-  DEV u16* place(int row, int h, int col) const {
-    return out + ((u64)(row + col / group) * heads * group + h * group + col % group) * D;
+  DEV u16* place(int row, int h, int column) const {
+    return out + ((u64)(row + column / group) * heads * group + h * group + column % group) * D;
   }
 };
 DEV u32 q_pair(float lo, float hi) { return Q_BF16 ? bf16s(lo, hi) : halves(lo, hi); }
 
-// Joins `n` pieces, the first at index `first`, the others from `rest` on by `step`. To `to` (index at), or, if final, to out.
-DEV void join(Pieces from, int first, int rest, int step, int n, int columns, bool final, Pieces to, int at, Output out, int row, int h) {
-  for (int i = threadIdx.x; i < columns * (D / 4); i += 32 * WARPS) {
-    int col = i / (D / 4), d = i % (D / 4) * 4;
-    float m = NONE, l = 0; float4 sum = {0, 0, 0, 0};
-    for (int k = 0; k < n; k++) m = fmaxf(m, __ldcg(from.stats(k ? rest + (k - 1) * step : first) + col).x);
-    for (int k = 0; k < n; k++) {
-      int piece = k ? rest + (k - 1) * step : first;
-      float2 ml = __ldcg(from.stats(piece) + col);
-      float4 x = __ldcg((const float4*)(from.out(piece) + col * D + d));
-      float e = ex2(ml.x - m); l += e * ml.y;
-      sum.x += e * x.x; sum.y += e * x.y; sum.z += e * x.z; sum.w += e * x.w;
-    }
-    if (final) {
-      float f = out.inverse(h, col, m, l);
-      *(uint2*)(out.place(row, h, col) + d) = make_uint2(q_pair(sum.x * f, sum.y * f), q_pair(sum.z * f, sum.w * f));
-    } else {
-      *(float4*)(to.out(at) + col * D + d) = sum;
-      if (d == 0) to.stats(at)[col] = make_float2(m, l);
+// A warp joins one column of a chain: into piece `to` of `joined`, or, where that is negative, into the output.
+DEV void join(Pieces from, Chain chain, Pieces joined, int to, Output output, int row, int h, int column, int lane) {
+  const int n = column / 8, e = column % 2, c = column % 8 / 2;
+  float m = NONE, l = 0;
+  for (int k = lane; k < chain.count; k += 32) m = fmaxf(m, __ldcg(from.stats(chain.piece(k), column)).x);
+#pragma unroll
+  for (int x = 1; x < 32; x <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, x));
+  float4 sum[(QUADS + 3) / 4] = {};
+  for (int base = 0; base < chain.count; base += 32) {
+    float2 own = base + lane < chain.count ? __ldcg(from.stats(chain.piece(base + lane), column)) : make_float2(NONE, 0);
+    const float weight = ex2(own.x - m);
+    l += weight * own.y;
+    for (int k0 = base; k0 < min(base + 32, chain.count); k0 += AHEAD) {  // several loads before the first is used
+      float w[AHEAD];
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) w[j] = __shfl_sync(~0u, weight, k0 + j - base);
+#pragma unroll
+      for (int i = lane / 8; i < QUADS; i += 4) {
+        float4 x[AHEAD], &y = sum[i / 4];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+          x[j] = k0 + j < chain.count ? __ldcg(from.quad(chain.piece(k0 + j), n, e, i, lane % 8 * 4 + c)) : make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+          y.x += w[j] * x[j].x; y.y += w[j] * x[j].y; y.z += w[j] * x[j].z; y.w += w[j] * x[j].w;
+        }
+      }
     }
   }
+#pragma unroll
+  for (int x = 1; x < 32; x <<= 1) l += __shfl_xor_sync(~0u, l, x);
+  const float f = to < 0 ? output.inverse(h, column, m, l) : 1.f;
+#pragma unroll
+  for (int i = lane / 8; i < QUADS; i += 4) {
+    float4 y = sum[i / 4];
+    if (to < 0) *(uint2*)(output.place(row, h, column) + lane % 8 * (D / 8) + 4 * i) = make_uint2(q_pair(y.x * f, y.y * f), q_pair(y.z * f, y.w * f));
+    else *joined.quad(to, n, e, i, lane % 8 * 4 + c) = y;
+  }
+  if (to >= 0 && lane == 0) *joined.stats(to, column) = make_float2(m, l);
 }
 
-constexpr int RING = STAGES * (unit(KF) + unit(VF));
+constexpr int ROOM = unit(KF) + unit(VF);  // a warp's
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const u16* Q, u16* OUT, const u8* K, const u8* K_SCALES, const u8* V, const u8* V_SCALES,
@@ -369,18 +398,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     float scale, float softcap, int B, int stride, int heads, int group, int window, int k_stride, int v_stride) {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  u64* bars = (u64*)(smem + WARPS * RING);
-  int* cum = (int*)(bars + 2 * STAGES * WARPS);
-  __shared__ int sums[WARPS], last_one;
+  u64* bars = (u64*)(smem + WARPS * ROOM);
+  int* cum = (int*)(bars + 2 * WARPS);
+  __shared__ int sums[WARPS];
   Batch work{lens, starts, pages, cum, stride, heads, group, window};
   Output output{OUT, v_scale, sinks, v_stride, group, heads};
-  Ring ring{smem + warp * RING, shared_address(bars + 2 * STAGES * warp)};
+  u8 *const key = smem + warp * ROOM, *const value = key + unit(KF);
+  const u32 key_bar = shared_address(bars + 2 * warp), value_bar = key_bar + 8;
   Pieces own{piece_o, piece_ml}, shared{piece_o + (u64)gridDim.x * WARPS * 2 * COLUMNS * D, piece_ml + gridDim.x * WARPS * 2 * COLUMNS};
 
 #if __CUDA_ARCH__ >= 900
   if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < 2 * STAGES; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0],1;" :: "r"(ring.bars + 8 * i) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0],1;\nmbarrier.init.shared::cta.b64 [%1],1;" :: "r"(key_bar), "r"(value_bar) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #endif
@@ -418,15 +447,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     int page[PIECES], fetched = begin;
     u64 rows[PIECES];
     ahead.pages(work, page);
-    auto fetch_key = [&](int stage) {
-      if (fetched < end) { ahead.rows(work, page, rows); fetch<KF>(ring.key(stage), ring.bars + 16 * stage, ks, rows, lane); }
+    auto fetch_key = [&] {
+      if (fetched < end) { ahead.rows(work, page, rows); fetch<KF>(key, key_bar, ks, rows, lane); }
 #if __CUDA_ARCH__ < 900
       else asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
     };
-    auto fetch_value = [&](int stage) {
+    auto fetch_value = [&] {
       if (fetched < end) {
-        fetch<VF>(ring.value(stage), ring.bars + 16 * stage + 8, vs, rows, lane);
+        fetch<VF>(value, value_bar, vs, rows, lane);
         if (++fetched < end) { ahead.next(work, B); ahead.pages(work, page); }
       }
 #if __CUDA_ARCH__ < 900
@@ -434,12 +463,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #endif
     };
     __syncwarp();
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) { fetch_key(s); fetch_value(s); }
+    fetch_key();
+    fetch_value();
 
     u32 q[NG][STEPS][2];
     float o[NG][D / 16][4], m[NG][2], l[NG][2], sm = 0;
-    int limit[NG][2], lowest = 0, stage = 0;  // limit: tokens that a column may see
+    int limit[NG][2], lowest = 0;  // limit: tokens that a column may see
     u32 parity = 0;
     for (int tile = begin; tile < end; tile++) {
       if (tile == begin || here.p == 0) {  // a new (request, head)
@@ -474,9 +503,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         }
       }
       const int token0 = (here.first + here.p) * TILE;
-      const u32 bar = ring.bars + 16 * stage;
 
-      await(bar, parity);
+      await(key_bar, parity);
       float s[4][NG][4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -484,10 +512,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         for (int n = 0; n < NG; n++)
 #pragma unroll
           for (int j = 0; j < 4; j++) s[i][n][j] = 0;
-        scores(s[i], ring.key(stage), 16 * i, q, g, c);
+        scores(s[i], key, 16 * i, q, g, c);
       }
       __syncwarp();
-      fetch_key(stage);
+      fetch_key();
 
       if (SOFTCAP) {
 #pragma unroll
@@ -549,8 +577,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
           p[i][n][1] = transposed(pair(e[2], e[3]));
         }
 
-      await(bar + 8, parity);
-      u8* value = ring.value(stage);
+      await(value_bar, parity);
       if (edge && token0 + TILE > here.len) {  // slots that nobody wrote may hold NaN, and 0 * NaN is one
         for (int i = (here.len - token0) * row(VF) + 4 * lane; i < TILE * row(VF); i += 128) *(u32*)(value + i) = 0;
         for (int i = (here.len - token0) * srow(VF) + lane; i < TILE * srow(VF); i += 32) value[TILE * row(VF) + i] = 0;
@@ -562,8 +589,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
 #pragma unroll
       for (int i = 0; i < 4; i++) values(o, value, 16 * i, p[i], g, c);
       __syncwarp();
-      fetch_value(stage);
-      if (++stage == STAGES) { stage = 0; parity ^= 1; }
+      fetch_value();
+      parity ^= 1;
 
       const bool starts_here = tile - here.p >= begin, ends = here.p + 1 == here.tiles;
       if (ends || tile + 1 == end) {  // hand in what is there of this (request, head)
@@ -579,15 +606,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
             const int col = 8 * n + 2 * c + e;
             if (col >= columns) continue;
             if (ends && starts_here) {
-              float f = output.inverse(here.h, col, m[n][e], sum);
+              const float f = output.inverse(here.h, col, m[n][e], sum);
               u32* to = (u32*)(output.place(row, here.h, col) + g * (D / 8));
 #pragma unroll
-              for (int t = 0; t < D / 16; t++) to[t] = q_pair(o[n][t][e] * f, o[n][t][e + 2] * f);
+              for (int t = 0; t < D / 16; t += 2)
+                *(uint2*)(to + t) = make_uint2(q_pair(o[n][t][e] * f, o[n][t][e + 2] * f), q_pair(o[n][t + 1][e] * f, o[n][t + 1][e + 2] * f));
             } else {
-              float2* to = (float2*)(own.out(index) + col * D + g * (D / 8));
 #pragma unroll
-              for (int t = 0; t < D / 16; t++) to[t] = make_float2(o[n][t][e], o[n][t][e + 2]);
-              if (g == 0) own.stats(index)[col] = make_float2(m[n][e], sum);
+              for (int i = 0; i < QUADS; i++)
+                *own.quad(index, n, e, i, lane) = make_float4(o[n][2 * i][e], o[n][2 * i][e + 2], o[n][2 * i + 1][e], o[n][2 * i + 1][e + 2]);
+              if (g == 0) *own.stats(index, col) = make_float2(m[n][e], sum);
             }
           }
       }
@@ -595,33 +623,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     }
   }
 
-  // Pieces of this block's warps, joined in order, for every (request, head) that ends or begins inside the block.
+  // What several warps have of a (request, head) is joined here, a column a warp; what several blocks have, by the warp
+  // that comes last.
   __syncthreads();
-  for (int at = block0; at < block1;) {
+  for (int at = block0, turn = 0; at < block1;) {
     Cursor seg; seg.at(work, B, at);
     const int start = at - seg.p, stop = start + seg.tiles, from = max(start, block0), to = min(stop, block1);
     const int w0 = warps.owner(from - block0), w1 = warps.owner(to - 1 - block0);
     const bool whole = start >= block0 && stop <= block1;
     const int columns = work.queries(seg.b) * group, row = work.first_row(seg.b);
-    const int first = 2 * (blockIdx.x * WARPS + w0) + (start >= block0 + warps.start(w0));
-    if (!(whole && w0 == w1)) {
-      const int rest = 2 * (blockIdx.x * WARPS + w0 + 1);
-      join(own, first, rest, 2, w1 - w0 + 1, columns, whole, shared, 2 * blockIdx.x + (start >= block0), output, row, seg.h);
-      if (!whole) {
-        const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1);
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-          int* count = arrived + seg.b * heads + seg.h;
-          last_one = atomicAdd(count, 1) == b1 - b0;
-          if (last_one) *count = 0;
-        }
-        __syncthreads();
-        if (last_one) {
-          __threadfence();
-          join(shared, 2 * b0 + 1, 2 * (b0 + 1), 2, b1 - b0 + 1, columns, true, shared, 0, output, row, seg.h);
-        }
-      }
+    const int here = 2 * (blockIdx.x * WARPS + w0), to_block = 2 * blockIdx.x + (start >= block0);
+    const Chain in_block{here + (start >= block0 + warps.start(w0)), here + 2, w1 - w0 + 1};
+    for (int column = 0; column < columns && !(whole && w0 == w1); column++) {
+      if (turn++ % WARPS != warp) continue;
+      join(own, in_block, shared, whole ? -1 : to_block, output, row, seg.h, column, lane);
+      if (whole) continue;
+      const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1);
+      int* count = arrived + (seg.b * heads + seg.h) * COLUMNS + column, last = 0;
+      __threadfence();
+      __syncwarp();
+      if (lane == 0 && (last = atomicAdd(count, 1) == b1 - b0)) *count = 0;
+      if (!__shfl_sync(~0u, last, 0)) continue;
+      __threadfence();
+      join(shared, {2 * b0 + 1, 2 * (b0 + 1), b1 - b0 + 1}, shared, -1, output, row, seg.h, column, lane);
     }
     at = to;
   }

@@ -24,23 +24,21 @@ PAGES = (16, 32, 64, 128)
 COLUMNS = 16
 """Most query tokens x query heads of one KV head and request."""
 MAX_BATCH = 2048
-MAX_HEADS = 1 << 18
-"""Most (request, KV head) pairs of a batch."""
-SMALL_TILE = 6144
+MAX_ROWS = 1 << 20
+"""Most query rows of a batch, those that only fill up a KV head's columns included."""
 RESERVED = 1024 + 256
 """Bytes of a multiprocessor's shared memory that a block cannot have, and those that the kernel declares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the source is compiled for. warps of a block, and tiles that each keeps in flight."""
+    """What the source is compiled for. columns: query rows of a KV head, 8 or 16; warps of a block."""
 
     dim: int
     key: Format
     value: Format
     columns: int
     warps: int
-    stages: int
     page: int
     bf16: bool
     softcap: bool
@@ -53,7 +51,6 @@ class Variant:
             "V_FORMAT": self.value.name,
             "COLUMNS": self.columns,
             "WARPS": self.warps,
-            "STAGES": self.stages,
             "PAGE": self.page,
             "Q_BF16": int(self.bf16),
             "SOFTCAP": int(self.softcap),
@@ -64,19 +61,18 @@ class Variant:
         return self.key.tile_bytes(self.dim) + self.value.tile_bytes(self.dim)
 
     def shared(self, batch: int) -> int:
-        """Bytes of dynamic shared memory: rings, their barriers, and the sums of tiles."""
-        return self.warps * self.stages * (self.tile + 16) + 4 * (batch + 1)
+        """Bytes of dynamic shared memory: a tile and two barriers for each warp, and the sums of tiles."""
+        return self.warps * (self.tile + 16) + 4 * (batch + 1)
 
 
-def shape_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> tuple[int, int]:
-    """Warps and stages of a block: as many warps as registers and `shared` bytes allow, and a second stage where a tile
-    is small. Measured on an H200: more stages at the cost of warps lose, and so does smaller L1 for big tiles.
+def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> int:
+    """As many warps as registers and `shared` bytes allow. Measured on an H200: a second tile in flight for each costs
+    more than it brings, as it takes L1 cache or warps away.
     """
     tile = key.tile_bytes(dim) + value.tile_bytes(dim) + 16
     room = shared - RESERVED - 4 * (MAX_BATCH + 1)
     most = 8 if dim * columns > 1024 else 12
-    warps = next((warps for warps in (most, 8, 6, 4, 2) if warps * tile <= room), 1)
-    return warps, 2 if tile <= SMALL_TILE and 2 * warps * tile <= room else 1
+    return next((warps for warps in (most, 8, 6, 4, 2) if warps * tile <= room), 1)
 
 
 @cache
@@ -97,15 +93,15 @@ class Decode:
         self.shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
         self.device = device
         self._pieces: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
-        self._arrived = torch.zeros(MAX_HEADS, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
     def variant(
         self, formats: tuple[str, str], dim: int, page: int, columns: int, bf16: bool, softcap: bool
     ) -> Variant:
         """The variant for keys and values in these formats."""
         key, value, wide = FORMATS[formats[0]], FORMATS[formats[1]], 8 if columns <= 8 else 16
-        warps, stages = shape_of_block(key, value, dim, wide, self.shared)
-        return Variant(dim, key, value, wide, warps, stages, page, bf16, softcap)
+        warps = warps_of_block(key, value, dim, wide, self.shared)
+        return Variant(dim, key, value, wide, warps, page, bf16, softcap)
 
     def _workspace(self, variant: Variant) -> tuple[Tensor, Tensor]:
         """Room for two pieces of each warp and two of each block."""
@@ -143,7 +139,7 @@ class Decode:
         () or [G, 1] each. sinks_H: float32. variant: another than the one that fits best. Raises BackendError.
         """
         batch, heads, page = len(lens_B), key[0].shape[1], key[0].shape[2]
-        if batch > MAX_BATCH or batch * heads > MAX_HEADS:
+        if batch > MAX_BATCH or batch * heads * COLUMNS > MAX_ROWS:
             raise BackendError(
                 f"a batch of {batch} requests x {heads} KV heads is more than the kernel can count"
             )

@@ -1,4 +1,4 @@
-"""What the CUDA kernels call a format, and the sizes that they need of it. How bytes are read is decode.cu's business."""
+"""What the CUDA kernels call a format, and the sizes that they need of it. How bytes are read, decode.cu says."""
 
 from __future__ import annotations
 
