@@ -13,6 +13,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ from cuda.bindings import driver, nvrtc
 from nibble.errors import BackendError
 
 CUBINS = "kernels"
+
+
+@cache
+def trouble() -> str | None:
+    """Why nothing can be compiled on this machine; None if it can."""
+    try:
+        _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    except Exception as error:  # the loader's errors are of many kinds
+        return f"NVRTC, which cannot be loaded ({type(error).__name__}: {error})"
+    return None
 
 
 def cache_folder() -> Path:

@@ -183,15 +183,19 @@ FACT int dim_of(Format f, int c, int s, int u, int e) {
   return (4 * j + c) * chunk_dims(f) + within + value;
 }
 struct KeyRow { u32 w[words(KF)]; u32 s[STEPS]; };  // s: by chunk, scales of its one or two blocks as a pair
-DEV void load_key(KeyRow& k, const u8* tile, int token, int c) {
+struct Place { const u8 *data, *scale; };  // where a lane begins to read a tile
+DEV Place key_place(const u8* tile, int g, int c) {
+  const int token = 4 * (g & 1) + (g >> 1);
+  return {tile + token * row(KF) + c * chunk(KF), tile + TILE * row(KF) + token * srow(KF) + c * chunk_dims(KF) / block(KF)};
+}
+DEV void load_key(KeyRow& k, Place from, int token) {
 #pragma unroll
   for (int j = 0; j < words(KF) * 4 / chunk(KF); j++) {
-    load_words<chunk(KF) / 4>(k.w + j * (chunk(KF) / 4), tile + token * row(KF) + (4 * j + c) * chunk(KF));
+    load_words<chunk(KF) / 4>(k.w + j * (chunk(KF) / 4), from.data + token * row(KF) + 4 * j * chunk(KF));
     if (bits(KF) == 4) {
-      const u8* s = tile + TILE * row(KF) + token * srow(KF);
-      const int per = chunk_dims(KF) / block(KF);                                 // scales of a chunk: 2, 1, or a half
-      if (per == 2) k.s[j] = scales<KF, true>(__byte_perm(*(const u16*)(s + 2 * (4 * j + c)), 0, 0x4140));
-      else k.s[j] = scales<KF, true>(s[(4 * j + c) * chunk_dims(KF) / block(KF)] * 0x10001u);
+      const u8* s = from.scale + token * srow(KF) + 4 * j * chunk_dims(KF) / block(KF);
+      if (chunk_dims(KF) / block(KF) == 2) k.s[j] = scales<KF, true>(__byte_perm(*(const u16*)s, 0, 0x4140));
+      else k.s[j] = scales<KF, true>(*s * 0x10001u);
     }
   }
 }
@@ -203,11 +207,10 @@ DEV void key_step2(const KeyRow& k, int word, u32* h) {  // 4 bit: one word serv
   for (int i = 0; i < 4; i++)
     h[i] = chunk_dims(KF) / block(KF) < 2 ? mul2(h[i], k.s[j]) : within < block(KF) ? mul_low(h[i], k.s[j]) : mul_high(h[i], k.s[j]);
 }
-DEV void scores(float (*s)[4], const u8* tile, int first, const u32 (*q)[STEPS][2], int g, int c) {
+DEV void scores(float (*s)[4], Place from, int first, const u32 (*q)[STEPS][2]) {
   KeyRow a, b;
-  const int token = first + 4 * (g & 1) + (g >> 1);
-  load_key(a, tile, token, c);
-  load_key(b, tile, token + 8, c);
+  load_key(a, from, first);
+  load_key(b, from, first + 8);
 #pragma unroll
   for (int w = 0; w < words(KF); w++) {
     if (bits(KF) == 4) {
@@ -229,28 +232,49 @@ DEV void scores(float (*s)[4], const u8* tile, int first, const u32 (*q)[STEPS][
   }
 }
 
+// The queries of one column, as the other operand: loaded in the order of the lane's dims, then dealt to steps.
+DEV void load_queries(u32 (*q)[2], const u16* from, bool there, int c) {
+  u32 w[D / 8];
+#pragma unroll
+  for (int j = 0; j < D / 4 / chunk_dims(KF); j++)
+#pragma unroll
+    for (int i = 0; i < chunk_dims(KF) / 8; i++)
+      *(uint4*)(w + j * chunk_dims(KF) / 2 + 4 * i) = there ? *(const uint4*)(from + (4 * j + c) * chunk_dims(KF) + 8 * i) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int s = 0; s < STEPS; s++)
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      int d0 = dim_of(KF, 0, s, u, 0), d1 = dim_of(KF, 0, s, u, 1);
+      int i0 = d0 / (4 * chunk_dims(KF)) * chunk_dims(KF) + d0 % chunk_dims(KF), i1 = d1 / (4 * chunk_dims(KF)) * chunk_dims(KF) + d1 % chunk_dims(KF);
+      q[s][u] = pair(q_value(w[i0 / 2], i0 % 2), q_value(w[i1 / 2], i1 % 2));
+    }
+}
+
 // ---- values: O^T += V^T P^T for 16 tokens ----------------------------------------------------------------------------
 // Lane g has dims g * D / 8 .. + D / 8 of tokens first + 4u + c, u = 0..3. Tile t of O^T has dims 2t (rows 0..7) and 2t+1.
 constexpr int vwords = row(VF) / 32;
-DEV u32 value_scales(const u8* tile, int token, int dim) {  // of tokens `token` and `token` + 4
-  const u8* s = tile + TILE * row(VF) + token * srow(VF) + dim / block(VF);
+DEV Place value_place(const u8* tile, int g, int c) {
+  return {tile + c * row(VF) + g * (row(VF) / 8), tile + TILE * row(VF) + c * srow(VF) + g * (D / 8) / block(VF)};
+}
+DEV u32 value_scales(const u8* s) {  // of a token and the fourth after it
   return scales<VF, false>(u32(s[0]) | (u32(s[4 * srow(VF)]) << 16));
 }
 DEV void weigh(float (*o)[D / 16][4], int t, u32 a0, u32 a1, u32 a2, u32 a3, const u32 (*p)[2]) {
 #pragma unroll
   for (int n = 0; n < NG; n++) mma(o[n][t], a0, a1, a2, a3, p[n][0], p[n][1]);
 }
-DEV void values(float (*o)[D / 16][4], const u8* tile, int first, const u32 (*p)[2], int g, int c) {
+DEV void values(float (*o)[D / 16][4], Place from, int first, const u32 (*p)[2]) {
   u32 w[4][vwords];
 #pragma unroll
-  for (int u = 0; u < 4; u++) load_words<vwords>(w[u], tile + (first + 4 * u + c) * row(VF) + g * (row(VF) / 8));
+  for (int u = 0; u < 4; u++) load_words<vwords>(w[u], from.data + (first + 4 * u) * row(VF));
   u32 s0 = 0, s1 = 0;
 #pragma unroll
   for (int i = 0; i < vwords; i++) {
     if (bits(VF) == 4) {
       if (i * 8 % block(VF) == 0) {
-        s0 = value_scales(tile, first + c, g * (D / 8) + i * 8);
-        s1 = value_scales(tile, first + 8 + c, g * (D / 8) + i * 8);
+        const u8* s = from.scale + first * srow(VF) + i * 8 / block(VF);
+        s0 = value_scales(s);
+        s1 = value_scales(s + 8 * srow(VF));
       }
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -299,7 +323,9 @@ struct Cursor {  // a place in the line of tiles
     int rest = tile - w.cum[b] * w.heads; h = rest / tiles; p = rest - h * tiles;
   }
   DEV void next(const Batch& w, int B) {
-    if (++p < tiles) return;
+    if (++p >= tiles) leave(w, B);
+  }
+  DEV void leave(const Batch& w, int B) {  // on to the next (request, head)
     p = 0;
     if (++h < w.heads) return;
     h = 0;
@@ -317,7 +343,7 @@ struct Cursor {  // a place in the line of tiles
   DEV void rows(const Batch& w, const int* page, u64* rows) const {
     int within = PAGE > TILE ? (first + p) * TILE % PAGE : 0;
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) rows[i] = (u64)(page[i] * w.heads + h) * PAGE + within;
+    for (int i = 0; i < PIECES; i++) rows[i] = (u64)u32(page[i] * w.heads + h) * PAGE + within;
   }
 };
 
@@ -388,6 +414,107 @@ DEV void join(Pieces from, Chain chain, Pieces joined, int to, Output output, in
   }
   if (to >= 0 && lane == 0) *joined.stats(to, column) = make_float2(m, l);
 }
+
+// ---- the softmax of a tile, as it goes along -------------------------------------------------------------------------
+DEV void cap(float (*s)[NG][4], float sm, float softcap) {  // cap * tanh(x / cap), in the exp2 domain
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        s[i][n][j] = softcap * LOG2E * (1.f - 2.f * rcp(ex2(s[i][n][j] * sm * (2.f / softcap)) + 1.f)) / sm;
+}
+DEV void hide(float (*s)[NG][4], const int (*limit)[2], int token0, int window) {  // token0: the lane's first
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int token = token0 + 16 * i + 8 * (j >> 1), top = limit[n][j & 1];
+        if (token >= top || (window && token < top - window)) s[i][n][j] = __int_as_float(0xff800000);
+      }
+}
+struct Sums {  // O and, of each column, the maximum that it is relative to and the sum of weights (of the lane's tokens)
+  float o[NG][D / 16][4], m[NG][2], l[NG][2];
+  DEV void clear() {
+#pragma unroll
+    for (int n = 0; n < NG; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) { m[n][e] = NONE; l[n][e] = 0; }
+#pragma unroll
+      for (int t = 0; t < D / 16; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[n][t][i] = 0;
+    }
+  }
+  DEV void raise(int n, int e, float top) {  // the maximum of a column to what the lanes have seen
+#pragma unroll
+    for (int x = 4; x < 32; x <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, x));
+    top = fmaxf(top, m[n][e]);
+    const float r = ex2(m[n][e] - top);
+    m[n][e] = top; l[n][e] *= r;
+#pragma unroll
+    for (int t = 0; t < D / 16; t++) { o[n][t][e] *= r; o[n][t][e + 2] *= r; }
+  }
+  DEV void weights(u32 (*p)[NG][2], float (*s)[NG][4], float sm) {  // scores -> P, as the operand of values()
+    bool grows = false;
+    float top[NG][2];
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float a = fmaxf(s[0][n][e], s[0][n][e + 2]);
+#pragma unroll
+        for (int i = 1; i < 4; i++) a = fmaxf(a, fmaxf(s[i][n][e], s[i][n][e + 2]));
+        top[n][e] = a * sm;
+        grows |= top[n][e] > m[n][e] + SLACK;
+      }
+    if (__any_sync(~0u, grows)) {  // rare: sums may grow by 2^SLACK before they are scaled anew
+#pragma unroll
+      for (int n = 0; n < NG; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) raise(n, e, top[n][e]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int n = 0; n < NG; n++) {
+        float e[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) { e[j] = ex2(fmaf(s[i][n][j], sm, -m[n][j & 1])); l[n][j & 1] += e[j]; }
+        p[i][n][0] = transposed(pair(e[0], e[1]));
+        p[i][n][1] = transposed(pair(e[2], e[3]));
+      }
+  }
+  // To the output, if this is all of a (request, head); else to a piece.
+  DEV void hand_in(Pieces own, int piece, bool all, Output output, int q_row, int h, int columns, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NG; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float sum = l[n][e];
+#pragma unroll
+        for (int x = 4; x < 32; x <<= 1) sum += __shfl_xor_sync(~0u, sum, x);
+        const int col = 8 * n + 2 * c + e;
+        if (col >= columns) continue;
+        if (all) {
+          const float f = output.inverse(h, col, m[n][e], sum);
+          u32* to = (u32*)(output.place(q_row, h, col) + g * (D / 8));
+#pragma unroll
+          for (int t = 0; t < D / 16; t += 2)
+            *(uint2*)(to + t) = make_uint2(q_pair(o[n][t][e] * f, o[n][t][e + 2] * f), q_pair(o[n][t + 1][e] * f, o[n][t + 1][e + 2] * f));
+        } else {
+#pragma unroll
+          for (int i = 0; i < QUADS; i++)
+            *own.quad(piece, n, e, i, lane) = make_float4(o[n][2 * i][e], o[n][2 * i][e + 2], o[n][2 * i + 1][e], o[n][2 * i + 1][e + 2]);
+          if (g == 0) *own.stats(piece, col) = make_float2(m[n][e], sum);
+        }
+      }
+  }
+};
 
 constexpr int ROOM = unit(KF) + unit(VF);  // a warp's
 
@@ -466,160 +593,56 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     fetch_key();
     fetch_value();
 
-    u32 q[NG][STEPS][2];
-    float o[NG][D / 16][4], m[NG][2], l[NG][2], sm = 0;
-    int limit[NG][2], lowest = 0;  // limit: tokens that a column may see
-    u32 parity = 0;
-    for (int tile = begin; tile < end; tile++) {
-      if (tile == begin || here.p == 0) {  // a new (request, head)
-        const int queries = work.queries(here.b), columns = queries * group, row = work.first_row(here.b);
-        lowest = here.len - queries + 1;
-        sm = scale * LOG2E * undo(KF, true) * k_scale[here.h * k_stride];
+    const Place key_from = key_place(key, g, c), value_from = value_place(value, g, c);
+    u32 q[NG][STEPS][2], parity = 0;
+    Sums kept;
+    for (int tile = begin; tile < end; here.leave(work, B)) {  // a (request, head), or what the warp has of it
+      const int queries = work.queries(here.b), columns = queries * group, q_row = work.first_row(here.b);
+      const int count = min(here.tiles - here.p, end - tile), token1 = (here.first + here.p) * TILE;
+      const bool starts_here = here.p == 0, ends = here.p + count == here.tiles;
+      const int lowest = here.len - queries + 1;  // tokens that the first query sees; each later one sees one more
+      const int full0 = window ? max(here.len - window - token1 + TILE - 1, 0) / TILE : 0, full1 = (lowest - token1) / TILE;
+      const float sm = scale * LOG2E * undo(KF, true) * k_scale[here.h * k_stride];
+      int limit[NG][2];  // tokens that a column may see
 #pragma unroll
-        for (int n = 0; n < NG; n++) {
-          const int col = 8 * n + g;
-          const u16* from = Q + ((u64)(row + col / group) * heads * group + here.h * group + col % group) * D;
-          u32 w[D / 8];
-#pragma unroll
-          for (int j = 0; j < D / 4 / chunk_dims(KF); j++)
-#pragma unroll
-            for (int i = 0; i < chunk_dims(KF) / 8; i++)
-              *(uint4*)(w + j * chunk_dims(KF) / 2 + 4 * i) = col < columns ? *(const uint4*)(from + (4 * j + c) * chunk_dims(KF) + 8 * i) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-          for (int s = 0; s < STEPS; s++)
-#pragma unroll
-            for (int u = 0; u < 2; u++) {
-              // The lane's values in order: dim_of() less what the lane's column adds.
-              int d0 = dim_of(KF, 0, s, u, 0), d1 = dim_of(KF, 0, s, u, 1);
-              int i0 = d0 / (4 * chunk_dims(KF)) * chunk_dims(KF) + d0 % chunk_dims(KF), i1 = d1 / (4 * chunk_dims(KF)) * chunk_dims(KF) + d1 % chunk_dims(KF);
-              q[n][s][u] = pair(q_value(w[i0 / 2], i0 % 2), q_value(w[i1 / 2], i1 % 2));
-            }
-#pragma unroll
-          for (int e = 0; e < 2; e++) { limit[n][e] = lowest + (8 * n + 2 * c + e) / group; m[n][e] = NONE; l[n][e] = 0; }
-#pragma unroll
-          for (int t = 0; t < D / 16; t++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) o[n][t][i] = 0;
-        }
+      for (int n = 0; n < NG; n++) {
+        const int col = 8 * n + g;
+        load_queries(q[n], Q + ((u64)(q_row + col / group) * heads * group + here.h * group + col % group) * D, col < columns, c);
+        for (int e = 0; e < 2; e++) limit[n][e] = lowest + (8 * n + 2 * c + e) / group;
       }
-      const int token0 = (here.first + here.p) * TILE;
-
-      await(key_bar, parity);
-      float s[4][NG][4];
+      kept.clear();
+      tile += count;
+      for (int t = 0; t < count; t++) {
+        float s[4][NG][4] = {};
+        await(key_bar, parity);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int n = 0; n < NG; n++)
-#pragma unroll
-          for (int j = 0; j < 4; j++) s[i][n][j] = 0;
-        scores(s[i], key, 16 * i, q, g, c);
-      }
-      __syncwarp();
-      fetch_key();
-
-      if (SOFTCAP) {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-          for (int n = 0; n < NG; n++)
-#pragma unroll
-            for (int j = 0; j < 4; j++)  // cap * tanh(x / cap), in the exp2 domain
-              s[i][n][j] = softcap * LOG2E * (1.f - 2.f * rcp(ex2(s[i][n][j] * sm * (2.f / softcap)) + 1.f)) / sm;
-      }
-      const bool edge = token0 + TILE > lowest || (window && token0 < here.len - window);
-      if (edge) {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-          for (int n = 0; n < NG; n++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              int t = token0 + 16 * i + 8 * (j >> 1) + 4 * (g & 1) + (g >> 1), top = limit[n][j & 1];
-              if (t >= top || (window && t < top - window)) s[i][n][j] = __int_as_float(0xff800000);
-            }
-      }
-      bool grows = false;
-      float top[NG][2];
-#pragma unroll
-      for (int n = 0; n < NG; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float a = fmaxf(s[0][n][e], s[0][n][e + 2]);
-#pragma unroll
-          for (int i = 1; i < 4; i++) a = fmaxf(a, fmaxf(s[i][n][e], s[i][n][e + 2]));
-          top[n][e] = a * sm;
-          grows |= top[n][e] > m[n][e] + SLACK;
-        }
-      if (__any_sync(~0u, grows)) {  // rare: sums may grow by 2^SLACK before they are scaled anew
-#pragma unroll
-        for (int n = 0; n < NG; n++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float a = top[n][e];
-#pragma unroll
-            for (int x = 4; x < 32; x <<= 1) a = fmaxf(a, __shfl_xor_sync(~0u, a, x));
-            a = fmaxf(a, m[n][e]);
-            float r = ex2(m[n][e] - a);
-            m[n][e] = a; l[n][e] *= r;
-#pragma unroll
-            for (int t = 0; t < D / 16; t++) { o[n][t][e] *= r; o[n][t][e + 2] *= r; }
-          }
-      }
-      u32 p[4][NG][2];
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int n = 0; n < NG; n++) {
-          float e[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++) { e[j] = ex2(fmaf(s[i][n][j], sm, -m[n][j & 1])); l[n][j & 1] += e[j]; }
-          p[i][n][0] = transposed(pair(e[0], e[1]));
-          p[i][n][1] = transposed(pair(e[2], e[3]));
-        }
-
-      await(value_bar, parity);
-      if (edge && token0 + TILE > here.len) {  // slots that nobody wrote may hold NaN, and 0 * NaN is one
-        for (int i = (here.len - token0) * row(VF) + 4 * lane; i < TILE * row(VF); i += 128) *(u32*)(value + i) = 0;
-        for (int i = (here.len - token0) * srow(VF) + lane; i < TILE * srow(VF); i += 32) value[TILE * row(VF) + i] = 0;
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+        for (int i = 0; i < 4; i++) scores(s[i], key_from, 16 * i, q);
         __syncwarp();
-      }
-#pragma unroll
-      for (int i = 0; i < 4; i++) values(o, value, 16 * i, p[i], g, c);
-      __syncwarp();
-      fetch_value();
-      parity ^= 1;
+        fetch_key();
 
-      const bool starts_here = tile - here.p >= begin, ends = here.p + 1 == here.tiles;
-      if (ends || tile + 1 == end) {  // hand in what is there of this (request, head)
-        const int columns = work.queries(here.b) * group, row = work.first_row(here.b);
-        const int index = 2 * (blockIdx.x * WARPS + warp) + starts_here;
+        const bool edge = t < full0 || t >= full1;
+        const int token0 = token1 + t * TILE;
+        if (SOFTCAP) cap(s, sm, softcap);
+        if (edge) hide(s, limit, token0 + 4 * (g & 1) + (g >> 1), window);
+        u32 p[4][NG][2];
+        kept.weights(p, s, sm);
+
+        await(value_bar, parity);
+        if (edge && token0 + TILE > here.len) {  // slots that nobody wrote may hold NaN, and 0 * NaN is one
+          for (int i = (here.len - token0) * row(VF) + 4 * lane; i < TILE * row(VF); i += 128) *(u32*)(value + i) = 0;
+          for (int i = (here.len - token0) * srow(VF) + lane; i < TILE * srow(VF); i += 32) value[TILE * row(VF) + i] = 0;
+#if __CUDA_ARCH__ >= 900
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+          __syncwarp();
+        }
 #pragma unroll
-        for (int n = 0; n < NG; n++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float sum = l[n][e];
-#pragma unroll
-            for (int x = 4; x < 32; x <<= 1) sum += __shfl_xor_sync(~0u, sum, x);
-            const int col = 8 * n + 2 * c + e;
-            if (col >= columns) continue;
-            if (ends && starts_here) {
-              const float f = output.inverse(here.h, col, m[n][e], sum);
-              u32* to = (u32*)(output.place(row, here.h, col) + g * (D / 8));
-#pragma unroll
-              for (int t = 0; t < D / 16; t += 2)
-                *(uint2*)(to + t) = make_uint2(q_pair(o[n][t][e] * f, o[n][t][e + 2] * f), q_pair(o[n][t + 1][e] * f, o[n][t + 1][e + 2] * f));
-            } else {
-#pragma unroll
-              for (int i = 0; i < QUADS; i++)
-                *own.quad(index, n, e, i, lane) = make_float4(o[n][2 * i][e], o[n][2 * i][e + 2], o[n][2 * i + 1][e], o[n][2 * i + 1][e + 2]);
-              if (g == 0) *own.stats(index, col) = make_float2(m[n][e], sum);
-            }
-          }
+        for (int i = 0; i < 4; i++) values(kept.o, value_from, 16 * i, p[i]);
+        __syncwarp();
+        fetch_value();
+        parity ^= 1;
       }
-      here.next(work, B);
+      kept.hand_in(own, 2 * (blockIdx.x * WARPS + warp) + starts_here, starts_here && ends, output, q_row, here.h, columns, lane);
     }
   }
 

@@ -66,13 +66,14 @@ class Variant:
 
 
 def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> int:
-    """As many warps as registers and `shared` bytes allow. Measured on an H200: a second tile in flight for each costs
-    more than it brings, as it takes L1 cache or warps away.
+    """As many warps as registers and `shared` bytes allow; few where values need no decoding, and bytes are all that
+    counts. Measured on an H200: a second tile in flight for each warp costs more than it brings, as it takes L1 cache
+    or warps away.
     """
     tile = key.tile_bytes(dim) + value.tile_bytes(dim) + 16
     room = shared - RESERVED - 4 * (MAX_BATCH + 1)
-    most = 8 if dim * columns > 1024 else 12
-    return next((warps for warps in (most, 8, 6, 4, 2) if warps * tile <= room), 1)
+    most = 512 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
+    return next((warps for warps in (12, 8, 6, 4, 2) if warps <= most and warps * tile <= room), 1)
 
 
 @cache
