@@ -62,8 +62,15 @@ class Config:
     )
     max_context: int | None = _option(None, "Longest prompt + answer in tokens; the model's own if left out.")
     max_running: int = _option(256, "Most requests that decode at the same time.")
-    token_budget: int = _option(512, "Most tokens computed in one step; longer prompts are cut into chunks.")
+    token_budget: int | None = _option(
+        None,
+        "Most tokens computed in one step: 8192 on a GPU, 512 on a CPU; longer prompts are cut into chunks.",
+    )
     prefix_cache: bool = _option(True, "Share pages between requests with the same beginning.")
+    compile: bool = _option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
+    graphs: bool = _option(
+        True, "On a GPU: record decode steps as CUDA graphs, where the backend can be recorded."
+    )
     seed: int = _option(0, "Seed of requests that name none.")
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from nibble.attention import backends, ledger
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
-from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.attention.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
@@ -96,10 +96,10 @@ def layout(kv_format: str, packing: str, shape: Shape) -> CacheLayout:
     return CacheLayout((LayerLayout(0, entries, chosen.transforms),), shape.page, packing)
 
 
-def need(case: Case, kv_format: str) -> Need:
+def need(case: Case, kv_format: str, packing: str) -> Need:
     shape = case.shape
     return Need(
-        case.phase, "mha", kv_format, case.packing, HARDWARE.arch, shape.page, shape.dim, shape.group, DTYPE,
+        case.phase, "mha", kv_format, packing, HARDWARE.arch, shape.page, shape.dim, shape.group, DTYPE,
         shape.window is not None, shape.softcap is not None, shape.sinks,
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ CASES = [
     for info in backends.present().values()
     if info.adapter is not None
     for index, row in enumerate(info.rows)
-    if "mha" in row.kind
+    if "mha" in row.kind and (row.arch is None or HARDWARE.arch in row.arch)
     for case in cases_of(info, index, row)
 ]
 
@@ -129,8 +129,8 @@ def route_for(case: Case) -> Route | None:
     row = backends.get(case.backend).rows[case.row]
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     plain = formats.plain(DTYPE).name
-    for stored, stage_to in ((key, None), (plain, plain)):
-        if not row.refuses(need(case, stored)):
+    for stored, packing, stage_to in ((key, case.packing, None), (plain, STAGED_PACKING, plain)):
+        if not row.refuses(need(case, stored, packing)):
             return Route(case.phase, case.backend, row, stage_to)
     return None
 
@@ -228,7 +228,7 @@ def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
     if route is None:
         key = layout(case.format, case.packing, case.shape).layers[0].format_key
         row = backends.get(case.backend).rows[case.row]
-        pytest.skip(f"{case.backend} refuses: {'; '.join(row.refuses(need(case, key)))}")
+        pytest.skip(f"{case.backend} refuses: {'; '.join(row.refuses(need(case, key, case.packing)))}")
     for batch in BATCHES[case.phase]:
         check(case, route, batch)
     if path := request.config.getoption("--ledger"):

@@ -62,7 +62,7 @@ def test_sampling_puts_values_in_one_form() -> None:
     ("name", "value", "message"),
     [
         ("page_size", "16", r"page_size must be an integer or None, not '16' \(str\)"),
-        ("token_budget", 1.5, "token_budget must be an integer, not 1.5"),
+        ("token_budget", 1.5, "token_budget must be an integer or None, not 1.5"),
         ("max_running", True, "max_running must be an integer, not True"),
         ("kv_format", None, r"kv_format must be a text, not None \(NoneType\)"),
         ("prefix_cache", "no", "prefix_cache must be True or False, not 'no'"),

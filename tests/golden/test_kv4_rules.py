@@ -74,7 +74,7 @@ ACCEPTED = [
     Case("fa4-mla-trtllm_mla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "trtllm_mla", **STAGE), f"fa4 {S}, fa4 {S}, trtllm_mla {S}, trtllm_mla {S}"),
     # The same backend in both phases, MHA: triton, torch_native, flex_attention, trtllm_mha.
     Case("same-mha-triton", QWEN3_8B, "b200", both(MX, "triton"), "triton, triton, triton, triton"),
-    Case("same-mha-torch_native", QWEN3_8B, "b200", both(MX, "sdpa", **STAGE), f"sdpa {S}, sdpa {S}, sdpa {S}, sdpa {S}"),
+    Case("same-mha-torch_native", QWEN3_8B, "b200", both(MX, "sdpa", **STAGE), f"sdpa, sdpa, sdpa {S}, sdpa {S}"),
     Case("same-mha-flex", QWEN3_8B, "b200", both(MX, "flex_attention", **STAGE), f"flex_attention {S}, flex_attention {S}, flex_attention {S}"),
     Case("same-mha-trtllm_mha-nvfp4", QWEN3_8B, "b200", both(NV, "trtllm_mha"), "trtllm_mha, trtllm_mha, trtllm_mha, trtllm_mha", 64, "hnd_v4"),
     # The same backend in both phases, MLA: cutlass_mla, flashinfer, trtllm_mla, flashmla.
@@ -104,7 +104,7 @@ ACCEPTED = [
     Case("H5-no-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), "fa4, fa4, fa4", 128),
     # H6: their older name for the block-16 recipe is accepted by the parser and refused later. Here it is an alias.
     Case("H6-alias", QWEN3_8B, "b200", pair("fp4_e2m1", "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton", 128),
-    Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "triton, triton, triton, triton"),
+    Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, triton", 64, "hnd"),
 ]  # fmt: skip
 
 REFUSED = [
@@ -121,19 +121,19 @@ REFUSED = [
     Case("fa4-mla-triton", DEEPSEEK_V3, "b200", pair(MX, "fa4", "triton"), reasons=("triton  kind mla is not in {mha}",)),
     # The same backend in both phases.
     Case("same-mha-flashinfer", QWEN3_8B, "b200", both(MX, "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
-    Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend triton"),
+    Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend cuda"),
     # On their list. Its pages are head-major, and staged pages are not.
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
     Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend flashinfer"),
     Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--allow-staging"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
-    Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  arch SM90 is not in {SM100, SM103}",), remedy="--decode-backend triton"),
+    Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  arch SM90 is not in {SM100, SM103}",), remedy="--decode-backend cuda"),
     # H1: mixed pairs.
-    Case("H1-mixed-kind", QWEN3_8B, "h200", pair(NV, "triton", "flashmla"), reasons=("kind mha is not in",), remedy="--decode-backend triton"),
+    Case("H1-mixed-kind", QWEN3_8B, "h200", pair(NV, "triton", "flashmla"), reasons=("kind mha is not in",), remedy="--decode-backend cuda"),
     Case("H1-mixed-gpu", QWEN3_8B, "b200", pair(NV, "fa3", "triton"), reasons=("arch SM100 is not in {SM90}",), remedy="--prefill-backend"),
     # H2: the base flag names one that can, the phases do not use it.
-    Case("H2-pair-cannot", QWEN3_8B, "h200", pair(NV, "fa3", "fa3", attention_backend="triton"), reasons=("decode of mha in nvfp4", "fa3"), remedy="--decode-backend triton"),
+    Case("H2-pair-cannot", QWEN3_8B, "h200", pair(NV, "fa3", "fa3", attention_backend="triton"), reasons=("decode of mha in nvfp4", "fa3"), remedy="--decode-backend cuda"),
     # H3: nvfp4 with MLA passes their list, and nothing there reads it.
     Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  format nvfp4 is not in {bf16, fp16, fp8_e4m3}",), remedy="--allow-staging"),
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
@@ -146,7 +146,7 @@ REFUSED = [
     Case("H5-head-80-block-32", HEAD_80, "h200", both("mxfp4", "triton"), reasons=("stream k", "32 values", "formats that fit", "nvfp4"), remedy="--kv-format"),
     Case("H5-sinks", GPT_OSS, "h200", both(NV, "flashinfer"), reasons=("no sinks",), remedy="--attention-backend triton"),
     Case("H5-softcap", GEMMA2, "b200", both(NV, "trtllm_mha"), reasons=("no softcap",), remedy="--attention-backend triton"),
-    Case("k8v4-flashinfer", QWEN3_8B, "h200", both("k8v4", "flashinfer"), reasons=("format fp8_e4m3:nvfp4 is not in",), remedy="--decode-backend triton"),
+    Case("k8v4-flashinfer", QWEN3_8B, "h200", both("k8v4", "flashinfer"), reasons=("format fp8_e4m3:nvfp4 is not in",), remedy="--decode-backend cuda"),
     Case("kmean-softcap", GEMMA2, "b200", {"kv_format": "nvfp4+kmean"}, reasons=("kmean shifts scores, which score capping",), remedy="--kv-format nvfp4 "),
 ]  # fmt: skip
 

@@ -1,7 +1,8 @@
 """How much memory goes where: weights, workspace, reserve, and a pool of whole pages.
 
 Owns Budget and its arithmetic. The pool allocates exactly `Budget.pages` pages, so what is printed is what
-is used. Must not know of requests or backends.
+is used; that the rest keeps within its part is checked when an engine starts (engine/startup.py). Must not know of
+requests or backends.
 
     pool = memory - reserve - weights - workspace   on a GPU, at most SPARE times what requests can fill
     pool = what requests can fill                   on a CPU, at most SHARE of the memory
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from nibble import formats
+from nibble.attention.capture import obstacle, sizes
 from nibble.attention.plan import Plan
 from nibble.attention.staging import MAX_TOKENS
 from nibble.cache.layout import LayerLayout
@@ -24,8 +26,14 @@ from nibble.errors import CapacityError
 from nibble.geometry import Geometry
 from nibble.hardware import GIB, Hardware
 
-RESERVE = 0.10
-"""Part of the memory that nothing is planned into: driver, CUDA graphs, kernels' buffers, fragmentation."""
+RESERVE = 0.05
+"""Part of the memory that nothing is planned into: what allocators waste, and what the formulas here miss."""
+LIBRARIES = GIB
+"""On a GPU: the driver's context, the workspaces of matrix products, and the code of kernels."""
+GRAPH = 16 << 20
+"""What a recorded decode step takes beside its buffers."""
+TOKENS_CPU, TOKENS_GPU = 512, 8192
+"""Most tokens of a step, unless said otherwise. A GPU reaches its arithmetic rate with some thousands."""
 SHARE = 0.25
 """Largest part of a CPU's memory that a pool takes unasked; the machine has other work to do."""
 SPARE = 4
@@ -39,42 +47,59 @@ LOGIT_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes, by what they are for. tokens: what the pool holds. limit: what decided the size of the pool."""
+    """Bytes, by what they are for. tokens: what the pool holds. limit: what decided the size of the pool.
+
+    runtime: libraries, compiled code and recorded steps. step_tokens: most tokens that one step computes.
+    """
 
     memory: int
     weights: int
     staging: int
     activations: int
+    runtime: int
     reserve: int
     pool: int
     pages: int
     tokens: int
     bytes_per_token: int
     limit: str
+    step_tokens: int
 
     @property
     def workspace(self) -> int:
-        """Everything that lives for one step."""
-        return self.staging + self.activations
+        """Everything beside weights and pages that is planned."""
+        return self.staging + self.activations + self.runtime
 
 
 def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -> Budget:
     """The budget; raises CapacityError where weights do not fit, or the pool is too small to serve."""
     reserve = int(hardware.memory * RESERVE)
-    staging, activations = (
+    tokens = step_tokens(config, hardware)
+    staging, activations, runtime = (
         staging_bytes(config, geometry, plan),
-        activation_bytes(config, geometry, plan.dtype),
+        activation_bytes(config, geometry, plan.dtype, tokens),
+        runtime_bytes(config, geometry, hardware, plan, tokens),
     )
-    used = geometry.weight_bytes + staging + activations
+    used = geometry.weight_bytes + staging + activations + runtime
     room, limit = _room(config, geometry, hardware, plan, used, reserve)
     layout = plan.layout
     pages = room // layout.bytes_per_page
     result = Budget(
-        hardware.memory, geometry.weight_bytes, staging, activations, reserve, pages * layout.bytes_per_page,
-        pages, pages * layout.page_size, layout.bytes_per_token, limit,
+        hardware.memory, geometry.weight_bytes, staging, activations, runtime, reserve,
+        pages * layout.bytes_per_page, pages, pages * layout.page_size, layout.bytes_per_token, limit, tokens,
     )  # fmt: skip
     _check(config, geometry, plan, result)
     return result
+
+
+def step_tokens(config: Config, hardware: Hardware) -> int:
+    """Most tokens that one step computes."""
+    return config.token_budget or (TOKENS_CPU if hardware.is_cpu else TOKENS_GPU)
+
+
+def most_decodes(config: Config, tokens: int) -> int:
+    """Most requests that one step decodes, where it has `tokens` tokens at most."""
+    return min(config.max_running, tokens)
 
 
 def context(config: Config, geometry: Geometry) -> int:
@@ -110,12 +135,24 @@ def _staged(layer: LayerLayout, dtype: str) -> int:
     )
 
 
-def activation_bytes(config: Config, geometry: Geometry, dtype: str) -> int:
+def activation_bytes(config: Config, geometry: Geometry, dtype: str, tokens: int) -> int:
     """What one step computes: WIDTHS hidden sizes a token, and float32 logits for requests that sample."""
-    width = 4 if dtype == "float32" else 2
-    sampled = min(config.max_running, config.token_budget)
-    hidden = config.token_budget * geometry.hidden_size * width * WIDTHS
-    return hidden + sampled * geometry.vocab_size * 4 * LOGIT_COPIES
+    hidden = tokens * geometry.hidden_size * _width(dtype) * WIDTHS
+    return hidden + most_decodes(config, tokens) * geometry.vocab_size * 4 * LOGIT_COPIES
+
+
+def runtime_bytes(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, tokens: int) -> int:
+    """What runs the steps on a GPU: libraries, and the recorded decode steps with their logits."""
+    if hardware.is_cpu:
+        return 0
+    if not config.graphs or obstacle(plan):
+        return LIBRARIES
+    recorded = sizes(most_decodes(config, tokens))
+    return LIBRARIES + len(recorded) * GRAPH + recorded[-1] * geometry.vocab_size * _width(plan.dtype)
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _whole_pages(tokens: int, page_size: int) -> int:
@@ -139,7 +176,7 @@ def _room(
         raise CapacityError(
             f"nothing is left for the cache: {hardware}, less {in_words(reserve)} in reserve, must hold "
             f"{_holds(geometry, used)}; a smaller model, a larger GPU, or a smaller --token-budget (now "
-            f"{config.token_budget}) would help"
+            f"{step_tokens(config, hardware)}) would help"
         )
     return min(_candidates(config, geometry, hardware, plan, free))
 

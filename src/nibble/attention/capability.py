@@ -137,7 +137,9 @@ class BackendInfo:
 
     adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
     None while only its facts are declared. package: what must be importable, and `install` how a user gets
-    it; None for what torch brings.
+    it; None for what torch brings. trouble: says what keeps a package that is there from working, None if nothing.
+    graphs: whether a CUDA graph may hold its DECODE: it never waits for the
+    device, and reads lengths from there only.
     """
 
     name: str
@@ -146,6 +148,8 @@ class BackendInfo:
     adapter: Callable[[], Any] | None = None
     package: str | None = None
     install: str | None = None
+    trouble: Callable[[], str | None] | None = None
+    graphs: bool = False
 
     @property
     def runnable(self) -> bool:

@@ -41,11 +41,13 @@ def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
             "weights": budget.weights,
             "staging": budget.staging,
             "activations": budget.activations,
+            "runtime": budget.runtime,
             "reserve": budget.reserve,
             "pool": budget.pool,
             "pages": budget.pages,
             "tokens": budget.tokens,
             "limit": budget.limit,
+            "step_tokens": budget.step_tokens,
         },
         "notes": list(plan.notes),
     }
@@ -117,11 +119,17 @@ def _bytes(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan, budget: Budget) -> Iterator[str]:
     """Where memory goes, and how many tokens fit."""
-    parts = {"weights": budget.weights, "staging": budget.staging, "activations": budget.activations}
+    parts = {
+        "weights": budget.weights,
+        "staging": budget.staging,
+        "activations": budget.activations,
+        "runtime": budget.runtime,
+    }
     used = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
     yield f"memory {in_words(budget.memory)}: {used}, reserve {in_words(budget.reserve)}"
     yield f"pool {in_words(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
     yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
+    yield f"steps of at most {budget.step_tokens:,} tokens"
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -87,7 +87,10 @@ class Option:
         )
 
     def route(self, phase: Phase) -> Route:
-        return Route(phase, self.backend.name, self.row, self.stage_to, self.backend.runnable)
+        graphs = (
+            self.backend.graphs and self.stage_to is None
+        )  # staging makes its workspace by lengths on the host
+        return Route(phase, self.backend.name, self.row, self.stage_to, self.backend.runnable, graphs)
 
 
 Ask = tuple[Part, Phase]
@@ -113,7 +116,7 @@ def _staged(info: BackendInfo, row: Row, need: Need) -> Option:
 
 
 def follow(options: Options, part: Part, decode: Option, page: int, packing: str) -> Option | None:
-    """How VERIFY is served where `decode` serves DECODE: by the same backend if it can, else by another, or not at all."""
+    """How VERIFY is served where `decode` serves DECODE: by the same backend, else by another, or not at all."""
     fitting = [option for option in options[part, Phase.VERIFY] if option.fits(page, packing)]
     same = (option for option in fitting if option.backend.name == decode.backend.name)
     return next(same, next(iter(fitting), None))

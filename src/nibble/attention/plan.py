@@ -23,6 +23,7 @@ class Route:
 
     stage_to: the plain format its pages are dequantised into first, in STAGED_PACKING.
     runnable: whether this version has an adapter for the backend, or only knows its facts.
+    graphs: whether a CUDA graph may hold it, in DECODE.
     """
 
     phase: Phase
@@ -30,6 +31,7 @@ class Route:
     row: Row
     stage_to: str | None = None
     runnable: bool = True
+    graphs: bool = False
 
     def __str__(self) -> str:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend

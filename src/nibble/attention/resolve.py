@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from nibble.attention import needs, options, reasons, remedy
-from nibble.attention.backends import all_backends, installed
+from nibble.attention.backends import all_backends, lacks
 from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.needs import Part, UnstorableError
 from nibble.attention.options import ROUTED, Ask, Option, Options, Request
@@ -73,10 +73,8 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
     table = all_backends() if backends is None else backends
     for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
         info = table[name]
-        if not installed(info):
-            raise ConfigError(
-                f"backend {name} needs the package {info.package}, which is missing: {info.install}"
-            )
+        if lack := lacks(info):
+            raise ConfigError(f"backend {name} needs {lack}")
         if not info.runnable:
             able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
             raise ConfigError(

@@ -38,9 +38,10 @@ def staged(view: KVView, segment: Segment, target: str) -> Iterator[tuple[KVView
 
 def _stage(stream: StreamView, pages_BN: Tensor, page_size: int, target: str) -> StreamView:
     codec = formats.get(target)
-    values_BLHD = stream.gather(pages_BN)
-    (plane,) = codec.encode(values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size)), stream.scale)
-    return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (plane,), stream.scale)
+    (plane,) = codec.planes(stream.stream)
+    values_BLHD = stream.values(pages_BN, plane.torch_dtype)
+    pages = values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size))
+    return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (pages,), stream.scale)
 
 
 def _parts(segment: Segment, page_size: int) -> Iterator[Segment]:

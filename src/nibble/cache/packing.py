@@ -1,29 +1,22 @@
 """Packings: how the planes of a format lie in a page.
 
-Owns Packing and the table of them. A backend's row names those it reads. Must not know what planes mean.
+Owns Packing and the table of them. A backend's row names those it reads. Tokens are written by kernels/append.py.
+Must not know what planes mean.
 
     nhd   [page, token, head, values]   one token's heads together
     hnd   [page, head, token, values]   one head's tokens together
 
-Shape suffixes: P pages, S slots in a page, T tokens, H heads, B requests, N pages of a request.
+Shape suffixes: P pages, S slots in a page, H heads, B requests, N pages of a request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nibble.errors import ConfigError, unknown
-from nibble.formats import Plane
-
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The same bytes as integers: indexing is defined for those everywhere, for float8 it is not."""
-    return tensor.view(_RAW[tensor.dtype.itemsize])
+from nibble.formats.base import Plane, raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +31,6 @@ class Packing:
         heads, *rest = plane.shape
         inner = (heads, page_size) if self.heads_first else (page_size, heads)
         return (pages, *inner, *rest)
-
-    def scatter(self, storage: Tensor, slots_T: Tensor, values: Tensor) -> None:
-        """Writes values [T, H, ...] to int64 slots_T, each page * page_size + offset."""
-        target, source = raw(storage), raw(values)
-        if self.heads_first:
-            size = storage.shape[2]
-            target[slots_T // size, :, slots_T % size] = source
-        else:
-            target.flatten(0, 1).index_copy_(0, slots_T, source)
 
     def gather(self, storage: Tensor, pages_BN: Tensor) -> Tensor:
         """Reads whole pages: integer pages_BN -> [B, N * page_size, H, ...]."""

@@ -8,7 +8,7 @@ Shape suffixes: T tokens, H heads, D values of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.scales import KVScales
 from nibble.cache.view import KVView, StreamView
 from nibble.formats import transform as transforms_of
+from nibble.formats.base import raw
+from nibble.kernels import append
 
 POISON = 0xFF
 """A byte that makes NaN in every format that has one."""
@@ -43,9 +45,12 @@ class PagedPool:
         self.views = {
             layer.layer: self._allocate(layer, scales, torch.device(device)) for layer in layout.layers
         }
+        self._appends = {
+            layer: append.prepare(_targets(view), view.joint_scale) for layer, view in self.views.items()
+        }
         if poison:
             for plane in self._planes():
-                packings.raw(plane).view(torch.uint8).fill_(POISON)
+                raw(plane).view(torch.uint8).fill_(POISON)
 
     def _allocate(self, layer: LayerLayout, scales: KVScales, device: torch.device) -> KVView:
         mean = scales.mean(layer.layer, layer.transforms)
@@ -88,18 +93,26 @@ class PagedPool:
         """Bytes allocated for pages."""
         return sum(plane.nbytes for plane in self._planes())
 
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph may hold a write to any layer."""
+        return all(write.captures for write in self._appends.values())
+
     def view(self, layer: int) -> KVView:
         """What a backend reads of stored layer `layer`."""
         return self.views[layer]
 
     def write(self, layer: int, streams: Mapping[str, Tensor], slots_T: Tensor) -> None:
-        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slots_T."""
-        view = self.views[layer]
-        if view.transforms:
-            streams = {**streams, "k": view.key(streams["k"])}
-        for target, planes in _encoded(view, streams):
-            for plane, values in zip(target.planes, planes, strict=True):
-                target.packing.scatter(plane, slots_T, values)
+        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slots_T; nothing where negative."""
+        self._appends[layer](streams, slots_T)
+
+
+def _targets(view: KVView) -> dict[str, append.Target]:
+    """What a writer must know of each stream. Keys alone are transformed."""
+    targets = {name: append.Target(entry.paged) for name, entry in view.streams.items()}
+    if view.transforms:
+        targets["k"] = append.Target(view.streams["k"].paged, view.transforms, view.k_mean_HD)
+    return targets
 
 
 def _joint_scale(streams: tuple[StreamView, ...]) -> Tensor | None:
@@ -108,15 +121,3 @@ def _joint_scale(streams: tuple[StreamView, ...]) -> Tensor | None:
     if len(kinds) > 1 or any(entry.scale.dim() for entry in streams):
         return None
     return torch.stack([entry.scale for entry in streams]).view(-1, 1, 1, 1)
-
-
-def _encoded(view: KVView, streams: Mapping[str, Tensor]) -> Iterator[tuple[StreamView, tuple[Tensor, ...]]]:
-    """Each stream with its encoded planes; streams that are alike are encoded in one go, which halves the launches."""
-    targets = [view.streams[name] for name in streams]
-    if view.joint_scale is None:
-        for target, x_THD in zip(targets, streams.values(), strict=True):
-            yield target, target.format.encode(x_THD, target.scale)
-        return
-    joint = targets[0].format.encode(torch.stack(tuple(streams.values())), view.joint_scale)
-    for i, target in enumerate(targets):
-        yield target, tuple(plane[i] for plane in joint)

@@ -8,31 +8,43 @@ Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H he
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nibble.cache.packing import Packing, raw
+from nibble.cache.packing import Packing
 from nibble.formats import KVFormat
+from nibble.formats.base import raw
 from nibble.formats.transform import Transform
 from nibble.geometry import Stream
+from nibble.kernels.gather import Paged, gather
+from nibble.kernels.rotate import rotate
 
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """planes: the format's planes as `packing` lays them out. scale: float32, () or [H, 1]."""
+    """planes: the format's planes as `packing` lays them out. scale: float32, () or [H, 1]. paged: for kernels."""
 
     stream: Stream
     format: KVFormat
     packing: Packing
     planes: tuple[Tensor, ...]
     scale: Tensor
+    paged: Paged = field(init=False)
+
+    def __post_init__(self) -> None:
+        planes_PHS = tuple(p if self.packing.heads_first else p.transpose(1, 2) for p in self.planes)
+        object.__setattr__(self, "paged", Paged(self.format, self.stream.dim, planes_PHS, self.scale))
 
     def gather(self, pages_BN: Tensor) -> Tensor:
         """Dequantises whole pages: integer pages_BN -> float32 [B, L, H, D]."""
         planes = tuple(self.packing.gather(plane, pages_BN) for plane in self.planes)
         return self.format.decode(planes, self.scale)
+
+    def values(self, pages_BN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Dequantises whole pages: int32 pages_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
+        return gather(self.paged, pages_BN, dtype) if self.scale.is_cuda else self.gather(pages_BN).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +60,9 @@ class KVView:
     k_mean_HD: Tensor | None = None
     joint_scale: Tensor | None = None
 
-    def key(self, k_THD: Tensor) -> Tensor:
-        """Keys as they are to be encoded."""
-        for transform in self.transforms:
-            k_THD = transform.key(k_THD, self.k_mean_HD)
-        return k_THD
-
     def query(self, q_THD: Tensor) -> Tensor:
         """The query's counterpart of the transforms that the stored keys went through."""
-        for transform in self.transforms:
-            q_THD = transform.query(q_THD, self.k_mean_HD).to(q_THD.dtype)
-        return q_THD
+        return rotate(q_THD) if any(transform.rotates for transform in self.transforms) else q_THD
 
     def heads(self, pages_BN: Tensor, first: int, counts: Sequence[int], length: int) -> tuple[Tensor, ...]:
         """Dequantised streams with heads in front -> float32 [B, H, length, D] each, in the streams' order.

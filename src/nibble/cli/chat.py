@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
-from nibble.cli.terminal import ModelArgument, bytes_in_words, err, quiet
+from nibble.cli.terminal import ModelArgument, bytes_in_words, err, quiet, say_ready
 from nibble.config import Config, SamplingParams, sampling
 from nibble.errors import CapacityError, NibbleError
 
@@ -40,6 +40,7 @@ def chat(
         llm.tokenizer.chat(
             [{"role": "user", "content": "hello"}]
         )  # a model without a template is told at once
+    say_ready(llm)
     if not as_json:
         err().print(
             f"{bytes_in_words(served.kv_format, llm.plan.layout)}; {RESET} begins anew, {QUIT} ends",

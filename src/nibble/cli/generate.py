@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import typer
 
 from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
-from nibble.cli.terminal import MODEL_HELP, bytes_in_words, err, out, print_json, quiet
+from nibble.cli.terminal import MODEL_HELP, bytes_in_words, err, out, print_json, quiet, say_ready
 from nibble.config import Config, SamplingParams, sampling
 from nibble.errors import ConfigError, NibbleError, RequestError
 from nibble.evals.sizes import YARDSTICK, Entry
@@ -46,6 +46,7 @@ class Run:
     layout: CacheLayout
     outputs: Sequence[Output]
     seconds: float
+    startup: Mapping[str, float]
 
     @property
     def tokens(self) -> int:
@@ -66,6 +67,7 @@ class Run:
             "bytes_per_token_16bit": baseline_bytes(self.layout),
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
+            "startup": {part: round(seconds, 3) for part, seconds in self.startup.items()},
             "answers": [asdict(output) for output in self.outputs],
         }
 
@@ -152,7 +154,9 @@ def _llm(base: Config, entry: Entry) -> LLM:
 
     values = {name: getattr(base, name) for name in Config.__slots__}
     with err().status(f"loading {base.model} with a {entry.name} cache"):
-        return LLM(**values | {"kv_format": entry.kv_format, "kv_layers": entry.kv_layers})
+        llm = LLM(**values | {"kv_format": entry.kv_format, "kv_layers": entry.kv_layers})
+    say_ready(llm)
+    return llm
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
@@ -180,7 +184,7 @@ def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingPar
     failed = next((answer.error for output in outputs for answer in output.completions if answer.error), None)
     if failed:
         raise NibbleError(failed)
-    return Run(entry.name, llm.plan.layout, outputs, seconds)
+    return Run(entry.name, llm.plan.layout, outputs, seconds, llm.startup)
 
 
 def _listed(run: Run) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nibble.cache.layout import CacheLayout
+    from nibble.engine.llm import LLM
 
 MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` is bundled."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -48,6 +49,13 @@ def quiet(model: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if model == "demo" or Path(model).exists() or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def say_ready(llm: LLM) -> None:
+    """How long the start took, part by part, and what is worth knowing of it."""
+    startup = llm.engine.startup
+    for line in (*startup.notes, f"ready in {startup.words}"):
+        err().print(line, style="dim")
 
 
 def bytes_in_words(scheme: str, layout: CacheLayout) -> str:

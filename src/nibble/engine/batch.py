@@ -18,7 +18,8 @@ ORDER = (Phase.DECODE, Phase.EXTEND, Phase.PREFILL)
 class Work:
     """Compute tokens[start : start + count] of `request`; all before `start` is stored in its lease's pages.
 
-    samples: the last token known is among them, so the step must sample the next one.
+    The value of the last one may be unknown to the host still: the step before samples it, and it waits on the device.
+    samples: the last token is among them, so the step must sample the next one.
     """
 
     request: Request
@@ -29,10 +30,10 @@ class Work:
 
     @classmethod
     def next(cls, request: Request, count: int) -> Work:
-        """The next `count` tokens of `request` that are not stored yet."""
-        start = request.stored
-        left = len(request.tokens) - start - count
-        assert count > 0 and left >= 0, f"{count} tokens from {start} on, of {len(request.tokens)}"
+        """The next `count` tokens of `request` that are neither stored nor under way."""
+        start = request.computed
+        left = request.length - start - count
+        assert count > 0 and left >= 0, f"{count} tokens from {start} on, of {request.length}"
         last = left == 0
         if start == 0:
             return cls(request, start, count, Phase.PREFILL, last)

@@ -16,6 +16,7 @@ from torch import nn
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.budget import Budget, budget
+from nibble.attention.capture import obstacle
 from nibble.attention.needs import compute_dtype
 from nibble.attention.plan import Plan
 from nibble.attention.resolve import require_runnable, resolve
@@ -27,20 +28,25 @@ from nibble.config import Config
 from nibble.engine.batch import Batch, Work
 from nibble.engine.calibrate import MIN_TOKENS, Recorder, builtin_texts
 from nibble.engine.engine import Engine
+from nibble.engine.parcel import ALIGNED
 from nibble.engine.request import Request
-from nibble.engine.runner import PageTables, Runner
+from nibble.engine.runner import Runner
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
+from nibble.engine.startup import Startup, out_of_memory_explained, prepare
+from nibble.engine.tables import PageTables
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ScaleError
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware, probe
 from nibble.models import kv_scales as checkpoint_scales
 from nibble.models.config import find, load_config
+from nibble.models.forward import compiled
 from nibble.models.load import folder, load
 from nibble.models.observe import observe
 
 CALIBRATION_TOKENS = 8192
+CHUNK = 512
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
 
 
@@ -66,17 +72,24 @@ def blueprint(config: Config, hardware: Hardware | None = None, *, declared: boo
     model_config = load_config(config.model)
     geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
     plan = resolve(config, geometry, hardware, known, declared=declared)
+    note = obstacle(plan) if config.graphs and not hardware.is_cpu else None
+    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     return Blueprint(config, model_config, hardware, geometry, plan, budget(config, geometry, hardware, plan))
 
 
 def build(
-    config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False
+    config: Config,
+    calibrate: Sequence[str] | None = None,
+    *,
+    poison: bool = False,
+    tested: bool = True,
 ) -> tuple[Engine, Blueprint]:
     """A running engine. calibrate: texts to measure KV scales with, instead of config.kv_scales.
 
-    poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots.
+    poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots. tested:
+    make the start-up test.
     """
-    made = blueprint(config)
+    made, startup = blueprint(config), Startup()
     require_runnable(made.plan)
     tokenizer = _tokenizer(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
@@ -85,11 +98,17 @@ def build(
         kv_scales.require(made.plan.layout, scales)
     elif tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
-    model = load(made.model_config, made.geometry, made.plan.dtype, made.hardware.device)
+    with startup.part("weights"):
+        model = load(made.model_config, made.geometry, made.plan.dtype, made.hardware.device)
     if texts is not None and tokenizer is not None:
-        scales = measure(made, model, [tokenizer.encode(text) for text in texts])
-    pool = PagedPool(made.plan.layout, made.budget.pages, scales, made.hardware.device, poison=poison)
-    return _engine(made, model, pool, scales, tokenizer), made
+        with startup.part("calibration"):
+            scales = measure(made, model, [tokenizer.encode(text) for text in texts])
+    with out_of_memory_explained(made.budget):
+        pool = PagedPool(made.plan.layout, made.budget.pages, scales, made.hardware.device, poison=poison)
+    engine = _engine(made, model, pool, scales, tokenizer)
+    prepare(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
+    engine.startup = startup
+    return engine, made
 
 
 def _engine(
@@ -100,20 +119,27 @@ def _engine(
     scheduler = Scheduler(
         manager,
         max_running=config.max_running,
-        token_budget=config.token_budget,
+        token_budget=made.budget.step_tokens,
         max_context=made.geometry.max_context,
     )
     width = manager.pages_for(min(made.geometry.max_context, manager.capacity)) + 1
-    tables = PageTables(config.max_running + 1, width, made.hardware.device)
+    tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
+    run = compiled(model) if config.compile and not made.hardware.is_cpu else None
     return Engine(
         scheduler=scheduler,
-        runner=Runner(model, plan, pool, adapters(plan), tables),
+        runner=Runner(model, plan, pool, adapters(plan), tables, run),
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
         eos_ids=_eos(model, tokenizer),
         namespace=f"{plan.layout.fingerprint}/{scales.version}",
         vocab_size=made.geometry.vocab_size,
+        overlap=not made.hardware.is_cpu,
     )
+
+
+def _aligned(width: int) -> int:
+    """Columns of a page table whose rows all begin at multiples of 16 bytes."""
+    return -(-width // ALIGNED) * ALIGNED
 
 
 def adapters(plan: Plan) -> dict[str, Any]:
@@ -165,7 +191,7 @@ def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]])
     for prompt in prompts:
         room = prompt[: CALIBRATION_TOKENS - seen]
         for start in range(0, len(room), length):
-            run_prompt(runner, room[start : start + length], made.config.token_budget)
+            run_prompt(runner, room[start : start + length], made.budget.step_tokens)
         seen += len(room)
     if seen < MIN_TOKENS:
         raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {seen}")
@@ -177,7 +203,11 @@ def _plain(made: Blueprint) -> Config:
 
 
 def run_prompt(runner: Runner, ids: Sequence[int], chunk: int) -> list[torch.Tensor]:
-    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of a private manager of the whole pool."""
+    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of a private manager of the whole pool.
+
+    chunk: most tokens of a step, though no more than CHUNK, as the logits of all of them are computed at once.
+    """
+    chunk = min(chunk, CHUNK)
     manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
     request = Request("score", ids)
     request.lease = manager.open(request.tokens, "")

@@ -1,42 +1,33 @@
-"""The engine's loop: schedule, run, sample, commit, and hand out what each answer gained.
+"""The engine's loop: schedule, launch, read, commit, and hand out what each answer gained.
 
-Owns Engine and the state of answers (text, stop strings, log-probabilities). What a step computes is decided in
-scheduler.py, how in runner.py. Must not know how it was put together (build.py), nor of HTTP.
+On a GPU a step is launched before the one before it is read, so that the device never waits for the host: what was
+sampled stays there for the next step to take, and what the host makes of it (an end, a stop string, an abort) comes one
+step late. Owns Engine. What a step computes is decided in scheduler.py, how in runner.py. Must not know how it was put
+together (build.py), nor of HTTP.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from nibble.config import SamplingParams
+from nibble.engine.answers import Answer, Sink
 from nibble.engine.batch import Batch
-from nibble.engine.outputs import Delta, Logprob
+from nibble.engine.outputs import Logprob
+from nibble.engine.picks import Picks
 from nibble.engine.request import FinishReason, Request
 from nibble.engine.runner import Runner
-from nibble.engine.sampler import Sampler
+from nibble.engine.sampler import Sampler, reads_answer
 from nibble.engine.scheduler import Scheduler
+from nibble.engine.startup import Startup
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
 
-Sink = Callable[[Delta], None]
-"""Takes the pieces of an answer, in order, from the thread that runs the engine."""
-
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An answer that is being written."""
-
-    request: Request
-    index: int
-    sink: Sink
-    detokenizer: Detokenizer | None
-    stops: StopStrings
 
 
 @dataclass(slots=True)
@@ -46,11 +37,26 @@ class Ticket:
     requests: tuple[Request, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and is not read. requests: those that it samples for, in the order of picks."""
+
+    batch: Batch
+    requests: tuple[Request, ...]
+    picks: Picks | None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the next step cannot be chosen or sampled before this one is read."""
+        return any(reads_answer(request.params) for request in self.requests)
+
+
 @dataclass
 class Engine:
     """Serves requests, step by step. Thread-safe: calls wait for the step that is under way.
 
-    namespace: the layout and scale version that all pages carry; eos_ids: tokens that end an answer.
+    namespace: the layout and scale version that all pages carry; eos_ids: tokens that end an answer. overlap: launch a
+    step before the one before it is read. startup: how long its start took.
     """
 
     scheduler: Scheduler
@@ -60,12 +66,26 @@ class Engine:
     eos_ids: frozenset[int]
     namespace: str
     vocab_size: int
-    _answers: dict[Request, _Answer] = field(default_factory=dict, init=False)
+    overlap: bool = False
+    startup: Startup = field(default_factory=Startup)
+    _answers: dict[Request, Answer] = field(default_factory=dict, init=False)
+    _flight: _Flight | None = field(default=None, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, salt: str = "") -> Ticket:
-        """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served."""
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        salt: str = "",
+        whole: bool = False,
+    ) -> Ticket:
+        """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served.
+
+        whole: each answer may come as one piece at its end.
+        """
         self.check(prompt, params)
         with self._lock:
             name = next(self._ids)
@@ -77,7 +97,8 @@ class Engine:
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
                 detokenizer = Detokenizer(self.tokenizer, prompt) if self.tokenizer else None
-                self._answers[request] = _Answer(request, index, sink, detokenizer, StopStrings(params.stop))
+                stops, late = StopStrings(params.stop), whole and not params.stop
+                self._answers[request] = Answer(request, index, sink, detokenizer, stops, late)
         return Ticket(tuple(requests))
 
     def _request(
@@ -97,6 +118,7 @@ class Engine:
     def exclusive(self) -> Iterator[None]:
         """The whole cache for the caller: waits for the step under way; RequestError while requests are unfinished."""
         with self._lock:
+            self._land()
             if self.busy:
                 raise RequestError(
                     "this uses the whole cache: finish or abort the requests that are open first"
@@ -108,8 +130,7 @@ class Engine:
         """Ends a ticket's requests, whatever their state; their pages are free at once."""
         with self._lock:
             for request in ticket.requests:
-                if request in self._answers:
-                    self._end(request, "abort")
+                self._end(request, "abort")
 
     @property
     def busy(self) -> bool:
@@ -117,19 +138,16 @@ class Engine:
         return bool(self._answers)
 
     def step(self) -> None:
-        """Computes one batch, if there is anything to compute."""
+        """Launches one batch, if there is anything to compute, and hands out what the one before it sampled."""
         with self._lock:
+            if self._flight and self._flight.is_needed:
+                self._land()
             batch = self.scheduler.schedule()
-            if batch is None:
-                return
-            requests = [work.request for work in batch.works if work.samples]
-            try:
-                logits = self.runner.forward(batch)
-                picks = self.sampler.sample(logits, requests) if requests else []
-            except Exception as error:  # whatever it is, only this batch's requests may suffer
-                self._fail(batch, f"{type(error).__name__}: {error}")
-                return
-            self._commit(batch, dict(zip(requests, picks, strict=True)))
+            flight = self._launch(batch) if batch else None
+            self._land()
+            self._flight = flight
+            if not (self.overlap and self._answers):
+                self._land()
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Raises RequestError or PromptTooLong where a prompt (with a token of answer) cannot be served."""
@@ -146,6 +164,34 @@ class Engine:
                 "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
             )
 
+    def _launch(self, batch: Batch) -> _Flight | None:
+        """Sets a batch to work; None where that failed."""
+        works = [work for work in batch.works if work.samples]
+        requests = tuple(work.request for work in works)
+        try:
+            logits = self.runner.forward(batch)
+            made = [work.end - len(work.request.prompt) for work in works]
+            picks = self.sampler.pick(logits, requests, made) if works else None
+            if picks and self.overlap:
+                self.runner.remember(picks.tokens_S)
+        except Exception as error:  # whatever it is, only this batch's requests may suffer
+            self._fail(batch, error)
+            return None
+        self.scheduler.launch(batch)
+        return _Flight(batch, requests, picks)
+
+    def _land(self) -> None:
+        """Waits for the step under way, if there is one, and hands out what it sampled."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        try:
+            picks = flight.picks.read() if flight.picks else []
+        except Exception as error:  # an error of the device shows where it is waited for
+            self._fail(flight.batch, error)
+            return
+        self._commit(flight.batch, dict(zip(flight.requests, picks, strict=True)))
+
     def _commit(self, batch: Batch, picks: Mapping[Request, Logprob | None]) -> None:
         for request, pick in picks.items():
             if pick is None:
@@ -156,35 +202,27 @@ class Engine:
             if pick is not None and request in self._answers:
                 self._tell(self._answers[request], pick, request in ended)
 
-    def _tell(self, answer: _Answer, pick: Logprob, ended: bool) -> None:
-        """Sends what a token adds to its answer; a stop token adds nothing."""
-        request = answer.request
-        stopped_by_token = ended and request.finish_reason == "stop"
-        ids = () if stopped_by_token else (pick.token,)
-        text = answer.detokenizer.add(ids) if answer.detokenizer else ""
-        if ended and answer.detokenizer:
-            text += answer.detokenizer.finish()
-        text, stopped = answer.stops.add(text)
-        reason: FinishReason | None = request.finish_reason if ended else None
-        if stopped:
-            reason = "stop"
-            self.scheduler.finish(request, reason)
-        elif ended:
-            text += answer.stops.finish()
-        if reason:
-            del self._answers[request]
-        logprobs = (pick,) if ids and request.params.logprobs is not None else ()
-        answer.sink(Delta(answer.index, text, ids, reason, logprobs))
+    def _tell(self, answer: Answer, pick: Logprob, ended: bool) -> None:
+        """Hands out what a token adds to its answer."""
+        piece = answer.take(pick, ended)
+        if piece is None:
+            return
+        if piece.finish_reason:
+            self.scheduler.finish(answer.request, piece.finish_reason)
+            del self._answers[answer.request]
+        answer.sink(piece)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self.scheduler.finish(request, reason)
-        answer = self._answers.pop(request)
-        answer.sink(Delta(answer.index, "", (), reason, error=error))
+        """Ends a request before its time, unless it has ended while a step of it was under way."""
+        if request in self._answers:
+            self.scheduler.finish(request, reason)
+            answer = self._answers.pop(request)
+            answer.sink(answer.end(reason, error))
 
-    def _fail(self, batch: Batch, error: str) -> None:
+    def _fail(self, batch: Batch, error: Exception) -> None:
         """A step failed: its requests end with the error, all others go on."""
         for work in batch.works:
-            self._end(work.request, "abort", error)
+            self._end(work.request, "abort", f"{type(error).__name__}: {error}")
 
 
 def _own(params: SamplingParams, index: int) -> SamplingParams:

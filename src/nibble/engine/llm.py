@@ -53,6 +53,11 @@ class LLM:
         return self._made.budget
 
     @property
+    def startup(self) -> Mapping[str, float]:
+        """Seconds that the parts of the start took, by name."""
+        return self.engine.startup.seconds
+
+    @property
     def tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer: give token ids instead of text")
@@ -108,7 +113,7 @@ class LLM:
         ids, _ = self._encode(prompt)
         self.engine.check(ids, SamplingParams(), answer=False)
         with self.engine.exclusive():
-            return torch.cat(run_prompt(self.engine.runner, ids, self.config.token_budget))
+            return torch.cat(run_prompt(self.engine.runner, ids, self.budget.step_tokens))
 
     def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
         """KV scales for every scheme, measured on texts; written to a JSON file if `save` names one."""
@@ -130,7 +135,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams) -> _Collector:
         ids, text = self._encode(prompt)
         collector = _Collector(ids, text, params)
-        collector.ticket = self.engine.submit(ids, params, collector.take)
+        collector.ticket = self.engine.submit(ids, params, collector.take, whole=True)
         return collector
 
     def _run(self, collectors: Sequence[_Collector], progress: bool) -> None:

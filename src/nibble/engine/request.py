@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nibble.cache.manager import Lease
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
+
+if TYPE_CHECKING:
+    from nibble.engine.batch import Work
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why an answer ended: `stop` is a stop token or stop string, `length` a limit, `abort` the client."""
@@ -36,8 +39,8 @@ class Request:
     prompt is stored. For the answers 2..n to one prompt, which share its pages.
 
     tokens: prompt and answer; the same list all along, do not copy it in a step. arrival: set by the
-    scheduler. cached: prompt tokens that came from the prefix cache, preemptions: how often it lost its
-    pages.
+    scheduler. ahead: the newest work that is under way, launched and not committed. cached: prompt tokens
+    that came from the prefix cache, preemptions: how often it lost its pages.
     """
 
     id: str
@@ -51,6 +54,7 @@ class Request:
     arrival: int = field(default=-1, init=False)
     state: State = field(default=State.WAITING, init=False)
     lease: Lease | None = field(default=None, init=False)
+    ahead: Work | None = field(default=None, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     cached: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
@@ -74,6 +78,16 @@ class Request:
     def stored(self) -> int:
         """Leading tokens whose KV is in the cache."""
         return self.lease.stored if self.lease else 0
+
+    @property
+    def computed(self) -> int:
+        """Leading tokens whose KV is in the cache, or will be once what is under way is done."""
+        return self.ahead.end if self.ahead else self.stored
+
+    @property
+    def length(self) -> int:
+        """Tokens in all, one included that a step under way will sample: its place is known before its value."""
+        return self.ahead.end + 1 if self.ahead and self.ahead.samples else len(self.tokens)
 
     @property
     def finished(self) -> bool:

@@ -1,61 +1,42 @@
-"""From a Batch to logits: fills the tensors of a step and calls the model.
+"""From a Batch to logits: fills the tensors of a step and runs the model.
 
-Owns Runner and its page tables. Must not know of text, sampling or the order of requests.
+A step of decodes alone goes over stable buffers, where it can be recorded (engine/graphs.py) and replayed; every other
+step over tensors of its own. Nothing here waits for the device. Owns Runner. Must not know of text, sampling or the
+order of requests.
 
-Shape suffixes: T tokens of the step, B requests of a segment, N pages of a request, S sampled rows, V vocabulary.
+Shape suffixes: T tokens of the step, B requests of a segment, N pages of a request, R rows of the page tables, S rows
+that are sampled, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
 
+from nibble.attention.capability import Phase
 from nibble.attention.layer import Attend, StepContext
 from nibble.attention.metadata import AttentionMetadata, Segment
 from nibble.attention.plan import Plan
-from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
 from nibble.engine.batch import Batch, Work
-from nibble.models.hook import CONTEXT
+from nibble.engine.graphs import Buffers, Graphs
+from nibble.engine.parcel import Parcel
+from nibble.engine.tables import PageTables
+from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 
-
-class PageTables:
-    """The page ids of open leases as rows of one int32 table, so that a step writes only pages that are new."""
-
-    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
-        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self._rows: dict[Lease, int] = {}
-        self._filled = [0] * rows
-        self._free = list(range(rows - 1, -1, -1))
-
-    def row(self, lease: Lease) -> int:
-        """The row of `lease`, brought up to date."""
-        row = self._rows.get(lease)
-        if row is None:
-            row = self._rows[lease] = self._take()
-        known = self._filled[row]
-        if known < len(lease.pages):
-            self.table[row, known : len(lease.pages)] = torch.tensor(lease.pages[known:], dtype=torch.int32)
-            self._filled[row] = len(lease.pages)
-        return row
-
-    def _take(self) -> int:
-        if not self._free:
-            for lease in [
-                lease for lease in self._rows if not lease.pages
-            ]:  # released: it holds no page any more
-                self._free.append(self._rows.pop(lease))
-        row = self._free.pop()
-        self._filled[row] = 0
-        return row
+UNKNOWN = -1
+"""The id of a token whose value only the device knows: the step before samples it."""
 
 
 class Runner:
-    """Runs a model's steps over a pool. model: Transformers' own, with Nibble's attention function."""
+    """Runs a model's steps over a pool. model: Transformers' own, with Nibble's attention function.
+
+    forward: how the model is run, if not as it is. graphs: recorded decode steps, see record().
+    """
 
     def __init__(
         self,
@@ -64,61 +45,177 @@ class Runner:
         pool: PagedPool,
         backends: Mapping[str, Attend],
         tables: PageTables,
+        run: Forward | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.pool = pool
         self.backends = backends
         self.tables = tables
-        self.device = tables.table.device
+        self.device = tables.device
         self.multiple = row_multiple(model) if self.device.type == "cpu" else 1
+        self.graphs: Graphs | None = None
+        self._run = run or plain(model)
+        self._sampled_S: Tensor | None = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
         """Logits [S, V]: of the last token of each work that samples, or of every token."""
         works = batch.works
-        rows = [self.tables.row(work.request.lease) for work in works if work.request.lease]
-        ids = [token for work in works for token in work.request.tokens[work.start : work.end]]
-        positions = [position for work in works for position in range(work.start, work.end)]
-        meta = self._metadata(works, rows, torch.tensor(positions, device=self.device))
+        if self.graphs and not every and all(work.phase is Phase.DECODE for work in works):
+            return self._replay(works, self.graphs)
+        return self._step(works, every)
+
+    @torch.inference_mode()
+    def remember(self, tokens_S: Tensor) -> None:
+        """Keeps what was sampled from the last forward(), for a step that runs before the host knows it."""
+        assert self._sampled_S is not None
+        self.tables.latest_R.index_copy_(0, self._sampled_S, tokens_S)
+
+    # Any step
+
+    def _step(self, works: Sequence[Work], every: bool) -> Tensor:
+        rows = self._rows(works)
+        ids = [token for work in works for token in _known(work)]
         keep = list(range(len(ids))) if every else _last_rows(works)
-        logits = self.model(
-            input_ids=torch.tensor([self._in_company(ids)], device=self.device),
-            position_ids=torch.tensor([self._in_company(positions)], device=self.device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(self._in_company(keep or [0]), device=self.device),
-            **{CONTEXT: StepContext(self.plan, self.pool, self.backends, meta)},
-        ).logits[0]
-        assert isinstance(logits, Tensor)
-        return logits[: len(keep)]
+        parcel = Parcel()
+        ids_at = parcel.add(self._in_company(ids))
+        positions_at = parcel.add(
+            self._in_company([p for work in works for p in range(work.start, work.end)])
+        )
+        rows_at = parcel.add(
+            self._in_company([row for row, work in zip(rows, works, strict=True) for _ in range(work.count)])
+        )
+        keep_at = parcel.add(self._in_company(keep or [0]))
+        sampled_at = parcel.add(row for row, work in zip(rows, works, strict=True) if work.samples)
+        parts = _parts(works, rows, parcel)
+        sent = self._send(parcel)
+        ids_T, positions_T, rows_T = sent[ids_at], sent[positions_at], sent[rows_at]
+        if UNKNOWN in ids:
+            ids_T = torch.where(ids_T < 0, self.tables.latest_R[rows_T], ids_T)
+        meta = self._metadata(sent, parts, rows_T[: len(ids)], positions_T[: len(ids)])
+        self._sampled_S = sent[sampled_at]
+        return self._run(ids_T[None], positions_T[None], sent[keep_at], self._context(meta))[: len(keep)]
+
+    def _metadata(
+        self, sent: Tensor, parts: Sequence[_Part], rows_T: Tensor, positions_T: Tensor
+    ) -> AttentionMetadata:
+        size = self.plan.page_size
+        pages_T = self.tables.table_RN[rows_T, positions_T // size]
+        small, segments, start = sent.int(), [], 0
+        for part in parts:
+            width = -(-max(part.kv_lens) // size)
+            # rows are gathered whole and cut then, so that their stride is always the same
+            pages_BN = self.tables.table_RN.index_select(0, sent[part.rows])[:, :width]
+            stop = start + sum(part.q_lens)
+            segments.append(
+                Segment(
+                    part.phase,
+                    start,
+                    stop,
+                    part.q_lens,
+                    part.kv_lens,
+                    pages_BN,
+                    small[part.starts],
+                    small[part.ends],
+                )
+            )
+            start = stop
+        return AttentionMetadata(pages_T.long() * size + positions_T % size, tuple(segments))
 
     def _in_company(self, values: list[int]) -> list[int]:
-        """The last row is repeated where the result of a row would else depend on their number (models/linear.py)."""
+        """The last row is repeated where the result of a row would else depend on their number (models/linear.py), or
+        where there would be one alone (models/forward.py)."""
         missing = 1 if len(values) == self.multiple == 1 else -len(values) % self.multiple
         return values + values[-1:] * missing
 
-    def _metadata(self, works: Sequence[Work], rows: Sequence[int], positions_T: Tensor) -> AttentionMetadata:
-        counts = torch.tensor([work.count for work in works], device=self.device)
-        rows_B = torch.tensor(rows, device=self.device)
-        size = self.plan.page_size
-        pages_T = self.tables.table[rows_B.repeat_interleave(counts), positions_T // size]
-        segments, row, first = [], 0, 0
-        for phase, part in groupby(works, key=lambda work: work.phase):
-            part_works = tuple(part)
-            q_lens = tuple(work.count for work in part_works)
-            kv_lens = tuple(work.end for work in part_works)
-            width = -(-max(kv_lens) // size)
-            pages_BN = self.tables.table[rows_B[first : first + len(part_works)], :width]
-            segments.append(Segment.of(phase, row, q_lens, kv_lens, pages_BN))
-            row, first = segments[-1].stop, first + len(part_works)
-        return AttentionMetadata(pages_T.long() * size + positions_T % size, tuple(segments))
+    def _rows(self, works: Sequence[Work]) -> list[int]:
+        return [self.tables.row(work.request.lease) for work in works if work.request.lease]
+
+    def _send(self, parcel: Parcel) -> Tensor:
+        """Everything to the device in one go; new pages, which travel along, into their table."""
+        places, pages = map(parcel.add, self.tables.news())
+        sent = parcel.send(self.device)
+        if places.start < places.stop:
+            self.tables.put(sent[places], sent[pages].int())
+        return sent
+
+    def _context(self, meta: AttentionMetadata) -> StepContext:
+        return StepContext(self.plan, self.pool, self.backends, meta)
+
+    # Steps of decodes alone
+
+    def record(self, graphs: Graphs) -> None:
+        """Records a decode step of each size; from now on decodes are replayed."""
+        graphs.record(self._decode)
+        self.graphs = graphs
+
+    def _replay(self, works: Sequence[Work], graphs: Graphs) -> Tensor:
+        size = graphs.size_for(len(works))
+        padding = size - len(works)
+        parcel = Parcel()
+        at = parcel.add(
+            (
+                *self._rows(works), *[self.tables.nobody] * padding,
+                *[work.start for work in works], *[-1] * padding,
+                *[token for work in works for token in _known(work)], *[0] * padding,
+            )
+        )  # fmt: skip
+        sent = self._send(parcel)
+        self._sampled_S = sent[at][: len(works)]
+        graphs.buffers.inputs[: 3 * size].copy_(sent[at])
+        graphs.replay(size)
+        return graphs.buffers.logits[: len(works)]
+
+    @torch.inference_mode()
+    def _decode(self, size: int, buffers: Buffers) -> None:
+        """One step of `size` rows, from buffer to buffer: what is recorded. Position -1 is padding."""
+        rows_B, positions_B, sent_B = buffers.inputs[: 3 * size].view(3, size)
+        page, tables = self.plan.page_size, self.tables
+        ids_B = torch.where(sent_B < 0, tables.latest_R[rows_B], sent_B)
+        pages_BN = tables.table_RN.index_select(0, rows_B)
+        seen_B = positions_B.clamp(min=0)
+        pages_B = pages_BN.gather(1, (seen_B // page)[:, None])[:, 0].long()
+        slots_B = torch.where(positions_B < 0, -1, pages_B * page + seen_B % page)
+        longest = pages_BN.shape[1] * page
+        segment = Segment(
+            Phase.DECODE, 0, size, (1,) * size, (longest,) * size, pages_BN,
+            buffers.starts[: size + 1], (positions_B + 1).int(),
+        )  # fmt: skip
+        ctx = self._context(AttentionMetadata(slots_B, (segment,)))
+        logits = self._run(ids_B[None], seen_B[None], buffers.rows[:size], ctx)
+        buffers.keep(logits)
+
+
+class _Part:
+    """The works of one phase, and where their numbers lie in the parcel."""
+
+    def __init__(self, works: Sequence[Work], rows: Sequence[int], parcel: Parcel) -> None:
+        self.phase = works[0].phase
+        self.q_lens = tuple(work.count for work in works)
+        self.kv_lens = tuple(work.end for work in works)
+        self.starts = parcel.add(accumulate(self.q_lens, initial=0))
+        self.ends = parcel.add(self.kv_lens)
+        self.rows = parcel.add(rows)
+
+
+def _parts(works: Sequence[Work], rows: Sequence[int], parcel: Parcel) -> list[_Part]:
+    """Neighbours of one phase, together."""
+    parts, first = [], 0
+    for _, part in groupby(works, key=lambda work: work.phase):
+        found = tuple(part)
+        parts.append(_Part(found, rows[first : first + len(found)], parcel))
+        first += len(found)
+    return parts
+
+
+def _known(work: Work) -> list[int]:
+    """The ids of a work's tokens; the last may be unknown still."""
+    ids = work.request.tokens[work.start : work.end]
+    return ids if len(ids) == work.count else [*ids, UNKNOWN]
 
 
 def _last_rows(works: Sequence[Work]) -> list[int]:
     """The row of the last token of every work that samples."""
-    rows, end = [], 0
-    for work in works:
-        end += work.count
-        if work.samples:
-            rows.append(end - 1)
-    return rows
+    ends = accumulate(work.count for work in works)
+    return [end - 1 for end, work in zip(ends, works, strict=True) if work.samples]

@@ -8,6 +8,9 @@ A step in four moves: admit waiting requests whose pages fit; portion the token 
 prompts); reserve pages, oldest request first, where the youngest gives its own back if there are none; hand
 out the batch. The oldest request gets a portion of every step and can take every page, so it always gets
 on, and so do all.
+
+One batch may be under way while the next is scheduled (launch): its tokens are taken as stored, and a token that it
+samples as one whose value is not known yet. What then ends, is aborted or loses its pages is dropped at its commit.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from itertools import islice
 from operator import attrgetter
 
 from nibble.cache.manager import CacheManager, CacheStats
+from nibble.cache.prefix import Edge
 from nibble.engine.batch import Batch, Work
 from nibble.engine.request import FinishReason, Request, State
 from nibble.errors import OutOfPages, PromptTooLong
@@ -136,23 +140,29 @@ class Scheduler:
         works = []
         for request in tuple(self.running):
             count = portions.get(request)
-            if count and request.lease and self._reserve(request, request.lease.stored + count):
+            if count and request.lease and self._reserve(request, request.computed + count):
                 works.append(Work.next(request, count))
         return Batch.of(works) if works else None
+
+    def launch(self, batch: Batch) -> None:
+        """Says that `batch` is under way: schedule() goes on from its end. It must be committed after the next one
+        has been launched, at the latest.
+        """
+        for work in batch.works:
+            work.request.ahead = work
 
     def commit(self, batch: Batch, tokens: Mapping[str, int]) -> list[Request]:
         """Says that `batch` is computed, and what was sampled by request id; returns the requests that end.
 
-        A request that was aborted in the meantime is passed over.
+        A request that has ended in the meantime is passed over. One that has lost its pages keeps the token.
         """
         self._steps += 1
         ended = []
         for work in batch.works:
-            request, lease = work.request, work.request.lease
-            if lease is None:
+            request = work.request
+            if request.finished:
                 continue
-            assert work.start == lease.stored, f"request {request.id!r}: this batch was committed before"
-            self.manager.commit(lease, request.tokens, work.end)
+            self._store(work)
             self._count(work)
             if work.samples and self._append(request, tokens[request.id]):
                 ended.append(request)
@@ -205,7 +215,7 @@ class Scheduler:
     def _owed(self, request: Request) -> int:
         """Pages that a running request will want soon: for all of its known tokens, and one to grow into."""
         assert request.lease
-        return self.manager.pages_for(len(request.tokens)) + 1 - len(request.lease.pages)
+        return self.manager.pages_for(request.length) + 1 - len(request.lease.pages)
 
     def _start(self, request: Request, spare: int) -> bool:
         try:
@@ -226,13 +236,15 @@ class Scheduler:
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in self.running:
-            (decodes if 0 < request.stored == len(request.tokens) - 1 else prompts).append(request)
+            if request.ahead and self._is_last(request.ahead):
+                continue
+            (decodes if 0 < request.computed == request.length - 1 else prompts).append(request)
         if not prompts:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
             self._advance(request)
         kept = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
-        wanted = {request: min(len(request.tokens) - request.stored, self.chunk) for request in prompts}
+        wanted = {request: min(request.length - request.computed, self.chunk) for request in prompts}
         portions = dict.fromkeys(decodes[: self.token_budget - min(kept, sum(wanted.values()))], 1)
         room = self.token_budget - len(portions)
         chosen = self._choose(prompts, wanted, room)
@@ -251,13 +263,13 @@ class Scheduler:
         cache.
         """
         chosen: list[Request] = []
-        coming = set()
+        coming = {self._next_page(request) for request in self.running if request.ahead} - {None}
         part = max(self.token_budget // SLICES, 1)
-        rest = sorted(prompts[1:], key=lambda request: len(request.tokens) - request.stored)
+        rest = sorted(prompts[1:], key=lambda request: request.length - request.computed)
         for request in (prompts[0], *rest):
+            page = self._next_page(request)
             assert request.lease
-            page = self.manager.next_page(request.lease, request.tokens)
-            if page in coming and request.stored == request.lease.published * self.manager.page_size:
+            if page in coming and request.computed == request.lease.published * self.manager.page_size:
                 continue
             room -= min(wanted[request], part)
             if chosen and room < 0:
@@ -266,6 +278,11 @@ class Scheduler:
             if page:
                 coming.add(page)
         return chosen
+
+    def _next_page(self, request: Request) -> Edge | None:
+        """What the next page that a request enters into the prefix cache stands for."""
+        assert request.lease
+        return self.manager.next_page(request.lease, request.tokens)
 
     # Pages
 
@@ -297,9 +314,26 @@ class Scheduler:
     def _release(self, request: Request, state: State) -> None:
         if request.lease:
             self.manager.release(request.lease)
-        request.lease, request.state = None, state
+        request.lease, request.ahead, request.state = None, None, state
 
     # Commit
+
+    def _is_last(self, work: Work) -> bool:
+        """Whether the answer ends with the token that `work` samples, whatever it is."""
+        length, params = work.end + 1, work.request.params
+        return work.samples and (
+            length - len(work.request.prompt) >= params.max_tokens or length >= self.limit
+        )
+
+    def _store(self, work: Work) -> None:
+        """Enters into the books that what `work` computed is stored."""
+        request, lease = work.request, work.request.lease
+        if request.ahead is work:
+            request.ahead = None
+        if lease is None:  # it was preempted while this was under way
+            return
+        assert work.start == lease.stored, f"request {request.id!r}: this batch was committed before"
+        self.manager.commit(lease, request.tokens, work.end)
 
     def _append(self, request: Request, token: int) -> bool:
         """Adds a sampled token; True if the request ends with it."""

@@ -18,6 +18,13 @@ from torch import Tensor
 from nibble.errors import ConfigError
 from nibble.geometry import Stream
 
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same bytes as integers: indexing is defined for those everywhere, for float8 it is not."""
+    return tensor.view(_RAW[tensor.dtype.itemsize])
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:

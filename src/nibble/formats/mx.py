@@ -31,7 +31,7 @@ class MX(KVFormat):
     ties: tuple[bool, ...]
 
     def exponent(self, amax: Tensor) -> Tensor:
-        """float32 amax of a block -> float32 exponent, before clamping."""
+        """Finite float32 amax of a block -> float32 exponent, before clamping. Exact, so that every machine agrees."""
         raise NotImplementedError
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
@@ -43,8 +43,8 @@ class MX(KVFormat):
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         x = x_THD.float().unflatten(-1, (-1, self.block))
         amax = x.abs().amax(-1, keepdim=True)
-        exponent = self.exponent(amax).clamp_(E_MIN, E_MAX)
-        stored = torch.where(amax.isnan(), NAN_CODE, exponent.nan_to_num() + BIAS).to(torch.uint8)
+        exponent = self.exponent(amax.nan_to_num()).clamp_(E_MIN, E_MAX)
+        stored = torch.where(amax.isnan(), NAN_CODE, exponent + BIAS).to(torch.uint8)
         scaled = torch.ldexp(x, -exponent).flatten(-2)
         return e2m1.pack(scaled, scaled < 0, self.ties), stored.squeeze(-1)
 
@@ -60,7 +60,7 @@ class MXFP4(MX):
     source = "OCP Microscaling Formats (MX) v1.0"
 
     def exponent(self, amax: Tensor) -> Tensor:
-        exponent = torch.frexp(amax.clamp(max=torch.finfo(torch.float32).max))[1] - 1  # floor(log2(amax))
+        exponent = torch.frexp(amax)[1] - 1  # floor(log2(amax))
         return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
 
 
@@ -70,7 +70,10 @@ class FP4MX16(MX):
     source = "SGLang's fp4_mx_block16 (earlier fp4_e2m1)"
 
     def exponent(self, amax: Tensor) -> Tensor:
-        return torch.ceil(torch.log2((amax / e2m1.MAX).clamp(min=1e-10)))
+        mantissa, exponent = torch.frexp((amax / e2m1.MAX).clamp(min=1e-10))
+        return (
+            exponent - (mantissa == 0.5).int()
+        ).float()  # ceil(log2): a mantissa is at least 0.5 and below 1
 
 
 FORMATS = (MXFP4(), FP4MX16())

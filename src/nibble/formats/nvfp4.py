@@ -47,7 +47,7 @@ class NVFP4(KVFormat):
             nan=math.nan, posinf=0.0
         )  # a block whose scale is zero is stored as (signed) zeros
         scaled = (x * inverse).flatten(-2)
-        return e2m1.pack(scaled, scaled.signbit()), rounded.squeeze(-1)
+        return e2m1.pack(scaled, x_THD.signbit()), rounded.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         data, block_scale = planes

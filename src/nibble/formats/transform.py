@@ -25,14 +25,16 @@ from nibble.geometry import LayerGroup
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """key, query: (x_THD, mean_HD or None) -> x_THD. needs_mean: whether calibration must supply the mean."""
+    """key: (k_THD, mean_HD or None) -> float32 k_THD. needs_mean: whether calibration must supply the mean.
+    rotates: whether the query goes the same way (kernels/rotate.py).
+    """
 
     name: str
     summary: str
     key: Callable[[Tensor, Tensor | None], Tensor]
-    query: Callable[[Tensor, Tensor | None], Tensor]
     needs_mean: bool = False
     shifts_scores: bool = False
+    rotates: bool = False
 
     def refuses(self, group: LayerGroup) -> str | None:
         """Why a layer group cannot use this transform, or None."""
@@ -54,7 +56,8 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return (matrix / size**0.5).to(device)
 
 
-def _rotate(x_THD: Tensor, mean_HD: Tensor | None) -> Tensor:
+def rotate(x_THD: Tensor, mean_HD: Tensor | None = None) -> Tensor:
+    """x_THD in float32, block by block times a Hadamard matrix. Its own inverse."""
     dim = x_THD.shape[-1]
     block = dim & -dim  # the largest power of two that divides dim
     blocks = x_THD.float().unflatten(-1, (-1, block))
@@ -69,8 +72,10 @@ def _subtract(x_THD: Tensor, mean_HD: Tensor | None) -> Tensor:
 _TABLE = {
     entry.name: entry
     for entry in (
-        Transform("kmean", "subtract a static per-head mean of K", _subtract, lambda q, _: q, True, True),
-        Transform("rot", "rotate K and Q by a Hadamard matrix", _rotate, _rotate),
+        Transform(
+            "kmean", "subtract a static per-head mean of K", _subtract, needs_mean=True, shifts_scores=True
+        ),
+        Transform("rot", "rotate K and Q by a Hadamard matrix", rotate, rotates=True),
     )
 }
 

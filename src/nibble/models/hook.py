@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from nibble.attention import op
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionSpec
 from nibble.errors import ConfigError
@@ -24,7 +25,8 @@ NAME = "nibble"
 PROBE = "nibble_probe"
 """The same with a mask function that notes the rule of each mask, for models/guard.py to judge."""
 CONTEXT = "nibble_ctx"
-"""The keyword of model(...) that carries the StepContext, or an Observer, to every layer."""
+"""The keyword of model(...) that carries the StepContext to every layer; the Step that holds it, where the model is
+compiled; or an Observer."""
 
 HARMLESS = frozenset(
     {
@@ -53,7 +55,7 @@ def _attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
-    ctx: StepContext | Observer | None = rest.pop(CONTEXT, None)
+    ctx: StepContext | op.Step | Observer | None = rest.pop(CONTEXT, None)
     rule = getattr(attention_mask, _RULE, None)
     refuse_unknown(module, attention_mask if rule is None else None, rest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -67,6 +69,8 @@ def _attend(
             "keywords on to their attention, so it cannot be served"
         )
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(ctx, op.Step):
+        return op.call(ctx, layer, q_THD, k_TGD, v_TGD, spec)[None], None
     return attention(ctx, layer, q_THD, {"k": k_TGD, "v": v_TGD}, spec)[None], None
 
 

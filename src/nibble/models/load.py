@@ -1,7 +1,7 @@
 """Weights: from a checkpoint to a model that is ready to serve.
 
-Owns load(). Transformers reads and places the weights; here they are checked, rope tables are fixed and, on a
-CPU, linear layers and experts are packed. Must not know of requests or of the cache's format.
+Owns load(). Transformers reads and places the weights; here they are checked, rope is fixed, and linear layers are
+packed on a CPU, or merged on a GPU. Must not know of requests or of the cache's format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from nibble.models.experts import pack_experts
 from nibble.models.kv_scales import is_scale
 from nibble.models.linear import pack_linears
 from nibble.models.quiet import first_line, quiet
-from nibble.models.rope import fix_rope
+from nibble.models.rope import fix_rope, tabulate_rope
+from nibble.models.wide import widen
 
 
 def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) -> nn.Module:
@@ -58,8 +59,12 @@ def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) 
 def ready(model: nn.Module, max_context: int) -> nn.Module:
     """Makes a loaded model ready to serve, in place."""
     fix_rope(model, max_context)
-    pack_linears(model)
-    pack_experts(model)
+    if next(model.parameters()).is_cuda:
+        tabulate_rope(model, max_context)
+        widen(model)
+    else:
+        pack_linears(model)
+        pack_experts(model)
     return model.eval().requires_grad_(False)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from nibble.attention.capability import BackendInfo
 from nibble.errors import ConfigError, unknown
 
-__all__ = ["all_backends", "get", "installed", "present", "register", "unregister"]
+__all__ = ["all_backends", "get", "lacks", "present", "register", "unregister"]
 
 _registry: dict[str, BackendInfo] = {}
 
@@ -44,21 +44,28 @@ def all_backends() -> Mapping[str, BackendInfo]:
     return dict(sorted(_registry.items()))
 
 
-def installed(info: BackendInfo) -> bool:
-    """Whether the backend's package can be imported on this machine."""
+def lacks(info: BackendInfo) -> str | None:
+    """What the backend needs and this machine lacks, with the cure; None where it can run."""
+    if info.package and not _found(info.package):
+        return f"the package {info.package}, which is missing: {info.install}"
+    trouble = info.trouble() if info.trouble else None
+    return f"{trouble}: {info.install}" if trouble else None
+
+
+def _found(package: str) -> bool:
     try:
-        return info.package is None or importlib.util.find_spec(info.package) is not None
+        return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a dotted name whose parent is missing
         return False
 
 
 def present() -> Mapping[str, BackendInfo]:
-    """Every backend, with the adapters of those whose package is missing here taken away.
+    """Every backend, with the adapters of those that cannot run here taken away.
 
     What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
     """
     found = all_backends()
-    return {name: info if installed(info) else replace(info, adapter=None) for name, info in found.items()}
+    return {name: replace(info, adapter=None) if lacks(info) else info for name, info in found.items()}
 
 
 def _discover() -> None:

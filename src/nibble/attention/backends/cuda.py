@@ -51,6 +51,12 @@ class Cuda:
         )
 
 
+def _trouble() -> str | None:
+    from nibble.kernels.cuda.compile import trouble
+
+    return trouble()
+
+
 def _row(phase: Phase, formats: set[str], arch: set[int], groups: range, prefer: int, cites: str) -> Row:
     return Row(
         phase=frozenset({phase}),
@@ -77,7 +83,9 @@ BACKEND = BackendInfo(
     summary="Nibble's decode kernel in CUDA C++: 4- and 8-bit pages at memory speed, on any GPU since Ampere",
     adapter=Cuda,
     package="cuda.bindings",
-    install="pip install cuda-bindings",
+    install="pip install cuda-bindings nvidia-cuda-nvrtc",
+    trouble=_trouble,
+    graphs=True,
     rows=(
         _row(Phase.DECODE, LOW, BEFORE_BLACKWELL, range(1, 17), 60, REPORT),
         _row(Phase.DECODE, HALVES, BEFORE_BLACKWELL, range(1, 17), 51, REPORT),

@@ -1,0 +1,134 @@
+"""Models of well-known shapes with random weights, served by Nibble's own engine, with no checkpoint on disk.
+
+A checkpoint is a folder with config.json alone; the weights are made on the device. Before the model is handed over,
+its own attention computes logits of a prompt: what the engine's are checked against.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from nibble import LLM
+from nibble.engine import build
+from nibble.geometry import Geometry
+from nibble.models import hook
+from nibble.models.load import ready
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+_TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": ("llama", {
+        **_8B, "vocab_size": 128256, "intermediate_size": 14336, "num_hidden_layers": 32, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "rope_parameters": LLAMA3_ROPE,
+    }),
+    "qwen3-8b": ("qwen3", {
+        **_8B, "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "tiny": ("llama", {
+        **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+    }),
+}  # fmt: skip
+"""Name -> family and config of published models."""
+PROMPT = 192
+"""Tokens of the prompt that is checked."""
+SMALL, LARGE = 0.1, 50.0
+"""What queries and embeddings are multiplied by."""
+
+
+@dataclass
+class Served:
+    """An engine with random weights. prompt, expected_TV: what the model itself computes."""
+
+    llm: LLM
+    prompt: list[int]
+    expected_TV: Tensor
+
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that a decode step must read: all but the table of input embeddings."""
+        model = self.llm.engine.runner.model
+        assert isinstance(model, nn.Module)
+        table = model.get_input_embeddings()  # type: ignore[operator]
+        return sum(p.nbytes for p in model.parameters()) - table.weight.nbytes
+
+
+@contextmanager
+def served(shape: str, **options: Any) -> Iterator[Served]:
+    """The engine of a shape in SHAPES; options are fields of nibble.Config."""
+    family, changes = SHAPES[shape]
+    kept: dict[str, Any] = {}
+
+    def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) -> nn.Module:
+        model = make(config, dtype, device)
+        kept["prompt"] = torch.randint(geometry.vocab_size, (PROMPT,)).tolist()
+        kept["expected"] = reference(model, kept["prompt"])
+        return ready(model, geometry.max_context)
+
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))
+        with mock.patch.object(build, "load", load):
+            llm = LLM(folder, kv_scales="one", **options)
+        yield Served(llm, kept["prompt"], kept["expected"])
+
+
+def make(config: PretrainedConfig, dtype: str, device: str) -> nn.Module:
+    """A model with random weights, the same each time.
+
+    Queries are made small and embeddings large, so that attention is broad and tokens keep what they are, as in a
+    trained model. As random weights come, the least error of a key sends attention elsewhere, every layer blows that
+    up, and nothing could be checked.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=hook.NAME
+        )
+    for name, weight in model.named_parameters():
+        if name.endswith(_queries(model)):
+            weight.data.mul_(SMALL)
+        elif name.endswith("embed_tokens.weight"):
+            weight.data.mul_(LARGE)
+    return model.eval()
+
+
+def _queries(model: nn.Module) -> str:
+    """The weight that queries are proportional to: of their norm, where they have one."""
+    normed = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+    return "q_norm.weight" if normed else "q_proj.weight"
+
+
+@torch.inference_mode()
+def reference(model: Any, prompt: list[int]) -> Tensor:
+    """Logits [T, V] of the unmodified model, with torch's own attention."""
+    model.set_attn_implementation("sdpa")
+    logits: Tensor = model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0]
+    model.set_attn_implementation(hook.NAME)
+    return logits.float().cpu()

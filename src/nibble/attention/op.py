@@ -1,0 +1,62 @@
+"""`nibble::attention`: one attention layer as an operator that a compiler of models calls and does not look into.
+
+What a step stores and reads does not pass through the compiled model. The operator is given a number that is a
+constant of that model, and finds there the StepContext that the model's owner has put. So there is no current step
+of the process: any number of engines may run side by side. Owns the operator and Step. Must not know of models.
+
+Shape suffixes: T tokens, H query heads, G KV heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import itertools
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from nibble.attention.layer import StepContext, attention
+from nibble.attention.metadata import AttentionSpec
+
+_SIGNATURE = (
+    "attention(Tensor q, Tensor k, Tensor v, int step, int layer, float scale, int? window, float? softcap, "
+    "Tensor? sinks) -> Tensor"
+)
+_numbers = itertools.count()
+_steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
+
+
+class Step:
+    """Where one owner of a compiled model puts the context of the step that it is about to run."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.context: StepContext | None = None
+        _steps[self.number] = self
+
+
+def call(step: Step, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, spec: AttentionSpec) -> Tensor:
+    """attention() by way of the operator -> [T, H, Dv]."""
+    found: Tensor = torch.ops.nibble.attention(
+        q_THD, k_TGD, v_TGD, step.number, layer, spec.scale, spec.window, spec.softcap, spec.sinks_H
+    )
+    return found
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, step: int, layer: int, scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    ctx = _steps[step].context
+    assert ctx is not None, "the owner of a compiled model puts a context before it runs it"
+    return attention(ctx, layer, q, {"k": k, "v": v}, AttentionSpec(scale, window, softcap, sinks))
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+_library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
+_library.define(_SIGNATURE)
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::attention", _shape, lib=_library)

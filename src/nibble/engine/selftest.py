@@ -1,0 +1,169 @@
+"""The start-up test: random tokens through the very pool, kernels and routes that will serve.
+
+For each layer group a few requests are written, read and attended over in every phase that is planned, as a step of the
+engine does it; what was stored is compared with the format's own arithmetic, and what was attended with the torch
+reference over the same pool. So a kernel that is wrong on this machine stops the start, and not an answer. Owns
+self_test(). Must not know of requests or models.
+
+Shape suffixes: T tokens of a step, H heads, D values of a head, N pages of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention.capability import Phase
+from nibble.attention.layer import Attend, StepContext, attention
+from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
+from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.cache.pool import PagedPool
+from nibble.cache.view import KVView
+from nibble.errors import BackendError
+from nibble.formats.base import raw
+
+PHASES = (Phase.PREFILL, Phase.EXTEND, Phase.VERIFY, Phase.DECODE)
+REQUESTS = ((230, 40, 3, 1), (5, 3, 3, 1), (33, 1, 3, 1))
+"""New tokens of each request, phase by phase. Phases that a plan has no route for are left out."""
+WINDOW = 48
+"""A sliding window is made so short, at most, so that it hides something."""
+SOFTCAP = 20.0
+STORED, ATTENDED = 0.02, {"float32": 0.005}
+"""Largest deviations, norm over norm: of stored values, where a tie may round otherwise; of what is attended, in
+float32 (tf32 allowed); and in 16 bits, where probabilities may be rounded too."""
+ATTENDED_16_BITS = 0.03
+
+
+def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> None:
+    """Raises BackendError where a route does not do what it says. The pool is afterwards as it was before."""
+    for group in plan.groups:
+        view = pool.view(plan.owner[group.layers[0]])
+        if set(view.streams) == {"k", "v"}:
+            pages = _pages(pool)
+            with torch.inference_mode(), _borrowed(view, list(pages.values())):
+                _Trial(plan, group, pool, backends, pages).run()
+
+
+def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
+    """Pages of each request, not in order; requests for which the pool is too small are left out."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    free = list(range(pool.pages))
+    for lens in REQUESTS:
+        needed = -(-sum(lens) // pool.layout.page_size)
+        if needed <= len(free):
+            found[lens] = [free.pop(-1 if i % 2 else 0) for i in range(needed)]
+    return found
+
+
+@contextmanager
+def _borrowed(view: KVView, pages: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Puts the bytes of these pages back in the end."""
+    planes = [raw(plane) for stream in view.streams.values() for plane in stream.planes]
+    index = torch.tensor([page for row in pages for page in row], device=planes[0].device, dtype=torch.int64)
+    saved = [plane[index] for plane in planes]
+    try:
+        yield
+    finally:
+        for plane, values in zip(planes, saved, strict=True):
+            plane[index] = values
+
+
+class _Trial:
+    """One layer group's trial. Requests grow from step to step, as those of an engine do."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: GroupPlan,
+        pool: PagedPool,
+        backends: Mapping[str, Attend],
+        pages: Mapping[tuple[int, ...], Sequence[int]],
+    ) -> None:
+        self.plan, self.group, self.pool, self.backends = plan, group, pool, backends
+        self.layer = group.layers[0]
+        self.owner = plan.owner[self.layer]
+        self.view = pool.view(self.owner)
+        self.device = self.view.streams["k"].scale.device
+        self.lens = tuple(pages)
+        self.stored = [0] * len(pages)
+        width = max(map(len, pages.values()), default=0)
+        rows = [[*row, *[0] * (width - len(row))] for row in pages.values()]
+        self.pages_BN = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        self.random = torch.Generator(self.device).manual_seed(0)
+        heads, window = group.group.q_heads, group.group.window
+        self.spec = AttentionSpec(
+            group.group.head_dim**-0.5,
+            None if window is None else min(window, WINDOW),
+            SOFTCAP if group.group.softcap else None,
+            self._noise(heads) if group.group.sinks else None,
+        )
+
+    def run(self) -> None:
+        routes = {route.phase: route for route in self.group.routes}
+        for phase, q_lens in zip(PHASES, zip(*self.lens, strict=True), strict=False):
+            if phase in routes:
+                self._step(routes[phase], q_lens)
+
+    def _step(self, route: Route, q_lens: tuple[int, ...]) -> None:
+        slots_T, kv_lens = self._slots(q_lens), [n + new for n, new in zip(self.stored, q_lens, strict=True)]
+        segment = Segment.of(route.phase, 0, q_lens, kv_lens, self.pages_BN)
+        streams = {
+            name: self._noise(len(slots_T), entry.stream.heads, entry.stream.dim)
+            for name, entry in self.view.streams.items()
+        }
+        q_THD = self._noise(len(slots_T), self.group.group.q_heads, self.group.group.head_dim)
+        if self.owner != self.layer:  # this group reads what another stores
+            self.pool.write(self.owner, streams, slots_T)
+        ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slots_T, (segment,)))
+        found_THD = attention(ctx, self.layer, q_THD, streams, self.spec)
+        for name, x_THD in streams.items():
+            self._compare(
+                self._read(name, slots_T), self._encoded(name, x_THD), STORED, route, f"stores {name}"
+            )
+        expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, segment, self.spec)
+        limit = ATTENDED.get(self.plan.dtype, ATTENDED_16_BITS)
+        self._compare(found_THD, expected_THD, limit, route, "attends")
+        self.stored = kv_lens
+
+    def _slots(self, q_lens: Sequence[int]) -> Tensor:
+        size = self.plan.page_size
+        return torch.cat(
+            [
+                self.pages_BN[row, positions // size].long() * size + positions % size
+                for row, (start, new) in enumerate(zip(self.stored, q_lens, strict=True))
+                for positions in [torch.arange(start, start + new, device=self.device)]
+            ]
+        )
+
+    def _noise(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=self.random, device=self.device)
+        return values.to(getattr(torch, self.plan.dtype))
+
+    def _read(self, name: str, slots_T: Tensor) -> Tensor:
+        """What the pool holds of these tokens, dequantised."""
+        size = self.plan.page_size
+        values_THD = self.view.streams[name].gather((slots_T // size)[:, None].int())
+        return values_THD[torch.arange(len(slots_T), device=self.device), slots_T % size]
+
+    def _encoded(self, name: str, x_THD: Tensor) -> Tensor:
+        """What the pool should hold of them, by the format's own arithmetic."""
+        entry = self.view.streams[name]
+        for transform in self.view.transforms if name == "k" else ():
+            x_THD = transform.key(x_THD, self.view.k_mean_HD)
+        return entry.format.decode(entry.format.encode(x_THD, entry.scale), entry.scale)
+
+    def _compare(self, found: Tensor, expected: Tensor, limit: float, route: Route, what: str) -> None:
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        if error <= limit:  # which NaN is not
+            return
+        stored = ":".join(dict.fromkeys(entry.format.name for entry in self.view.streams.values()))
+        raise BackendError(
+            f"the start-up test failed: backend {route} {what} wrongly in {route.phase} of {stored}"
+            f"@{self.plan.layout.packing}, page {self.plan.page_size} (layer group {self.group.group.name}): off by "
+            f"{error:.3g} of the reference's norm, where {limit:g} is allowed; choose another backend with "
+            "--attention-backend, and please report this"
+        )

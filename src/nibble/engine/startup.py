@@ -1,0 +1,137 @@
+"""From a model with its pool to one that serves: test, compile, record, and a look at the memory.
+
+On a CPU only the test is made. Owns Startup, prepare() and the check that reality keeps to the budget. What a step
+does is the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from nibble.attention.budget import Budget, in_words, most_decodes
+from nibble.attention.capture import obstacle, sizes
+from nibble.cache.manager import CacheManager
+from nibble.config import Config
+from nibble.engine.batch import Batch, Work
+from nibble.engine.graphs import CudaGraphs, Graphs, live
+from nibble.engine.request import Request
+from nibble.engine.runner import Runner
+from nibble.engine.selftest import self_test
+from nibble.errors import CapacityError
+
+FIRST_STEP = 24
+"""Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
+KEPT = 0.25
+"""Part of the reserve that must be left when all is set up: for what the start has not come across."""
+
+
+@dataclass
+class Startup:
+    """How a start went. seconds: what its parts took, by name, in order. notes: what users should know."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
+
+    @property
+    def words(self) -> str:
+        """`12.3 s: weights 2.0, compile 9.1, ...`."""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s: {parts}"
+
+
+def prepare(
+    runner: Runner, config: Config, budget: Budget, startup: Startup, longest: int, *, tested: bool = True
+) -> None:
+    """Makes a runner ready to serve requests of up to `longest` tokens; raises BackendError, ConfigError or
+    CapacityError where it is not fit to.
+    """
+    with startup.part("self-test"):
+        if tested:
+            self_test(runner.plan, runner.pool, runner.backends)
+    if runner.device.type != "cuda":
+        return
+    with out_of_memory_explained(budget):
+        with startup.part("compile"):
+            _warm(runner, (min(FIRST_STEP, longest),))
+        with startup.part("graphs"):
+            _record(runner, config, budget, startup)
+        with startup.part("largest step"):
+            _warm(runner, _largest(runner, budget.step_tokens, longest))
+            torch.cuda.synchronize()
+    check_memory(budget, torch.cuda.mem_get_info()[0])
+
+
+def _record(runner: Runner, config: Config, budget: Budget, startup: Startup) -> None:
+    """Gives the runner its decode steps: recorded, or run over the same buffers where graphs are not wanted."""
+    reason = obstacle(runner.plan)
+    if reason is None and not runner.pool.captures:
+        reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
+    if reason is None:
+        most = most_decodes(config, budget.step_tokens)
+        runner.record(Graphs(sizes(most), runner.device, CudaGraphs() if config.graphs else live))
+    elif config.graphs:
+        startup.notes.append(reason)
+
+
+def _warm(runner: Runner, lengths: Sequence[int]) -> None:
+    """One step of prompts of these lengths, over pages that are free again afterwards."""
+    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
+    requests = [Request(f"warm-{i}", [0] * length) for i, length in enumerate(lengths)]
+    for request in requests:
+        request.lease = manager.open(request.tokens, "")
+        manager.reserve(request.lease, len(request.tokens))
+    runner.forward(Batch.of(Work.next(request, len(request.tokens)) for request in requests))
+    for request in requests:
+        assert request.lease
+        manager.release(request.lease)
+
+
+def _largest(runner: Runner, tokens: int, longest: int) -> list[int]:
+    """Prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
+    pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
+    while tokens and pages and len(lengths) < runner.tables.nobody:
+        length = min(tokens, longest, pages * size)
+        lengths.append(length)
+        tokens, pages = tokens - length, pages - -(-length // size)
+    return lengths
+
+
+def check_memory(budget: Budget, free: int) -> None:
+    """Raises CapacityError where more is in use than was planned, so that too little of the reserve is left."""
+    if free < KEPT * budget.reserve:
+        used = budget.memory - free - budget.pool
+        raise CapacityError(
+            f"{in_words(used)} of the GPU are in use beside the cache, where {in_words(budget.weights)} of weights and "
+            f"{in_words(budget.workspace)} of workspace were planned, and {in_words(free)} are left; {_advice(budget)}"
+        )
+
+
+@contextmanager
+def out_of_memory_explained(budget: Budget) -> Iterator[None]:
+    """Turns torch's error into one that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the GPU's memory does not suffice for the plan ({in_words(budget.weights)} of weights, "
+            f"{in_words(budget.workspace)} of workspace, a pool of {in_words(budget.pool)}); {_advice(budget)}"
+        ) from error
+
+
+def _advice(budget: Budget) -> str:
+    smaller = max(budget.pool - budget.reserve, budget.pool // 2)
+    return (
+        f"what would help: --kv-memory {smaller >> 20}MiB, a smaller --token-budget (now {budget.step_tokens}), "
+        "or ending other programs on this GPU"
+    )

@@ -1,0 +1,154 @@
+"""Triton twin of kernels/attention.py: one kernel for all phases (attention_kernel.py), in tiles of different shapes.
+
+Owns how a tile is shaped, and how keys are split where there are too few queries to fill the GPU. Grids depend on what
+a CUDA graph keeps: the number of requests, and of their query tokens.
+
+Shape suffixes: T query tokens, H query heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from nibble.kernels.attention import Requests, Softmax
+from nibble.kernels.gather import Paged
+from nibble.kernels.triton.attention_kernel import LEAST_KEYS, attend_kernel, combine_kernel
+from nibble.kernels.triton.decoders import DECODERS
+from nibble.kernels.triton.tiles import Tiles, serves
+
+__all__ = ["GPU", "Shape", "attend", "serves", "shape_of"]
+
+SIZES = 8
+"""Sizes of a share of keys that are weighed against each other."""
+SPLITS_AT_ONCE = 64
+MANY = 1 << 30
+HOPPER = 90
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """arch: compute capability, 90 for SM90. memory: bytes of shared memory that a program may have."""
+
+    arch: int
+    processors: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tile: rows, and keys; whether the parts of a tile of keys are joined; and how it is computed: warps, stages of
+    loads in flight, and programs that a processor is expected to run at a time.
+    """
+
+    rows: int
+    keys: int
+    join: bool
+    warps: int
+    stages: int
+    programs: int
+
+
+def shape_of(tokens: int, group: int, k: Paged, v: Paged, query: torch.dtype, gpu: GPU) -> Shape:
+    """The tile for so many query tokens of a request, and query heads of a KV head."""
+    wide = (
+        replace(shape, rows=max(shape.rows, triton.next_power_of_2(group)))
+        for shape in _shapes(tokens * group, k, v, gpu)
+    )
+    return next(shape for shape in wide if _bytes(shape, k, v, query.itemsize) <= gpu.memory)
+
+
+def _shapes(rows: int, k: Paged, v: Paged, gpu: GPU) -> Iterator[Shape]:
+    """From the fastest to the smallest. Decoding a tile of keys pays if many rows share it."""
+    parts, dim = max(_parts(k), _parts(v)), triton.next_power_of_2(max(k.dim, v.dim))
+    if rows <= 16:  # a warp decodes 64 values of a row, and no two the same
+        warps = 4 if parts < 4 else max(dim // 64, 1)
+        first = Shape(16, 64, False, warps, 3, 3 if warps == 4 else 8 // warps)
+    elif rows <= 64 or parts == 1 or gpu.arch != HOPPER:
+        first = Shape(64, 64, True, 4, 3, 2)
+    else:
+        first = Shape(256 if dim <= 128 else 128, 64, True, 8, 3, 1)
+    yield first
+    for keys in (64, 32, 16):
+        yield replace(first, rows=min(first.rows, 64), warps=min(first.warps, 4), stages=2, keys=keys)
+    yield Shape(16, 16, False, 4, 1, 1)
+
+
+def _parts(stream: Paged) -> int:
+    return DECODERS[stream.format.name].parts
+
+
+def _bytes(shape: Shape, k: Paged, v: Paged, item: int) -> int:
+    """Shared memory that a tile takes, roughly."""
+    dim = triton.next_power_of_2(max(k.dim, v.dim))
+    stored = sum(plane[0, 0, 0].nbytes for stream in (k, v) for plane in stream.planes_PHS)
+    decoded = 2 * dim * item if shape.join and max(_parts(k), _parts(v)) > 1 else 0
+    return shape.keys * (shape.stages * stored + decoded) + shape.rows * (dim + shape.keys) * item
+
+
+def attend(
+    q_THD: Tensor, k: Paged, v: Paged, requests: Requests, softmax: Softmax, longest: int = MANY, *,
+    shape: Shape | None = None, slots: int | None = None,
+) -> Tensor:  # fmt: skip
+    """See kernels/attention.py. longest: a bound on stored tokens where one is known, which is not so in a CUDA graph.
+
+    slots: programs that run at a time for one tile of queries and KV head; keys are split among them if more than 1.
+    """
+    (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
+    group, count, most = heads // k.heads, len(requests.kv_lens_B), max(requests.q_lens)
+    shape = shape or shape_of(most, group, k, v, q_THD.dtype, gpu)
+    tiles = triton.cdiv(most, shape.rows // group)
+    if slots is None:
+        slots = shape.programs * gpu.processors // (tiles * k.heads) if longest > LEAST_KEYS.value else 0
+    split = slots > 1
+    programs = count + SIZES // 2 * slots if split else count
+    out = q_THD.new_empty(tokens, heads, v.dim)
+    parts, lse, plan = (
+        _workspace(programs * tiles * k.heads * shape.rows, v.dim, count, out) if split else (out,) * 3
+    )
+    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    attend_kernel[(tiles, k.heads, programs)](
+        q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
+        requests.pages_BN, requests.q_starts_B1, requests.kv_lens_B,
+        q_THD if softmax.sinks_H is None else softmax.sinks_H, softmax.scale, softmax.softcap or 0.0,
+        count, slots, requests.pages_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
+        softmax.window or 0, softmax.softcap is not None, softmax.sinks_H is not None, split,
+        shape.join, shape.rows, shape.keys, max(triton.next_power_of_2(count), 32), SIZES,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if split:
+        combine_kernel[(most, heads, count)](
+            out, parts, lse, plan, requests.q_starts_B1, tiles,
+            group, v.dim, triton.next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
+        )  # fmt: skip
+    return out
+
+
+def _workspace(rows: int, dim: int, requests: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What programs leave to be combined: values and log-sum-exps of rows, and where those of each request begin."""
+    return (
+        like.new_empty(rows, dim, dtype=torch.float32),
+        like.new_empty(rows, dtype=torch.float32),
+        like.new_empty(requests, 2, dtype=torch.int32),
+    )
+
+
+def _tiles(stream: Paged, query: torch.dtype, join: bool) -> Tiles:
+    """Joined tiles are in the query's dtype, so that the tensor cores may read the query where it was loaded to."""
+    half = DECODERS[stream.format.name].half
+    return Tiles.of(stream, query if join or half is None or query == torch.float32 else half, copied=join)
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> GPU:
+    if device.type != "cuda":
+        return GPU(0, 1, MANY)
+    found = driver.active.utils.get_device_properties(device.index or 0)
+    arch = driver.active.get_current_target().arch
+    return GPU(arch, found["multiprocessor_count"], found["max_shared_mem"])
