@@ -1,6 +1,7 @@
 """What all tests share: one thread for torch (tests run side by side), fixed Hypothesis, tiny models on disk.
 
-Tests run on the CPU, whatever the machine has; NIBBLE_TEST_GPU=1 lets the conformance suite see a GPU.
+Tests run on the CPU, whatever the machine has, and Triton's kernels in its interpreter; NIBBLE_TEST_GPU=1 lets the
+conformance suite, and the kernels' tests, see a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if os.environ.get("NIBBLE_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 from pathlib import Path
 

@@ -6,7 +6,6 @@ that are stored in bfloat16 here have no more bits than that.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,9 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nibble import formats
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout

@@ -20,7 +20,8 @@ BASE = {"geometry", "hardware", "config", "errors"}
 TORCH_FREE = (
     "errors", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "attention/capability",
     "attention/plan", "attention/resolve", "attention/needs", "attention/options", "attention/reasons",
-    "attention/remedy", "attention/budget", "engine/request", "engine/batch", "engine/scheduler", "engine/outputs",
+    "attention/remedy", "attention/budget", "attention/capture", "engine/request", "engine/batch", "engine/scheduler",
+    "engine/outputs", "engine/answers",
 )  # fmt: skip
 BOOKS = (
     "nibble.cache.manager",

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nibble.kernels import linear as op
 from nibble.kernels.triton import linear as twin
@@ -53,11 +48,21 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) == twins
 
 
-def test_a_twin_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, expected in ((0.0, True), (0.001, True), (0.1, False), (float("nan"), False)):
+def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {F.linear: 2.0}
+    for error, ms, expected in (
+        (0.0, 1.0, True), (0.001, 1.0, True), (0.1, 1.0, False), (float("nan"), 1.0, False), (0.0, 3.0, False),
+    ):  # fmt: skip
         monkeypatch.setattr(twin, "linear", lambda x, w, b, error=error: F.linear(x, w, b) * (1 + error))
-        monkeypatch.setattr(op, "_agreed", {})
-        assert op._agrees(torch.randn(8, 4)) is expected
+        monkeypatch.setattr(op, "_ms", lambda multiply, x, w, ms=ms: times.get(multiply, ms))
+        monkeypatch.setattr(op, "_won", {})
+        assert op._wins(torch.randn(8, 4)) is expected
+
+
+def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "linear", lambda *_: 1 / 0)
+    monkeypatch.setattr(op, "_won", {})
+    assert not op._wins(torch.randn(8, 4))
 
 
 def test_what_is_not_on_a_gpu_is_left_alone() -> None:

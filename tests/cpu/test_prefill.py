@@ -5,16 +5,11 @@ The kernels themselves need a GPU; here dense attention stands in for them, with
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nibble import formats
 from nibble.attention.metadata import AttentionSpec

@@ -7,7 +7,6 @@ are beyond the interpreter; the conformance suite judges both on a GPU.
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -18,9 +17,6 @@ import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 

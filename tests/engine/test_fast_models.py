@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_families import FAMILIES
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from nibble.models.wide import MergedLinear, merge_linears, together
 from nibble.models.rope import RopeTable, fix_rope, tabulate_rope
-from test_families import FAMILIES
+from nibble.models.wide import MergedLinear, merge_linears, together
 
 IDS = torch.randint(1, 300, (1, 40), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15)))[None]

@@ -51,7 +51,9 @@ class MergedLinear(nn.Module):
         super().__init__()
         self.product, self.start, self.stop = product, start, stop
         self.weight = nn.Parameter(product.weight[start:stop], requires_grad=False)
-        self.bias = None if product.bias is None else nn.Parameter(product.bias[start:stop], requires_grad=False)
+        self.bias = (
+            None if product.bias is None else nn.Parameter(product.bias[start:stop], requires_grad=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.start, self.stop)
@@ -107,7 +109,9 @@ def together(model: Any) -> list[tuple[str, ...]]:
     with torch.inference_mode():
         bare(input_ids=ids, position_ids=ids, use_cache=False, **{hook.CONTEXT: hook.Observer()})
     seen = [name for names in calls.values() for name in names]
-    return [tuple(names) for names in calls.values() if len(names) > 1 and all(seen.count(n) == 1 for n in names)]
+    return [
+        tuple(names) for names in calls.values() if len(names) > 1 and all(seen.count(n) == 1 for n in names)
+    ]
 
 
 def _alike(modules: Sequence[nn.Module]) -> bool:

@@ -18,7 +18,7 @@ WIDE, NARROW = (64, 128), (32, 256)
 MANY = 96
 """Programs of the wide kind that fill a GPU."""
 AHEAD = 4
-"""Steps that are loaded ahead: 98 KiB of shared memory in the narrow kind, which every GPU since Ampere has."""
+"""Steps that are loaded ahead: 80 KiB of shared memory at most, which every GPU since Ampere has."""
 
 
 @triton.jit(do_not_specialize=["rows"])
