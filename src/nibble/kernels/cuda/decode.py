@@ -91,7 +91,7 @@ class Decode:
         found = torch.cuda.get_device_properties(device)
         self.arch = 10 * found.major + found.minor
         self.blocks = found.multi_processor_count
-        self.shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        self.shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009 (unknown to older stubs)
         self.device = device
         self._pieces: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._arrived = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
