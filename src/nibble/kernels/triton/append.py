@@ -41,7 +41,7 @@ def _append(
     token = tl.program_id(0).to(tl.int64)
     head_R = tl.program_id(1) * R + tl.arange(0, R)
     slot = tl.load(slots + token)
-    keep_R = (head_R < HEADS) & (slot >= 0)
+    keep_R = (head_R < HEADS) & (tl.broadcast_to(slot, head_R.shape) >= 0)
     slot = slot.to(tl.uint32)
     if HEADS_FIRST:
         place_R = (slot // PAGE * (HEADS * PAGE) + slot % PAGE).to(tl.int64) + head_R * PAGE

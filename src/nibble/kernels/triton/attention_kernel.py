@@ -295,7 +295,7 @@ def combine_kernel(
         tl.num_programs(1) // GROUP,
     )
     d_D = tl.arange(0, WIDTH)
-    peak, total, mean_D = LOWEST, 0.0, tl.zeros([WIDTH], tl.float32)
+    peak, total, mean_D = tl.full([], LOWEST, tl.float32), 0.0, tl.zeros([WIDTH], tl.float32)
     for first in range(0, splits, S):
         split_S = first + tl.arange(0, S)
         place_S = _place(program + split_S, tile, tiles, query_head // GROUP, heads, M) + row
