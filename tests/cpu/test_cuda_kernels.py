@@ -37,7 +37,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles_for_every_gpu(arch: int) -> None:
     for name in ("nvfp4", "bf16"):
-        assert compiling.cubin(SOURCE, arch, variant(name, arch).macros)[:4] == b"\x7fELF"
+        assert compiling.cubin(SOURCE, arch, variant(name, arch).macros).startswith(compiling.ELF)
 
 
 @pytest.mark.parametrize("name", sorted({name for row in backend.BACKEND.rows for name in row.format or ()}))
@@ -62,6 +62,22 @@ def test_a_compiled_kernel_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kept.read_bytes() == first
     monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("it is compiled again"))
     assert compiling.cubin(SOURCE, 90, macros) == first
+
+
+def test_a_broken_file_in_the_cache_is_replaced(tmp_path: Path) -> None:
+    macros = variant("fp8_e4m3", 90).macros
+    first = compiling.cubin(SOURCE, 90, macros)
+    (kept,) = (tmp_path / compiling.CUBINS).iterdir()
+    kept.write_bytes(b"")
+    assert compiling.cubin(SOURCE, 90, macros) == first == kept.read_bytes()
+
+
+def test_a_gpu_that_nvrtc_does_not_know_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((9, 0), None), ((13, 7), "an NVRTC that knows SM137")):
+        monkeypatch.setattr(compiling.torch.cuda, "get_device_capability", lambda found=capability: found)
+        said = compiling.trouble.__wrapped__()
+        assert said is None if expected is None else expected in said
 
 
 def test_an_error_shows_what_nvrtc_said() -> None:

@@ -15,6 +15,7 @@ from nibble.cache.manager import CacheManager
 from nibble.engine.batch import Batch, Work
 from nibble.engine.engine import NOT_A_NUMBER
 from nibble.engine.outputs import Delta
+from nibble.engine.picks import Picks
 from nibble.engine.request import Request
 from nibble.engine.scheduler import Scheduler
 
@@ -201,7 +202,7 @@ def pair(tiny: Path) -> tuple[LLM, LLM]:
 def idle(pair: tuple[LLM, LLM]) -> Iterator[None]:
     yield
     for llm in pair:
-        assert not llm.engine.busy and llm.engine._flight is None and llm.engine.scheduler.unfinished == 0
+        assert not llm.engine.busy and not llm.engine._flights and llm.engine.scheduler.unfinished == 0
         llm.engine.scheduler.check_integrity()
         assert llm.engine.scheduler.manager.stats.held == 0
 
@@ -243,7 +244,7 @@ def test_a_closed_stream_leaves_nothing(pair: tuple[LLM, LLM]) -> None:
 def test_logits_wait_for_the_step_under_way(pair: tuple[LLM, LLM]) -> None:
     stream = pair[1].stream(PROMPTS[0], max_tokens=500)
     next(stream)
-    assert pair[1].engine._flight is not None
+    assert pair[1].engine._flights
     stream.close()
     found, right = (llm.logits(PROMPTS[1]) for llm in reversed(pair))
     assert torch.equal(found, right)
@@ -291,3 +292,41 @@ def test_a_failing_step_ends_its_requests_only(pair: tuple[LLM, LLM]) -> None:
     runner.forward = forward  # type: ignore[method-assign]
     assert pieces[-1].error == "RuntimeError: out of luck"
     assert ahead.generate(PROMPTS[0], max_tokens=12).text == plain.generate(PROMPTS[0], max_tokens=12).text
+
+
+def test_an_interrupt_loses_nothing(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, read = pair[1].stream(PROMPTS[1], max_tokens=12), Picks.read
+    first = next(stream).text
+
+    def interrupted(picks: Picks) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        monkeypatch.setattr(Picks, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair[1].engine.step()
+        monkeypatch.setattr(Picks, "read", read)
+        assert (
+            pair[1].generate(PROMPTS[2], max_tokens=4).text == pair[0].generate(PROMPTS[2], max_tokens=4).text
+        )
+    rest = "".join(piece.text for piece in stream)
+    assert first + rest == pair[0].generate(PROMPTS[1], max_tokens=12).text
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_taker_that_fails_ends_only_its_own_answer(pair: tuple[LLM, LLM], which: int) -> None:
+    engine, taken = pair[which].engine, []
+
+    def fails(delta: Delta) -> None:
+        raise ValueError("nobody takes this")
+
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    engine.submit([5, 6, 7], params, fails)
+    engine.submit([5, 6, 8], params, taken.append)
+    with pytest.raises(ValueError, match="nobody"):
+        for _ in range(4):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    engine.step()
+    assert sum(len(delta.token_ids) for delta in taken) == 6

@@ -78,7 +78,7 @@ def _attend(
 ) -> Tensor:
     try:
         return backend.attend(q_THD, view, segment, spec)
-    except NibbleError:
+    except (NibbleError, torch.OutOfMemoryError):  # which is explained where memory is known
         raise
     except Exception as error:
         raise BackendError(

@@ -49,7 +49,8 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     ctx = _steps[step].context
     assert ctx is not None, "the owner of a compiled model puts a context before it runs it"
-    return attention(ctx, layer, q, {"k": k, "v": v}, AttentionSpec(scale, window, softcap, sinks))
+    spec = AttentionSpec(scale, window, softcap, sinks)
+    return attention(ctx, layer, q, {"k": k, "v": v}, spec).contiguous()  # as _shape promises
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:

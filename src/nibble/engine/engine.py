@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,7 @@ class Engine:
     overlap: bool = False
     startup: Startup = field(default_factory=Startup)
     _answers: dict[Request, Answer] = field(default_factory=dict, init=False)
-    _flight: _Flight | None = field(default=None, init=False)
+    _flights: deque[_Flight] = field(default_factory=deque, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -140,12 +141,10 @@ class Engine:
     def step(self) -> None:
         """Launches one batch, if there is anything to compute, and hands out what the one before it sampled."""
         with self._lock:
-            if self._flight and self._flight.is_needed:
-                self._land()
+            self._land(0 if any(flight.is_needed for flight in self._flights) else 1)
             batch = self.scheduler.schedule()
-            flight = self._launch(batch) if batch else None
-            self._land()
-            self._flight = flight
+            launched = batch is not None and self._launch(batch)
+            self._land(int(launched))
             if not (self.overlap and self._answers):
                 self._land()
 
@@ -164,8 +163,8 @@ class Engine:
                 "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
             )
 
-    def _launch(self, batch: Batch) -> _Flight | None:
-        """Sets a batch to work; None where that failed."""
+    def _launch(self, batch: Batch) -> bool:
+        """Sets a batch to work; False where that failed."""
         works = [work for work in batch.works if work.samples]
         requests = tuple(work.request for work in works)
         try:
@@ -176,21 +175,26 @@ class Engine:
                 self.runner.remember(picks.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
             self._fail(batch, error)
-            return None
+            return False
         self.scheduler.launch(batch)
-        return _Flight(batch, requests, picks)
+        self._flights.append(_Flight(batch, requests, picks))
+        return True
 
-    def _land(self) -> None:
-        """Waits for the step under way, if there is one, and hands out what it sampled."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        try:
-            picks = flight.picks.read() if flight.picks else []
-        except Exception as error:  # an error of the device shows where it is waited for
-            self._fail(flight.batch, error)
-            return
-        self._commit(flight.batch, dict(zip(flight.requests, picks, strict=True)))
+    def _land(self, left: int = 0) -> None:
+        """Waits for steps under way, oldest first, until `left` are left, and hands out what they sampled.
+
+        A step is forgotten only when it has been read: after an interrupt it is read again.
+        """
+        while len(self._flights) > left:
+            flight = self._flights[0]
+            try:
+                picks = flight.picks.read() if flight.picks else []
+            except Exception as error:  # an error of the device shows where it is waited for
+                self._flights.popleft()
+                self._fail(flight.batch, error)
+            else:
+                self._flights.popleft()
+                self._commit(flight.batch, dict(zip(flight.requests, picks, strict=True)))
 
     def _commit(self, batch: Batch, picks: Mapping[Request, Logprob | None]) -> None:
         for request, pick in picks.items():
@@ -198,9 +202,16 @@ class Engine:
                 self._end(request, "abort", NOT_A_NUMBER)
         tokens = {request.id: pick.token for request, pick in picks.items() if pick is not None}
         ended = set(self.scheduler.commit(batch, tokens))
+        failed: list[Exception] = []
         for request, pick in picks.items():
             if pick is not None and request in self._answers:
-                self._tell(self._answers[request], pick, request in ended)
+                try:
+                    self._tell(self._answers[request], pick, request in ended)
+                except Exception as error:  # of whoever takes the answer: the others go on
+                    self._drop(request)
+                    failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _tell(self, answer: Answer, pick: Logprob, ended: bool) -> None:
         """Hands out what a token adds to its answer."""
@@ -218,6 +229,11 @@ class Engine:
             self.scheduler.finish(request, reason)
             answer = self._answers.pop(request)
             answer.sink(answer.end(reason, error))
+
+    def _drop(self, request: Request) -> None:
+        """Ends a request whose answer nobody takes any more."""
+        if self._answers.pop(request, None):
+            self.scheduler.finish(request, "abort")
 
     def _fail(self, batch: Batch, error: Exception) -> None:
         """A step failed: its requests end with the error, all others go on."""

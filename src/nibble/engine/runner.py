@@ -35,7 +35,7 @@ UNKNOWN = -1
 class Runner:
     """Runs a model's steps over a pool. model: Transformers' own, with Nibble's attention function.
 
-    forward: how the model is run, if not as it is. graphs: recorded decode steps, see record().
+    run: how the model is run, if not as it is. graphs: recorded decode steps, once record() was called.
     """
 
     def __init__(

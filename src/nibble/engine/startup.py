@@ -56,12 +56,12 @@ def prepare(
     """Makes a runner ready to serve requests of up to `longest` tokens; raises BackendError, ConfigError or
     CapacityError where it is not fit to.
     """
-    with startup.part("self-test"):
-        if tested:
-            self_test(runner.plan, runner.pool, runner.backends)
-    if runner.device.type != "cuda":
-        return
     with out_of_memory_explained(budget):
+        with startup.part("self-test"):
+            if tested:
+                self_test(runner.plan, runner.pool, runner.backends)
+        if runner.device.type != "cuda":
+            return
         with startup.part("compile"):
             _warm(runner, (min(FIRST_STEP, longest),))
         with startup.part("graphs"):

@@ -36,7 +36,9 @@ class _Product:
 
     def __call__(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.x is not x or self.y is None:
-            self.x, self.y, self.left = x, self.multiply(x, self.weight, self.bias), self.parts
+            self.x = self.y = None
+            self.y = self.multiply(x, self.weight, self.bias)
+            self.x, self.left = x, self.parts
         found = self.y[..., start:stop]
         self.left -= 1
         if not self.left:

@@ -52,8 +52,10 @@ class Cuda:
 
 
 def _trouble() -> str | None:
-    from nibble.kernels.cuda.compile import trouble
-
+    try:
+        from nibble.kernels.cuda.compile import trouble
+    except Exception as error:  # a broken package must not break every plan
+        return f"cuda-bindings, which cannot be imported ({type(error).__name__}: {error})"
     return trouble()
 
 

@@ -23,16 +23,25 @@ from cuda.bindings import driver, nvrtc
 from nibble.errors import BackendError
 
 CUBINS = "kernels"
+ELF = b"\x7fELF"
 
 
 @cache
 def trouble() -> str | None:
-    """Why nothing can be compiled on this machine; None if it can."""
+    """Why nothing can be compiled for this machine's GPU, or at all; None if it can."""
     try:
-        _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+        known = archs()
     except Exception as error:  # the loader's errors are of many kinds
         return f"NVRTC, which cannot be loaded ({type(error).__name__}: {error})"
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if (major or minor) and 10 * major + minor not in known:
+        return f"an NVRTC that knows SM{major}{minor}; the one found ends at SM{max(known)}"
     return None
+
+
+def archs() -> tuple[int, ...]:
+    """Compute capabilities that NVRTC compiles for, as 90 for 9.0."""
+    return tuple(_checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
 
 
 def cache_folder() -> Path:
@@ -49,8 +58,8 @@ def cubin(source: Path, arch: int, macros: Mapping[str, str | int]) -> bytes:
     version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
     key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
     kept = cache_folder() / CUBINS / f"{source.stem}-sm{arch}-{key[:24]}.cubin"
-    if kept.exists():
-        return kept.read_bytes()
+    if kept.exists() and (found := kept.read_bytes()).startswith(ELF):
+        return found
     code = _compile(text, source.name, options)
     _keep(kept, code)
     return code
@@ -80,9 +89,10 @@ def _keep(path: Path, code: bytes) -> None:
     """Writes to the cache, all or nothing; a cache that cannot be written is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(code)
+            whole.replace(path)
     except OSError:
         pass
 
