@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nibble.attention.budget import RESERVE, SHARE, SPARE, Budget, budget
+from nibble.attention.budget import RESERVE, SHARE, SPARE, Budget, budget, kernel_bytes
 from nibble.attention.resolve import resolve
 from nibble.attention.staging import MAX_TOKENS
 from nibble.config import Config
@@ -106,3 +106,13 @@ def test_a_small_model_stages_no_more_than_it_has() -> None:
     )
     assert plan.page_size == 128
     assert staged.staging == 3 * 512 * (2 * 8 * 64 * 2 + 8 * 64 * 4)
+
+
+def test_a_kernels_workspace_is_planned() -> None:
+    """Prompts through a kernel that dequantises pages piece by piece: pages in bfloat16, and two parts in float32."""
+    config, machine = Config(model="m", kv_format="nvfp4"), named("h200")
+    plan = resolve(config, QWEN3_8B, machine)
+    pieces = {route.row.workspace for group in plan.groups for route in group.routes} - {0}
+    assert len(pieces) == 1, "some route of this plan has a workspace"
+    planned = pieces.pop() * 8 * 128 * 2 * 2 + 2 * 4 * 8192 * 32 * 128
+    assert kernel_bytes(plan, 8192) == planned <= budget(config, QWEN3_8B, machine, plan).staging

@@ -76,7 +76,7 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
     reserve = int(hardware.memory * RESERVE)
     tokens = step_tokens(config, hardware)
     staging, activations, runtime = (
-        staging_bytes(config, geometry, plan),
+        max(staging_bytes(config, geometry, plan), kernel_bytes(plan, tokens)),
         activation_bytes(config, geometry, plan.dtype, tokens),
         runtime_bytes(config, geometry, hardware, plan, tokens),
     )
@@ -128,10 +128,27 @@ def staging_bytes(config: Config, geometry: Geometry, plan: Plan) -> int:
 
 
 def _staged(layer: LayerLayout, dtype: str) -> int:
-    plain = formats.plain(dtype)
-    streams = [entry.stream for entry in layer.streams]
-    return sum(plain.bytes_per_token(stream) for stream in streams) + 4 * max(
-        stream.values for stream in streams
+    return _plain(layer, dtype) + 4 * max(entry.stream.values for entry in layer.streams)
+
+
+def _plain(layer: LayerLayout, dtype: str) -> int:
+    """Bytes of a token's streams in the compute dtype."""
+    return sum(formats.plain(dtype).bytes_per_token(entry.stream) for entry in layer.streams)
+
+
+def kernel_bytes(plan: Plan, tokens: int) -> int:
+    """What a kernel that dequantises prompts piece by piece has beside its output: pages in the compute dtype, and the
+    results of two parts in float32, of a step of `tokens` tokens; of the group that needs most, 0 where there is none.
+    """
+    widest = max(_plain(entry, plan.dtype) for entry in plan.layout.layers)
+    return max(
+        (
+            route.row.workspace * widest + 2 * 4 * tokens * group.group.q_heads * group.group.head_dim
+            for group in plan.groups
+            for route in group.routes
+            if route.row.workspace
+        ),
+        default=0,
     )
 
 

@@ -67,7 +67,8 @@ NEVER = frozenset({False})
 class Row:
     """One combination that a backend supports; None allows any value.
 
-    prefer: orders rows that serve the same need, higher first; plain torch is below 0. cites: the benchmark
+    prefer: orders rows that serve the same need, higher first; plain torch is below 0. workspace: tokens of one layer
+    that the kernel dequantises at a time, into the compute dtype. cites: the benchmark
     report, or the source of the fact, that stands behind the row.
     """
 
@@ -85,6 +86,7 @@ class Row:
     sinks: frozenset[bool] | None = None
     addressing: frozenset[str] = frozenset({"paged"})
     prefer: int = 0
+    workspace: int = 0
     cites: str = ""
 
     def refuses(self, need: Need) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ BACKEND = BackendInfo(
             softcap=NEVER,
             sinks=NEVER,
             prefer=40,
+            workspace=prefill.WORKSPACE,
             cites="benchmarks/extend.py on one H200: cuDNN's kernel at 680 TFLOP/s over pages of any format",
         ),
         Row(
