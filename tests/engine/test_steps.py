@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nibble import LLM, CapacityError
-from nibble.attention.budget import TOKENS_CPU, TOKENS_GPU, Budget, budget
+from nibble.attention.budget import KEPT, TOKENS_CPU, TOKENS_GPU, Budget, budget
 from nibble.attention.capture import sizes
 from nibble.attention.resolve import resolve
 from nibble.cache.manager import CacheManager
@@ -20,7 +20,7 @@ from nibble.engine.build import blueprint
 from nibble.engine.parcel import ALIGNED, Parcel
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms
-from nibble.engine.startup import KEPT, Startup, _largest, check_memory, out_of_memory_explained
+from nibble.engine.startup import Startup, _largest, check_memory, out_of_memory_explained
 from nibble.engine.tables import PageTables
 from nibble.hardware import GIB, named
 from planning import QWEN3_8B

@@ -28,6 +28,8 @@ from nibble.hardware import GIB, Hardware
 
 RESERVE = 0.05
 """Part of the memory that nothing is planned into: what allocators waste, and what the formulas here miss."""
+KEPT = 0.25
+"""Part of the reserve that must be left on a GPU when all is set up: for what the start has not come across."""
 LIBRARIES = GIB
 """On a GPU: the driver's context, the workspaces of matrix products, and the code of kernels."""
 GRAPH = 16 << 20
@@ -181,7 +183,8 @@ def _room(
 ) -> tuple[int, str]:
     """Bytes that the pool may take, and what decided so."""
     if config.kv_memory is not None:
-        asked, left = parse_bytes(config.kv_memory), hardware.memory - used
+        kept = 0 if hardware.is_cpu else int(KEPT * reserve)
+        asked, left = parse_bytes(config.kv_memory), hardware.memory - used - kept
         if asked > left:
             raise CapacityError(
                 f"--kv-memory {config.kv_memory} does not fit: {hardware}, holds {_holds(geometry, used)}, "

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from nibble.attention.budget import Budget, in_words, most_decodes
+from nibble.attention.budget import KEPT, Budget, in_words, most_decodes
 from nibble.attention.capture import obstacle, sizes
 from nibble.cache.manager import CacheManager
 from nibble.config import Config
@@ -26,8 +26,6 @@ from nibble.errors import CapacityError
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
-KEPT = 0.25
-"""Part of the reserve that must be left when all is set up: for what the start has not come across."""
 
 
 @dataclass
