@@ -165,12 +165,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a few tokens, to try the benchmark itself on a CPU"
-    )
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave FlashInfer out")
-    gpu.add_output_options(parser)
+    gpu.add_common_options(parser, FORMATS)
     return parser
 
 

@@ -274,17 +274,10 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a few tokens, to try the benchmark itself on a CPU"
-    )
     parser.add_argument("--shapes", help="requests x stored tokens, as 64x8K,1x128K+31x4K")
     parser.add_argument("--heads", help="query heads / KV heads / head_dim (128), as 64/4,32/8/64")
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument(
-        "--backends", default="cuda,triton", help="Nibble's backends; those not here are left out"
-    )
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave FlashInfer out")
-    gpu.add_output_options(parser)
+    gpu.add_backends_option(parser)
+    gpu.add_common_options(parser, FORMATS)
     return parser
 
 

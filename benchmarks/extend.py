@@ -179,15 +179,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shapes", default=",".join(SHAPES), help="new tokens + cached tokens, as 8K+32K,2K+0"
     )
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument(
-        "--backends", default="cuda,triton", help="Nibble's backends; those not here are left out"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a few tokens, to try the benchmark itself on a CPU"
-    )
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave FlashInfer out")
-    gpu.add_output_options(parser)
+    gpu.add_backends_option(parser)
+    gpu.add_common_options(parser, FORMATS)
     return parser
 
 

@@ -142,6 +142,22 @@ def versions(*more: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def add_common_options(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
+    """What is measured, and where results go."""
+    parser.add_argument(
+        "--tiny", action="store_true", help="a few tokens, to try the benchmark itself on a CPU"
+    )
+    parser.add_argument("--formats", default=",".join(formats))
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave FlashInfer out")
+    add_output_options(parser)
+
+
+def add_backends_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backends", default="cuda,triton", help="Nibble's backends; those not here are left out"
+    )
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Where results go beside the terminal."""
     parser.add_argument("--out", type=Path, help="a folder for the report and all figures as JSON")

@@ -18,24 +18,9 @@ from nibble.engine.outputs import Delta
 from nibble.engine.picks import Picks
 from nibble.engine.request import Request
 from nibble.engine.scheduler import Scheduler
+from traffic import arrivals, expected, limits, next_token, prompt
 
-PAGE, VOCAB = 4, 50
-
-
-def next_token(tokens: list[int]) -> int:
-    """What the fake model says after `tokens`."""
-    return (7 * sum(tokens[-3:]) + len(tokens)) % VOCAB
-
-
-def expected(request: Request, limit: int) -> list[int]:
-    """The answer that any schedule must give."""
-    tokens = list(request.prompt)
-    while len(tokens) < min(limit, len(request.prompt) + request.params.max_tokens):
-        token = next_token(tokens)
-        if token in request.stop_ids:
-            break
-        tokens.append(token)
-    return tokens[len(request.prompt) :]
+PAGE = 4
 
 
 class Device:
@@ -104,35 +89,17 @@ class Ahead:
         raise AssertionError("no end in sight")
 
 
-def prompt(length: int, seed: float = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=length)
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("seed", range(25))
 def test_any_mix_ends_right(seed: int, chunk: int | None) -> None:
     """Short on pages, with aborts, siblings, common prefixes and late arrivals: every answer is as expected."""
     dice = random.Random(seed)
-    engine = Ahead(
-        pages=dice.choice([8, 12, 40]),
-        prefix_cache=dice.random() < 0.8,
-        max_running=dice.choice([1, 3, 8]),
-        token_budget=dice.choice([1, 5, 16, 100]),
-        max_context=32,
-        chunk=chunk,
-    )
+    engine = Ahead(**limits(dice), chunk=chunk)
     requests: list[Request] = []
     aborted = set()
     while len(requests) < 40 or engine.scheduler.unfinished:
         if len(requests) < 40 and dice.random() < 0.4:
-            tokens = [
-                *prompt(dice.choice([0, 6, 12]), dice.randrange(2)),
-                *prompt(dice.randrange(1, 12), dice.random()),
-            ]
-            kind = {"namespace": dice.choice("ab"), "stop_ids": frozenset(dice.choices(range(VOCAB), k=2))}
-            leader = engine.add(tokens, dice.randrange(1, 12), **kind)
-            requests += [leader]
-            requests += [engine.add(tokens, 5, after=leader, **kind) for _ in range(dice.choice([0, 0, 2]))]
+            requests += arrivals(engine, dice)
         engine.step()
         if dice.random() < 0.05 and requests and engine.scheduler.abort((victim := dice.choice(requests)).id):
             aborted.add(victim)

@@ -20,7 +20,6 @@ from nibble.kernels.cuda.formats import FORMATS, Format
 
 SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIMS = (64, 128, 256)
-PAGES = (16, 32, 64, 128)
 COLUMNS = 16
 """Most query tokens x query heads of one KV head and request."""
 MAX_BATCH = 2048
