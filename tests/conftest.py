@@ -6,6 +6,7 @@ conformance suite, and the kernels' tests, see a GPU.
 
 from __future__ import annotations
 
+import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from nibble.attention import ledger
+from nibble.attention.ledger import Entry
+
 settings.register_profile("nibble", derandomize=True, deadline=None)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
@@ -34,7 +38,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+# The ledger: tests of conformance say what they are about; what no test of a combination disproves goes into it, written
+# once, at the end, by the process that hears of all.
+
+PROPERTY = "conforms"
+_heard: dict[bool, list[Entry]] = {True: [], False: []}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)"
     )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and not report.skipped:
+        entries = [Entry(**json.loads(value)) for name, value in report.user_properties if name == PROPERTY]
+        _heard[report.passed] += entries
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--ledger")
+    if path and not hasattr(session.config, "workerinput"):
+        ledger.update(path, _heard[True], _heard[False])

@@ -11,15 +11,16 @@ error of the format itself is not counted; a backend may have twice the error of
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from conftest import PROPERTY
 from nibble import formats
 from nibble.attention import backends, ledger
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
@@ -229,21 +230,19 @@ def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
         key = layout(case.format, case.packing, case.shape).layers[0].format_key
         row = backends.get(case.backend).rows[case.row]
         pytest.skip(f"{case.backend} refuses: {'; '.join(row.refuses(need(case, key, case.packing)))}")
+    request.node.user_properties.append((PROPERTY, json.dumps(asdict(entry(case, route)))))
     for batch in BATCHES[case.phase]:
         check(case, route, batch)
-    if path := request.config.getoption("--ledger"):
-        record(path, case, route)
 
 
-def record(path: Path, case: Case, route: Route) -> None:
+def entry(case: Case, route: Route) -> ledger.Entry:
+    """What the ledger says where the case conforms, and all others of its combination do."""
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     name = f"{platform.machine()} CPU" if HARDWARE.is_cpu else HARDWARE.name
     versions = {"torch": torch.__version__.split("+")[0]}
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
-    ledger.write(
-        path, [ledger.Entry(case.backend, case.phase, "mha", stored, HARDWARE.arch, name, today, versions)]
-    )
+    return ledger.Entry(case.backend, case.phase, "mha", stored, HARDWARE.arch, name, today, versions)
 
 
 def test_a_wrong_kernel_is_caught() -> None:

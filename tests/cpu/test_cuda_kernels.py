@@ -14,7 +14,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 
 from nibble.kernels.cuda import compile as compiling
 from nibble.kernels.cuda import decode
-from nibble.kernels.cuda.decode import MAX_BATCH, RESERVED, SOURCE, Variant, warps_of_block
+from nibble.kernels.cuda.decode import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 """Bytes of shared memory that a block can have, by compute capability (CUDA programming guide, technical
@@ -26,7 +26,7 @@ def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int =
     key, _, value = name.partition(":")
     k, v = FORMATS[key], FORMATS[value or key]
     warps = warps_of_block(k, v, dim, columns, SHARED[arch])
-    return Variant(dim, k, v, columns, warps, page, bf16=True, softcap=columns > 8)
+    return Variant(dim, k, v, columns, tokens_of_tile(k), warps, page, bf16=True, softcap=columns > 8)
 
 
 @pytest.fixture(autouse=True)

@@ -212,12 +212,13 @@ def test_gather_agrees_with_its_reference(name: str, heads_first: bool) -> None:
 
 def test_damaged_blocks_are_seen() -> None:
     """Codes that mean NaN come out as NaN, in every format that has them, and nowhere else."""
-    pages = torch.zeros(1, 1, dtype=torch.int32)
+    pages = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     for name in formats.names():
         fmt = formats.get(name)
-        x_PHSD = torch.ones(1, HEADS, 16, 32)
+        x_PHSD = torch.ones(1, HEADS, 16, 32, device=DEVICE)
         x_PHSD[0, 1, 3] = float("nan")
-        stream = Paged(fmt, 32, fmt.encode(x_PHSD, torch.tensor(1.0)), torch.tensor(1.0))
+        one = torch.tensor(1.0, device=DEVICE)
+        stream = Paged(fmt, 32, fmt.encode(x_PHSD, one), one)
         found = triton_gather.gather(stream, pages, torch.float32, heads_first=True)
         assert torch.equal(found.isnan(), x_PHSD.isnan()), name
 

@@ -21,7 +21,7 @@ from nibble.attention.backends import all_backends
 from nibble.attention.budget import budget
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.explain import as_dict, as_text
-from nibble.attention.ledger import Entry, read, write
+from nibble.attention.ledger import Entry, read, update
 from nibble.attention.resolve import require_runnable, resolve
 from nibble.config import Config
 from nibble.errors import ConfigError
@@ -207,7 +207,7 @@ def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.json"
     entry = Entry("triton", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0"})
     before = tables.capability_table(path=ledger)
-    write(ledger, [entry])
+    update(ledger, [entry])
     after = tables.capability_table(path=ledger)
     assert "verified[" not in before
     assert "PEV declared; D verified[^1]" in after
@@ -217,8 +217,8 @@ def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
 def test_the_ledger_keeps_the_newest_entry_of_a_combination(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     entries = [Entry("b", "decode", "mha", "f", 90, "GPU", date, {}) for date in ("2026-01-01", "2026-02-02")]
-    write(path, entries[:1])
-    write(path, entries[1:])
+    update(path, entries[:1])
+    update(path, entries[1:])
     assert read(path) == (entries[1],)
     path.write_text('{"schema": 1, "entries": [{}]}')
     with pytest.raises(ConfigError, match="cannot read the ledger"):

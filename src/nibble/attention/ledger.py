@@ -54,8 +54,9 @@ def read(path: Path) -> tuple[Entry, ...]:
         raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error
 
 
-def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a ledger; an entry replaces an older one of the same combination."""
-    merged = {entry.key: entry for entry in (*read(path), *entries)}
-    content = {"schema": SCHEMA, "entries": [asdict(merged[key]) for key in sorted(merged)]}
+def update(path: Path, confirmed: Iterable[Entry], disproved: Iterable[Entry] = ()) -> None:
+    """Adds what was confirmed, in place of older entries of the same combination, and takes out what was disproved."""
+    wrong = {entry.key for entry in disproved}
+    known = {entry.key: entry for entry in (*read(path), *confirmed)}
+    content = {"schema": SCHEMA, "entries": [asdict(known[key]) for key in sorted(known) if key not in wrong]}
     path.write_text(json.dumps(content, indent=1) + "\n")

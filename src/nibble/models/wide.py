@@ -77,8 +77,9 @@ def widen(model: Any) -> None:
     libraries read a weight that large at full speed.
     """
     merge_linears(model)
+    output = _output(model)
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and linear.serves(module.weight) and module is not _output(model):
+        if type(module) is nn.Linear and module is not output and linear.serves(module.weight):
             _put(model, name, LargeLinear(module))
 
 

@@ -4,6 +4,7 @@
 //   HEAD_DIM                64, 128 or 256
 //   K_FORMAT, V_FORMAT      a Format below
 //   COLUMNS                 8 or 16: query tokens x query heads that a KV head serves at once
+//   TILE                    tokens of a tile, 32 or 64
 //   WARPS                   warps of a block
 //   Q_BF16                  1: queries and output are bfloat16; 0: float16
 //   SOFTCAP                 1: scores are capped
@@ -12,7 +13,7 @@
 //
 // Storage is the packing `hnd`, bytes as the formats define them: [page, head, slot, row], scales likewise.
 //
-// Work. A tile is 64 tokens of one KV head. All tiles of the batch stand in one line, requests outermost, then heads;
+// Work. A tile is TILE tokens of one KV head. All tiles of the batch stand in one line, requests outermost, then heads;
 // the line is cut evenly over the blocks, and a block's share over its warps, so that mixed lengths load every warp
 // alike. A warp streams its tiles through shared memory of its own (bulk copies from SM90 on, cp.async before):
 // keys of the next tile arrive while it weighs values, values while it scores keys. It waits for no other warp until the end. A (request, head) that several warps or blocks share is
@@ -35,7 +36,7 @@ typedef unsigned long long u64;
 #define FACT __host__ __device__ constexpr
 
 enum Format { NVFP4, MXFP4, FP4_MX16, E4M3, E5M2, BF16, FP16 };
-constexpr int TILE = 64, PIECE = PAGE < 64 ? PAGE : 64, PIECES = TILE / PIECE, D = HEAD_DIM, NG = COLUMNS / 8, STEPS = D / 16;
+constexpr int PIECE = PAGE < TILE ? PAGE : TILE, PIECES = TILE / PIECE, GROUPS = TILE / 16, D = HEAD_DIM, NG = COLUMNS / 8, STEPS = D / 16;
 constexpr Format KF = K_FORMAT, VF = V_FORMAT;
 FACT bool E8M0(Format f) { return f == MXFP4 || f == FP4_MX16; }
 FACT int bits(Format f) { return f <= FP4_MX16 ? 4 : f <= E5M2 ? 8 : 16; }
@@ -137,25 +138,29 @@ DEV void bulk(u32 to, const void* from, int bytes, u32 bar) {
 DEV void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(to), "l"(from) : "memory"); }
 #endif
 
-// Starts copying one tile of a stream. rows: where its pieces begin, as rows of all [page, head, slot].
-template <Format F> DEV void fetch(u8* to, u32 bar, Storage s, const u64* rows, int lane) {
+// Starts copying the first `live` tokens of a tile of a stream, a multiple of 16. rows: where its pieces begin, as rows of
+// all [page, head, slot].
+template <Format F> DEV void fetch(u8* to, u32 bar, Storage s, const u64* rows, int live, int lane) {
 #if __CUDA_ARCH__ >= 900
   u32 elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p,0xffffffff;\nselp.u32 %0,1,0,p;\n}" : "=r"(elected));
   if (elected) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(bar), "r"(unit(F)) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" :: "r"(bar), "r"(live * (row(F) + srow(F))) : "memory");
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-      bulk(shared_address(to) + i * PIECE * row(F), s.data + rows[i] * row(F), PIECE * row(F), bar);
-      if (srow(F)) bulk(shared_address(to) + TILE * row(F) + i * PIECE * srow(F), s.scale + rows[i] * srow(F), PIECE * srow(F), bar);
+      const int here = PIECES == 1 ? live : least(live - i * PIECE, PIECE);
+      if (PIECES > 1 && here <= 0) break;
+      bulk(shared_address(to) + i * PIECE * row(F), s.data + rows[i] * row(F), here * row(F), bar);
+      if (srow(F)) bulk(shared_address(to) + TILE * row(F) + i * PIECE * srow(F), s.scale + rows[i] * srow(F), here * srow(F), bar);
     }
   }
 #else
 #pragma unroll
   for (int i = 0; i < PIECES; i++) {
-    for (int j = 16 * lane; j < PIECE * row(F); j += 512)
+    const int here = least(live - i * PIECE, PIECE);
+    for (int j = 16 * lane; j < here * row(F); j += 512)
       copy16(shared_address(to) + i * PIECE * row(F) + j, s.data + rows[i] * row(F) + j);
-    for (int j = 16 * lane; j < PIECE * srow(F); j += 512)
+    for (int j = 16 * lane; j < here * srow(F); j += 512)
       copy16(shared_address(to) + TILE * row(F) + i * PIECE * srow(F) + j, s.scale + rows[i] * srow(F) + j);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -332,6 +337,7 @@ struct Cursor {  // a place in the line of tiles
     do b++; while (b < B && w.cum[b + 1] == w.cum[b]);
     if (b < B) enter(w);
   }
+  DEV int live() const { return min(TILE, (len - (first + p) * TILE + 15) & ~15); }  // tokens of the tile, by sixteens
   DEV void pages(const Batch& w, int* page) const {  // of the tile's pieces; any page, where a piece holds nothing
     const int* row = w.pages + (u64)b * w.stride;
 #pragma unroll
@@ -348,25 +354,28 @@ struct Cursor {  // a place in the line of tiles
 };
 
 // ---- joining pieces --------------------------------------------------------------------------------------------------
-// A piece: what one warp or block has of a (request, head): unnormalised O, and (max, sum) of each column, in the exp2
+// A piece: what one warp or block has of a (request, head): unnormalised O, then (max, sum) of each column, in the exp2
 // domain. O is stored as the fragments lie, four dims of a lane at a time: [column / 8][column % 2][quad][lane][4].
-constexpr int QUADS = D / 32, AHEAD = 8;
-struct Pieces {
-  float* o; float2* ml;
-  DEV float4* quad(int piece, int n, int e, int i, int lane) const {
-    return (float4*)(o + (u64)piece * COLUMNS * D) + ((2 * n + e) * QUADS + i) * 32 + lane;
-  }
-  DEV float2* stats(int piece, int column) const { return ml + piece * COLUMNS + column; }
+// A short context takes as long as its chain of latencies, and fetching instructions is among them: this code is compact.
+constexpr int QUADS = D / 32, MINE = (QUADS + 3) / 4, AHEAD = 8 / MINE;
+constexpr int ROOM = unit(KF) + unit(VF), PIECE_O = COLUMNS * D * 4, PIECE_ALL = PIECE_O + 8 * COLUMNS;  // bytes
+static_assert(ROOM >= PIECE_ALL, "a warp leaves its piece where its tile was");
+DEV float4* quad(u8* piece, int n, int e, int i, int lane) { return (float4*)piece + ((2 * n + e) * QUADS + i) * 32 + lane; }
+DEV float2* stats(u8* piece, int column) { return (float2*)(piece + PIECE_O) + column; }
+struct Row {  // pieces in shared or global memory, `stride` bytes apart, all but one
+  u8 *at, *other; int stride, odd, count;
+  DEV u8* piece(int k) const { return k == odd ? other : at + k * stride; }
 };
-struct Chain {  // pieces that follow one another: `first`, then every second one from `rest` on
-  int first, rest, count;
-  DEV int piece(int k) const { return k ? rest + 2 * (k - 1) : first; }
-};
+// Past the L1 cache, which does not know what other blocks write.
+DEV float4 fresh(const float4* p) {
+  float4 x; asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory"); return x;
+}
+DEV float2 fresh(const float2* p) { float2 x; asm volatile("ld.volatile.v2.f32 {%0,%1},[%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory"); return x; }
 struct Output {
   u16* out; const float *v_scale, *sinks; int v_stride, group, heads;
   DEV float inverse(int h, int column, float m, float l) const {  // what normalises a column
     if (sinks) l += ex2(sinks[h * group + column % group] * LOG2E - m);
-    return l > 0 ? v_scale[h * v_stride] * undo(VF, false) / l : 0.f;
+    return l > 0 ? __fdividef(v_scale[h * v_stride] * undo(VF, false), l) : 0.f;
   }
   DEV u16* place(int row, int h, int column) const {
     return out + ((u64)(row + column / group) * heads * group + h * group + column % group) * D;
@@ -374,51 +383,51 @@ struct Output {
 };
 DEV u32 q_pair(float lo, float hi) { return Q_BF16 ? bf16s(lo, hi) : halves(lo, hi); }
 
-// A warp joins one column of a chain: into piece `to` of `joined`, or, where that is negative, into the output.
-DEV void join(Pieces from, Chain chain, Pieces joined, int to, Output output, int row, int h, int column, int lane) {
-  const int n = column / 8, e = column % 2, c = column % 8 / 2;
+// A warp joins one column of some pieces, in their order: into the piece `to`, or, where there is none, into the output.
+DEV void join(Row from, u8* to, Output output, int row, int h, int column, int lane) {
+  const int n = column / 8, e = column % 2, fragment = lane % 8 * 4 + column % 8 / 2;
   float m = NONE, l = 0;
-  for (int k = lane; k < chain.count; k += 32) m = fmaxf(m, __ldcg(from.stats(chain.piece(k), column)).x);
+  float4 y[MINE] = {};
+#pragma unroll 1
+  for (int k0 = 0; k0 < from.count; k0 += AHEAD) {
+    float2 s[AHEAD];
+    float4 x[AHEAD][MINE];
 #pragma unroll
-  for (int x = 1; x < 32; x <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, x));
-  float4 sum[(QUADS + 3) / 4] = {};
-  for (int base = 0; base < chain.count; base += 32) {
-    float2 own = base + lane < chain.count ? __ldcg(from.stats(chain.piece(base + lane), column)) : make_float2(NONE, 0);
-    const float weight = ex2(own.x - m);
-    l += weight * own.y;
-    for (int k0 = base; k0 < min(base + 32, chain.count); k0 += AHEAD) {  // several loads before the first is used
-      float w[AHEAD];
+    for (int j = 0; j < AHEAD; j++) {  // all loads before the first is used
+      u8* piece = from.piece(k0 + j);
+      const bool there = k0 + j < from.count;
+      s[j] = there ? fresh(stats(piece, column)) : make_float2(NONE, 0);
 #pragma unroll
-      for (int j = 0; j < AHEAD; j++) w[j] = __shfl_sync(~0u, weight, k0 + j - base);
+      for (int i = 0; i < MINE; i++)
+        x[j][i] = there && lane / 8 + 4 * i < QUADS ? fresh(quad(piece, n, e, lane / 8 + 4 * i, fragment)) : make_float4(0, 0, 0, 0);
+    }
 #pragma unroll
-      for (int i = lane / 8; i < QUADS; i += 4) {
-        float4 x[AHEAD], &y = sum[i / 4];
+    for (int j = 0; j < AHEAD; j++) {
+      const float top = fmaxf(m, s[j].x), old = ex2(m - top), w = ex2(s[j].x - top);
+      m = top;
+      l = l * old + s[j].y * w;
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-          x[j] = k0 + j < chain.count ? __ldcg(from.quad(chain.piece(k0 + j), n, e, i, lane % 8 * 4 + c)) : make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-          y.x += w[j] * x[j].x; y.y += w[j] * x[j].y; y.z += w[j] * x[j].z; y.w += w[j] * x[j].w;
-        }
+      for (int i = 0; i < MINE; i++) {
+        float4 &a = y[i], b = x[j][i];
+        a.x = a.x * old + b.x * w; a.y = a.y * old + b.y * w; a.z = a.z * old + b.z * w; a.w = a.w * old + b.w * w;
       }
     }
   }
+  const float f = to ? 1.f : output.inverse(h, column, m, l);
 #pragma unroll
-  for (int x = 1; x < 32; x <<= 1) l += __shfl_xor_sync(~0u, l, x);
-  const float f = to < 0 ? output.inverse(h, column, m, l) : 1.f;
-#pragma unroll
-  for (int i = lane / 8; i < QUADS; i += 4) {
-    float4 y = sum[i / 4];
-    if (to < 0) *(uint2*)(output.place(row, h, column) + lane % 8 * (D / 8) + 4 * i) = make_uint2(q_pair(y.x * f, y.y * f), q_pair(y.z * f, y.w * f));
-    else *joined.quad(to, n, e, i, lane % 8 * 4 + c) = y;
+  for (int i = 0; i < MINE; i++) {
+    const int q = lane / 8 + 4 * i;
+    if (q >= QUADS) break;
+    if (to) *quad(to, n, e, q, fragment) = y[i];
+    else *(uint2*)(output.place(row, h, column) + lane % 8 * (D / 8) + 4 * q) = make_uint2(q_pair(y[i].x * f, y[i].y * f), q_pair(y[i].z * f, y[i].w * f));
   }
-  if (to >= 0 && lane == 0) *joined.stats(to, column) = make_float2(m, l);
+  if (to && lane == 0) *stats(to, column) = make_float2(m, l);
 }
 
 // ---- the softmax of a tile, as it goes along -------------------------------------------------------------------------
 DEV void cap(float (*s)[NG][4], float sm, float softcap) {  // cap * tanh(x / cap), in the exp2 domain
 #pragma unroll
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < GROUPS; i++)
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
@@ -427,7 +436,7 @@ DEV void cap(float (*s)[NG][4], float sm, float softcap) {  // cap * tanh(x / ca
 }
 DEV void hide(float (*s)[NG][4], const int (*limit)[2], int token0, int window) {  // token0: the lane's first
 #pragma unroll
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < GROUPS; i++)
 #pragma unroll
     for (int n = 0; n < NG; n++)
 #pragma unroll
@@ -467,7 +476,7 @@ struct Sums {  // O and, of each column, the maximum that it is relative to and 
       for (int e = 0; e < 2; e++) {
         float a = fmaxf(s[0][n][e], s[0][n][e + 2]);
 #pragma unroll
-        for (int i = 1; i < 4; i++) a = fmaxf(a, fmaxf(s[i][n][e], s[i][n][e + 2]));
+        for (int i = 1; i < GROUPS; i++) a = fmaxf(a, fmaxf(s[i][n][e], s[i][n][e + 2]));
         top[n][e] = a * sm;
         grows |= top[n][e] > m[n][e] + SLACK;
       }
@@ -478,7 +487,7 @@ struct Sums {  // O and, of each column, the maximum that it is relative to and 
         for (int e = 0; e < 2; e++) raise(n, e, top[n][e]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < GROUPS; i++)
 #pragma unroll
       for (int n = 0; n < NG; n++) {
         float e[4];
@@ -489,7 +498,7 @@ struct Sums {  // O and, of each column, the maximum that it is relative to and 
       }
   }
   // To the output, if this is all of a (request, head); else to a piece.
-  DEV void hand_in(Pieces own, int piece, bool all, Output output, int q_row, int h, int columns, int lane) {
+  DEV void hand_in(u8* piece, bool all, Output output, int q_row, int h, int columns, int lane) {
     const int g = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int n = 0; n < NG; n++)
@@ -502,26 +511,24 @@ struct Sums {  // O and, of each column, the maximum that it is relative to and 
         if (col >= columns) continue;
         if (all) {
           const float f = output.inverse(h, col, m[n][e], sum);
-          u32* to = (u32*)(output.place(q_row, h, col) + g * (D / 8));
+          u32* out = (u32*)(output.place(q_row, h, col) + g * (D / 8));
 #pragma unroll
           for (int t = 0; t < D / 16; t += 2)
-            *(uint2*)(to + t) = make_uint2(q_pair(o[n][t][e] * f, o[n][t][e + 2] * f), q_pair(o[n][t + 1][e] * f, o[n][t + 1][e + 2] * f));
+            *(uint2*)(out + t) = make_uint2(q_pair(o[n][t][e] * f, o[n][t][e + 2] * f), q_pair(o[n][t + 1][e] * f, o[n][t + 1][e + 2] * f));
         } else {
 #pragma unroll
           for (int i = 0; i < QUADS; i++)
-            *own.quad(piece, n, e, i, lane) = make_float4(o[n][2 * i][e], o[n][2 * i][e + 2], o[n][2 * i + 1][e], o[n][2 * i + 1][e + 2]);
-          if (g == 0) *own.stats(piece, col) = make_float2(m[n][e], sum);
+            *quad(piece, n, e, i, lane) = make_float4(o[n][2 * i][e], o[n][2 * i][e + 2], o[n][2 * i + 1][e], o[n][2 * i + 1][e + 2]);
+          if (g == 0) *stats(piece, col) = make_float2(m[n][e], sum);
         }
       }
   }
 };
 
-constexpr int ROOM = unit(KF) + unit(VF);  // a warp's
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const u16* Q, u16* OUT, const u8* K, const u8* K_SCALES, const u8* V, const u8* V_SCALES,
     const int* lens, const int* starts, const int* pages, const float* k_scale, const float* v_scale, const float* sinks,
-    float* piece_o, float2* piece_ml, int* arrived,
+    u8* pieces, int* arrived,
     float scale, float softcap, int B, int stride, int heads, int group, int window, int k_stride, int v_stride) {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
@@ -532,7 +539,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
   Output output{OUT, v_scale, sinks, v_stride, group, heads};
   u8 *const key = smem + warp * ROOM, *const value = key + unit(KF);
   const u32 key_bar = shared_address(bars + 2 * warp), value_bar = key_bar + 8;
-  Pieces own{piece_o, piece_ml}, shared{piece_o + (u64)gridDim.x * WARPS * 2 * COLUMNS * D, piece_ml + gridDim.x * WARPS * 2 * COLUMNS};
+  // Pieces of each warp, for one that it leaves before its end, and two of each block.
+  u8 *const of_warps = pieces + (u64)blockIdx.x * WARPS * PIECE_ALL, *const of_blocks = pieces + (u64)gridDim.x * WARPS * PIECE_ALL;
 
 #if __CUDA_ARCH__ >= 900
   if (lane == 0) {
@@ -540,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #endif
-  // Tiles before each request: a scan, WARPS * 32 requests at a time. Requests of no tokens get zeros here.
+  // Tiles before each request: a scan, WARPS * 32 requests at a time.
   for (int base = 0, before = 0; base < B; base += 32 * WARPS) {
     int b = base + threadIdx.x, len = b < B ? lens[b] : 0;
     int tiles = len > 0 ? (len + TILE - 1) / TILE - work.first_tile(b) : 0, x = tiles;
@@ -556,11 +564,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
   }
   if (threadIdx.x == 0) cum[0] = 0;
   __syncthreads();
-  for (int b = blockIdx.x; b < B; b += gridDim.x)
-    if (lens[b] <= 0)
-      for (int i = threadIdx.x; i < work.queries(b) * heads * group * D / 2; i += 32 * WARPS)
-        ((u32*)(OUT + (u64)work.first_row(b) * heads * group * D))[i] = 0;
-
   const int T = cum[B] * heads;
   const Share blocks(T, gridDim.x);
   const int block0 = blocks.start(blockIdx.x), block1 = blocks.start(blockIdx.x + 1);
@@ -575,14 +578,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     u64 rows[PIECES];
     ahead.pages(work, page);
     auto fetch_key = [&] {
-      if (fetched < end) { ahead.rows(work, page, rows); fetch<KF>(key, key_bar, ks, rows, lane); }
+      if (fetched < end) { ahead.rows(work, page, rows); fetch<KF>(key, key_bar, ks, rows, ahead.live(), lane); }
 #if __CUDA_ARCH__ < 900
       else asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
     };
     auto fetch_value = [&] {
       if (fetched < end) {
-        fetch<VF>(value, value_bar, vs, rows, lane);
+        fetch<VF>(value, value_bar, vs, rows, ahead.live(), lane);
         if (++fetched < end) { ahead.next(work, B); ahead.pages(work, page); }
       }
 #if __CUDA_ARCH__ < 900
@@ -613,10 +616,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
       kept.clear();
       tile += count;
       for (int t = 0; t < count; t++) {
-        float s[4][NG][4] = {};
+        float s[GROUPS][NG][4] = {};
         await(key_bar, parity);
 #pragma unroll
-        for (int i = 0; i < 4; i++) scores(s[i], key_from, 16 * i, q);
+        for (int i = 0; i < GROUPS; i++) scores(s[i], key_from, 16 * i, q);
         __syncwarp();
         fetch_key();
 
@@ -624,7 +627,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         const int token0 = token1 + t * TILE;
         if (SOFTCAP) cap(s, sm, softcap);
         if (edge) hide(s, limit, token0 + 4 * (g & 1) + (g >> 1), window);
-        u32 p[4][NG][2];
+        u32 p[GROUPS][NG][2];
         kept.weights(p, s, sm);
 
         await(value_bar, parity);
@@ -637,14 +640,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
           __syncwarp();
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) values(kept.o, value_from, 16 * i, p[i]);
+        for (int i = 0; i < GROUPS; i++) values(kept.o, value_from, 16 * i, p[i]);
         __syncwarp();
         fetch_value();
         parity ^= 1;
       }
-      kept.hand_in(own, 2 * (blockIdx.x * WARPS + warp) + starts_here, starts_here && ends, output, q_row, here.h, columns, lane);
+      const bool done = tile == end;  // else a next tile is on its way to where the piece would be left
+      u8* piece = done ? key : of_warps + warp * PIECE_ALL;
+      kept.hand_in(piece, starts_here && ends, output, q_row, here.h, columns, lane);
     }
   }
+
+  for (int b = blockIdx.x; b < B; b += gridDim.x)  // requests of no tokens
+    if (lens[b] <= 0)
+      for (int i = threadIdx.x; i < work.queries(b) * heads * group * D / 2; i += 32 * WARPS)
+        ((u32*)(OUT + (u64)work.first_row(b) * heads * group * D))[i] = 0;
 
   // What several warps have of a (request, head) is joined here, a column a warp; what several blocks have, by the warp
   // that comes last.
@@ -655,20 +665,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     const int w0 = warps.owner(from - block0), w1 = warps.owner(to - 1 - block0);
     const bool whole = start >= block0 && stop <= block1;
     const int columns = work.queries(seg.b) * group, row = work.first_row(seg.b);
-    const int here = 2 * (blockIdx.x * WARPS + w0), to_block = 2 * blockIdx.x + (start >= block0);
-    const Chain in_block{here + (start >= block0 + warps.start(w0)), here + 2, w1 - w0 + 1};
+    u8* const own = whole ? nullptr : of_blocks + (2 * blockIdx.x + (start >= block0)) * PIECE_ALL;
+    const bool goes_on = block0 + warps.start(w1 + 1) > to;  // the last warp, which then has left its piece early
     for (int column = 0; column < columns && !(whole && w0 == w1); column++) {
       if (turn++ % WARPS != warp) continue;
-      join(own, in_block, shared, whole ? -1 : to_block, output, row, seg.h, column, lane);
-      if (whole) continue;
-      const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1);
-      int* count = arrived + (seg.b * heads + seg.h) * COLUMNS + column, last = 0;
-      __threadfence();
-      __syncwarp();
-      if (lane == 0 && (last = atomicAdd(count, 1) == b1 - b0)) *count = 0;
-      if (!__shfl_sync(~0u, last, 0)) continue;
-      __threadfence();
-      join(shared, {2 * b0 + 1, 2 * (b0 + 1), b1 - b0 + 1}, shared, -1, output, row, seg.h, column, lane);
+      Row from{smem + w0 * ROOM, of_warps + w1 * PIECE_ALL, ROOM, goes_on ? w1 - w0 : -1, w1 - w0 + 1};
+      for (u8* into = own;; into = nullptr) {
+        join(from, into, output, row, seg.h, column, lane);
+        if (!into) break;
+        const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1);
+        int* count = arrived + (seg.b * heads + seg.h) * COLUMNS + column, last = 0;
+        __threadfence();
+        __syncwarp();
+        if (lane == 0 && (last = atomicAdd(count, 1) == b1 - b0)) *count = 0;
+        if (!__shfl_sync(~0u, last, 0)) break;
+        __threadfence();
+        from = {of_blocks + 2 * b0 * PIECE_ALL, of_blocks + (2 * b0 + 1) * PIECE_ALL, 2 * PIECE_ALL, 0, b1 - b0 + 1};
+      }
     }
     at = to;
   }

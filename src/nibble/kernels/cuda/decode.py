@@ -31,12 +31,14 @@ RESERVED = 1024 + 256
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the source is compiled for. columns: query rows of a KV head, 8 or 16; warps of a block."""
+    """What the source is compiled for. columns: query rows of a KV head, 8 or 16; tokens of a tile;
+    warps of a block."""
 
     dim: int
     key: Format
     value: Format
     columns: int
+    tokens: int
     warps: int
     page: int
     bf16: bool
@@ -49,19 +51,26 @@ class Variant:
             "K_FORMAT": self.key.name,
             "V_FORMAT": self.value.name,
             "COLUMNS": self.columns,
+            "TILE": self.tokens,
             "WARPS": self.warps,
             "PAGE": self.page,
             "Q_BF16": int(self.bf16),
             "SOFTCAP": int(self.softcap),
         }
 
-    @property
-    def tile(self) -> int:
-        return self.key.tile_bytes(self.dim) + self.value.tile_bytes(self.dim)
-
     def shared(self, batch: int) -> int:
         """Bytes of dynamic shared memory: a tile and two barriers for each warp, and the sums of tiles."""
-        return self.warps * (self.tile + 16) + 4 * (batch + 1)
+        return self.warps * tile_bytes(self.key, self.value, self.dim) + 4 * (batch + 1)
+
+
+def tokens_of_tile(key: Format) -> int:
+    """Small tiles where values are large: short contexts spread more evenly."""
+    return 32 if key.bits == 16 else 64
+
+
+def tile_bytes(key: Format, value: Format, dim: int) -> int:
+    """Shared memory of a warp: a tile of keys and values, and two barriers."""
+    return tokens_of_tile(key) * (key.token_bytes(dim) + value.token_bytes(dim)) + 16
 
 
 def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> int:
@@ -69,9 +78,9 @@ def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: i
     counts. Measured on an H200: a second tile in flight for each warp costs more than it brings, as it takes L1 cache
     or warps away.
     """
-    tile = key.tile_bytes(dim) + value.tile_bytes(dim) + 16
     room = shared - RESERVED - 4 * (MAX_BATCH + 1)
-    most = 512 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
+    most = 1024 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
+    tile = tile_bytes(key, value, dim)
     return next((warps for warps in (12, 8, 6, 4, 2) if warps <= most and warps * tile <= room), 1)
 
 
@@ -80,7 +89,7 @@ def _kernel(variant: Variant, arch: int, device: int) -> Kernel:
     return Kernel(cubin(SOURCE, arch, variant.macros), "decode", variant.shared(MAX_BATCH))
 
 
-_TYPES = (*[POINTER] * 15, FLOAT, FLOAT, *[INT] * 7)
+_TYPES = (*[POINTER] * 14, FLOAT, FLOAT, *[INT] * 7)
 
 
 class Decode:
@@ -92,7 +101,7 @@ class Decode:
         self.blocks = found.multi_processor_count
         self.shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009 (unknown to older stubs)
         self.device = device
-        self._pieces: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._pieces: dict[tuple[int, int, int], Tensor] = {}
         self._arrived = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
     def variant(
@@ -101,17 +110,14 @@ class Decode:
         """The variant for keys and values in these formats."""
         key, value, wide = FORMATS[formats[0]], FORMATS[formats[1]], 8 if columns <= 8 else 16
         warps = warps_of_block(key, value, dim, wide, self.shared)
-        return Variant(dim, key, value, wide, warps, page, bf16, softcap)
+        return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap)
 
-    def _workspace(self, variant: Variant) -> tuple[Tensor, Tensor]:
-        """Room for two pieces of each warp and two of each block."""
+    def _workspace(self, variant: Variant) -> Tensor:
+        """Room for a piece of each warp and two of each block: O, and maximum and sum of each column."""
         key = variant.warps, variant.columns, variant.dim
         if key not in self._pieces:
-            rows = self.blocks * (variant.warps + 1) * 2 * variant.columns
-            self._pieces[key] = (
-                torch.empty(rows, variant.dim, device=self.device),
-                torch.empty(rows, 2, device=self.device),
-            )
+            rows = self.blocks * (variant.warps + 2) * variant.columns
+            self._pieces[key] = torch.empty(rows, variant.dim + 2, device=self.device)
         return self._pieces[key]
 
     def __call__(
@@ -149,7 +155,7 @@ class Decode:
         out = torch.empty_like(q_THD)
         pointers = (
             q_THD, out, *_planes(key), *_planes(value), lens_B, starts_B1, pages_BN, *kv_scales, sinks_H,
-            *self._workspace(chosen), self._arrived,
+            self._workspace(chosen), self._arrived,
         )  # fmt: skip
         values = (
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE = 64
-"""Tokens that a warp handles at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -16,8 +13,8 @@ class Format:
     bits: int
     block: int = 0
 
-    def tile_bytes(self, dim: int) -> int:
-        return TILE * (dim * self.bits // 8 + (dim // self.block if self.block else 0))
+    def token_bytes(self, dim: int) -> int:
+        return dim * self.bits // 8 + (dim // self.block if self.block else 0)
 
 
 FORMATS = {
