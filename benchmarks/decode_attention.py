@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import gpu
 import paged
 import peers
 import torch
-from gpu import CALLS, timed
 from paged import Attention, Cache, Heads
 from report import Aim, aims_table, markdown, ratio, write_figures
 from torch import Tensor
 
+import gpu
+from gpu import CALLS, timed
 from nibble.attention.capability import Phase
 
 SHAPES = ("64x8K", "64x32K", "16x8K", "1x128K", "1x32K", "128x1K", "1x128K+31x4K")
@@ -276,7 +276,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}")
     parser.add_argument("--shapes", help="requests x stored tokens, as 64x8K,1x128K+31x4K")
     parser.add_argument("--heads", help="query heads / KV heads / head_dim (128), as 64/4,32/8/64")
-    gpu.add_backends_option(parser)
+    gpu.add_backends_option(parser, "cuda,triton")
     gpu.add_common_options(parser, FORMATS)
     return parser
 

@@ -152,10 +152,8 @@ def add_common_options(parser: argparse.ArgumentParser, formats: Sequence[str]) 
     add_output_options(parser)
 
 
-def add_backends_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backends", default="cuda,triton", help="Nibble's backends; those not here are left out"
-    )
+def add_backends_option(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--backends", default=default, help="Nibble's backends; those not here are left out")
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,9 @@ PROMPTS = [
     "The train left the station at noon. " * 60,
 ]
 TOKENS = 48
-TIE = 0.08
-"""Two tokens whose logits are so close change places with the rounding of 16-bit arithmetic, deviations apart."""
+TIE, QUANTISED_TIE = 0.08, 0.5
+"""Where two tokens' logits are so many deviations apart at most, the rounding of 16-bit arithmetic may change their
+places; it changes codes of a quantised cache, too. Tokens that have nothing to do with each other are 2 to 6 apart."""
 
 
 @contextmanager
@@ -77,7 +79,10 @@ def test_answers_do_not_depend_on_how_steps_are_run(scheme: str) -> None:
             print(
                 f"{scheme}: {len(PROMPTS) - len(found)} of {len(PROMPTS)} answers equal, {name} or not; ties: {found}"
             )
-            assert all(gap < TIE for gap in found), f"{name}: {found}"
+            assert all(gap < (TIE if scheme == "bf16" else QUANTISED_TIE) for gap in found), (
+                f"{name}: {found}"
+            )
+            assert name != "recorded" or len(found) <= 1
 
 
 def test_a_prefix_or_its_cut_changes_no_answer() -> None:
@@ -89,7 +94,7 @@ def test_a_prefix_or_its_cut_changes_no_answer() -> None:
         with engine("nvfp4", token_budget=4096) as other:
             found += differences(llm, greedy(other), expected)
     print(f"ties: {found}")
-    assert all(gap < TIE for gap in found)
+    assert all(gap < QUANTISED_TIE for gap in found)
 
 
 def test_decode_steps_do_not_wait_for_the_device() -> None:
@@ -100,7 +105,8 @@ def test_decode_steps_do_not_wait_for_the_device() -> None:
             llm.engine.submit(llm.tokenizer.encode(prompt), params, pieces.append)
         for _ in range(8):
             llm.engine.step()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # "does not yet detect all synchronizing operations"
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with pytest.raises(RuntimeError, match="synchroniz"):
                 torch.ones(1, device="cuda").item()
@@ -138,15 +144,15 @@ def test_sampling(sampled: LLM, params: dict[str, Any]) -> None:
     assert output.logprobs is not None and len(output.logprobs) == TOKENS
     for i, entry in enumerate(output.logprobs):
         assert entry.token == output.token_ids[i] and len(entry.top) == 3
-        assert math.isclose(entry.logprob, float(expected_TV[i, entry.token]), abs_tol=0.3)
+        assert math.isclose(entry.logprob, float(expected_TV[i, entry.token]), abs_tol=0.15)
         assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
         if "top_k" in params:
-            assert float((expected_TV[i] > expected_TV[i, entry.token] + 0.3).sum()) < params["top_k"]
+            assert float((expected_TV[i] > expected_TV[i, entry.token] + 0.15).sum()) < params["top_k"]
     if "logit_bias" in params:
         assert set(output.token_ids) == {7}
 
 
 @pytest.fixture(scope="module")
 def sampled() -> Iterator[LLM]:
-    with engine("nvfp4") as llm:
+    with engine("bf16") as llm:
         yield llm
