@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import gpu
 import paged
 import peers
 import torch
+from gpu import CALLS, timed
 from paged import Attention, Cache, Heads
 from report import Aim, aims_table, markdown, ratio, write_figures
 from torch import Tensor
 
-import gpu
-from gpu import CALLS, timed
 from nibble.attention.capability import Phase
 
 SHAPES = ("64x8K", "64x32K", "16x8K", "1x128K", "1x32K", "128x1K", "1x128K+31x4K")

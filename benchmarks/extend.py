@@ -20,6 +20,7 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+import gpu
 import paged
 import peers
 import torch
@@ -27,7 +28,6 @@ from paged import Attention, Cache, Heads
 from report import Aim, aims_table, markdown, ratio
 from torch import Tensor
 
-import gpu
 from nibble.attention.capability import Phase
 
 SHAPES = ("8K+32K", "2K+0", "512+8K")
