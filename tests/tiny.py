@@ -24,6 +24,13 @@ BASE: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 128, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 32,
+}  # fmt: skip
+"""What makes a deepseek_v3 of BASE."""
+
 
 def save_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:
     """Saves a random float32 model of `family` to `folder`."""

@@ -11,6 +11,11 @@ from typing import Literal
 Kind = Literal["mha", "mla", "dsa"]
 """Attention kind: `mha` covers MHA, GQA and MQA; `mla` caches a latent; `dsa` is sparse attention over it."""
 
+LATENT = "latent"
+"""The stream of MLA: one vector for all heads, key and value in one; its last `rope` values are of the key alone."""
+INDEX = "index_k"
+"""The stream that an indexer of sparse attention scores; attention itself does not read it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -25,6 +30,12 @@ class Stream:
     def values(self) -> int:
         """Values per token."""
         return self.heads * self.dim
+
+
+HEADS = (Stream("k", heads=1, dim=128), Stream("v", heads=1, dim=128))
+"""One KV head of a usual size: what formats are shown on."""
+LATENTS = (Stream(LATENT, heads=1, dim=576, rope=64), Stream(INDEX, heads=1, dim=128, rope=64))
+"""The latent of DeepSeek V3.2, and its index key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
-from nibble.geometry import LayerGroup, Stream
+from nibble.geometry import HEADS, LayerGroup, Stream
 from nibble.hardware import probe
 
 HARDWARE = probe()
@@ -107,7 +107,7 @@ def need(case: Case, kv_format: str, packing: str) -> Need:
 
 def cases_of(info: BackendInfo, index: int, row: Row) -> Iterator[Case]:
     packings = sorted(row.packing or ("nhd", "hnd"))
-    for kv_format in scheme.names():
+    for kv_format in scheme.fitting(*HEADS):
         for i, shape in enumerate(SHAPES):
             if any(scheme.parse(kv_format).refuses(stream) for stream in streams(shape)):
                 continue

@@ -280,7 +280,13 @@ def test_plan_explains_every_backend(model: str) -> None:
 
 
 def test_formats() -> None:
-    found = {entry["name"]: entry for entry in data("formats")["schemes"]}
+    schemes = data("formats")["schemes"]
+    latents = {entry["name"]: entry["bytes_per_token"] for entry in schemes if entry["of"] == "latent"}
+    assert (
+        latents.items()
+        >= {"bf16": 1152, "fp8_ds_mla": 656, "fp8_e4m3": 576, "nvfp4_ds_mla": 416, "fp4_mx16": 324}.items()
+    )
+    found = {entry["name"]: entry for entry in schemes if entry["of"] == "kv"}
     sizes = {name: entry["bytes_per_token"] for name, entry in found.items()}
     facts = {
         "bf16": 512,

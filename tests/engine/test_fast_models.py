@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import FAMILIES
+from test_families import FAMILIES, make
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from nibble.models.rope import RopeTable, fix_rope, tabulate_rope
 from nibble.models.wide import MergedLinear, merge_linears, together
@@ -25,7 +24,7 @@ def model_of(family: str, **changes: Any) -> Any:
     config = FAMILIES[family].config(family)
     config.update(changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = make(family, config)
     fix_rope(model, CONTEXT)
     return model.eval().requires_grad_(False)
 

@@ -17,8 +17,10 @@ import torch
 from nibble import LLM
 from nibble.engine.batch import Batch
 from nibble.formats import scheme
+from nibble.geometry import HEADS, LATENTS
+from tiny import MLA, save_tiny
 
-SCHEMES = (*scheme.names(), "nvfp4+rot", "nvfp4+kmean+rot", "k8v4+kmean")
+SCHEMES = (*scheme.fitting(*HEADS), "nvfp4+rot", "nvfp4+kmean+rot", "k8v4+kmean")
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 OTHERS = [
     torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 61, 140)
@@ -79,6 +81,24 @@ def same(
 
 @pytest.mark.parametrize("kv_format", SCHEMES)
 def test_same_answer_however_computed(kv_format: str, tiny: Path, scales: Path) -> None:
+    check(kv_format, tiny, scales)
+
+
+@pytest.fixture(scope="module")
+def tiny_mla(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random MLA checkpoint with experts, and its scales."""
+    path = save_tiny(tmp_path_factory.mktemp("mla"), "deepseek_v3", **MLA)
+    text = "".join(map(chr, range(32, 127))) * 4
+    LLM(str(path), kv_format="fp32", kv_memory="8MiB").measure_scales([text], save=path / "scales.json")
+    return path, path / "scales.json"
+
+
+@pytest.mark.parametrize("kv_format", scheme.fitting(LATENTS[0]))
+def test_same_answer_over_a_latent(kv_format: str, tiny_mla: tuple[Path, Path]) -> None:
+    check(kv_format, *tiny_mla)
+
+
+def check(kv_format: str, tiny: Path, scales: Path) -> None:
     def llm(**options: Any) -> LLM:
         return LLM(
             str(tiny),
@@ -110,8 +130,6 @@ def test_same_answer_however_computed(kv_format: str, tiny: Path, scales: Path) 
 
 def test_widths_that_fill_no_vector(tmp_path: Path) -> None:
     """torch rounds the tail of an activation otherwise than its body: the engine fills vectors up."""
-    from tiny import save_tiny
-
     model = str(save_tiny(tmp_path, intermediate_size=304))
     answers = [
         answer(LLM(model, kv_format="bf16", kv_memory="4MiB", max_running=8, token_budget=budget), [PROMPT])

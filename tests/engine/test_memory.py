@@ -13,7 +13,7 @@ from nibble.cache.scales import KVScales, LayerScales
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.formats import scheme
-from nibble.geometry import Geometry, LayerGroup, Stream
+from nibble.geometry import HEADS, Geometry, LayerGroup, Stream
 from nibble.hardware import named
 from planning import GEMMA2, GPT_OSS, HEAD_80, QWEN3_8B, SHARED_KV, geometry, mha
 
@@ -37,7 +37,7 @@ SHAPES: dict[str, Geometry] = {
         LayerGroup("full", "mha", streams(4, 512), (1, 3), 8),
     ),
 }
-SCHEMES = (*scheme.names(), "nvfp4+rot", "nvfp4+kmean+rot")
+SCHEMES = (*scheme.fitting(*HEADS), "nvfp4+rot", "nvfp4+kmean+rot")
 NO_SCALES = KVScales("test", {n: LayerScales({}, ((0.0,),)) for n in range(64)}, unit=True)
 
 

@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 from nibble import formats
 from nibble.errors import ConfigError
-from nibble.formats import KVFormat, e2m1
-from nibble.geometry import Stream
+from nibble.formats import KVFormat, e2m1, scheme
+from nibble.geometry import HEADS, Stream
 
-ALL = [formats.get(name) for name in formats.names()]
+ALL = [formats.get(name) for name in scheme.fitting(*HEADS) if name in formats.names()]
 QUANTISED = [fmt for fmt in ALL if fmt.plain is None]
 STEP = {"fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3, "bf16": 2**-8, "fp16": 2**-11, "fp32": 0.0}
 """Largest relative rounding error of a normal number."""

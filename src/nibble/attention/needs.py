@@ -102,12 +102,7 @@ def _check(part: Part) -> None:
 
 def _fitting(group: LayerGroup) -> str:
     shapes = ", ".join(_shape(stream) for stream in group.streams)
-    fits = [
-        name
-        for name in schemes.names()
-        if not any(schemes.parse(name).refuses(stream) for stream in group.streams)
-    ]
-    return f"formats that fit {shapes}: {', '.join(fits)}"
+    return f"formats that fit {shapes}: {', '.join(schemes.fitting(*group.streams))}"
 
 
 def _shape(stream: Stream) -> str:

@@ -4,12 +4,13 @@ What a step stores and reads does not pass through the compiled model. The opera
 constant of that model, and finds there the StepContext that the model's owner has put. So there is no current step
 of the process: any number of engines may run side by side. Owns the operator and Step. Must not know of models.
 
-Shape suffixes: T tokens, H query heads, G KV heads, D values of a head.
+Shape suffixes: T tokens, H query heads, D values of a head.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,9 +20,10 @@ from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionSpec
 
 _SIGNATURE = (
-    "attention(Tensor q, Tensor k, Tensor v, int step, int layer, float scale, int? window, float? softcap, "
-    "Tensor? sinks) -> Tensor"
+    "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
+    "float? softcap, Tensor? sinks) -> Tensor"
 )
+SEPARATOR = ","
 _numbers = itertools.count()
 _steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
 
@@ -35,26 +37,30 @@ class Step:
         _steps[self.number] = self
 
 
-def call(step: Step, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, spec: AttentionSpec) -> Tensor:
-    """attention() by way of the operator -> [T, H, Dv]."""
+def call(
+    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, spec: AttentionSpec
+) -> Tensor:
+    """attention() by way of the operator -> [T, H, width]."""
     found: Tensor = torch.ops.nibble.attention(
-        q_THD, k_TGD, v_TGD, step.number, layer, spec.scale, spec.window, spec.softcap, spec.sinks_H
-    )
+        q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, spec.scale, spec.window,
+        spec.softcap, spec.sinks_H,
+    )  # fmt: skip
     return found
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, step: int, layer: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     ctx = _steps[step].context
     assert ctx is not None, "the owner of a compiled model puts a context before it runs it"
     spec = AttentionSpec(scale, window, softcap, sinks)
-    return attention(ctx, layer, q, {"k": k, "v": v}, spec).contiguous()  # as _shape promises
+    named = dict(zip(names.split(SEPARATOR), streams, strict=True))
+    return attention(ctx, layer, q, named, spec).contiguous()  # as _shape promises
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+def _shape(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], width)
 
 
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does

@@ -16,13 +16,12 @@ from nibble.attention.plan import Plan
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
-from nibble.geometry import Stream
+from nibble.geometry import HEADS, LATENTS
 from nibble.hardware import Hardware, named
 
 Attempt = Callable[[Config], Plan | None]
 Edit = Callable[[Config], Config]
 PAGES = (1, 16, 32, 64, 128, 256)
-SAMPLE = Stream("k", heads=1, dim=128)
 
 
 def find(request: Request, attempt: Attempt) -> str | None:
@@ -133,13 +132,14 @@ def _rule_schemes(config: Config) -> list[str]:
 
 def _distance(old: str, new: str) -> float:
     """How far apart two schemes are in bytes; of two equally far ones that with more bytes is nearer."""
-    before, after = _size(old), _size(new)
+    before, after = _share(old), _share(new)
     return max(before, after) / min(before, after) + (0.001 if after < before else 0)
 
 
-def _size(name: str) -> int:
-    scheme = schemes.parse(name)
-    return sum(scheme.format_of(replace(SAMPLE, name=stream)).bytes_per_token(SAMPLE) for stream in "kv")
+def _share(name: str) -> float:
+    """Bytes over those of unquantised values, of streams that the scheme can store."""
+    streams = HEADS if name in schemes.fitting(*HEADS) else LATENTS
+    return schemes.bytes_per_token(name, streams) / sum(stream.values for stream in streams)
 
 
 def _rename(old: schemes.Scheme, new: str) -> Edit:

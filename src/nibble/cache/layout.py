@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nibble import formats
 from nibble.formats import KVFormat
-from nibble.geometry import Stream
+from nibble.geometry import INDEX, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StreamLayout:
 
     @property
     def codec(self) -> KVFormat:
-        return formats.get(self.format)
+        return formats.get(self.format).bound(self.stream)
 
     @property
     def bytes_per_token(self) -> int:
@@ -44,8 +44,9 @@ class LayerLayout:
 
     @property
     def format_key(self) -> str:
-        """What capability rows call the streams' formats: one name, or `k:v` where they differ."""
-        return ":".join(dict.fromkeys(stream.format for stream in self.streams))
+        """What capability rows call the formats of the streams that attention reads: one name, or `k:v` where they
+        differ."""
+        return ":".join(dict.fromkeys(entry.format for entry in self.streams if entry.stream.name != INDEX))
 
 
 @dataclass(frozen=True, slots=True)

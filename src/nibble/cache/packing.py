@@ -3,16 +3,19 @@
 Owns Packing and the table of them. A backend's row names those it reads. Tokens are written by kernels/append.py.
 Must not know what planes mean.
 
-    nhd   [page, token, head, values]   one token's heads together
-    hnd   [page, head, token, values]   one head's tokens together
+    nhd      [page, token, head, values]   one token's heads together
+    hnd      [page, head, token, values]   one head's tokens together
+    record   [page, token, head, bytes]    all planes of a token together, in their order
 
 Shape suffixes: P pages, S slots in a page, H heads, B requests, N pages of a request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nibble.errors import ConfigError, unknown
@@ -21,13 +24,25 @@ from nibble.formats.base import Plane, raw
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """heads_first: whether a page holds [head, token, ...] or [token, head, ...]."""
+    """heads_first: whether a page holds [head, token, ...] or [token, head, ...]. record: whether planes are columns of
+    one array of bytes."""
 
     name: str
     heads_first: bool
+    record: bool = False
 
-    def shape(self, plane: Plane, pages: int, page_size: int) -> tuple[int, ...]:
-        """The shape of a plane's storage."""
+    def allocate(
+        self, planes: Sequence[Plane], pages: int, page_size: int, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Storage of a stream's planes, uninitialised."""
+        if self.record:
+            return tuple(_columns(planes, pages, page_size, device))
+        return tuple(
+            torch.empty(self._shape(plane, pages, page_size), dtype=plane.torch_dtype, device=device)
+            for plane in planes
+        )
+
+    def _shape(self, plane: Plane, pages: int, page_size: int) -> tuple[int, ...]:
         heads, *rest = plane.shape
         inner = (heads, page_size) if self.heads_first else (page_size, heads)
         return (pages, *inner, *rest)
@@ -40,7 +55,17 @@ class Packing:
         return found.reshape(len(pages_BN), -1, *found.shape[2:])
 
 
-_TABLE = {packing.name: packing for packing in (Packing("nhd", False), Packing("hnd", True))}
+def _columns(planes: Sequence[Plane], pages: int, page_size: int, device: torch.device) -> Iterator[Tensor]:
+    heads = planes[0].shape[0]
+    widths = [plane.bytes_per_token // heads for plane in planes]
+    records = torch.empty(pages, page_size, heads, sum(widths), dtype=torch.uint8, device=device)
+    for plane, column in zip(planes, records.split(widths, -1), strict=True):
+        values = column.view(plane.torch_dtype)
+        yield values if len(plane.shape) > 1 else values.squeeze(-1)
+
+
+_PACKINGS = (Packing("nhd", False), Packing("hnd", True), Packing("record", False, record=True))
+_TABLE = {packing.name: packing for packing in _PACKINGS}
 
 
 def names() -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class PagedPool:
         }
         if poison:
             for plane in self._planes():
-                raw(plane).view(torch.uint8).fill_(POISON)
+                raw(plane).fill_(POISON if plane.itemsize == 1 else -1)  # all bits, either way
 
     def _allocate(self, layer: LayerLayout, scales: KVScales, device: torch.device) -> KVView:
         mean = scales.mean(layer.layer, layer.transforms)
@@ -72,14 +72,7 @@ class PagedPool:
         self, entry: StreamLayout, scale: float | tuple[float, ...], device: torch.device
     ) -> StreamView:
         packing = packings.get(self.layout.packing)
-        planes = tuple(
-            torch.empty(
-                packing.shape(plane, self.pages, self.layout.page_size),
-                dtype=plane.torch_dtype,
-                device=device,
-            )
-            for plane in entry.codec.planes(entry.stream)
-        )
+        planes = packing.allocate(entry.codec.planes(entry.stream), self.pages, self.layout.page_size, device)
         value = torch.tensor(scale, dtype=torch.float32, device=device)
         return StreamView(
             entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value

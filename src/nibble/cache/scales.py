@@ -18,7 +18,7 @@ from nibble.cache.layout import CacheLayout
 from nibble.errors import ScaleError
 from nibble.formats import KVFormat
 from nibble.formats import transform as transforms_of
-from nibble.geometry import Stream
+from nibble.geometry import LATENT, Stream
 
 SCHEMA = "nibble-kv-scales-1"
 FLOAT32_TINY, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
@@ -75,7 +75,8 @@ class KVScales:
         if not fmt.needs_scale or self.unit:
             return 1.0
         key = "+".join((stream, *transforms)) if stream == "k" else stream
-        found = self.layers.get(layer, LayerScales({})).streams.get(key)
+        known = self.layers.get(layer, LayerScales({})).streams
+        found = known.get(key) or (known.get("k") if stream == LATENT else None)  # checkpoints know keys only
         if found is None:
             raise ScaleError(_missing(layer, key, fmt, self.source))
         return found.for_format(fmt)

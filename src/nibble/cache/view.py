@@ -17,7 +17,7 @@ from nibble.cache.packing import Packing
 from nibble.formats import KVFormat
 from nibble.formats.base import raw
 from nibble.formats.transform import Transform
-from nibble.geometry import Stream
+from nibble.geometry import INDEX, Stream
 from nibble.kernels.gather import Paged, gather
 from nibble.kernels.rotate import rotate
 
@@ -60,23 +60,36 @@ class KVView:
     k_mean_HD: Tensor | None = None
     joint_scale: Tensor | None = None
 
+    @property
+    def keys(self) -> StreamView:
+        """The stream that queries are compared with: the first."""
+        return next(iter(self.streams.values()))
+
     def query(self, q_THD: Tensor) -> Tensor:
         """The query's counterpart of the transforms that the stored keys went through."""
         return rotate(q_THD) if any(transform.rotates for transform in self.transforms) else q_THD
 
     def heads(self, pages_BN: Tensor, first: int, counts: Sequence[int], length: int) -> tuple[Tensor, ...]:
-        """Dequantised streams with heads in front -> float32 [B, H, length, D] each, in the streams' order.
+        """Dequantised keys and values with heads in front -> float32 [B, H, length, D] each.
 
         Request b has counts[b] tokens, from slot `first` of its first page on; what follows them is zeros. Heads are
         moved, and zeros filled in, while values are packed: zero bytes decode to zeros in every format.
         """
-        views = tuple(self.streams.values())
+        views = tuple(entry for name, entry in self.streams.items() if name != INDEX)
         packed = [_heads(entry, pages_BN, first, counts, length) for entry in views]
         if self.joint_scale is None:
             pairs = zip(views, packed, strict=True)
-            return tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs)
+            return _both(
+                tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs),
+                views[0],
+            )
         joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
-        return views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind()
+        return _both(views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind(), views[0])
+
+
+def _both(found: tuple[Tensor, ...], entry: StreamView) -> tuple[Tensor, ...]:
+    """Keys and values. Those of a latent are one: its rotary part is of the key alone."""
+    return found if len(found) > 1 else (found[0], found[0][..., : entry.stream.dim - entry.stream.rope])
 
 
 def _per_head(scale: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nibble.cli.exits import JsonOption
@@ -10,6 +10,7 @@ from nibble.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from nibble.formats import KVFormat
+    from nibble.geometry import Stream
 
 HEAD_DIM = 128
 
@@ -30,31 +31,37 @@ nibble formats --json
 
 
 def _schemes() -> Iterator[dict[str, Any]]:
+    """Of one KV head, then of a latent."""
     from nibble.formats import scheme as schemes
-    from nibble.geometry import Stream
+    from nibble.geometry import HEADS, LATENTS
 
-    streams = [Stream(name, heads=1, dim=HEAD_DIM) for name in ("k", "v")]
-    whole = 2 * HEAD_DIM * 2  # K and V in 16 bits
-    for name in schemes.names():
-        codecs = {stream.name: schemes.parse(name).format_of(stream) for stream in streams}
-        size = sum(codecs[stream.name].bytes_per_token(stream) for stream in streams)
-        distinct = dict.fromkeys(codecs.values())
-        yield {
-            "name": name,
-            "formats": {stream: codec.name for stream, codec in codecs.items()},
-            "bytes_per_token": size,
-            "ratio": round(whole / size, 2),
-            "needs_scales": any(codec.needs_scale for codec in distinct),
-            "head_dim_multiple": max(codec.block for codec in distinct),
-            "summary": _summary(codecs),
-            "source": "; ".join(dict.fromkeys(codec.source for codec in distinct)),
-        }
+    for of, streams in (("kv", HEADS), ("latent", LATENTS[:1])):
+        for name in schemes.fitting(*streams):
+            yield {"of": of, "name": name, **_facts(name, streams)}
+
+
+def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
+    from nibble.formats import scheme as schemes
+
+    codecs = {stream.name: schemes.parse(name).format_of(stream) for stream in streams}
+    size = schemes.bytes_per_token(name, streams)
+    distinct = {codec.name: codec for codec in codecs.values()}
+    return {
+        "formats": {stream: codec.name for stream, codec in codecs.items()},
+        "bytes_per_token": size,
+        "ratio": round(2 * sum(stream.values for stream in streams) / size, 2),
+        "needs_scales": any(codec.needs_scale for codec in distinct.values()),
+        "head_dim_multiple": max(codec.block for codec in distinct.values()),
+        "summary": _summary(codecs),
+        "source": "; ".join(dict.fromkeys(codec.source for codec in distinct.values())),
+    }
 
 
 def _summary(codecs: Mapping[str, KVFormat]) -> str:
     """What a scheme is, in one line."""
-    if len(set(codecs.values())) == 1:
-        return codecs["k"].summary
+    distinct = {codec.name: codec.summary for codec in codecs.values()}
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
     return ", ".join(f"{stream.upper()} in {codec.name}" for stream, codec in codecs.items())
 
 
@@ -70,16 +77,23 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("scheme", box=box.SIMPLE_HEAD)
-    for title in ("bytes", "x fewer"):
-        table.add_column(title, justify="right")
-    for title in ("scales", "what it is"):
-        table.add_column(title)
-    for row in found["schemes"]:
-        scales = "needed" if row["needs_scales"] else "none"
-        table.add_row(row["name"], str(row["bytes_per_token"]), f"{row['ratio']:.2f}", scales, row["summary"])
     console = Console(highlight=False)
-    console.print(table)
-    console.print(f"Bytes per token of K and V of one KV head of {HEAD_DIM} values. Written behind a scheme:")
+    for of, what in (
+        ("kv", f"K and V of one KV head of {HEAD_DIM} values"),
+        ("latent", "a latent of MLA, 512 + 64"),
+    ):
+        table = Table("scheme", box=box.SIMPLE_HEAD)
+        for title in ("bytes", "x fewer"):
+            table.add_column(title, justify="right")
+        for title in ("scales", "what it is"):
+            table.add_column(title)
+        for row in found["schemes"]:
+            if row["of"] == of:
+                scales = "needed" if row["needs_scales"] else "none"
+                size, ratio = str(row["bytes_per_token"]), f"{row['ratio']:.2f}"
+                table.add_row(row["name"], size, ratio, scales, row["summary"])
+        console.print(table)
+        console.print(f"Bytes per token of {what}.")
+    console.print("Written behind a scheme, for K and V:")
     for row in found["transforms"]:
         console.print(f"  +{row['name']:<6} {row['summary']}")

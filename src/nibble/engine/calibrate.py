@@ -18,6 +18,7 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.scales import NONE, KVScales, LayerScales, StreamScale
 from nibble.errors import ScaleError
 from nibble.formats import transform
+from nibble.geometry import LATENT
 
 HEADROOM = 1.25
 """Scales leave room for values this much larger than any that was seen; a float format loses no precision by it."""
@@ -66,7 +67,11 @@ class Recorder(PagedPool):
     def scales(self, source: str) -> KVScales:
         """The scales of all layers; raises ScaleError where too little was seen, or nothing but zeros."""
         layers = {layer: self._layer(layer) for layer, name in self.seen if name == "k"}
-        return KVScales(source, layers)
+        latents = {layer: self._latent(layer) for layer, name in self.seen if name == LATENT}
+        return KVScales(source, {**layers, **latents})
+
+    def _latent(self, layer: int) -> LayerScales:
+        return LayerScales(_scales({LATENT: self.seen[layer, LATENT].amax()}, layer))
 
     def _layer(self, layer: int) -> LayerScales:
         k, v, rotated = (self.seen[layer, name] for name in ("k", "v", "k+rot"))
@@ -78,12 +83,13 @@ class Recorder(PagedPool):
             "k+kmean": k.amax(mean_HD),
             "k+kmean+rot": rotated.amax(transform.get("rot").key(mean_HD, None)),
         }
-        if not all(0 < value < float("inf") for value in amax.values()):
-            raise ScaleError(
-                f"calibration saw {amax} as the largest values of layer {layer}; is the text empty?"
-            )
-        streams = {name: StreamScale(value * HEADROOM, 1.0) for name, value in amax.items()}
-        return LayerScales(streams, tuple(tuple(head) for head in mean_HD.tolist()))
+        return LayerScales(_scales(amax, layer), tuple(tuple(head) for head in mean_HD.tolist()))
+
+
+def _scales(amax: Mapping[str, float], layer: int) -> dict[str, StreamScale]:
+    if not all(0 < value < float("inf") for value in amax.values()):
+        raise ScaleError(f"calibration saw {amax} as the largest values of layer {layer}; is the text empty?")
+    return {name: StreamScale(value * HEADROOM, 1.0) for name, value in amax.items()}
 
 
 def builtin_texts(characters: int = 1 << 16) -> Sequence[str]:

@@ -26,6 +26,7 @@ from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.formats.base import raw
 
+KINDS = ("mha", "mla")
 PHASES = (Phase.PREFILL, Phase.EXTEND, Phase.VERIFY, Phase.DECODE)
 REQUESTS = ((230, 40, 3, 1), (5, 3, 3, 1), (33, 1, 3, 1))
 """New tokens of each request, phase by phase. Phases that a plan has no route for are left out."""
@@ -42,7 +43,7 @@ def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> No
     """Raises BackendError where a route does not do what it says. The pool is afterwards as it was before."""
     for group in plan.groups:
         view = pool.view(plan.owner[group.layers[0]])
-        if set(view.streams) == {"k", "v"}:
+        if group.group.kind in KINDS:
             pages = _pages(pool)
             with torch.inference_mode(), _borrowed(view, list(pages.values())):
                 _Trial(plan, group, pool, backends, pages).run()
@@ -87,7 +88,7 @@ class _Trial:
         self.layer = group.layers[0]
         self.owner = plan.owner[self.layer]
         self.view = pool.view(self.owner)
-        self.device = self.view.streams["k"].scale.device
+        self.device = self.view.keys.scale.device
         self.lens = tuple(pages)
         self.stored = [0] * len(pages)
         width = max(map(len, pages.values()), default=0)

@@ -1,7 +1,7 @@
 """Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
 
 Owns Shadow, which takes the place of the step context: the yardstick attends and its output goes on through
-the model, while each scheme attends to the same q, k and v over a small pool of its own. So an error is of
+the model, while each scheme attends to the same inputs over a small pool of its own. So an error is of
 one layer alone, not of all layers before it. Must not know of requests or text.
 
 Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
@@ -39,9 +39,9 @@ class Shadow(hook.Observer):
         self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
 
     def observe(self, call: hook.Call) -> Tensor:
-        """A call's query [1, H, T, D], key and value [1, G, T, D] -> the yardstick's output [1, T, H, D]."""
-        q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
-        streams = {"k": k_TGD, "v": v_TGD}
+        """A call's query [1, H, T, D] and streams [1, G, T, D] -> the yardstick's output [1, T, H, Dv]."""
+        q_THD = call.query[0].transpose(0, 1)
+        streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
         wanted = attention(self._yardstick, call.layer, q_THD, streams, call.spec)
         for name, context in self._schemes.items():
             found = attention(context, call.layer, q_THD, streams, call.spec)

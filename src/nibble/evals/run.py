@@ -37,6 +37,7 @@ from nibble.evals.report import Report, SchemeResult
 from nibble.evals.sizes import COMBINATIONS, Entry, Sizes, parse
 from nibble.evals.text import Parts
 from nibble.formats import scheme as schemes
+from nibble.geometry import HEADS
 
 LOGIT_BYTES = 1 << 30
 """Logits of one window take no more, unless a window is asked for."""
@@ -90,7 +91,7 @@ MEASURED = "measured"
 
 def default_entries() -> tuple[Entry, ...]:
     """Every scheme, without the plain formats that exist for tests, and combinations worth a look."""
-    usual = [name for name in schemes.names() if name not in formats.names() or _usual(name)]
+    usual = [name for name in schemes.fitting(*HEADS) if name not in formats.names() or _usual(name)]
     return parse((*usual, *COMBINATIONS))
 
 

@@ -62,6 +62,10 @@ class KVFormat(ABC):
     max_value: ClassVar[float | None] = None
     plain: ClassVar[str | None] = None
 
+    def bound(self, stream: Stream) -> KVFormat:
+        """The format that encodes `stream`: itself, unless it must know more of it than its values show."""
+        return self
+
     @abstractmethod
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
         """The planes that hold one token of `stream`."""

@@ -10,15 +10,19 @@ its own name. Must not know of pages, backends or models.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nibble import formats
 from nibble.errors import ConfigError, unknown
 from nibble.formats import KVFormat, transform
-from nibble.geometry import Stream
+from nibble.geometry import INDEX, Stream
 
 MIXED = {"k8v4": {"k": "fp8_e4m3", "v": "nvfp4"}}
 """Schemes that give streams different formats: scheme -> stream -> format."""
+
+COMPANIONS = {INDEX: "index_fp8"}
+"""Streams that every quantised scheme stores in a format of their own."""
 
 ALIASES = {
     "auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "fp8": "fp8_e4m3",
@@ -37,7 +41,10 @@ class Scheme:
 
     def format_of(self, stream: Stream) -> KVFormat:
         """The format of `stream`."""
-        return formats.get(MIXED[self.base][stream.name] if self.base in MIXED else self.base)
+        name = MIXED[self.base][stream.name] if self.base in MIXED else self.base
+        if stream.name in COMPANIONS and formats.get(name).plain is None:
+            name = COMPANIONS[stream.name]
+        return formats.get(name).bound(stream)
 
     def refuses(self, stream: Stream) -> str | None:
         """Why `stream` cannot be stored in this scheme, or None."""
@@ -48,7 +55,17 @@ class Scheme:
 
 def names() -> tuple[str, ...]:
     """All schemes without transforms: the formats, then the mixed ones."""
-    return (*formats.names(), *MIXED)
+    return (*(name for name in formats.names() if name not in COMPANIONS.values()), *MIXED)
+
+
+def fitting(*streams: Stream) -> tuple[str, ...]:
+    """The schemes that can store all of these streams."""
+    return tuple(name for name in names() if not any(parse(name).refuses(stream) for stream in streams))
+
+
+def bytes_per_token(name: str, streams: Iterable[Stream]) -> int:
+    """Bytes that a scheme takes for a token of these streams."""
+    return sum(parse(name).format_of(stream).bytes_per_token(stream) for stream in streams)
 
 
 def parse(text: str) -> Scheme:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -146,9 +147,20 @@ def _refuse_layers(text: PretrainedConfig) -> None:
         raise ConfigError(f"{text.model_type} cannot be served: its {kind} layers {reason}")
 
 
+def named_class(config: PretrainedConfig) -> Any:
+    """Transformers' causal language model of the name that the checkpoint gives, where Transformers does not find it by
+    the config; else None.
+    """
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    names = [name for name in getattr(config, "architectures", None) or () if name.endswith("ForCausalLM")]
+    found = (getattr(transformers, name, None) for name in names)
+    return next((cls for cls in found if cls is not None and cls.config_class is type(config)), None)
+
+
 def _refuse_class(config: PretrainedConfig, text: PretrainedConfig) -> None:
     """Raises ConfigError where Transformers has no causal language model for this config."""
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or named_class(config):
         return
     if text.model_type != config.model_type:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 Models may keep meaning where an attention function cannot see it: in a mask, in positions that they count
 themselves, in layers that mix tokens by other means. Such a model runs without complaint and answers wrong,
-so it is refused here, by what it does and not by its name. Owns Positions and the checks of masks and
+so it is refused here, by what it does and not by its name. Owns Positions, Unrouted and the checks of masks and
 modules. Must not know of any family.
 """
 
@@ -21,6 +21,7 @@ MaskRule = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, query position, key position) -> whether it is seen; what Transformers builds masks from."""
 
 _LARGEST = frozenset({torch.max, torch.amax, Tensor.max, Tensor.amax})
+_NONZERO = frozenset({torch.nonzero, Tensor.nonzero})
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
@@ -60,6 +61,17 @@ class Positions(TorchFunctionMode):
                 f"{family} cannot be served: it scales by the largest position of the batch, so that one "
                 "request's answer would depend on the others"
             )
+
+
+class Unrouted(TorchFunctionMode):
+    """Lets experts that loop over what was routed to them run without values: nothing was."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _NONZERO and args[0].is_meta and not (kwargs or {}).get("as_tuple"):
+            return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
 
 
 def check_modules(decoder: nn.Module, family: str) -> None:

@@ -18,7 +18,10 @@ from nibble.attention import op
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionSpec
 from nibble.errors import ConfigError
+from nibble.geometry import LATENT
+from nibble.models import latent
 from nibble.models.guard import MaskRule
+from nibble.models.latent import Absorbed
 
 NAME = "nibble"
 """The implementation that serves: it has no mask function, so that no mask is ever built."""
@@ -60,18 +63,31 @@ def _attend(
     refuse_unknown(module, attention_mask if rule is None else None, rest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     spec = AttentionSpec(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
-    layer = layer_index(module)
+    absorbed: Absorbed | None = getattr(module, latent.NAME, None)
+    if absorbed is None:
+        call = Call(layer_index(module), query, {"k": key, "v": value}, value.shape[-1], 0, spec, rule)
+        return _answer(ctx, call, module), None
+    query = absorbed.query(query)
+    call = Call(layer_index(module), query, {LATENT: key}, absorbed.rank, absorbed.rope, spec, rule)
+    return absorbed.output(_answer(ctx, call, module)), None
+
+
+def _answer(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn.Module) -> Tensor:
+    """What attention says -> [1, T, H, Dv]."""
     if isinstance(ctx, Observer):
-        return ctx.observe(Call(layer, query, key, value, spec, rule)), None
+        return ctx.observe(call)
     if ctx is None:
         raise ConfigError(
             f"{type(module).__name__} was not given {CONTEXT}: the layers of this family do not hand "
             "keywords on to their attention, so it cannot be served"
         )
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_THD, streams = (
+        call.query[0].transpose(0, 1),
+        {name: x[0].transpose(0, 1) for name, x in call.streams.items()},
+    )
     if isinstance(ctx, op.Step):
-        return op.call(ctx, layer, q_THD, k_TGD, v_TGD, spec)[None], None
-    return attention(ctx, layer, q_THD, {"k": k_TGD, "v": v_TGD}, spec)[None], None
+        return op.call(ctx, call.layer, q_THD, streams, call.width, call.spec)[None]
+    return attention(ctx, call.layer, q_THD, streams, call.spec)[None]
 
 
 def layer_index(module: nn.Module) -> int:
@@ -99,12 +115,17 @@ def refuse_unknown(module: nn.Module, mask: Tensor | None, rest: dict[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one layer asked of attention. rule: what its mask is made from, if Transformers built one."""
+    """What one layer asked of attention: query [1, H, T, D], and streams [1, G, T, D] to be cached, by name.
+
+    width: values of a head's output. rope: values at the end of a latent that are rotary, and of the key alone.
+    rule: what the mask is made from, if Transformers built one.
+    """
 
     layer: int
     query: Tensor
-    key: Tensor
-    value: Tensor
+    streams: dict[str, Tensor]
+    width: int
+    rope: int
     spec: AttentionSpec
     rule: MaskRule | None
 
@@ -118,7 +139,7 @@ class Observer:
     def observe(self, call: Call) -> Tensor:
         self.calls.append(call)
         batch, heads, tokens, _ = call.query.shape
-        return call.query.new_empty(batch, tokens, heads, call.value.shape[-1])
+        return call.query.new_empty(batch, tokens, heads, call.width)
 
 
 _RULE = "nibble_rule"

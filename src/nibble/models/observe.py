@@ -2,13 +2,14 @@
 attention.
 
 So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
-for any family, with no table of families. MLA models are read off their config instead, since unswapped they
-expand the latent. Owns observe(). Must not know of caches, formats or backends.
+for any family, with no table of families. Sparse attention (DSA) is read off its config instead. Owns observe(). Must
+not know of caches, formats or backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
-from nibble.geometry import Geometry, Kind, LayerGroup, Stream
+from nibble.geometry import INDEX, LATENT, Geometry, Kind, LayerGroup, Stream
 from nibble.models import hook
-from nibble.models.guard import Positions, check_masks, check_modules
+from nibble.models.config import named_class
+from nibble.models.guard import Positions, Unrouted, check_masks, check_modules
 from nibble.models.hook import Call
+from nibble.models.latent import absorb
 from nibble.models.quiet import first_line, quiet
 from nibble.models.rope import fix_rope, stretch
 
@@ -34,9 +37,13 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, attn_implementation=hook.NAME, dtype="bfloat16", trust_remote_code=False
+            named = named_class(config)
+            make = (
+                named._from_config
+                if named
+                else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
             )
+            model: nn.Module = make(config, attn_implementation=hook.NAME, dtype=torch.bfloat16)
     except KeyError as error:
         raise ConfigError(
             f"{text.model_type} cannot be served: it knows a fixed set of attention implementations, and "
@@ -44,6 +51,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
         ) from error
     except Exception as error:  # of all kinds: every family checks its config in its own way
         raise ConfigError(f"{text.model_type} cannot be served: {first_line(error)}") from error
+    absorb(model)
     return model.eval()
 
 
@@ -60,7 +68,7 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
         )
     model = skeleton(config)
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
-    groups, owner = _latent(text) if _is_latent(text) else _run(model, text, max_context or limit)
+    groups, owner = _sparse(text) if _is_sparse(text) else _run(model, text, max_context or limit)
     return Geometry(
         model=name,
         family=text.model_type,
@@ -79,13 +87,8 @@ def _limit(text: PretrainedConfig) -> int:
     return int(found) if found > 0 else 1 << 17
 
 
-def _is_latent(text: PretrainedConfig) -> bool:
-    try:
-        return bool(getattr(text, "kv_lora_rank", None))
-    except Exception as error:  # Transformers refuses to name one value where layers differ
-        raise ConfigError(
-            f"{text.model_type} cannot be served: its layers differ in their latent ({error})"
-        ) from error
+def _is_sparse(text: PretrainedConfig) -> bool:
+    return bool(getattr(text, "index_topk", None))
 
 
 def _run(
@@ -122,7 +125,7 @@ def _calls(model: nn.Module, family: str, **inputs: Tensor) -> list[Call]:
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     keep = torch.zeros(1, dtype=torch.long, device="meta")
-    with torch.inference_mode():
+    with torch.inference_mode(), Unrouted():
         try:
             out = model(
                 input_ids=ids, use_cache=False, logits_to_keep=keep, **inputs, **{hook.CONTEXT: observer}
@@ -153,8 +156,9 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
             f"{family} cannot be served: its {layers} layers attend {len(found)} times in one pass"
         )
     for call in calls:
-        queries, keys = call.query.shape[2], call.key.shape[2]
-        if not queries == keys == call.value.shape[2] == _TOKENS:
+        queries, stored = call.query.shape[2], {x.shape[2] for x in call.streams.values()}
+        if {queries} | stored != {_TOKENS}:
+            keys = max(stored)
             raise ConfigError(
                 f"{family} cannot be served: layer {call.layer} attends from {queries} queries over {keys} "
                 f"keys for {_TOKENS} tokens; a cache of pages holds one key for each token"
@@ -164,33 +168,34 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
 def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
     """For each layer the first one that was given the very same key: itself, unless KV is shared."""
     first: dict[int, int] = {}
-    return tuple(first.setdefault(id(call.key), call.layer) for call in calls)
+    return tuple(first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls)
 
 
 def _groups(calls: Sequence[Call]) -> tuple[LayerGroup, ...]:
     """Layers that ask the same of attention, together."""
     found: dict[tuple[object, ...], list[int]] = {}
     for call in calls:
-        key, value, spec = call.key, call.value, call.spec
-        streams = (Stream("k", key.shape[1], key.shape[3]), Stream("v", value.shape[1], value.shape[3]))
+        spec = call.spec
+        streams = tuple(Stream(name, x.shape[1], x.shape[3], call.rope) for name, x in call.streams.items())
         facts = (streams, call.query.shape[1], spec.window, bool(spec.softcap), spec.sinks_H is not None)
         found.setdefault(facts, []).append(call.layer)
     return tuple(
-        LayerGroup(_name(window, i), "mha", streams, tuple(layers), heads, window, softcap, sinks)  # type: ignore[arg-type]
+        LayerGroup(_name(window, i), _kind(streams), streams, tuple(layers), heads, window, softcap, sinks)  # type: ignore[arg-type]
         for i, ((streams, heads, window, softcap, sinks), layers) in enumerate(found.items())
     )
+
+
+def _kind(streams: Sequence[Stream]) -> Kind:
+    return "mla" if streams[0].name == LATENT else "mha"
 
 
 def _name(window: object, index: int) -> str:
     return f"{'full' if window is None else 'sliding'}{index or ''}"
 
 
-def _latent(text: PretrainedConfig) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
-    """MLA and DSA: the latent that an absorbed attention caches, from the config's ranks."""
-    kind: Kind = "dsa" if getattr(text, "index_topk", None) else "mla"
+def _sparse(text: PretrainedConfig) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
+    """Sparse attention over a latent, from the config's ranks: its layers do more than call attention."""
     rope = text.qk_rope_head_dim
-    streams: tuple[Stream, ...] = (Stream("latent", 1, text.kv_lora_rank + rope, rope),)
+    streams = Stream(LATENT, 1, text.kv_lora_rank + rope, rope), Stream(INDEX, 1, text.index_head_dim, rope)
     layers = tuple(range(text.num_hidden_layers))
-    if kind == "dsa":
-        streams += (Stream("index_k", 1, text.index_head_dim, rope),)
-    return (LayerGroup(kind, kind, streams, layers, text.num_attention_heads),), layers
+    return (LayerGroup("dsa", "dsa", streams, layers, text.num_attention_heads),), layers

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nibble.kernels import linear
 from nibble.models import hook
+from nibble.models.guard import Unrouted
 from nibble.models.observe import skeleton
 
 _TOKENS = 2
@@ -109,7 +110,7 @@ def together(model: Any) -> list[tuple[str, ...]]:
         if type(module) is nn.Linear:
             module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    with torch.inference_mode():
+    with torch.inference_mode(), Unrouted():
         bare(input_ids=ids, position_ids=ids, use_cache=False, **{hook.CONTEXT: hook.Observer()})
     seen = [name for names in calls.values() for name in names]
     return [

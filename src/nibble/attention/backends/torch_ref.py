@@ -69,8 +69,8 @@ class TorchRef:
         self._known: WeakKeyDictionary[Segment, dict[_Shape, tuple[_Rectangle, ...]]] = WeakKeyDictionary()
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        heads, values = q_THD.shape[1], view.streams["k"].stream.values
-        shape = heads // view.streams["k"].stream.heads, values, spec.window
+        heads, keys = q_THD.shape[1], view.keys.stream
+        shape = heads // keys.heads, keys.values, spec.window
         known = self._known.setdefault(segment, {})
         if shape not in known:
             known[shape] = tuple(_rectangles(segment, *shape, heads, q_THD.device))
@@ -125,7 +125,7 @@ def _spans(
 
 def _attend(q_THD: Tensor, rect: _Rectangle, view: KVView, pages_BN: Tensor, spec: AttentionSpec) -> Tensor:
     """One rectangle -> float32 [B * n, H, Dv]."""
-    B, n, H, G = len(pages_BN), rect.n, q_THD.shape[1], view.streams["k"].stream.heads
+    B, n, H, G = len(pages_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
     rows, more = n * H // G, padded(n * H // G) - n * H // G
     q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
     q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, more))
@@ -179,9 +179,9 @@ BACKEND = BackendInfo(
     rows=(
         Row(
             phase=ANY_PHASE,
-            kind=frozenset({"mha"}),
+            kind=frozenset({"mha", "mla"}),
             format=None,
-            packing=frozenset({"nhd", "hnd"}),
+            packing=frozenset({"nhd", "hnd", "record"}),
             prefer=-10,
             cites="tests/conformance",
         ),

@@ -1,0 +1,116 @@
+"""Latents of MLA with their rotary part in BF16: `fp8_ds_mla` and `nvfp4_ds_mla`. Only the latent proper is quantised;
+rotary values carry positions, and are few.
+
+fp8_ds_mla: E4M3 values, an FP32 scale per tile of 128 of them, rotary values: 512 + 16 + 128 = 656 bytes for 512 + 64.
+A tile's scale is amax / 448, at least 1e-4, rounded up to a power of two. In the packing `record` a token's bytes are
+those that FlashMLA's sparse decoding reads (its tests/quant.py, V32).
+
+nvfp4_ds_mla: the latent as formats/nvfp4.py stores it, and rotary values: 256 + 32 + 128 = 416 bytes.
+
+Infinities saturate; a NaN makes the scale of its tile, or block, NaN: the damage is seen, and stays there.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from nibble.formats.base import KVFormat, Plane
+from nibble.formats.lookup import to_float
+from nibble.formats.nvfp4 import NVFP4
+from nibble.geometry import LATENT, Stream
+
+TILE = 128
+E4M3_MAX = 448.0
+LEAST, MOST = 1e-4, 2.0**118
+"""Bounds of a scale: the reference has the first; the second keeps the scale of an infinite tile finite."""
+
+
+class _Latent(KVFormat):
+    """The latent in some planes, then its rotary part, if it has one, in another."""
+
+    rope = 0
+    """Rotary values at the end of what is encoded; known to a format that is bound to a stream."""
+
+    def bound(self, stream: Stream) -> KVFormat:
+        found = copy(self)
+        found.rope = stream.rope
+        return found
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        rope = (Plane("rope", "bfloat16", (stream.heads, stream.rope)),) if stream.rope else ()
+        return (*self._planes(_without_rope(stream)), *rope)
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        values = x_THD.shape[-1] - self.rope
+        rope = (x_THD[..., values:].to(torch.bfloat16),) if self.rope else ()
+        return (*self._encode(x_THD[..., :values], scale), *rope)
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        values = self._decode(planes[:2], scale)
+        return torch.cat((values, planes[2].float()), -1) if len(planes) > 2 else values
+
+    def refuses(self, stream: Stream) -> str | None:
+        if stream.name != LATENT:
+            return f"{self.name} stores the latent of MLA, which {stream.name} is not"
+        return super().refuses(_without_rope(stream))
+
+    @abstractmethod
+    def _planes(self, stream: Stream) -> tuple[Plane, Plane]:
+        """The planes of the latent proper: values, and scales."""
+
+    @abstractmethod
+    def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]: ...
+
+    @abstractmethod
+    def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor: ...
+
+
+def _without_rope(stream: Stream) -> Stream:
+    return Stream(stream.name, stream.heads, stream.dim - stream.rope)
+
+
+class FP8DsMla(_Latent):
+    name = "fp8_ds_mla"
+    summary = "latents of MLA: E4M3 with an FP32 scale per 128 values, rotary values in BF16"
+    source = "FlashMLA, sparse decoding for DeepSeek V3.2"
+    block = TILE
+
+    def _planes(self, stream: Stream) -> tuple[Plane, Plane]:
+        data = Plane("data", "float8_e4m3fn", (stream.heads, stream.dim))
+        return data, Plane("scale", "float32", (stream.heads, stream.dim // TILE))
+
+    def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        tiles = x_THD.float().unflatten(-1, (-1, TILE))
+        ideal = (tiles.abs().amax(-1) / E4M3_MAX).clamp(min=LEAST, max=MOST)
+        scales = torch.exp2(ideal.log2().ceil())
+        codes = (tiles / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+        return codes.to(torch.float8_e4m3fn).flatten(-2), scales
+
+    def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        codes, scales = planes
+        return to_float(codes).unflatten(-1, (-1, TILE)).mul_(scales.unsqueeze(-1)).flatten(-2)
+
+
+class NVFP4DsMla(_Latent):
+    name = "nvfp4_ds_mla"
+    summary = "latents of MLA: NVFP4, rotary values in BF16"
+    source = "vLLM's and SGLang's nvfp4_ds_mla; the block format is NVIDIA NVFP4"
+    block, max_value = NVFP4.block, NVFP4.max_value
+    _codec = NVFP4()
+
+    def _planes(self, stream: Stream) -> tuple[Plane, Plane]:
+        data, scale = self._codec.planes(stream)
+        return data, scale
+
+    def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return self._codec.encode(x_THD, scale)
+
+    def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        return self._codec.decode(planes, scale)
+
+
+FORMATS = (FP8DsMla(), NVFP4DsMla())

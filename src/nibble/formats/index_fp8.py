@@ -1,0 +1,44 @@
+"""Index keys of sparse attention: E4M3 values and one FP32 scale a token, 128 + 4 = 132 bytes for 128 values.
+
+scale = amax / 448, at least 1e-4 / 448, rounded up to a power of two, as DeepSeek V3.2 does for its indexer. An indexer
+only ranks tokens, so 8 bits suffice; unquantised schemes keep index keys unquantised too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.formats.base import KVFormat, Plane
+from nibble.formats.lookup import to_float
+from nibble.geometry import INDEX, Stream
+
+E4M3_MAX = 448.0
+LEAST, MOST = 1e-4 / E4M3_MAX, 2.0**118
+
+
+class IndexFP8(KVFormat):
+    name = "index_fp8"
+    summary = "index keys of sparse attention: E4M3 with one FP32 scale a token; chosen by itself"
+    source = "DeepSeek V3.2 inference code; DeepGEMM's paged MQA logits"
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        return (
+            Plane("data", "float8_e4m3fn", (stream.heads, stream.dim)),
+            Plane("scale", "float32", (stream.heads,)),
+        )
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        x = x_THD.float()
+        scales = torch.exp2((x.abs().amax(-1) / E4M3_MAX).clamp(min=LEAST, max=MOST).log2().ceil())
+        codes = (x / scales.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return codes, scales
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        return to_float(planes[0]).mul_(planes[1].unsqueeze(-1))
+
+    def refuses(self, stream: Stream) -> str | None:
+        return None if stream.name == INDEX else f"{self.name} stores index keys, which {stream.name} is not"
+
+
+FORMATS = (IndexFP8(),)

@@ -1,0 +1,82 @@
+"""MLA without expanding: attention over the cached latent itself.
+
+Transformers' MLA layers compute a latent and a rotary key for each token, and hand them to expand_kv(), which makes
+keys and values of all heads. Here expand_kv() hands the latent on as it is, and the other factor of each product goes
+to the query and to the output instead ("absorbed", DeepSeek-V2, section 2.1.2):
+
+    q_nope . (up_k latent) = (q_nope up_k) . latent         weights (up_v latent) = up_v (weights latent)
+
+So a layer caches rank + rope values a token instead of heads * (key + value), and everything else of the family's code
+runs as it stands. Owns absorb() and Absorbed. Must not know of caches.
+
+Shape suffixes: H heads, T tokens, N query values that are not rotary, R the latent's rank, P rotary values, V values of
+a head's output; a leading 1 is Transformers' batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAME = "nibble_absorbed"
+
+
+class Absorbed(nn.Module):
+    """What expand_kv() would have applied: up_k_HNR to keys, up_v_HRV to values. rope: P."""
+
+    def __init__(self, weight: Tensor, heads: int, nope: int, rope: int) -> None:
+        super().__init__()
+        up_k, up_v = weight.detach().unflatten(0, (heads, -1)).tensor_split([nope], 1)
+        self.up_k_HNR = nn.Parameter(up_k.contiguous(), requires_grad=False)
+        self.up_v_HRV = nn.Parameter(up_v.transpose(1, 2).contiguous(), requires_grad=False)
+        self.nope, self.rope = nope, rope
+
+    @property
+    def rank(self) -> int:
+        return self.up_k_HNR.shape[2]
+
+    def query(self, query: Tensor) -> Tensor:
+        """[1, H, T, N + P] -> [1, H, T, R + P]."""
+        q_nope, q_rope = query.split([self.nope, self.rope], -1)
+        return torch.cat((_product(q_nope[0], self.up_k_HNR)[None], q_rope), -1)
+
+    def output(self, out_1THR: Tensor) -> Tensor:
+        """[1, T, H, R] -> [1, T, H, V]."""
+        return _product(out_1THR[0].transpose(0, 1), self.up_v_HRV).transpose(0, 1)[None]
+
+
+def _product(x_HTA: Tensor, weight_HAB: Tensor) -> Tensor:
+    """Head by head. On a CPU rows come in eights, so that a row's result does not depend on their number."""
+    rows = x_HTA.shape[1]
+    if x_HTA.device.type != "cpu" or rows >= ROWS:
+        return x_HTA @ weight_HAB
+    padded = torch.nn.functional.pad(x_HTA, (0, 0, 0, ROWS - rows))
+    return (padded @ weight_HAB)[:, :rows]
+
+
+ROWS = 8
+
+
+def absorb(model: nn.Module) -> int:
+    """Gives the MLA layers of `model` an expand_kv() that keeps the latent, in place; returns how many it found."""
+    found = [
+        module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
+    ]
+    for module in found:
+        _absorb(module)
+    return len(found)
+
+
+def _absorb(module: Any) -> None:
+    nope, width = module.qk_nope_head_dim, module.qk_nope_head_dim + module.v_head_dim
+    weight = module.kv_b_proj.weight
+    setattr(module, NAME, Absorbed(weight, len(weight) // width, nope, module.qk_rope_head_dim))
+    del module.kv_b_proj
+    module.expand_kv = _keep
+
+
+def _keep(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """The latent [1, 1, T, R + P] in the place of keys, and its values in the place of values."""
+    return torch.cat((kv_nope, k_rot), -1), kv_nope

@@ -1,0 +1,136 @@
+"""Formats of MLA's latents and of index keys: bytes, the record of FlashMLA, error bounds, and damage that shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibble import formats
+from nibble.cache import packing
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.cache.pool import PagedPool
+from nibble.cache.scales import ONE
+from nibble.errors import ConfigError
+from nibble.formats import KVFormat, scheme
+from nibble.geometry import HEADS, INDEX, LATENT, LATENTS, Stream
+
+SHAPE = LATENTS[0]
+BYTES = {
+    "bf16": 1152, "fp8_e4m3": 576, "fp8_ds_mla": 656, "nvfp4_ds_mla": 416, "fp4_mx16": 324, "nvfp4": 324,
+}  # fmt: skip
+ERRORS = {
+    "bf16": 0.003,
+    "fp8_e4m3": 0.03,
+    "fp8_ds_mla": 0.03,
+    "nvfp4_ds_mla": 0.1,
+    "fp4_mx16": 0.15,
+    "nvfp4": 0.1,
+}
+ONE_SCALE = torch.tensor(1.0)
+
+
+def latents(tokens: int, stream: Stream = SHAPE) -> Tensor:
+    return torch.randn(tokens, 1, stream.dim, generator=torch.Generator().manual_seed(3))
+
+
+def codec(name: str, stream: Stream = SHAPE) -> KVFormat:
+    return formats.get(name).bound(stream)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_and_errors(name: str) -> None:
+    fmt, x = codec(name), latents(50)
+    planes = fmt.encode(x, ONE_SCALE)
+    assert fmt.bytes_per_token(SHAPE) == BYTES[name] == sum(plane[0].nbytes for plane in planes)
+    for plane, spec in zip(planes, fmt.planes(SHAPE), strict=True):
+        assert plane.shape == (50, *spec.shape) and plane.dtype == spec.torch_dtype
+    found = fmt.decode(planes, ONE_SCALE)
+    assert (found - x).norm() < ERRORS[name] * x.norm()
+    if name.endswith("ds_mla"):
+        assert torch.equal(found[..., -64:], x[..., -64:].bfloat16().float()), (
+            "rotary values are kept in BF16"
+        )
+
+
+def test_the_record_is_flash_mlas() -> None:
+    """512 E4M3 values, four FP32 scales, 64 BF16 values, token after token in a page of 64; scales as its tests have
+    them: amax / 448, at least 1e-4, up to the next power of two."""
+    x = latents(70)
+    x[3, :, 128:256] = 0.0
+    layout = CacheLayout((LayerLayout(0, (StreamLayout(SHAPE, "fp8_ds_mla"),)),), 64, "record")
+    pool = PagedPool(layout, 2, ONE)
+    pool.write(0, {LATENT: x}, torch.arange(70))
+    data = pool.view(0).streams[LATENT].planes[0]
+    records = torch.as_strided(data.view(torch.uint8), (128, 656), (656, 1), 0)[:70]
+    scales = torch.exp2(
+        torch.clamp(x[:, 0, :512].unflatten(-1, (4, 128)).abs().amax(-1) / 448, min=1e-4).log2().ceil()
+    )
+    values = (x[:, 0, :512].unflatten(-1, (4, 128)) / scales[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    assert torch.equal(records[:, :512], values.view(torch.uint8))
+    assert torch.equal(records[:, 512:528], scales.view(torch.uint8))
+    assert torch.equal(records[:, 528:], x[:, 0, 512:].bfloat16().contiguous().view(torch.uint8))
+    assert pool.nbytes == 2 * 64 * 656
+
+
+@pytest.mark.parametrize("kv_format", scheme.fitting(*LATENTS))
+def test_every_packing_holds_the_same(kv_format: str) -> None:
+    fmt = scheme.parse(kv_format)
+    entries = tuple(StreamLayout(stream, fmt.format_of(stream).name) for stream in LATENTS)
+    x, index = latents(40), latents(40, LATENTS[1])
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:40]
+    seen = []
+    for name in packing.names():
+        layout = CacheLayout((LayerLayout(0, entries),), 16, name)
+        pool = PagedPool(layout, 4, ONE, poison=True)
+        pool.write(0, {LATENT: x, INDEX: index}, slots)
+        assert pool.nbytes == 64 * layout.bytes_per_token
+        assert layout.layers[0].format_key == entries[0].format, "attention does not read index keys"
+        streams = pool.view(0).streams.values()
+        seen.append([stream.gather(torch.arange(4)[None])[0, slots] for stream in streams])
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def test_index_keys() -> None:
+    stream, x = LATENTS[1], latents(30, LATENTS[1]) * 10
+    for kv_format in scheme.fitting(*LATENTS):
+        plain = formats.get(kv_format).plain
+        assert scheme.parse(kv_format).format_of(stream).name == (kv_format if plain else "index_fp8")
+    fmt = codec("index_fp8", stream)
+    assert fmt.bytes_per_token(stream) == 132
+    planes = fmt.encode(x, ONE_SCALE)
+    assert torch.equal(planes[1].log2(), planes[1].log2().round()), "scales are powers of two"
+    assert (fmt.decode(planes, ONE_SCALE) - x).norm() < 0.03 * x.norm()
+    assert fmt.decode(fmt.encode(torch.zeros(1, 1, 128), ONE_SCALE), ONE_SCALE).count_nonzero() == 0
+    with pytest.raises(ConfigError, match="stores index keys"):
+        fmt.check(SHAPE)
+    with pytest.raises(ConfigError, match="unknown KV format"):
+        scheme.parse("index_fp8")
+
+
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_what_is_stored_must_be_a_latent_of_the_right_width(name: str) -> None:
+    fmt = formats.get(name)
+    with pytest.raises(ConfigError, match="stores the latent of MLA"):
+        fmt.check(HEADS[0])
+    fmt.check(Stream(LATENT, 1, 256 + 32, 32))
+    fmt.check(Stream(LATENT, 1, 512))
+    with pytest.raises(ConfigError, match="not a multiple of"):
+        fmt.check(Stream(LATENT, 1, 72 + 64, 64))
+    x = latents(3, Stream(LATENT, 1, 512))
+    bound = fmt.bound(Stream(LATENT, 1, 512))
+    planes = bound.encode(x, ONE_SCALE)
+    assert len(planes) == 2, "no plane of rotary values where there are none"
+    assert bound.decode(planes, ONE_SCALE).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_damage_shows_and_stays_where_it_is(name: str) -> None:
+    fmt, x = codec(name), latents(4)
+    x[1, 0, 5], x[2, 0, 5], x[3, 0, 570] = float("nan"), float("inf"), float("nan")
+    found = fmt.decode(fmt.encode(x, ONE_SCALE), ONE_SCALE)
+    block = fmt.block
+    assert found[1, 0, :block].isnan().all() and found[1, 0, block:].isfinite().all()
+    assert found[2].isfinite().all() and found[2, 0, 5] > 1
+    assert found[3].isnan().sum() == 1
