@@ -30,6 +30,11 @@ MLA: dict[str, Any] = {
     "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 32,
 }  # fmt: skip
 """What makes a deepseek_v3 of BASE."""
+SPARSE: dict[str, Any] = {
+    **MLA, "index_topk": 24, "index_n_heads": 8, "index_head_dim": 32,
+    "indexer_types": ["full", "shared", "full"],
+}  # fmt: skip
+"""What makes a glm_moe_dsa of BASE."""
 
 
 def save_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:

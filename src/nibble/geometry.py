@@ -46,6 +46,7 @@ class LayerGroup:
     q_heads: query heads of each layer.
     window: sliding window in tokens, the present one included; None for full attention.
     softcap, sinks: whether scores are capped by tanh, and whether learned sink logits join the softmax.
+    top_k: tokens that a query looks at in sparse attention, 0 where it looks at all.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LayerGroup:
     window: int | None = None
     softcap: bool = False
     sinks: bool = False
+    top_k: int = 0
 
     @property
     def head_dim(self) -> int:

@@ -8,7 +8,7 @@ prove nothing: greedy tokens alone would not notice the first of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ def latent(**options: Any) -> Family:
     return Family({**experts, **ranks, "num_key_value_heads": 4, "head_dim": 8, **options}, (1, 40))
 
 
+def sparse(**options: Any) -> Family:
+    """DSA: MLA that looks at 12 tokens. So many heads of the indexer that no two tokens have the same score: which of
+    them is chosen would be anyone's guess."""
+    indexer = {"index_topk": 12, "index_n_heads": 32, "index_head_dim": 32}
+    return replace(latent(**indexer, **options), asks=("chosen",))
+
+
 LONGCAT = {
     "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2,
 }  # fmt: skip
@@ -109,6 +116,8 @@ FAMILIES = {
     "axk1": latent(),
     "deepseek_v2": latent(topk_method="greedy", routed_scaling_factor=1.0),
     "deepseek_v3": latent(),
+    "deepseek_v32": sparse(),
+    "glm_moe_dsa": sparse(indexer_types=["full", "shared", "full", "shared"]),
     "glm4_moe_lite": latent(),
     "longcat_flash": latent(**LONGCAT),
     "minicpm3": latent(hidden_act="silu"),
@@ -282,7 +291,12 @@ def test_a_planted_error_in_keys_is_caught(served: Served, monkeypatch: pytest.M
 def test_what_a_layer_asks_is_not_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for ask in served.family.asks:
         with monkeypatch.context() as patch:
-            patch.setattr(hook, "AttentionSpec", lambda *given, ask=ask: _without(AttentionSpec(*given), ask))
+            if ask == "chosen":
+                patch.setattr(hook, "_chosen", lambda *_: None)
+            else:
+                patch.setattr(
+                    hook, "AttentionSpec", lambda *given, ask=ask: _without(AttentionSpec(*given), ask)
+                )
             assert served.error() > 10 * TOLERANCE, ask
 
 
@@ -297,7 +311,7 @@ def _without(spec: AttentionSpec, ask: str) -> AttentionSpec:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3", "glm4_moe_lite"]
+    "name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3", "glm_moe_dsa"]
 )
 def test_greedy_answers_in_a_batch_are_those_of_generate(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path)

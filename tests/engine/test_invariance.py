@@ -18,7 +18,7 @@ from nibble import LLM
 from nibble.engine.batch import Batch
 from nibble.formats import scheme
 from nibble.geometry import HEADS, LATENTS
-from tiny import MLA, save_tiny
+from tiny import MLA, SPARSE, save_tiny
 
 SCHEMES = (*scheme.fitting(*HEADS), "nvfp4+rot", "nvfp4+kmean+rot", "k8v4+kmean")
 PROMPT = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -87,7 +87,16 @@ def test_same_answer_however_computed(kv_format: str, tiny: Path, scales: Path) 
 @pytest.fixture(scope="module")
 def tiny_mla(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A random MLA checkpoint with experts, and its scales."""
-    path = save_tiny(tmp_path_factory.mktemp("mla"), "deepseek_v3", **MLA)
+    return measured(save_tiny(tmp_path_factory.mktemp("mla"), "deepseek_v3", **MLA))
+
+
+@pytest.fixture(scope="module")
+def tiny_dsa(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random checkpoint with sparse attention, of layers that choose and one that shares, and its scales."""
+    return measured(save_tiny(tmp_path_factory.mktemp("dsa"), "glm_moe_dsa", **SPARSE))
+
+
+def measured(path: Path) -> tuple[Path, Path]:
     text = "".join(map(chr, range(32, 127))) * 4
     LLM(str(path), kv_format="fp32", kv_memory="8MiB").measure_scales([text], save=path / "scales.json")
     return path, path / "scales.json"
@@ -96,6 +105,11 @@ def tiny_mla(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("kv_format", scheme.fitting(LATENTS[0]))
 def test_same_answer_over_a_latent(kv_format: str, tiny_mla: tuple[Path, Path]) -> None:
     check(kv_format, *tiny_mla)
+
+
+@pytest.mark.parametrize("kv_format", scheme.fitting(*LATENTS))
+def test_same_answer_from_chosen_tokens(kv_format: str, tiny_dsa: tuple[Path, Path]) -> None:
+    check(kv_format, *tiny_dsa)
 
 
 def check(kv_format: str, tiny: Path, scales: Path) -> None:

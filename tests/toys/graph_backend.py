@@ -83,4 +83,4 @@ class MaskedAppend:
 
 def make_recordable(pool: PagedPool) -> None:
     """Gives a pool writes that can be recorded."""
-    pool._appends = {layer: MaskedAppend(pool, layer) for layer in pool.views}
+    pool._appends = {layer: (("k", MaskedAppend(pool, layer)),) for layer in pool.views}

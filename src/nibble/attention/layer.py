@@ -10,7 +10,7 @@ Shape suffixes: T tokens, H heads, D values of a head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ from nibble.attention.staging import staged
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError, NibbleError
+from nibble.geometry import INDEX
+from nibble.kernels.choose import NOBODY, choose
 
 
 class Attend(Protocol):
@@ -62,15 +64,31 @@ def attention(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def select(
+    ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
+) -> Tensor:
+    """Stores the layer's new index keys, and chooses the tokens that each query looks at -> int32 [T, top_k]."""
+    slots_T = ctx.meta.slots_T
+    ctx.pool.write(layer, {INDEX: key_T1D[: len(slots_T)]}, slots_T)
+    keys = ctx.pool.view(layer).streams[INDEX].paged
+    chosen_TK = torch.full((len(q_THD), top_k), NOBODY, dtype=torch.int32, device=q_THD.device)
+    for segment in ctx.meta.segments:
+        rows = slice(segment.start, segment.stop)
+        chosen_TK[rows] = choose(
+            keys, segment.pages_BN, segment.q_lens, segment.kv_lens, q_THD[rows], weights_TH[rows], top_k
+        )
+    return chosen_TK
+
+
 def _segment(
     ctx: StepContext, layer: int, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec
 ) -> Iterator[Tensor]:
     route = ctx.plan.route(layer, segment.phase)
     parts = staged(view, segment, route.stage_to) if route.stage_to else ((view, segment),)
     for part_view, part in parts:
-        yield _attend(
-            ctx.backends[route.backend], route, q_THD[part.start : part.stop], part_view, part, spec
-        )
+        rows = slice(part.start, part.stop)
+        own = spec if spec.chosen_TK is None else replace(spec, chosen_TK=spec.chosen_TK[rows])
+        yield _attend(ctx.backends[route.backend], route, q_THD[rows], part_view, part, own)
 
 
 def _attend(

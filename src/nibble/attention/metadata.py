@@ -70,9 +70,11 @@ class AttentionMetadata:
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer asks of one call. window: tokens seen, the present one included. softcap: scores become
-    softcap * tanh(score / softcap). sinks_H: a learned logit per query head that joins the softmax."""
+    softcap * tanh(score / softcap). sinks_H: a learned logit per query head that joins the softmax. chosen_TK: for
+    sparse attention, the tokens that each query looks at (kernels/choose.py)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    chosen_TK: Tensor | None = None

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import select as chosen_by
 from nibble.attention.metadata import AttentionSpec
 
 _SIGNATURE = (
     "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
-    "float? softcap, Tensor? sinks) -> Tensor"
+    "float? softcap, Tensor? sinks, Tensor? chosen) -> Tensor"
 )
 SEPARATOR = ","
 _numbers = itertools.count()
@@ -43,18 +44,18 @@ def call(
     """attention() by way of the operator -> [T, H, width]."""
     found: Tensor = torch.ops.nibble.attention(
         q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, spec.scale, spec.window,
-        spec.softcap, spec.sinks_H,
+        spec.softcap, spec.sinks_H, spec.chosen_TK,
     )  # fmt: skip
     return found
 
 
 def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None,
+    window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None,
 ) -> Tensor:  # fmt: skip
     ctx = _steps[step].context
     assert ctx is not None, "the owner of a compiled model puts a context before it runs it"
-    spec = AttentionSpec(scale, window, softcap, sinks)
+    spec = AttentionSpec(scale, window, softcap, sinks, chosen)
     named = dict(zip(names.split(SEPARATOR), streams, strict=True))
     return attention(ctx, layer, q, named, spec).contiguous()  # as _shape promises
 
@@ -63,7 +64,26 @@ def _shape(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object)
     return q.new_empty(q.shape[0], q.shape[1], width)
 
 
+def select(step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int) -> Tensor:
+    """attention/layer.py's select() by way of an operator -> int32 [T, top_k]."""
+    found: Tensor = torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
+    return found
+
+
+def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+    ctx = _steps[step].context
+    assert ctx is not None
+    return chosen_by(ctx, layer, q, key, weights, top_k)
+
+
+def _chosen_shape(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+    return q.new_empty(q.shape[0], top_k, dtype=torch.int32)
+
+
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
 _library.define(_SIGNATURE)
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::attention", _shape, lib=_library)
+_library.define("select(Tensor q, Tensor key, Tensor weights, int step, int layer, int top_k) -> Tensor")
+_library.impl("select", _select, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::select", _chosen_shape, lib=_library)

@@ -19,6 +19,7 @@ from nibble.attention.metadata import Segment
 from nibble.attention.plan import STAGED_PACKING
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
+from nibble.geometry import INDEX
 
 MAX_TOKENS = 1 << 17
 """Bound of the workspace: tokens staged at once, unless a single request has more."""
@@ -32,6 +33,7 @@ def staged(view: KVView, segment: Segment, target: str) -> Iterator[tuple[KVView
         streams = {
             name: _stage(stream, part.pages_BN, view.page_size, target)
             for name, stream in view.streams.items()
+            if name != INDEX
         }
         yield replace(view, streams=streams), replace(part, pages_BN=own)
 

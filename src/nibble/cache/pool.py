@@ -8,7 +8,7 @@ Shape suffixes: T tokens, H heads, D values of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from nibble.cache.scales import KVScales
 from nibble.cache.view import KVView, StreamView
 from nibble.formats import transform as transforms_of
 from nibble.formats.base import raw
+from nibble.geometry import INDEX
 from nibble.kernels import append
 
 POISON = 0xFF
@@ -45,9 +46,7 @@ class PagedPool:
         self.views = {
             layer.layer: self._allocate(layer, scales, torch.device(device)) for layer in layout.layers
         }
-        self._appends = {
-            layer: append.prepare(_targets(view), view.joint_scale) for layer, view in self.views.items()
-        }
+        self._appends = {layer: tuple(_appends(view)) for layer, view in self.views.items()}
         if poison:
             for plane in self._planes():
                 raw(plane).fill_(POISON if plane.itemsize == 1 else -1)  # all bits, either way
@@ -65,7 +64,7 @@ class PagedPool:
             self.layout.page_size,
             tuple(transforms_of.get(name) for name in layer.transforms),
             None if mean is None else torch.tensor(mean, device=device),
-            _joint_scale(tuple(streams.values())),
+            _joint_scale(tuple(entry for name, entry in streams.items() if name != INDEX)),
         )
 
     def _stream(
@@ -89,15 +88,31 @@ class PagedPool:
     @property
     def captures(self) -> bool:
         """Whether a CUDA graph may hold a write to any layer."""
-        return all(write.captures for write in self._appends.values())
+        return all(write.captures for writes in self._appends.values() for _, write in writes)
 
     def view(self, layer: int) -> KVView:
         """What a backend reads of stored layer `layer`."""
         return self.views[layer]
 
     def write(self, layer: int, streams: Mapping[str, Tensor], slots_T: Tensor) -> None:
-        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slots_T; nothing where negative."""
-        self._appends[layer](streams, slots_T)
+        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slots_T; nothing where negative.
+
+        What attention reads is given together; an index key is needed earlier, and may come alone.
+        """
+        for first, write in self._appends[layer]:
+            if first in streams:
+                write(
+                    {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)}, slots_T
+                )
+
+
+def _appends(view: KVView) -> Iterator[tuple[str, append.Append]]:
+    """What writes the streams of a layer, by the first of those that it writes together."""
+    targets = _targets(view)
+    index = targets.pop(INDEX, None)
+    yield next(iter(targets)), append.prepare(targets, view.joint_scale)
+    if index is not None:
+        yield INDEX, append.prepare({INDEX: index})
 
 
 def _targets(view: KVView) -> dict[str, append.Target]:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.capability import Phase
-from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import StepContext
 from nibble.attention.metadata import AttentionMetadata, Segment
 from nibble.attention.plan import Plan
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters
 from nibble.models import hook
+from nibble.models.adapt import mask_for
 
 Side = tuple[Plan, KVScales]
 """A scheme on trial: its plan and scales."""
@@ -40,11 +41,9 @@ class Shadow(hook.Observer):
 
     def observe(self, call: hook.Call) -> Tensor:
         """A call's query [1, H, T, D] and streams [1, G, T, D] -> the yardstick's output [1, T, H, Dv]."""
-        q_THD = call.query[0].transpose(0, 1)
-        streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
-        wanted = attention(self._yardstick, call.layer, q_THD, streams, call.spec)
+        wanted = hook.attend(self._yardstick, call)
         for name, context in self._schemes.items():
-            found = attention(context, call.layer, q_THD, streams, call.spec)
+            found = hook.attend(context, call)
             self.errors[name][call.layer] = _relative(found, wanted)
         return wanted[None]
 
@@ -76,6 +75,7 @@ def attention_errors(
     model(
         input_ids=tokens,
         position_ids=positions,
+        attention_mask=mask_for(model, tokens),
         use_cache=False,
         logits_to_keep=last,
         **{hook.CONTEXT: shadow},

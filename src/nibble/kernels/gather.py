@@ -57,6 +57,13 @@ def reference(stream: Paged, pages_BN: Tensor, dtype: torch.dtype, *, heads_firs
     return (values_BHLD if heads_first else values_BHLD.transpose(1, 2)).to(dtype).contiguous()
 
 
+def tokens(stream: Paged, slots: Tensor) -> Tensor:
+    """Single tokens: int64 slots [...], page * page_size + offset -> float32 [..., H, D]."""
+    page, offset = slots // stream.page_size, slots % stream.page_size
+    planes = tuple(raw(plane)[page, :, offset].view(plane.dtype) for plane in stream.planes_PHS)
+    return stream.format.decode(planes, stream.scale)
+
+
 def _pages(plane_PHS: Tensor, pages_BN: Tensor) -> Tensor:
     """[B, H, L, ...] of a plane."""
     found = raw(plane_PHS)[pages_BN.long()]

@@ -20,6 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 from nibble.attention.layer import StepContext
 from nibble.attention.op import Step
 from nibble.errors import ConfigError
+from nibble.models.adapt import mask_for
 from nibble.models.hook import CONTEXT
 from nibble.models.quiet import first_line
 
@@ -89,7 +90,12 @@ def _alone(x: Tensor) -> Tensor:
 
 def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext | Step) -> Tensor:
     found: Tensor = model(
-        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows_S, **{CONTEXT: ctx}
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask_for(model, ids),
+        use_cache=False,
+        logits_to_keep=rows_S,
+        **{CONTEXT: ctx},
     ).logits[0]
     return found
 

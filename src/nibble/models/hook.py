@@ -7,7 +7,7 @@ Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leadi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention import op
-from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import StepContext, attention, select
 from nibble.attention.metadata import AttentionSpec
 from nibble.errors import ConfigError
 from nibble.geometry import LATENT
 from nibble.models import latent
 from nibble.models.guard import MaskRule
 from nibble.models.latent import Absorbed
+from nibble.models.sparse import Selection
 
 NAME = "nibble"
 """The implementation that serves: it has no mask function, so that no mask is ever built."""
@@ -55,12 +56,14 @@ def _attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    indices: Selection | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
     ctx: StepContext | op.Step | Observer | None = rest.pop(CONTEXT, None)
     rule = getattr(attention_mask, _RULE, None)
-    refuse_unknown(module, attention_mask if rule is None else None, rest)
+    built = attention_mask if rule is None and attention_mask is not None and attention_mask.numel() else None
+    refuse_unknown(module, built, rest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     spec = AttentionSpec(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
     absorbed: Absorbed | None = getattr(module, latent.NAME, None)
@@ -68,7 +71,7 @@ def _attend(
         call = Call(layer_index(module), query, {"k": key, "v": value}, value.shape[-1], 0, spec, rule)
         return _answer(ctx, call, module), None
     query = absorbed.query(query)
-    call = Call(layer_index(module), query, {LATENT: key}, absorbed.rank, absorbed.rope, spec, rule)
+    call = Call(layer_index(module), query, {LATENT: key}, absorbed.rank, absorbed.rope, spec, rule, indices)
     return absorbed.output(_answer(ctx, call, module)), None
 
 
@@ -81,13 +84,26 @@ def _answer(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn
             f"{type(module).__name__} was not given {CONTEXT}: the layers of this family do not hand "
             "keywords on to their attention, so it cannot be served"
         )
-    q_THD, streams = (
-        call.query[0].transpose(0, 1),
-        {name: x[0].transpose(0, 1) for name, x in call.streams.items()},
-    )
+    return attend(ctx, call)[None]
+
+
+def attend(ctx: StepContext | op.Step, call: Call) -> Tensor:
+    """A layer's attention in the context of a step -> [T, H, Dv]."""
+    q_THD = call.query[0].transpose(0, 1)
+    streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
+    spec = replace(call.spec, chosen_TK=_chosen(ctx, call.selection)) if call.selection else call.spec
     if isinstance(ctx, op.Step):
-        return op.call(ctx, call.layer, q_THD, streams, call.width, call.spec)[None]
-    return attention(ctx, call.layer, q_THD, streams, call.spec)[None]
+        return op.call(ctx, call.layer, q_THD, streams, call.width, spec)
+    return attention(ctx, call.layer, q_THD, streams, spec)
+
+
+def _chosen(ctx: StepContext | op.Step, asked: Selection) -> Tensor:
+    """The tokens of a selection. Layers that share one ask once."""
+    if asked.chosen_TK is None or asked.ctx is not ctx:
+        ask = op.select if isinstance(ctx, op.Step) else select
+        asked.ctx = ctx
+        asked.chosen_TK = ask(ctx, asked.layer, asked.q_THD, asked.key_T1D, asked.weights_TH, asked.top_k)  # type: ignore[arg-type]
+    return asked.chosen_TK
 
 
 def layer_index(module: nn.Module) -> int:
@@ -118,7 +134,7 @@ class Call:
     """What one layer asked of attention: query [1, H, T, D], and streams [1, G, T, D] to be cached, by name.
 
     width: values of a head's output. rope: values at the end of a latent that are rotary, and of the key alone.
-    rule: what the mask is made from, if Transformers built one.
+    rule: what the mask is made from, if Transformers built one. selection: which tokens are looked at, if not all.
     """
 
     layer: int
@@ -128,6 +144,7 @@ class Call:
     rope: int
     spec: AttentionSpec
     rule: MaskRule | None
+    selection: Selection | None = None
 
 
 class Observer:

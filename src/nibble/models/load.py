@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nibble.errors import WeightError
 from nibble.geometry import Geometry
 from nibble.models import hook
+from nibble.models.adapt import adapted
 from nibble.models.config import find, named_class
 from nibble.models.experts import pack_experts
 from nibble.models.kv_scales import is_scale
-from nibble.models.latent import absorb
 from nibble.models.linear import pack_linears
 from nibble.models.quiet import first_line, quiet
 from nibble.models.rope import fix_rope, tabulate_rope
@@ -59,7 +59,7 @@ def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) 
 
 def ready(model: nn.Module, max_context: int) -> nn.Module:
     """Makes a loaded model ready to serve, in place."""
-    absorb(model)
+    adapted(model)
     fix_rope(model, max_context)
     if next(model.parameters()).is_cuda:
         tabulate_rope(model, max_context)

@@ -2,13 +2,13 @@
 attention.
 
 So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
-for any family, with no table of families. Sparse attention (DSA) is read off its config instead. Owns observe(). Must
-not know of caches, formats or backends.
+for any family, with no table of families. Owns observe(). Must not know of caches, formats or backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nibble.errors import ConfigError, NibbleError
 from nibble.geometry import INDEX, LATENT, Geometry, Kind, LayerGroup, Stream
 from nibble.models import hook
+from nibble.models.adapt import adapted, mask_for
 from nibble.models.config import named_class
 from nibble.models.guard import Positions, Unrouted, check_masks, check_modules
 from nibble.models.hook import Call
-from nibble.models.latent import absorb
 from nibble.models.quiet import first_line, quiet
 from nibble.models.rope import fix_rope, stretch
 
@@ -51,8 +51,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
         ) from error
     except Exception as error:  # of all kinds: every family checks its config in its own way
         raise ConfigError(f"{text.model_type} cannot be served: {first_line(error)}") from error
-    absorb(model)
-    return model.eval()
+    return adapted(model).eval()
 
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> Geometry:
@@ -68,7 +67,7 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
         )
     model = skeleton(config)
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
-    groups, owner = _sparse(text) if _is_sparse(text) else _run(model, text, max_context or limit)
+    groups, owner = _run(model, text, max_context or limit)
     return Geometry(
         model=name,
         family=text.model_type,
@@ -87,10 +86,6 @@ def _limit(text: PretrainedConfig) -> int:
     return int(found) if found > 0 else 1 << 17
 
 
-def _is_sparse(text: PretrainedConfig) -> bool:
-    return bool(getattr(text, "index_topk", None))
-
-
 def _run(
     model: nn.Module, text: PretrainedConfig, max_context: int
 ) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
@@ -99,7 +94,7 @@ def _run(
     check_modules(decoder_of(model), family)
     positions = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     with Positions(positions) as watch:
-        calls = _calls(model, family, position_ids=positions)
+        calls = _calls(model, family, position_ids=positions, attention_mask=mask_for(model, positions))
     _check(calls, text)
     watch.check(family)
     model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
@@ -117,7 +112,7 @@ def decoder_of(model: Any) -> nn.Module:
     return found
 
 
-def _calls(model: nn.Module, family: str, **inputs: Tensor) -> list[Call]:
+def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
     """What each layer asks of attention, by layer; raises ConfigError where the model does not get that far.
 
     Called as engine/runner.py calls it: all tokens are computed, and the logits of one are asked for.
@@ -173,29 +168,32 @@ def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
 
 def _groups(calls: Sequence[Call]) -> tuple[LayerGroup, ...]:
     """Layers that ask the same of attention, together."""
-    found: dict[tuple[object, ...], list[int]] = {}
+    found: dict[LayerGroup, list[int]] = {}
     for call in calls:
-        spec = call.spec
-        streams = tuple(Stream(name, x.shape[1], x.shape[3], call.rope) for name, x in call.streams.items())
-        facts = (streams, call.query.shape[1], spec.window, bool(spec.softcap), spec.sinks_H is not None)
-        found.setdefault(facts, []).append(call.layer)
+        found.setdefault(_asked(call), []).append(call.layer)
     return tuple(
-        LayerGroup(_name(window, i), _kind(streams), streams, tuple(layers), heads, window, softcap, sinks)  # type: ignore[arg-type]
-        for i, ((streams, heads, window, softcap, sinks), layers) in enumerate(found.items())
+        replace(asked, name=_name(asked, i), layers=tuple(layers))
+        for i, (asked, layers) in enumerate(found.items())
     )
 
 
-def _kind(streams: Sequence[Stream]) -> Kind:
-    return "mla" if streams[0].name == LATENT else "mha"
+def _asked(call: Call) -> LayerGroup:
+    """What one layer asks, without a name and its number."""
+    spec, streams, top_k = call.spec, _streams(call), call.selection.top_k if call.selection else 0
+    kind: Kind = "dsa" if top_k else "mla" if streams[0].name == LATENT else "mha"
+    heads, sinks = call.query.shape[1], spec.sinks_H is not None
+    return LayerGroup("", kind, streams, (), heads, spec.window, bool(spec.softcap), sinks, top_k)
 
 
-def _name(window: object, index: int) -> str:
-    return f"{'full' if window is None else 'sliding'}{index or ''}"
+def _streams(call: Call) -> tuple[Stream, ...]:
+    """What a layer stores. An index key is stored by the layer whose indexer it is, and scored for others too."""
+    own = tuple(Stream(name, x.shape[1], x.shape[3], call.rope) for name, x in call.streams.items())
+    if call.selection is None or call.selection.layer != call.layer:
+        return own
+    _, heads, dim = call.selection.key_T1D.shape
+    return (*own, Stream(INDEX, heads, dim, call.rope))
 
 
-def _sparse(text: PretrainedConfig) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
-    """Sparse attention over a latent, from the config's ranks: its layers do more than call attention."""
-    rope = text.qk_rope_head_dim
-    streams = Stream(LATENT, 1, text.kv_lora_rank + rope, rope), Stream(INDEX, 1, text.index_head_dim, rope)
-    layers = tuple(range(text.num_hidden_layers))
-    return (LayerGroup("dsa", "dsa", streams, layers, text.num_attention_heads),), layers
+def _name(group: LayerGroup, index: int) -> str:
+    what = "sparse" if group.top_k else "full" if group.window is None else "sliding"
+    return f"{what}{index or ''}"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nibble.kernels import linear
 from nibble.models import hook
+from nibble.models.adapt import mask_for
 from nibble.models.guard import Unrouted
 from nibble.models.observe import skeleton
 
@@ -110,8 +111,9 @@ def together(model: Any) -> list[tuple[str, ...]]:
         if type(module) is nn.Linear:
             module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    context = {hook.CONTEXT: hook.Observer()}
     with torch.inference_mode(), Unrouted():
-        bare(input_ids=ids, position_ids=ids, use_cache=False, **{hook.CONTEXT: hook.Observer()})
+        bare(input_ids=ids, position_ids=ids, attention_mask=mask_for(bare, ids), use_cache=False, **context)
     seen = [name for names in calls.values() for name in names]
     return [
         tuple(names) for names in calls.values() if len(names) > 1 and all(seen.count(n) == 1 for n in names)

@@ -21,11 +21,14 @@ from torch import Tensor
 
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
-from nibble.cache.view import KVView
+from nibble.cache.view import KVView, StreamView
+from nibble.kernels.gather import tokens
 
 TILE = 256
 SPAN_VALUES = 1 << 18
 """Bound on the dequantised values of one stream at a time: what stays in a core's cache."""
+SPARSE_VALUES = 1 << 22
+"""Bound on the chosen values that are dequantised at a time."""
 SCORES = 1 << 24
 """Bound on the scores held at a time."""
 BATCHED = 8
@@ -69,6 +72,8 @@ class TorchRef:
         self._known: WeakKeyDictionary[Segment, dict[_Shape, tuple[_Rectangle, ...]]] = WeakKeyDictionary()
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        if spec.chosen_TK is not None:
+            return _sparse(q_THD, view, segment, spec, spec.chosen_TK).to(q_THD.dtype)
         heads, keys = q_THD.shape[1], view.keys.stream
         shape = heads // keys.heads, keys.values, spec.window
         known = self._known.setdefault(segment, {})
@@ -170,6 +175,34 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
     return out / total.unsqueeze(-1)
 
 
+def _sparse(q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec, chosen_TK: Tensor) -> Tensor:
+    """Attention over the chosen tokens of each query -> float32 [T, H, Dv]."""
+    keys, size, row, out = view.keys, view.page_size, 0, []
+    step = max(1, SPARSE_VALUES // (chosen_TK.shape[1] * keys.stream.values))
+    for pages_N, n in zip(segment.pages_BN, segment.q_lens, strict=True):
+        for start in range(row, row + n, step):
+            rows = slice(start, min(start + step, row + n))
+            tokens_nK = chosen_TK[rows].clamp(min=0).long()
+            slots_nK = pages_N[tokens_nK // size].long() * size + tokens_nK % size
+            out.append(
+                _weighed(
+                    q_THD[rows], tokens(keys.paged, slots_nK).squeeze(2), chosen_TK[rows] < 0, keys, spec
+                )
+            )
+        row += n
+    return torch.cat(out)
+
+
+def _weighed(
+    q_nHD: Tensor, keys_nKD: Tensor, hidden_nK: Tensor, keys: StreamView, spec: AttentionSpec
+) -> Tensor:
+    heads = q_nHD.shape[1]
+    q_nRD = F.pad(q_nHD.float() * spec.scale, (0, 0, 0, padded(heads) - heads))
+    scores_nRK = (q_nRD @ keys_nKD.transpose(1, 2)).masked_fill_(hidden_nK.unsqueeze(1), float("-inf"))
+    values_nKD = keys_nKD[..., : keys.stream.dim - keys.stream.rope]
+    return (scores_nRK.softmax(-1) @ values_nKD)[:, :heads]
+
+
 ANY_PHASE = frozenset(Phase)
 
 BACKEND = BackendInfo(
@@ -179,7 +212,7 @@ BACKEND = BackendInfo(
     rows=(
         Row(
             phase=ANY_PHASE,
-            kind=frozenset({"mha", "mla"}),
+            kind=frozenset({"mha", "mla", "dsa"}),
             format=None,
             packing=frozenset({"nhd", "hnd", "record"}),
             prefer=-10,

@@ -1,0 +1,63 @@
+"""choose: the tokens that sparse attention looks at, by the lightning indexer of DeepSeek V3.2.
+
+    score(query, token) = sum over heads of weight_h * relu(q_h . key)
+
+Of the tokens that a query sees, the top_k with the largest scores, exactly; of equal ones those that come first. Owns
+the torch reference. Must not know of pools, plans or requests.
+
+Shape suffixes: T query tokens, n of one request, H heads of the indexer, D values of a key, L stored tokens, K = top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nibble.kernels.gather import Paged, gather
+
+NOBODY = -1
+"""In the place of a token, where a query sees fewer than top_k."""
+SCORES = 1 << 24
+"""Bound on the scores held at a time."""
+
+
+def choose(
+    keys: Paged, pages_BN: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], q_THD: Tensor, weights_TH: Tensor,
+    top_k: int,
+) -> Tensor:  # fmt: skip
+    """The tokens of each query, ascending, as positions in its request -> int32 [T, K], NOBODY at the end.
+
+    keys: stored index keys, one head. The last q_lens[b] of request b's kv_lens[b] tokens are its queries. q_THD,
+    weights_TH: any float dtype.
+    """
+    found, row = [], 0
+    for pages_N, n, length in zip(pages_BN, q_lens, kv_lens, strict=True):
+        used = -(-length // keys.page_size)
+        keys_LD = gather(keys, pages_N[None, :used], torch.float32)[0, :length, 0]
+        step = max(1, SCORES // (length * q_THD.shape[1]))
+        for start in range(0, n, step):
+            rows = slice(row + start, row + min(start + step, n))
+            scores_nL = scores(q_THD[rows], weights_TH[rows], keys_LD)
+            found.append(_largest(scores_nL, length - n + start, top_k))
+        row += n
+    return torch.cat(found)
+
+
+def scores(q_nHD: Tensor, weights_nH: Tensor, keys_LD: Tensor) -> Tensor:
+    """float32 [n, L]. The products have the shape of one query's, so that a score does not depend on the others."""
+    products_nHL = (q_nHD.float() @ keys_LD.T).relu_()
+    return (weights_nH.float().unsqueeze(1) @ products_nHL).squeeze(1)
+
+
+def _largest(scores_nL: Tensor, first: int, top_k: int) -> Tensor:
+    """The best tokens of queries at positions first, first + 1, ..., each of which sees itself and what is before."""
+    n, length = scores_nL.shape
+    tokens = torch.arange(length, device=scores_nL.device)
+    seen_nL = tokens <= first + torch.arange(n, device=scores_nL.device)[:, None]
+    ranked = scores_nL.masked_fill(~seen_nL, float("-inf")).sort(dim=1, descending=True, stable=True).indices
+    best_nK = ranked[:, :top_k]
+    best_nK = torch.where(seen_nL.gather(1, best_nK), best_nK, length).sort(dim=1).values
+    best_nK = best_nK.masked_fill(best_nK == length, NOBODY).int()
+    return torch.nn.functional.pad(best_nK, (0, top_k - best_nK.shape[1]), value=NOBODY)
