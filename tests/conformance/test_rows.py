@@ -14,7 +14,7 @@ import datetime
 import json
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
-from nibble.geometry import HEADS, LayerGroup, Stream
+from nibble.geometry import LATENT, Kind, LayerGroup, Stream
 from nibble.hardware import probe
 
 HARDWARE = probe()
@@ -58,6 +58,9 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kind: Kind = "mha"
+    rope: int = 0
+    top_k: int = 0
 
 
 SHAPES = (
@@ -67,6 +70,12 @@ SHAPES = (
     Shape(dim=80, heads=1, group=4, page=1),
     Shape(dim=256, group=2, page=128, softcap=5.0, window=100),
     Shape(group=4, sinks=True, window=20),
+    Shape(kind="mla", heads=1, dim=128 + 64, group=16, page=64, rope=64),
+    Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64),
+    Shape(kind="mla", heads=1, dim=256 + 32, group=3, page=16, rope=32),
+    Shape(kind="mla", heads=1, dim=256, group=128, page=32),
+    Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24),
+    Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7),
 )
 
 
@@ -84,10 +93,13 @@ class Case:
         where = (
             f"{self.format}@{self.packing}-d{self.shape.dim}-g{self.shape.group}-p{self.shape.page}{extras}"
         )
-        return f"{self.backend}{self.row}-{self.phase}-{where}"
+        kind = "" if self.shape.kind == "mha" else f"-{self.shape.kind}{self.shape.rope}"
+        return f"{self.backend}{self.row}-{self.phase}{kind}-{where}"
 
 
-def streams(shape: Shape) -> tuple[Stream, Stream]:
+def streams(shape: Shape) -> tuple[Stream, ...]:
+    if shape.kind != "mha":
+        return (Stream(LATENT, 1, shape.dim, shape.rope),)
     return Stream("k", shape.heads, shape.dim), Stream("v", shape.heads, shape.dim)
 
 
@@ -100,17 +112,15 @@ def layout(kv_format: str, packing: str, shape: Shape) -> CacheLayout:
 def need(case: Case, kv_format: str, packing: str) -> Need:
     shape = case.shape
     return Need(
-        case.phase, "mha", kv_format, packing, HARDWARE.arch, shape.page, shape.dim, shape.group, DTYPE,
+        case.phase, shape.kind, kv_format, packing, HARDWARE.arch, shape.page, shape.dim, shape.group, DTYPE,
         shape.window is not None, shape.softcap is not None, shape.sinks,
     )  # fmt: skip
 
 
 def cases_of(info: BackendInfo, index: int, row: Row) -> Iterator[Case]:
     packings = sorted(row.packing or ("nhd", "hnd"))
-    for kv_format in scheme.fitting(*HEADS):
-        for i, shape in enumerate(SHAPES):
-            if any(scheme.parse(kv_format).refuses(stream) for stream in streams(shape)):
-                continue
+    for i, shape in enumerate(SHAPES):
+        for kv_format in scheme.fitting(*streams(shape)) if shape.kind in row.kind else ():
             for phase in sorted(row.phase & BATCHES.keys()):
                 yield Case(info.name, index, phase, kv_format, packings[i % len(packings)], shape)
 
@@ -120,7 +130,7 @@ CASES = [
     for info in backends.present().values()
     if info.adapter is not None
     for index, row in enumerate(info.rows)
-    if "mha" in row.kind and (row.arch is None or HARDWARE.arch in row.arch)
+    if (row.arch is None or HARDWARE.arch in row.arch)
     for case in cases_of(info, index, row)
 ]
 
@@ -147,6 +157,10 @@ def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionSpec) -> T
     query, key = torch.arange(length - n, length)[:, None], torch.arange(length)
     hidden = (key > query) | (key <= query - (spec.window or length + 1))
     scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
+    if spec.chosen_TK is not None:
+        chosen = torch.zeros(n, length + 1, dtype=torch.bool, device=scores.device)
+        chosen.scatter_(1, torch.where(spec.chosen_TK < 0, length, spec.chosen_TK).long(), True)
+        scores = scores.masked_fill(~chosen[:, :length], float("-inf"))
     if spec.sinks_H is not None:
         sinks = spec.sinks_H.to(scores).view(-1, 1, 1).expand(-1, n, 1)
         return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
@@ -182,7 +196,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
 
     for i, (stored, _) in enumerate(batch):
         if stored:
-            old = {name: random(stored, shape.heads) for name in "kv"}
+            old = {entry.name: random(stored, shape.heads) for entry in streams(shape)}
             pool.write(0, old, torch.tensor(slots(i, 0, stored), device=DEVICE))
     table = torch.zeros(len(batch), max(counts), dtype=torch.int32)
     for i, own in enumerate(pages):
@@ -190,34 +204,47 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     new = tuple(count for _, count in batch)
     fresh = [slot for i, (stored, count) in enumerate(batch) for slot in slots(i, stored, stored + count)]
     segment = Segment.of(case.phase, 0, new, lens, table.to(DEVICE))
-    group = LayerGroup("full", "mha", streams(shape), (0,), heads)
+    group = LayerGroup("full", shape.kind, streams(shape), (0,), heads)
     plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), DTYPE)
     adapter = backends.get(case.backend).adapter
     assert adapter is not None
     meta = AttentionMetadata(torch.tensor(fresh, device=DEVICE), (segment,))
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if shape.sinks else None
-    spec = AttentionSpec(shape.dim**-0.5, shape.window, shape.softcap, sinks)
-    kv = {name: random(sum(new), shape.heads) for name in "kv"}
+    chosen = chosen_at_random(batch, shape.top_k, rng).to(DEVICE) if shape.top_k else None
+    spec = AttentionSpec(shape.dim**-0.5, shape.window, shape.softcap, sinks, chosen)
+    kv = {entry.name: random(sum(new), shape.heads) for entry in streams(shape)}
     return Scene(
         StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages
     )
 
 
+def chosen_at_random(batch: tuple[tuple[int, int], ...], top_k: int, rng: torch.Generator) -> Tensor:
+    """Tokens for each query to look at, ascending, as kernels/choose.py gives them."""
+    rows = []
+    for stored, new in batch:
+        for seen in range(stored + 1, stored + new + 1):
+            some = torch.randperm(seen, generator=rng)[:top_k].sort().values
+            rows.append(torch.nn.functional.pad(some, (0, top_k - len(some)), value=-1))
+    return torch.stack(rows).int()
+
+
 def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
     s = scene(case, route, batch)
-    frozen = [t.clone() for t in (s.q_THD, s.streams["k"], s.streams["v"])]
+    given = [s.q_THD, *s.streams.values()]
+    frozen = [t.clone() for t in given]
     out = attention(s.ctx, 0, s.q_THD, s.streams, s.spec)
     assert out.dtype == s.q_THD.dtype and out.isfinite().all()
-    assert all(
-        torch.equal(a, b) for a, b in zip(frozen, (s.q_THD, s.streams["k"], s.streams["v"]), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(frozen, given, strict=True))
     view, row = s.ctx.pool.view(0), 0
     for (stored, new), pages in zip(batch, s.pages, strict=True):
         ids = torch.tensor([pages], device=DEVICE)
-        k, v = (view.streams[name].gather(ids)[0, : stored + new] for name in "kv")
+        found = [stream.gather(ids)[0, : stored + new] for stream in view.streams.values()]
+        k, v = found if len(found) > 1 else (found[0], found[0][..., : case.shape.dim - case.shape.rope])
         q = s.q_THD[row : row + new]
-        exact = dense(q.double(), k.double(), v.double(), s.spec)
-        same = dense(q, k.to(q.dtype), v.to(q.dtype), s.spec).double()
+        chosen = None if s.spec.chosen_TK is None else s.spec.chosen_TK[row : row + new]
+        spec = replace(s.spec, chosen_TK=chosen)
+        exact = dense(q.double(), k.double(), v.double(), spec)
+        same = dense(q, k.to(q.dtype), v.to(q.dtype), spec).double()
         error = (out[row : row + new].double() - exact).abs().max()
         assert error <= 2 * (same - exact).abs().max() + 2e-6, f"error {error:.2e} at {stored}+{new} tokens"
         row += new
@@ -242,7 +269,9 @@ def entry(case: Case, route: Route) -> ledger.Entry:
     versions = {"torch": torch.__version__.split("+")[0]}
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
-    return ledger.Entry(case.backend, case.phase, "mha", stored, HARDWARE.arch, name, today, versions)
+    return ledger.Entry(
+        case.backend, case.phase, case.shape.kind, stored, HARDWARE.arch, name, today, versions
+    )
 
 
 def test_a_wrong_kernel_is_caught() -> None:

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from nibble import LLM, SamplingParams
 from nibble.engine.outputs import Delta, Output
+from tiny import MLA, SPARSE, save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -118,6 +120,47 @@ def test_decode_steps_do_not_wait_for_the_device() -> None:
             llm.engine.step()
         assert sum(len(piece.token_ids) for piece in pieces) == 6 * 40
         assert not any(piece.error for piece in pieces)
+
+
+def latent_model(folder: Path, family: str) -> Path:
+    """A random checkpoint of the ranks that the fast kernels know."""
+    return save_tiny(folder, family, **(MLA if family == "deepseek_v3" else SPARSE))
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # a compiler's advice, of routers in float32
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_ds_mla", "nvfp4_ds_mla"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
+def test_latents(family: str, scheme: str, tmp_path: Path) -> None:
+    """MLA, and sparse attention: logits of chunks are those of the whole, and answers those of steps without graphs."""
+    model = str(latent_model(tmp_path, family))
+    prompts = [
+        torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 90, 300)
+    ]
+
+    def llm(**options: Any) -> LLM:
+        options = {"compile": family == "deepseek_v3", **options}
+        return LLM(
+            model,
+            kv_format=scheme,
+            kv_scales="one",
+            device="cuda",
+            kv_memory="64MiB",
+            max_running=8,
+            **options,
+        )
+
+    whole, exact = llm(), LLM(model, kv_format="fp32", device="cpu", kv_memory="64MiB")
+    for prompt in prompts:
+        found, expected = whole.logits(prompt).float().cpu(), exact.logits(prompt)
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        print(
+            f"{family} {scheme}: logits off {float(error.median()):.3f}, routes {whole.plan.groups[0].routes}"
+        )
+        assert error.median() < (0.05 if scheme == "bf16" else 0.5)
+    answers = [llm(graphs=flag).generate(prompts, max_tokens=24, ignore_eos=True) for flag in (True, False)]
+    same = [a.completions[0].token_ids == b.completions[0].token_ids for a, b in zip(*answers, strict=True)]
+    print(f"{family} {scheme}: {sum(same)} of {len(same)} answers equal, recorded or not")
+    assert sum(same) >= len(same) - 1
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ do.
 
 ATTENTION = ("full_attention", "sliding_attention", "attention")
 """Layer types that are attention over one key and value for each token."""
-LATENT = ("indexed_attention",)
+LATENT = ("indexed_attention", "deepseek_sparse_attention")
 """Layer types of sparse attention over a latent; their index keys are part of the cache's geometry."""
 UNSERVED = {
     "linear_attention": _RECURRENT,

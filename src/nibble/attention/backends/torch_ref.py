@@ -212,7 +212,15 @@ BACKEND = BackendInfo(
     rows=(
         Row(
             phase=ANY_PHASE,
-            kind=frozenset({"mha", "mla", "dsa"}),
+            kind=frozenset({"mha"}),
+            format=None,
+            packing=frozenset({"nhd", "hnd"}),
+            prefer=-10,
+            cites="tests/conformance",
+        ),
+        Row(
+            phase=ANY_PHASE,
+            kind=frozenset({"mla", "dsa"}),
             format=None,
             packing=frozenset({"nhd", "hnd", "record"}),
             prefer=-10,

@@ -130,8 +130,14 @@ def _serves(pages: Paged) -> bool:
     return (
         pages.format.name in ENCODERS
         and pages.dim % 16 == 0
+        and all(_whole(plane) for plane in pages.planes_PHS)
         and all(prod(plane.shape[:3]) < 1 << 31 for plane in pages.planes_PHS)
     )
+
+
+def _whole(plane_PHS: Tensor) -> bool:
+    """Whether rows lie side by side, in one order or the other: a column of records does not."""
+    return plane_PHS.is_contiguous() or plane_PHS.transpose(1, 2).is_contiguous()
 
 
 def _readable(x_THD: Tensor) -> Tensor:
