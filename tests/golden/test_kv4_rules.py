@@ -25,7 +25,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
 from nibble.geometry import Geometry
 from nibble.hardware import named
-from planning import DEEPSEEK_V3, GEMMA2, GPT_OSS, HEAD_72, HEAD_80, QWEN3_8B, parse_command
+from planning import DEEPSEEK_V3, DEEPSEEK_V32, GEMMA2, GPT_OSS, HEAD_72, HEAD_80, QWEN3_8B, parse_command
 
 MX, NV = "fp4_mx16", "nvfp4"
 
@@ -106,6 +106,9 @@ ACCEPTED = [
     Case("H5-no-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), "fa4, fa4, fa4", 128),
     # H6: their older name for the block-16 recipe is accepted by the parser and refused later. Here it is an alias.
     Case("H6-alias", QWEN3_8B, "b200", pair("fp4_e2m1", "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton", 128),
+    # DSA: sparse kernels by format, as the peer routes them: bf16 to the flat one, FP8 to the one that reads records
+    Case("dsa-bf16", DEEPSEEK_V32, "h200", both("bf16", "flashmla"), "flashmla, flashmla, flashmla, flashmla"),
+    Case("dsa-fp8", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "torch_ref", "flashmla"), "torch_ref, torch_ref, flashmla, flashmla", 64, "record"),
     Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, triton", 64, "hnd"),
 ]  # fmt: skip
 
@@ -148,6 +151,8 @@ REFUSED = [
     Case("H5-sinks", GPT_OSS, "h200", both(NV, "flashinfer"), reasons=("no sinks",), remedy="--attention-backend triton"),
     Case("H5-softcap", GEMMA2, "b200", both(NV, "trtllm_mha"), reasons=("no softcap",), remedy="--attention-backend triton"),
     Case("k8v4-flashinfer", QWEN3_8B, "h200", both("k8v4", "flashinfer"), reasons=("format fp8_e4m3:nvfp4 is not in",), remedy="--decode-backend cuda"),
+    Case("dsa-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "torch_ref", "flashmla"), reasons=("format nvfp4_ds_mla is not in {bf16}", "flashmla"), remedy="--decode-backend torch_ref"),
+    Case("dsa-latent-of-heads", QWEN3_8B, "h200", {"kv_format": "fp8_ds_mla"}, reasons=("stores the latent of MLA, which k is not", "formats that fit"), remedy="--kv-format"),
     Case("kmean-softcap", GEMMA2, "b200", {"kv_format": "nvfp4+kmean"}, reasons=("kmean shifts scores, which score capping",), remedy="--kv-format nvfp4 "),
 ]  # fmt: skip
 

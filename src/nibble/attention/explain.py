@@ -60,6 +60,7 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "kind": group.group.kind,
         "layers": list(group.layers),
         "window": group.group.window,
+        "top_k": group.group.top_k or None,
         "scheme": group.scheme,
         "streams": {
             entry.stream.name: {"format": entry.format, "bytes_per_token": entry.bytes_per_token}
@@ -93,6 +94,7 @@ def _routes(plan: Plan) -> Iterator[str]:
     for group in plan.groups:
         what = f"{group.group.kind}, {group.group.q_heads} query heads"
         what += f", window {group.group.window}" if group.group.window else ""
+        what += f", each looks at {group.group.top_k} tokens" if group.group.top_k else ""
         yield f"{group.group.name}: layers {compact(group.layers)} in {group.scheme} ({what})"
         width = max(len(str(route)) for route in group.routes)
         for route in group.routes:
