@@ -22,7 +22,7 @@ from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.selftest import self_test
 from nibble.formats.base import raw
-from tiny import save_tiny
+from tiny import MLA, SPARSE, save_tiny
 
 
 class Wrong(torch_ref.TorchRef):
@@ -45,6 +45,8 @@ class Wrong(torch_ref.TorchRef):
             spec = replace(spec, scale=spec.scale * 1.1)
         elif self.fault == "window":
             spec = replace(spec, window=None)
+        elif self.fault == "chosen":
+            spec = replace(spec, chosen_TK=None)
         out = super().attend(q_THD, view, segment, spec)
         return out.fill_(float("nan")) if self.fault == "nan" else out
 
@@ -78,6 +80,14 @@ def test_a_forgotten_window_stops_the_start(wrong: type[Wrong], tmp_path: Path) 
         BackendError, match=r"toy_wrong attends wrongly in decode of .*\(layer group sliding\)"
     ):
         LLM(str(save_tiny(tmp_path, "gemma3_text", sliding_window=512)), **OPTIONS)
+
+
+def test_sparse_attention_that_looks_at_all_stops_the_start(wrong: type[Wrong], tmp_path: Path) -> None:
+    wrong.fault = "chosen"
+    with pytest.raises(
+        BackendError, match=r"toy_wrong attends wrongly in decode of nvfp4.*\(layer group sparse\)"
+    ):
+        LLM(str(save_tiny(tmp_path, "glm_moe_dsa", **SPARSE)), **OPTIONS)
 
 
 def test_wrong_bytes_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +131,9 @@ def test_the_pool_is_left_as_it_was(family: str, pages: int, tmp_path: Path) -> 
             assert all((raw(plane).view(torch.uint8) == 0xFF).all() for plane in entry.planes)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n_text", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n_text", "gemma2", "deepseek_v3", "glm_moe_dsa"])
 def test_all_kinds_of_layers_pass(family: str, tmp_path: Path) -> None:
-    """Windows, sinks, score capping, and layers that read what others store."""
-    more = {"num_kv_shared_layers": 1, "num_hidden_layers": 6} if family == "gemma3n_text" else {}
+    """Windows, sinks, score capping, layers that read what others store, and latents."""
+    shared = {"num_kv_shared_layers": 1, "num_hidden_layers": 6}
+    more = {"gemma3n_text": shared, "deepseek_v3": MLA, "glm_moe_dsa": SPARSE}.get(family, {})
     LLM(str(save_tiny(tmp_path, family, **more)), **{**OPTIONS, "kv_memory": "2MiB"})

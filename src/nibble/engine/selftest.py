@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,8 +26,11 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.formats.base import raw
+from nibble.geometry import INDEX
+from nibble.kernels.choose import NOBODY
 
-KINDS = ("mha", "mla")
+CHOSEN = 40
+"""Tokens that a query of sparse attention looks at here: every second one, from its own backwards."""
 PHASES = (Phase.PREFILL, Phase.EXTEND, Phase.VERIFY, Phase.DECODE)
 REQUESTS = ((230, 40, 3, 1), (5, 3, 3, 1), (33, 1, 3, 1))
 """New tokens of each request, phase by phase. Phases that a plan has no route for are left out."""
@@ -43,10 +47,9 @@ def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> No
     """Raises BackendError where a route does not do what it says. The pool is afterwards as it was before."""
     for group in plan.groups:
         view = pool.view(plan.owner[group.layers[0]])
-        if group.group.kind in KINDS:
-            pages = _pages(pool)
-            with torch.inference_mode(), _borrowed(view, list(pages.values())):
-                _Trial(plan, group, pool, backends, pages).run()
+        pages = _pages(pool)
+        with torch.inference_mode(), _borrowed(view, list(pages.values())):
+            _Trial(plan, group, pool, backends, pages).run()
 
 
 def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
@@ -115,17 +118,23 @@ class _Trial:
         streams = {
             name: self._noise(len(slots_T), entry.stream.heads, entry.stream.dim)
             for name, entry in self.view.streams.items()
+            if name != INDEX
         }
         q_THD = self._noise(len(slots_T), self.group.group.q_heads, self.group.group.head_dim)
         if self.owner != self.layer:  # this group reads what another stores
             self.pool.write(self.owner, streams, slots_T)
         ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slots_T, (segment,)))
-        found_THD = attention(ctx, self.layer, q_THD, streams, self.spec)
+        spec = (
+            replace(self.spec, chosen_TK=self._chosen(q_lens, kv_lens))
+            if self.group.group.top_k
+            else self.spec
+        )
+        found_THD = attention(ctx, self.layer, q_THD, streams, spec)
         for name, x_THD in streams.items():
             self._compare(
                 self._read(name, slots_T), self._encoded(name, x_THD), STORED, route, f"stores {name}"
             )
-        expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, segment, self.spec)
+        expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, segment, spec)
         limit = ATTENDED.get(self.plan.dtype, ATTENDED_16_BITS)
         self._compare(found_THD, expected_THD, limit, route, "attends")
         self.stored = kv_lens
@@ -139,6 +148,13 @@ class _Trial:
                 for positions in [torch.arange(start, start + new, device=self.device)]
             ]
         )
+
+    def _chosen(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Tensor:
+        """Some tokens that each query sees, ascending, as kernels/choose.py gives them."""
+        last_T = torch.cat([torch.arange(n - new, n) for new, n in zip(q_lens, kv_lens, strict=True)])
+        back_TK = last_T[:, None] - 2 * torch.arange(CHOSEN)
+        ordered_TK = torch.where(back_TK < 0, max(kv_lens), back_TK).sort(dim=1).values
+        return torch.where(ordered_TK == max(kv_lens), NOBODY, ordered_TK).int().to(self.device)
 
     def _noise(self, *shape: int) -> Tensor:
         values = torch.randn(shape, generator=self.random, device=self.device)
