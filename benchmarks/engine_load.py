@@ -124,10 +124,10 @@ def prefill_rate(llm: LLM, length: int, total: int) -> float:
     """Tokens a second over about `total` tokens of prompts, one token of answer each."""
     vocabulary, engine = llm.engine.vocab_size, llm.engine
     prompts = [random_prompt(length, vocabulary, seed) for seed in range(max(total // length, 1))]
-    for some in (prompts, prompts):  # the first run compiles, and the libraries choose their kernels
+    for _ in range(2):  # the first run compiles, and the libraries choose their kernels
         engine.scheduler.manager.clear()
         start = time.perf_counter()
-        llm.generate(some, max_tokens=1, ignore_eos=True, progress=False)
+        llm.generate(prompts, max_tokens=1, ignore_eos=True, progress=False)
         seconds = time.perf_counter() - start
     return sum(map(len, prompts)) / seconds
 

@@ -38,6 +38,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture
+def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since NumPy 2.4 an array of one element is no number, which Triton 3.6's interpreter takes it for."""
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: object) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
 # The ledger: tests of conformance say what they are about; what no test of a combination disproves goes into it, written
 # once, at the end, by the process that hears of all.
 

@@ -14,7 +14,6 @@ import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from nibble import formats
@@ -33,16 +32,7 @@ NARROW = Shape(rows=16, latents=32, warps=4, stages=2, programs=2)
 WIDE = Shape(rows=32, latents=16, warps=4, stages=2, programs=2)
 
 
-@pytest.fixture(autouse=True)
-def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since NumPy 2.4 an array of one element is no number, which Triton 3.6's interpreter takes it for."""
-    patched = interpreter._patch_lang_tensor
-
-    def patch(tensor: type, scope: object) -> None:
-        patched(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 import nibble
@@ -44,16 +43,7 @@ SMALL = Shape(rows=16, keys=32, join=False, warps=4, stages=2, programs=4)
 JOINED = Shape(rows=32, keys=32, join=True, warps=4, stages=2, programs=4)
 
 
-@pytest.fixture(autouse=True)
-def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since NumPy 2.4 an array of one element is no number, which Triton 3.6's interpreter takes it for."""
-    patched = interpreter._patch_lang_tensor
-
-    def patch(tensor: type, scope: object) -> None:
-        patched(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,19 @@ def call(
     return found
 
 
+def _context(step: int) -> StepContext:
+    ctx = _steps[step].context
+    assert ctx is not None, "the owner of a compiled model puts a context before it runs it"
+    return ctx
+
+
 def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
     window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    ctx = _steps[step].context
-    assert ctx is not None, "the owner of a compiled model puts a context before it runs it"
     spec = AttentionSpec(scale, window, softcap, sinks, chosen)
     named = dict(zip(names.split(SEPARATOR), streams, strict=True))
-    return attention(ctx, layer, q, named, spec).contiguous()  # as _shape promises
+    return attention(_context(step), layer, q, named, spec).contiguous()  # as _shape promises
 
 
 def _shape(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:
@@ -71,9 +75,7 @@ def select(step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: T
 
 
 def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
-    ctx = _steps[step].context
-    assert ctx is not None
-    return chosen_by(ctx, layer, q, key, weights, top_k)
+    return chosen_by(_context(step), layer, q, key, weights, top_k)
 
 
 def _chosen_shape(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from nibble.formats.base import KVFormat, Plane
+from nibble.formats.fp8 import scaled_e4m3
 from nibble.formats.lookup import to_float
 from nibble.formats.nvfp4 import NVFP4
 from nibble.geometry import LATENT, Stream
 
 TILE = 128
-E4M3_MAX = 448.0
-LEAST, MOST = 1e-4, 2.0**118
-"""Bounds of a scale: the reference has the first; the second keeps the scale of an infinite tile finite."""
+LEAST = 1e-4
 
 
 class _Latent(KVFormat):
@@ -84,11 +83,8 @@ class FP8DsMla(_Latent):
         return data, Plane("scale", "float32", (stream.heads, stream.dim // TILE))
 
     def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        tiles = x_THD.float().unflatten(-1, (-1, TILE))
-        ideal = (tiles.abs().amax(-1) / E4M3_MAX).clamp(min=LEAST, max=MOST)
-        scales = torch.exp2(ideal.log2().ceil())
-        codes = (tiles / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
-        return codes.to(torch.float8_e4m3fn).flatten(-2), scales
+        codes, scales = scaled_e4m3(x_THD.unflatten(-1, (-1, TILE)), LEAST)
+        return codes.flatten(-2), scales
 
     def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         codes, scales = planes

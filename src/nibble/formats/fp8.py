@@ -14,6 +14,18 @@ from nibble.formats.base import KVFormat, Plane
 from nibble.formats.lookup import to_float
 from nibble.geometry import Stream
 
+E4M3_MAX, MOST = 448.0, 2.0**118
+"""The largest E4M3 value, and a bound of scales that keeps what is infinite finite."""
+
+
+def scaled_e4m3(x_BD: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """x_BD in E4M3, and a float32 scale for each row of it: amax / 448, at least `least`, up to a power of two."""
+    x_BD = x_BD.float()
+    ideal = (x_BD.abs().amax(-1) / E4M3_MAX).clamp(min=least, max=MOST)
+    scales_B = torch.exp2(ideal.log2().ceil())
+    codes = (x_BD / scales_B.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
+    return codes.to(torch.float8_e4m3fn), scales_B
+
 
 class FP8(KVFormat):
     """One byte a value. `max_value` is the largest finite code."""
@@ -33,7 +45,7 @@ class FP8(KVFormat):
 
 
 class E4M3(FP8):
-    name, dtype, max_value = "fp8_e4m3", torch.float8_e4m3fn, 448.0
+    name, dtype, max_value = "fp8_e4m3", torch.float8_e4m3fn, E4M3_MAX
     summary = "one byte a value: 4 exponent and 3 mantissa bits; one FP32 scale per layer and stream"
     source = "OCP FP8 (OFP8) E4M3"
 

@@ -6,15 +6,14 @@ only ranks tokens, so 8 bits suffice; unquantised schemes keep index keys unquan
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nibble.formats.base import KVFormat, Plane
+from nibble.formats.fp8 import E4M3_MAX, scaled_e4m3
 from nibble.formats.lookup import to_float
 from nibble.geometry import INDEX, Stream
 
-E4M3_MAX = 448.0
-LEAST, MOST = 1e-4 / E4M3_MAX, 2.0**118
+LEAST = 1e-4 / E4M3_MAX
 
 
 class IndexFP8(KVFormat):
@@ -29,10 +28,7 @@ class IndexFP8(KVFormat):
         )
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        x = x_THD.float()
-        scales = torch.exp2((x.abs().amax(-1) / E4M3_MAX).clamp(min=LEAST, max=MOST).log2().ceil())
-        codes = (x / scales.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        return codes, scales
+        return scaled_e4m3(x_THD, LEAST)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         return to_float(planes[0]).mul_(planes[1].unsqueeze(-1))

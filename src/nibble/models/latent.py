@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 NAME = "nibble_absorbed"
+ROWS = 8
+"""Rows of a product on a CPU at least."""
 
 
 class Absorbed(nn.Module):
@@ -54,9 +56,6 @@ def _product(x_HTA: Tensor, weight_HAB: Tensor) -> Tensor:
         return x_HTA @ weight_HAB
     padded = torch.nn.functional.pad(x_HTA, (0, 0, 0, ROWS - rows))
     return (padded @ weight_HAB)[:, :rows]
-
-
-ROWS = 8
 
 
 def absorb(model: nn.Module) -> int:
