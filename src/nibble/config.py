@@ -66,6 +66,11 @@ class Config:
         None,
         "Most tokens computed in one step: 8192 on a GPU, 512 on a CPU; longer prompts are cut into chunks.",
     )
+    hisparse: str = _option(
+        "",
+        "Keep the cache of sparse attention (DSA) in host memory, and hot tokens on the device, once that is full: on, "
+        "or settings as buffer=4096,host_memory=64GiB,host_format=FORMAT; off if left out.",
+    )
     prefix_cache: bool = _option(True, "Share pages between requests with the same beginning.")
     compile: bool = _option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
     graphs: bool = _option(
@@ -89,6 +94,7 @@ class Config:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
+        parse_hisparse(self.hisparse)
 
     def backend_for(self, decode: bool) -> str:
         """The backend asked for in DECODE and VERIFY (decode=True), or in PREFILL and EXTEND; `auto` is any."""
@@ -130,6 +136,35 @@ def parse_bytes(text: str) -> int:
     unit = (match[2] or "B").upper()
     base = 1000 if len(unit) == 2 and unit != "B" else 1024  # KB is 1000 bytes; KiB, and K alone, are 1024
     return int(float(match[1]) * base ** " KMGT".index(unit[0] if unit != "B" else " "))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiSparse:
+    """What `hisparse` says. buffer: tokens of a request's hot buffer; host_memory: a size as kv_memory; host_format: of
+    latents on the host. None: chosen by the plan."""
+
+    buffer: int | None = None
+    host_memory: str | None = None
+    host_format: str | None = None
+
+
+def parse_hisparse(text: str) -> HiSparse | None:
+    """`on`, or `key=value` settings with commas between them; None for `off` and the empty text. Raises ConfigError."""
+    if text in {"", "off"}:
+        return None
+    given = {} if text == "on" else dict(part.strip().partition("=")[::2] for part in text.split(","))
+    known = [option.name for option in fields(HiSparse)]
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(unknown("setting of hisparse", name, known))
+        if not value:
+            raise ConfigError(f"hisparse {name} has no value; write it as {name}=VALUE, or hisparse as `on`")
+    buffer = given.pop("buffer", None)
+    if buffer is not None and not (buffer.isdecimal() and int(buffer)):
+        raise ConfigError(f"hisparse buffer must be a number of tokens, not {buffer!r}")
+    if "host_memory" in given:
+        parse_bytes(given["host_memory"])
+    return HiSparse(buffer=int(buffer) if buffer else None, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

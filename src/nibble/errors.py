@@ -52,6 +52,10 @@ class OutOfPages(CapacityError):
     """No free page is left, and none can be evicted."""
 
 
+class OutOfFrames(OutOfPages):
+    """Pages are left, but no room on the device: a lease that gives its pages up for a hot buffer makes some."""
+
+
 class PromptTooLong(CapacityError):
     """A prompt (with what must follow it) does not fit the context or the pool."""
 

@@ -19,11 +19,13 @@ CPU_ARCH = 0
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: for weights and cache."""
+    """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: for weights and cache. host: free memory
+    of the machine around it, None where that is not known."""
 
     name: str
     arch: int
     memory: int
+    host: int | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -65,7 +67,17 @@ def named(name: str) -> Hardware:
 def cpu() -> Hardware:
     """This machine's CPU, with the memory that this process may use: physical, or a container's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware("cpu", CPU_ARCH, min(physical, _container_limit() or physical))
+    return Hardware("cpu", CPU_ARCH, min(physical, _container_limit() or physical), _free())
+
+
+def _free() -> int | None:
+    """Memory that programs of this machine can still have."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return 1024 * int(found) if found else None
 
 
 def _container_limit() -> int | None:
@@ -87,7 +99,7 @@ def probe(device: str = "auto") -> Hardware:
 
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        return Hardware(gpu.name, 10 * gpu.major + gpu.minor, gpu.total_memory)
+        return Hardware(gpu.name, 10 * gpu.major + gpu.minor, gpu.total_memory, _free())
     if device == "cuda":
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
     return cpu()

@@ -257,7 +257,8 @@ def test_logits_are_those_of_the_unmodified_model(served: Served) -> None:
 def test_logits_do_not_depend_on_chunks(served: Served) -> None:
     """To the last bit, on a CPU: a difference of one would flip a step of a quantised cache now and then."""
     whole, *others = (
-        torch.cat(run_prompt(served.llm.engine.runner, PROMPT, chunk)) for chunk in (len(PROMPT), 7, 1)
+        torch.cat(run_prompt(served.llm.engine.runner, served.llm.engine.scheduler.manager, PROMPT, chunk))
+        for chunk in (len(PROMPT), 7, 1)
     )
     assert float((whole - served.expected).abs().max()) < TOLERANCE
     for found in others:

@@ -46,7 +46,7 @@ class Wrong(torch_ref.TorchRef):
         elif self.fault == "window":
             spec = replace(spec, window=None)
         elif self.fault == "chosen":
-            spec = replace(spec, chosen_TK=None)
+            spec = replace(spec, slots_TK=None)
         out = super().attend(q_THD, view, segment, spec)
         return out.fill_(float("nan")) if self.fault == "nan" else out
 

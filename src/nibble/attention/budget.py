@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from nibble import formats
+from nibble.attention import tiering
 from nibble.attention.capture import obstacle, sizes
 from nibble.attention.plan import Plan
 from nibble.attention.staging import MAX_TOKENS
+from nibble.attention.tiering import Shares
 from nibble.cache.layout import LayerLayout
 from nibble.config import Config, parse_bytes
 from nibble.errors import CapacityError
@@ -51,7 +53,9 @@ LOGIT_COPIES = 3
 class Budget:
     """Bytes, by what they are for. tokens: what the pool holds. limit: what decided the size of the pool.
 
-    runtime: libraries, compiled code and recorded steps. step_tokens: most tokens that one step computes.
+    runtime: libraries, compiled code and recorded steps. step_tokens: most tokens that one step computes. tier: what
+    the device remembers of hot buffers; frames: pages that have room on the device, all but with a host tier; host: of
+    the host's memory.
     """
 
     memory: int
@@ -66,11 +70,14 @@ class Budget:
     bytes_per_token: int
     limit: str
     step_tokens: int
+    frames: int
+    tier: int = 0
+    host: int = 0
 
     @property
     def workspace(self) -> int:
         """Everything beside weights and pages that is planned."""
-        return self.staging + self.activations + self.runtime
+        return self.staging + self.activations + self.runtime + self.tier
 
 
 def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -> Budget:
@@ -82,16 +89,28 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
         activation_bytes(config, geometry, plan.dtype, tokens),
         runtime_bytes(config, geometry, hardware, plan, tokens),
     )
-    used = geometry.weight_bytes + staging + activations + runtime
+    tables = tiering.state_bytes(plan.layout, plan.tier, config.max_running + 2)
+    used = geometry.weight_bytes + staging + activations + runtime + tables
     room, limit = _room(config, geometry, hardware, plan, used, reserve)
     layout = plan.layout
-    pages = room // layout.bytes_per_page
+    shared = _shares(config, geometry, hardware, plan, room)
+    pool = shared.frames * layout.attended.bytes_per_page
+    pool += shared.pages * (layout.bytes_per_page - layout.attended.bytes_per_page)
     result = Budget(
-        hardware.memory, geometry.weight_bytes, staging, activations, runtime, reserve,
-        pages * layout.bytes_per_page, pages, pages * layout.page_size, layout.bytes_per_token, limit, tokens,
+        hardware.memory, geometry.weight_bytes, staging, activations, runtime, reserve, pool, shared.pages,
+        shared.pages * layout.page_size, layout.bytes_per_token, limit, tokens, shared.frames, tables, shared.host,
     )  # fmt: skip
     _check(config, geometry, plan, result)
     return result
+
+
+def _shares(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, room: int) -> Shares:
+    """Pages, and those that have room on the device: all, but with a host tier."""
+    if plan.tier:
+        longest = context(config, geometry)
+        return tiering.shares(config, plan.layout, plan.tier, room, longest, hardware.host)
+    pages = room // plan.layout.bytes_per_page
+    return Shares(pages, pages, 0)
 
 
 def step_tokens(config: Config, hardware: Hardware) -> int:

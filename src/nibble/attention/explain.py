@@ -11,7 +11,7 @@ from typing import Any
 from nibble import formats
 from nibble.attention.budget import Budget, in_words
 from nibble.attention.needs import compact
-from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.attention.plan import GroupPlan, Plan, Route, Tier
 from nibble.cache.layout import CacheLayout, LayerLayout
 
 BASELINE = "bfloat16"
@@ -49,7 +49,19 @@ def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
             "limit": budget.limit,
             "step_tokens": budget.step_tokens,
         },
+        "hisparse": _tier(plan.tier, budget) if plan.tier else None,
         "notes": list(plan.notes),
+    }
+
+
+def _tier(tier: Tier, budget: Budget) -> dict[str, Any]:
+    return {
+        "buffer": tier.buffer,
+        "frames": budget.frames,
+        "tables": budget.tier,
+        "host": budget.host,
+        "host_bytes_per_token": tier.layout.bytes_per_token,
+        "host_format": sorted({layer.format_key for layer in tier.layout.layers}),
     }
 
 
@@ -126,12 +138,23 @@ def _memory(plan: Plan, budget: Budget) -> Iterator[str]:
         "staging": budget.staging,
         "activations": budget.activations,
         "runtime": budget.runtime,
+        "hot buffers": budget.tier,
     }
     used = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
     yield f"memory {in_words(budget.memory)}: {used}, reserve {in_words(budget.reserve)}"
     yield f"pool {in_words(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
     yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
+    if plan.tier:
+        yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
+
+
+def _host(tier: Tier, budget: Budget) -> Iterator[str]:
+    stored = ", ".join(sorted({layer.format_key for layer in tier.layout.layers}))
+    size = tier.layout.bytes_per_token
+    yield f"host memory {in_words(budget.host)}: all pages, {stored} in {size:,} bytes a token"
+    room = f"the device has room for {budget.frames:,} of {budget.pages:,} pages"
+    yield f"  {room}; from then on long requests keep a hot buffer of {tier.buffer:,} tokens there"
 
 
 def _notes(plan: Plan) -> Iterator[str]:

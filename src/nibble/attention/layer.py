@@ -9,21 +9,24 @@ Shape suffixes: T tokens, H heads, D values of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nibble.attention.capability import Phase
 from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
 from nibble.attention.plan import Plan, Route
 from nibble.attention.staging import staged
+from nibble.cache.hot import HotTier
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError, NibbleError
 from nibble.geometry import INDEX
 from nibble.kernels.choose import NOBODY, choose
+from nibble.kernels.swap import Swap, resident
 
 
 class Attend(Protocol):
@@ -36,12 +39,18 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """All that attention needs in one step. An argument of the model call, never a global."""
+    """All that attention needs in one step. An argument of the model call, never a global.
+
+    tier: where the pool's pages are, if not all on the device. located: where the tokens lie that a layer chose, for
+    the layers that share its choice; segment after segment.
+    """
 
     plan: Plan
     pool: PagedPool
     backends: Mapping[str, Attend]
     meta: AttentionMetadata
+    tier: HotTier | None = None
+    located: dict[int, list[Swap]] = field(default_factory=dict)
 
 
 def attention(
@@ -51,13 +60,18 @@ def attention(
 
     A layer that shares another's KV stores nothing, and reads its owner's pages.
     """
-    owner = ctx.plan.owner[layer]
-    slots_T = ctx.meta.slots_T
+    owner, meta = ctx.plan.owner[layer], ctx.meta
+    slots_T = meta.slots_T if meta.placed_T is None else meta.placed_T
     if owner == layer:
         ctx.pool.write(layer, {name: x[: len(slots_T)] for name, x in streams.items()}, slots_T)
     view = ctx.pool.view(owner)
     q_THD = view.query(q_THD)
-    parts = [out for segment in ctx.meta.segments for out in _segment(ctx, layer, q_THD, view, segment, spec)]
+    found = [None] * len(meta.segments) if spec.chosen_TK is None else _located(ctx, layer, spec)
+    parts = [
+        out
+        for segment, place in zip(meta.segments, found, strict=True)
+        for out in _segment(ctx, layer, q_THD, view, segment, spec, place)
+    ]
     padding = len(q_THD) - sum(map(len, parts))
     if padding:
         parts.append(parts[0].new_zeros(padding, *parts[0].shape[1:]))
@@ -74,20 +88,62 @@ def select(
     chosen_TK = torch.full((len(q_THD), top_k), NOBODY, dtype=torch.int32, device=q_THD.device)
     for segment in ctx.meta.segments:
         rows = slice(segment.start, segment.stop)
-        chosen_TK[rows] = choose(
-            keys, segment.pages_BN, segment.q_lens, segment.kv_lens, q_THD[rows], weights_TH[rows], top_k
-        )
+        longest = max(segment.kv_lens)
+        chosen_TK[rows] = choose(keys, segment, q_THD[rows], weights_TH[rows], top_k, longest)
     return chosen_TK
 
 
+def _located(ctx: StepContext, layer: int, spec: AttentionSpec) -> Sequence[Swap | None]:
+    """Where the chosen tokens lie, segment by segment; what is not on the device is brought there."""
+    assert spec.chosen_TK is not None
+    found = ctx.located.get(spec.chooser)
+    if found is None:
+        found = [_locate(ctx, segment, spec) for segment in ctx.meta.segments]
+        if spec.chooser >= 0:
+            ctx.located[spec.chooser] = found
+    if ctx.tier:
+        for place in found:
+            ctx.tier.fetch(layer, place)
+    return found
+
+
+def _locate(ctx: StepContext, segment: Segment, spec: AttentionSpec) -> Swap:
+    assert spec.chosen_TK is not None
+    chosen_TK, pages_TN = spec.chosen_TK[segment.start : segment.stop], pages_by_token(segment)
+    if ctx.tier is None:
+        slots_TK = resident(chosen_TK, pages_TN, None, ctx.pool.layout.page_size)
+        return Swap(slots_TK, *[slots_TK[:0, 0]] * 3)
+    rows_T = segment.rows_B if segment.phase is Phase.DECODE else None
+    return ctx.tier.locate(spec.chooser, chosen_TK, pages_TN, rows_T)
+
+
+def pages_by_token(segment: Segment) -> Tensor:
+    """int32 [T, N]: the pages of each token's request."""
+    lens = segment.q_lens
+    if len(lens) == segment.stop - segment.start:
+        return segment.pages_BN
+    counts_B = segment.q_starts_B1.diff()
+    return segment.pages_BN.repeat_interleave(counts_B, 0, output_size=segment.stop - segment.start)
+
+
 def _segment(
-    ctx: StepContext, layer: int, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec
+    ctx: StepContext,
+    layer: int,
+    q_THD: Tensor,
+    view: KVView,
+    segment: Segment,
+    spec: AttentionSpec,
+    place: Swap | None,
 ) -> Iterator[Tensor]:
     route = ctx.plan.route(layer, segment.phase)
     parts = staged(view, segment, route.stage_to) if route.stage_to else ((view, segment),)
     for part_view, part in parts:
-        rows = slice(part.start, part.stop)
-        own = spec if spec.chosen_TK is None else replace(spec, chosen_TK=spec.chosen_TK[rows])
+        rows, own = slice(part.start, part.stop), spec
+        if spec.chosen_TK is not None and place:
+            slots_TK = place.slots_TK
+            if route.stage_to:  # staged pages are numbered anew
+                slots_TK = resident(spec.chosen_TK[rows], pages_by_token(part), None, view.page_size)
+            own = replace(spec, chosen_TK=spec.chosen_TK[rows], slots_TK=slots_TK)
         yield _attend(ctx.backends[route.backend], route, q_THD[rows], part_view, part, own)
 
 

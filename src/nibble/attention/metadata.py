@@ -27,7 +27,8 @@ class Segment:
     q_starts_B1, kv_lens_B: the same lengths as int32 on the device: where each request's rows begin, counted from
     `start`, with the end of the last; and stored tokens. A step that is replayed from a CUDA graph changes these and
     pages_BN in place, while q_lens stay and kv_lens are bounds: a kernel that can be captured reads lengths from here
-    only. A request of 0 stored tokens is padding: its rows of the output are zeros.
+    only. A request of 0 stored tokens is padding: its rows of the output are zeros. rows_B: int64 rows of the tables of
+    requests, for a host tier.
     """
 
     phase: Phase
@@ -38,6 +39,7 @@ class Segment:
     pages_BN: Tensor
     q_starts_B1: Tensor
     kv_lens_B: Tensor
+    rows_B: Tensor | None = None
 
     @classmethod
     def of(
@@ -61,20 +63,26 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """slots_T: int64, page * page_size + offset of every new token; negative where nothing is to be stored, which only
-    steps for a CUDA graph have. Rows past the last segment are padding."""
+    steps for a CUDA graph have. Rows past the last segment are padding. placed_T: with a host tier, slots of the frames
+    in which those pages lie, for what attention reads."""
 
     slots_T: Tensor
     segments: tuple[Segment, ...]
+    placed_T: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer asks of one call. window: tokens seen, the present one included. softcap: scores become
-    softcap * tanh(score / softcap). sinks_H: a learned logit per query head that joins the softmax. chosen_TK: for
-    sparse attention, the tokens that each query looks at (kernels/choose.py)."""
+    softcap * tanh(score / softcap). sinks_H: a learned logit per query head that joins the softmax.
+
+    Sparse attention: chosen_TK, the tokens that each query looks at, as positions (kernels/choose.py); chooser, the
+    layer that chose them; slots_TK, int32, where they lie in the view at hand, which is what a backend reads."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
     chosen_TK: Tensor | None = None
+    chooser: int = -1
+    slots_TK: Tensor | None = None

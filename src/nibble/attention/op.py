@@ -22,7 +22,7 @@ from nibble.attention.metadata import AttentionSpec
 
 _SIGNATURE = (
     "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
-    "float? softcap, Tensor? sinks, Tensor? chosen) -> Tensor"
+    "float? softcap, Tensor? sinks, Tensor? chosen, int chooser) -> Tensor"
 )
 SEPARATOR = ","
 _numbers = itertools.count()
@@ -44,7 +44,7 @@ def call(
     """attention() by way of the operator -> [T, H, width]."""
     found: Tensor = torch.ops.nibble.attention(
         q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, spec.scale, spec.window,
-        spec.softcap, spec.sinks_H, spec.chosen_TK,
+        spec.softcap, spec.sinks_H, spec.chosen_TK, spec.chooser,
     )  # fmt: skip
     return found
 
@@ -57,9 +57,9 @@ def _context(step: int) -> StepContext:
 
 def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None,
+    window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None, chooser: int,
 ) -> Tensor:  # fmt: skip
-    spec = AttentionSpec(scale, window, softcap, sinks, chosen)
+    spec = AttentionSpec(scale, window, softcap, sinks, chosen, chooser)
     named = dict(zip(names.split(SEPARATOR), streams, strict=True))
     return attention(_context(step), layer, q, named, spec).contiguous()  # as _shape promises
 

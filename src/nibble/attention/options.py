@@ -14,7 +14,7 @@ from nibble.attention import needs
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.needs import Part
 from nibble.attention.plan import STAGED_PACKING, Route
-from nibble.config import Config
+from nibble.config import Config, parse_hisparse
 from nibble.errors import ConfigError, unknown
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
@@ -51,8 +51,11 @@ class Request:
         return {asked: self.backends[asked]}
 
     def may_stage(self, phase: Phase) -> bool:
-        """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""
-        return self.config.allow_staging or not phase.decodes
+        """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over.
+
+        Not with a host tier: staging reads pages by their numbers, and they may be anywhere.
+        """
+        return not parse_hisparse(self.config.hisparse) and (self.config.allow_staging or not phase.decodes)
 
     def need(self, part: Part, phase: Phase) -> Need:
         """What `part` asks for, before page size and packing are chosen."""

@@ -56,14 +56,31 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Tier:
+    """A host tier. buffer: tokens of a hot buffer, in whole pages. layout: what the host stores. top_k: tokens that a
+    query looks at, at most."""
+
+    buffer: int
+    layout: CacheLayout
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The cache's layout and the routes over it. notes: what was left to `auto`, and why it was chosen so."""
+    """The cache's layout and the routes over it. notes: what was left to `auto`, and why it was chosen so. tier: where
+    there is one."""
 
     layout: CacheLayout
     groups: tuple[GroupPlan, ...]
     owner: tuple[int, ...]
     dtype: str
     notes: tuple[str, ...] = ()
+    tier: Tier | None = None
+
+    @property
+    def stores(self) -> tuple[CacheLayout, ...]:
+        """What is stored, on the device and on the host."""
+        return (self.layout, self.tier.layout) if self.tier else (self.layout,)
 
     @property
     def page_size(self) -> int:

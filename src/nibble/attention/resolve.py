@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from nibble.attention import needs, options, reasons, remedy
+from nibble.attention import needs, options, reasons, remedy, tiering
 from nibble.attention.backends import all_backends, lacks
 from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.needs import Part, UnstorableError
@@ -84,13 +84,15 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 def _resolve(request: Request) -> Plan:
     found = needs.parts(request.config, request.geometry)
+    tiering.check(request.config, found)
     choices = _choices(request, found)
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in found)
     borrowed = needs.borrowers(request.config, request.geometry)
     notes = (*borrowed, *reasons.notes(request, groups, page, packing))
     layout = needs.layout(found, request.geometry, page, packing)
-    return Plan(layout, groups, request.geometry.owner, request.dtype, notes)
+    tier = tiering.decide(request.config, found, layout)
+    return Plan(layout, groups, request.geometry.owner, request.dtype, notes, tier)
 
 
 def _choices(request: Request, found: Iterable[Part]) -> Options:

@@ -7,7 +7,7 @@ Owns StreamLayout, LayerLayout and CacheLayout. Sizes are derived from the forma
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nibble import formats
 from nibble.formats import KVFormat
@@ -43,10 +43,15 @@ class LayerLayout:
         return sum(stream.bytes_per_token for stream in self.streams)
 
     @property
+    def attended(self) -> LayerLayout:
+        """Without what only an indexer reads."""
+        return replace(self, streams=tuple(entry for entry in self.streams if entry.stream.name != INDEX))
+
+    @property
     def format_key(self) -> str:
         """What capability rows call the formats of the streams that attention reads: one name, or `k:v` where they
         differ."""
-        return ":".join(dict.fromkeys(entry.format for entry in self.streams if entry.stream.name != INDEX))
+        return ":".join(dict.fromkeys(entry.format for entry in self.attended.streams))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,19 @@ class CacheLayout:
     @property
     def bytes_per_page(self) -> int:
         return self.bytes_per_token * self.page_size
+
+    @property
+    def attended(self) -> CacheLayout:
+        """What attention reads, without index keys."""
+        return replace(self, layers=tuple(layer.attended for layer in self.layers))
+
+    def stored_as(self, format: str | None, packing: str) -> CacheLayout:
+        """The same streams in another packing, and in `format` if one is named."""
+        layers = tuple(
+            replace(layer, streams=tuple(replace(x, format=format or x.format) for x in layer.streams))
+            for layer in self.layers
+        )
+        return CacheLayout(layers, self.page_size, packing)
 
     @property
     def fingerprint(self) -> str:

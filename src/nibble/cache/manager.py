@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from nibble.cache.pages import Pages
 from nibble.cache.prefix import Cursor, Edge, PrefixTree
-from nibble.errors import OutOfPages
+from nibble.cache.residency import Residency, TierStats
+from nibble.errors import OutOfFrames, OutOfPages
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +26,9 @@ class Lease:
 
     stored: leading tokens whose KV the pages hold. hit: how many of them came from the prefix cache.
     published: leading pages that are in the tree. publishing: whether pages that fill up still enter it.
+
+    With a host tier: hot, the frames of its hot buffer, none while all of its pages are on the device; dispensable, the
+    leading pages that need not be there; offered, those that were offered to the host.
     """
 
     namespace: str
@@ -33,6 +37,14 @@ class Lease:
     hit: int = 0
     published: int = 0
     publishing: bool = True
+    hot: list[int] = field(default_factory=list)
+    dispensable: int = 0
+    offered: int = 0
+
+    @property
+    def needed(self) -> list[int]:
+        """Pages that must be on the device."""
+        return self.pages[self.dispensable :]
 
     @property
     def cursor(self) -> Cursor:
@@ -46,6 +58,7 @@ class CacheStats:
 
     held: pages of open leases. cached: pages in the tree, in use or idle. idle: those only the tree holds.
     lookup_tokens: tokens of all opened leases. hit_tokens: those found in the prefix cache.
+    tier: of the host tier, if there is one.
     """
 
     total: int
@@ -56,17 +69,25 @@ class CacheStats:
     evicted: int
     lookup_tokens: int
     hit_tokens: int
+    tier: TierStats | None = None
 
 
 class CacheManager:
-    """The books of one pool. Not thread-safe: whoever schedules owns it."""
+    """The books of one pool. Not thread-safe: whoever schedules owns it.
 
-    def __init__(self, total_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+    residency: of its pages, where they share fewer frames on the device; a lease then needs all of its pages there,
+    until spill() gives it a hot buffer.
+    """
+
+    def __init__(
+        self, total_pages: int, page_size: int, prefix_cache: bool = True, residency: Residency | None = None
+    ) -> None:
         assert page_size > 0, f"a page of {page_size} tokens"
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.releases = 0  # changes whenever pages may have come free
-        self._pages = Pages(total_pages)
+        self.residency = residency
+        self._pages = Pages(total_pages, residency.forget if residency else None)
         self._tree = PrefixTree(self._pages, page_size)
         self._leases: set[Lease] = set()
         self._evicted = self._lookup_tokens = self._hit_tokens = 0
@@ -86,29 +107,56 @@ class CacheManager:
         """How things stand."""
         free, idle, total = self._pages.free, self._tree.idle, self._pages.total
         tokens = (self._lookup_tokens, self._hit_tokens)
-        return CacheStats(total, free, total - free - idle, len(self._tree), idle, self._evicted, *tokens)
+        tier = self.residency.stats if self.residency else None
+        return CacheStats(
+            total, free, total - free - idle, len(self._tree), idle, self._evicted, *tokens, tier
+        )
 
     def pages_for(self, tokens: int) -> int:
         """How many pages `tokens` tokens take."""
         return -(-tokens // self.page_size)
 
-    def open(self, tokens: Sequence[int], namespace: str, *, spare: int | None = None) -> Lease:
+    def least_frames(self, tokens: int, decodes: bool) -> int:
+        """Frames that a lease of so many tokens keeps, and grows into, under pressure; 0 without a host tier."""
+        if self.residency is None:
+            return 0
+        needed = self.pages_for(tokens) + 1
+        return min(needed, self.residency.hot + 2) if decodes else needed
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        namespace: str,
+        *,
+        spare: int | None = None,
+        kept: int = 0,
+        private: bool = False,
+    ) -> Lease:
         """A lease with the pages of the longest cached prefix of `tokens`; the last token is never in it.
 
         spare: raise OutOfPages, with nothing changed, unless all of `tokens` fit now and leave so many
-        pages over.
+        pages over. kept: frames that others keep. private: share no pages. Raises OutOfFrames, with nothing changed,
+        where the prefix cannot be brought back to the device now.
         """
-        found = self._tree.match(namespace, tokens, len(tokens) - 1) if self.prefix_cache else []
+        sharing = self.prefix_cache and not private
+        found = self._tree.match(namespace, tokens, len(tokens) - 1) if sharing else []
         if spare is not None:
             left = self.available - self._tree.count_idle(found)
             needed = self.pages_for(len(tokens)) - len(found)
             if needed + spare > left:
                 raise OutOfPages(f"{needed} pages and {spare} to spare are needed, {left} can be had")
-        lease = Lease(namespace, publishing=self.prefix_cache)
+            self._check_frames(self.least_frames(len(tokens), False) + kept)
+        if self.residency:
+            self.residency.need(found)
+        lease = Lease(namespace, publishing=sharing)
         self._leases.add(lease)
         self._lookup_tokens += len(tokens)
         self._join(lease, found)
         return lease
+
+    def _check_frames(self, needed: int) -> None:
+        if self.residency and needed > self.residency.frames:
+            raise OutOfPages(f"{needed} frames of the device are needed, there are {self.residency.frames}")
 
     def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Takes over pages of `tokens` that others have entered since; returns how many tokens that saves."""
@@ -120,6 +168,10 @@ class CacheManager:
         ):
             return 0  # it has work of its own after its last page in the tree
         found = self._tree.match(lease.cursor, tokens, len(tokens) - 1, at)
+        if self.residency:
+            if self.residency.cost(found) > self.residency.available:
+                return 0  # it computes them anew
+            self.residency.need(found)
         self._join(lease, found)
         return len(found) * self.page_size
 
@@ -136,13 +188,41 @@ class CacheManager:
         if needed <= 0:
             return
         assert lease in self._leases, "the lease is not open"
+        if self.residency and needed > self.residency.available:
+            raise OutOfFrames(
+                f"{needed} more frames are needed, {self.residency.available} of {self.residency.frames} can be had"
+            )
         short = needed - self._pages.free
         if short > self._tree.idle:
             total = self._pages.total
             raise OutOfPages(f"{needed} more pages are needed, {self.available} of {total} can be had")
         if short > 0:
             self._evicted += self._tree.evict(short)
-        lease.pages += self._pages.take(needed)
+        taken = self._pages.take(needed)
+        lease.pages += taken
+        if self.residency:
+            self.residency.enter(taken)
+            if lease.hot:
+                self._dispense(lease)
+
+    def can_spill(self, lease: Lease) -> bool:
+        """Whether spill() would make room."""
+        assert self.residency
+        hot, pages = self.residency.hot, lease.pages[:-1]
+        return not lease.hot and len(pages) > hot and self.residency.gain(pages) > hot
+
+    def spill(self, lease: Lease) -> None:
+        """Gives a lease, which decodes, a hot buffer: of its pages it needs the last alone from now on."""
+        assert self.residency and self.can_spill(lease)
+        self._dispense(lease)
+        lease.hot = self.residency.take()
+
+    def _dispense(self, lease: Lease) -> None:
+        """All pages but the last become dispensable."""
+        assert self.residency
+        last = len(lease.pages) - 1
+        self.residency.release(lease.pages[lease.dispensable : last])
+        lease.dispensable = last
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
         """Says that the KV of tokens[:upto] is stored now; pages that it fills enter the tree."""
@@ -157,6 +237,10 @@ class CacheManager:
     def release(self, lease: Lease) -> None:
         """Closes `lease`: its pages are free, but for those that others or the tree hold."""
         self._leases.remove(lease)
+        if self.residency:
+            self.residency.release(lease.needed)
+            self.residency.give_back(lease.hot)
+            lease.hot, lease.dispensable = [], 0
         shared, private = lease.pages[: lease.published], lease.pages[lease.published :]
         self._pages.drop(reversed(private))
         self._tree.drop(shared)
@@ -178,6 +262,9 @@ class CacheManager:
                 counts[page] += 1
         self._pages.check(counts)
         self._tree.check()
+        if self.residency:
+            leases = self._leases
+            self.residency.check((lease.needed for lease in leases), (lease.hot for lease in leases))
         for lease in self._leases:
             self._check_lease(lease)
 

@@ -6,19 +6,23 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nibble.errors import OutOfPages
 
 
 class Pages:
-    """`total` pages, each free or held by a number of holders. Drop what was taken or shared exactly once."""
+    """`total` pages, each free or held by a number of holders. Drop what was taken or shared exactly once.
 
-    __slots__ = ("_counts", "_free", "total")
+    freed: told of each page that comes free.
+    """
 
-    def __init__(self, total: int) -> None:
+    __slots__ = ("_counts", "_free", "_freed", "total")
+
+    def __init__(self, total: int, freed: Callable[[int], None] | None = None) -> None:
         assert total > 0, f"a pool of {total} pages"
         self.total = total
+        self._freed = freed
         self._counts = [0] * total
         self._free = list(range(total - 1, -1, -1))  # a stack: low pages first, then what was dropped last
 
@@ -59,6 +63,8 @@ class Pages:
             counts[page] = left
             if not left:
                 free.append(page)
+                if self._freed:
+                    self._freed(page)
 
     def check(self, counts: Sequence[int]) -> None:
         """Asserts that the books say what a recount found: `counts[page]` holders of each page."""

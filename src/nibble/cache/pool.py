@@ -29,7 +29,9 @@ POISON = 0xFF
 class PagedPool:
     """Pages of every stored layer. scales: raises ScaleError here where the layout needs one that is missing.
 
-    poison: fill with bytes that decode to NaN wherever the format can, so that a read of an unwritten slot shows.
+    frames: how many pages of what attention reads there is room for, where a host tier holds the rest; of index keys
+    there are all. poison: fill with bytes that decode to NaN wherever the format can, so that a read of an unwritten
+    slot shows.
     """
 
     def __init__(
@@ -39,23 +41,23 @@ class PagedPool:
         scales: KVScales,
         device: torch.device | str = "cpu",
         *,
+        frames: int | None = None,
         poison: bool = False,
     ) -> None:
         self.layout = layout
-        self.pages = pages
-        self.views = {
-            layer.layer: self._allocate(layer, scales, torch.device(device)) for layer in layout.layers
-        }
+        self.pages, self.frames = pages, frames or pages
+        self.device = torch.device(device)
+        self.views = {layer.layer: self._allocate(layer, scales) for layer in layout.layers}
         self._appends = {layer: tuple(_appends(view)) for layer, view in self.views.items()}
         if poison:
             for plane in self._planes():
                 raw(plane).fill_(POISON if plane.itemsize == 1 else -1)  # all bits, either way
 
-    def _allocate(self, layer: LayerLayout, scales: KVScales, device: torch.device) -> KVView:
+    def _allocate(self, layer: LayerLayout, scales: KVScales) -> KVView:
         mean = scales.mean(layer.layer, layer.transforms)
         streams = {
             entry.stream.name: self._stream(
-                entry, scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec), device
+                entry, scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
             )
             for entry in layer.streams
         }
@@ -63,16 +65,15 @@ class PagedPool:
             streams,
             self.layout.page_size,
             tuple(transforms_of.get(name) for name in layer.transforms),
-            None if mean is None else torch.tensor(mean, device=device),
+            None if mean is None else torch.tensor(mean, device=self.device),
             _joint_scale(tuple(entry for name, entry in streams.items() if name != INDEX)),
         )
 
-    def _stream(
-        self, entry: StreamLayout, scale: float | tuple[float, ...], device: torch.device
-    ) -> StreamView:
+    def _stream(self, entry: StreamLayout, scale: float | tuple[float, ...]) -> StreamView:
         packing = packings.get(self.layout.packing)
-        planes = packing.allocate(entry.codec.planes(entry.stream), self.pages, self.layout.page_size, device)
-        value = torch.tensor(scale, dtype=torch.float32, device=device)
+        pages = self.pages if entry.stream.name == INDEX else self.frames
+        planes = packing.allocate(entry.codec.planes(entry.stream), pages, self.layout.page_size, self.device)
+        value = torch.tensor(scale, dtype=torch.float32, device=self.device)
         return StreamView(
             entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value
         )

@@ -21,8 +21,11 @@ from nibble.attention.needs import compute_dtype
 from nibble.attention.plan import Plan
 from nibble.attention.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
+from nibble.cache.host import HostTier
+from nibble.cache.hot import HotTier
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
+from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.batch import Batch, Work
@@ -37,7 +40,7 @@ from nibble.engine.startup import Startup, out_of_memory_explained, prepare
 from nibble.engine.tables import PageTables
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ScaleError
-from nibble.geometry import Geometry
+from nibble.geometry import INDEX, Geometry
 from nibble.hardware import Hardware, probe
 from nibble.models import kv_scales as checkpoint_scales
 from nibble.models.config import find, load_config
@@ -95,7 +98,8 @@ def build(
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
     scales = kv_scales.NONE if texts is not None else find_scales(made, config.kv_scales)
     if texts is None:
-        kv_scales.require(made.plan.layout, scales)
+        for store in made.plan.stores:
+            kv_scales.require(store, scales)
     elif tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
     with startup.part("weights"):
@@ -104,18 +108,39 @@ def build(
         with startup.part("calibration"):
             scales = measure(made, model, [tokenizer.encode(text) for text in texts])
     with out_of_memory_explained(made.budget):
-        pool = PagedPool(made.plan.layout, made.budget.pages, scales, made.hardware.device, poison=poison)
-    engine = _engine(made, model, pool, scales, tokenizer)
+        frames = made.budget.frames if made.plan.tier else None
+        pool = PagedPool(
+            made.plan.layout, made.budget.pages, scales, made.hardware.device, frames=frames, poison=poison
+        )
+        tier = _tier(made, pool, scales)
+    engine = _engine(made, model, pool, scales, tokenizer, tier)
     prepare(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
     engine.startup = startup
     return engine, made
 
 
+def _tier(made: Blueprint, pool: PagedPool, scales: KVScales) -> HotTier | None:
+    """The host tier of the plan, if it has one."""
+    tier = made.plan.tier
+    if tier is None:
+        return None
+    residency = Residency(pool.pages, pool.frames, tier.buffer // made.plan.page_size)
+    host = HostTier(tier.layout, pool.pages, scales, pool.device)
+    choosers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
+    return HotTier(residency, host, pool, choosers, made.config.max_running + 2)
+
+
 def _engine(
-    made: Blueprint, model: nn.Module, pool: PagedPool, scales: KVScales, tokenizer: Tokenizer | None
+    made: Blueprint,
+    model: nn.Module,
+    pool: PagedPool,
+    scales: KVScales,
+    tokenizer: Tokenizer | None,
+    tier: HotTier | None,
 ) -> Engine:
     config, plan = made.config, made.plan
-    manager = CacheManager(pool.pages, plan.page_size, prefix_cache=config.prefix_cache)
+    residency = tier.residency if tier else None
+    manager = CacheManager(pool.pages, plan.page_size, config.prefix_cache, residency)
     scheduler = Scheduler(
         manager,
         max_running=config.max_running,
@@ -127,7 +152,7 @@ def _engine(
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
     return Engine(
         scheduler=scheduler,
-        runner=Runner(model, plan, pool, adapters(plan), tables, run),
+        runner=Runner(model, plan, pool, adapters(plan), tables, run, tier),
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
         eos_ids=_eos(model, tokenizer),
@@ -167,7 +192,7 @@ def find_scales(made: Blueprint, source: str) -> KVScales:
         return kv_scales.load(Path(source), made.geometry.layers)
     return (
         checkpoint_scales.read(folder(made.config.model))
-        if kv_scales.needed(made.plan.layout)
+        if any(map(kv_scales.needed, made.plan.stores))
         else kv_scales.NONE
     )
 
@@ -187,11 +212,12 @@ def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]])
     pages = -(-length // plain.page_size)
     recorder = Recorder(plain.layout, pages, made.hardware.device)
     runner = Runner(model, plain, recorder, adapters(plain), PageTables(1, pages, made.hardware.device))
+    manager = CacheManager(pages, plain.page_size, prefix_cache=False)
     seen = 0
     for prompt in prompts:
         room = prompt[: CALIBRATION_TOKENS - seen]
         for start in range(0, len(room), length):
-            run_prompt(runner, room[start : start + length], made.budget.step_tokens)
+            run_prompt(runner, manager, room[start : start + length], made.budget.step_tokens)
         seen += len(room)
     if seen < MIN_TOKENS:
         raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {seen}")
@@ -199,18 +225,18 @@ def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]])
 
 
 def _plain(made: Blueprint) -> Config:
-    return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="")
+    return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="", hisparse="")
 
 
-def run_prompt(runner: Runner, ids: Sequence[int], chunk: int) -> list[torch.Tensor]:
-    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of a private manager of the whole pool.
+def run_prompt(runner: Runner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[torch.Tensor]:
+    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
-    chunk: most tokens of a step, though no more than CHUNK, as the logits of all of them are computed at once.
+    manager: of the runner's pool, with room for all. chunk: most tokens of a step, though no more than CHUNK, as the
+    logits of all of them are computed at once.
     """
     chunk = min(chunk, CHUNK)
-    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
     request = Request("score", ids)
-    request.lease = manager.open(request.tokens, "")
+    request.lease = manager.open(request.tokens, "", private=True)
     manager.reserve(request.lease, len(ids))
     found = []
     try:

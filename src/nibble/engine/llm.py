@@ -113,7 +113,8 @@ class LLM:
         ids, _ = self._encode(prompt)
         self.engine.check(ids, SamplingParams(), answer=False)
         with self.engine.exclusive():
-            return torch.cat(run_prompt(self.engine.runner, ids, self.budget.step_tokens))
+            manager = self.engine.scheduler.manager
+            return torch.cat(run_prompt(self.engine.runner, manager, ids, self.budget.step_tokens))
 
     def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
         """KV scales for every scheme, measured on texts; written to a JSON file if `save` names one."""

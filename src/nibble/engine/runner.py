@@ -20,6 +20,7 @@ from nibble.attention.capability import Phase
 from nibble.attention.layer import Attend, StepContext
 from nibble.attention.metadata import AttentionMetadata, Segment
 from nibble.attention.plan import Plan
+from nibble.cache.hot import HotTier
 from nibble.cache.pool import PagedPool
 from nibble.engine.batch import Batch, Work
 from nibble.engine.graphs import Buffers, Graphs
@@ -35,7 +36,8 @@ UNKNOWN = -1
 class Runner:
     """Runs a model's steps over a pool. model: Transformers' own, with Nibble's attention function.
 
-    run: how the model is run, if not as it is. graphs: recorded decode steps, once record() was called.
+    tier: the pool's, where a host tier holds what it has no room for. run: how the model is run, if not as it is.
+    graphs: recorded decode steps, once record() was called.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Runner:
         backends: Mapping[str, Attend],
         tables: PageTables,
         run: Forward | None = None,
+        tier: HotTier | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.pool = pool
         self.backends = backends
         self.tables = tables
+        self.tier = tier
         self.device = tables.device
         self.multiple = row_multiple(model) if self.device.type == "cpu" else 1
         self.graphs: Graphs | None = None
@@ -63,8 +67,12 @@ class Runner:
         """Logits [S, V]: of the last token of each work that samples, or of every token."""
         works = batch.works
         if self.graphs and not every and all(work.phase is Phase.DECODE for work in works):
-            return self._replay(works, self.graphs)
-        return self._step(works, every)
+            logits = self._replay(works, self.graphs)
+        else:
+            logits = self._step(works, every)
+        if self.tier:
+            self.tier.backup((work.request.lease, work.end) for work in works if work.request.lease)
+        return logits
 
     @torch.inference_mode()
     def remember(self, tokens_S: Tensor) -> None:
@@ -89,7 +97,7 @@ class Runner:
         keep_at = parcel.add(self._in_company(keep or [0]))
         sampled_at = parcel.add(row for row, work in zip(rows, works, strict=True) if work.samples)
         parts = _parts(works, rows, parcel)
-        sent = self._send(parcel)
+        sent = self._send(parcel, works)
         ids_T, positions_T, rows_T = sent[ids_at], sent[positions_at], sent[rows_at]
         if UNKNOWN in ids:
             ids_T = torch.where(ids_T < 0, self.tables.latest_R[rows_T], ids_T)
@@ -118,10 +126,15 @@ class Runner:
                     pages_BN,
                     small[part.starts],
                     small[part.ends],
+                    sent[part.rows],
                 )
             )
             start = stop
-        return AttentionMetadata(pages_T.long() * size + positions_T % size, tuple(segments))
+        return self._placed(pages_T.long() * size + positions_T % size, segments)
+
+    def _placed(self, slots_T: Tensor, segments: Sequence[Segment]) -> AttentionMetadata:
+        placed_T = self.tier.place(slots_T) if self.tier else None
+        return AttentionMetadata(slots_T, tuple(segments), placed_T)
 
     def _in_company(self, values: list[int]) -> list[int]:
         """The last row is repeated where the result of a row would else depend on their number (models/linear.py), or
@@ -132,16 +145,20 @@ class Runner:
     def _rows(self, works: Sequence[Work]) -> list[int]:
         return [self.tables.row(work.request.lease) for work in works if work.request.lease]
 
-    def _send(self, parcel: Parcel) -> Tensor:
-        """Everything to the device in one go; new pages, which travel along, into their table."""
+    def _send(self, parcel: Parcel, works: Sequence[Work]) -> Tensor:
+        """Everything to the device in one go; what is new of tables and tier travels along, and takes effect."""
         places, pages = map(parcel.add, self.tables.news())
+        leases = [work.request.lease for work in works if work.request.lease] if self.tier else []
+        news = self.tier.news(parcel.add, {self.tables.row(x): x for x in leases}) if self.tier else None
         sent = parcel.send(self.device)
         if places.start < places.stop:
             self.tables.put(sent[places], sent[pages].int())
+        if self.tier and news:
+            self.tier.settle(sent, news)
         return sent
 
     def _context(self, meta: AttentionMetadata) -> StepContext:
-        return StepContext(self.plan, self.pool, self.backends, meta)
+        return StepContext(self.plan, self.pool, self.backends, meta, self.tier)
 
     # Steps of decodes alone
 
@@ -161,7 +178,7 @@ class Runner:
                 *[token for work in works for token in _known(work)], *[0] * padding,
             )
         )  # fmt: skip
-        sent = self._send(parcel)
+        sent = self._send(parcel, works)
         self._sampled_S = sent[at][: len(works)]
         graphs.buffers.inputs[: 3 * size].copy_(sent[at])
         graphs.replay(size)
@@ -180,9 +197,9 @@ class Runner:
         longest = pages_BN.shape[1] * page
         segment = Segment(
             Phase.DECODE, 0, size, (1,) * size, (longest,) * size, pages_BN,
-            buffers.starts[: size + 1], (positions_B + 1).int(),
+            buffers.starts[: size + 1], (positions_B + 1).int(), rows_B,
         )  # fmt: skip
-        ctx = self._context(AttentionMetadata(slots_B, (segment,)))
+        ctx = self._context(self._placed(slots_B, [segment]))
         logits = self._run(ids_B[None], seen_B[None], buffers.rows[:size], ctx)
         buffers.keep(logits)
 

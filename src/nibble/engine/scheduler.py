@@ -5,9 +5,9 @@ sampled. Must not know of text, sampling, models or torch. Not thread-safe: one 
 schedules and commits.
 
 A step in four moves: admit waiting requests whose pages fit; portion the token budget (decodes first, then
-prompts); reserve pages, oldest request first, where the youngest gives its own back if there are none; hand
-out the batch. The oldest request gets a portion of every step and can take every page, so it always gets
-on, and so do all.
+prompts); reserve pages, oldest request first, where the youngest gives its own back if there are none (with a host
+tier, after the longest answers have given up their places on the device); hand out the batch. The oldest request gets
+a portion of every step and can take every page, so it always gets on, and so do all.
 
 One batch may be under way while the next is scheduled (launch): its tokens are taken as stored, and a token that it
 samples as one whose value is not known yet. What then ends, is aborted or loses its pages is dropped at its commit.
@@ -25,7 +25,7 @@ from nibble.cache.manager import CacheManager, CacheStats
 from nibble.cache.prefix import Edge
 from nibble.engine.batch import Batch, Work
 from nibble.engine.request import FinishReason, Request, State
-from nibble.errors import OutOfPages, PromptTooLong
+from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
 SLICES = 8
 """A budget has so many slices. One is kept for prompts, so that decodes cannot shut them out; and each prompt
@@ -75,7 +75,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._refused: tuple[str, int] | None = None
+        self._refused: tuple[str, int, int] | None = None
         self._steps = self._decode_tokens = self._prompt_tokens = 0
         self._preemptions = self._preempted_tokens = self._finished = 0
 
@@ -204,25 +204,34 @@ class Scheduler:
         """Starts waiting requests in order of arrival, up to the first one whose pages do not fit."""
         room = self.max_running - len(self.running)
         ready = list(islice((request for request in self.waiting if request.ready), max(room, 0)))
-        if not ready or self._refused == (ready[0].id, self.manager.releases):
+        kept = sum(map(self._kept, self.running)) if self.manager.residency else 0
+        if not ready or self._refused == (ready[0].id, self.manager.releases, kept):
             return  # nothing has come free since it did not fit, and trying takes time by its length
         spare = sum(map(self._owed, self.running))
         for request in ready:
-            if not self._start(request, spare):
+            if not self._start(request, spare, kept):
                 break
             spare += self._owed(request)
+            kept += self._kept(request)
 
     def _owed(self, request: Request) -> int:
         """Pages that a running request will want soon: for all of its known tokens, and one to grow into."""
         assert request.lease
         return self.manager.pages_for(request.length) + 1 - len(request.lease.pages)
 
-    def _start(self, request: Request, spare: int) -> bool:
-        try:
-            request.lease = self.manager.open(request.tokens, request.namespace, spare=spare)
-        except OutOfPages:
-            self._refused = (request.id, self.manager.releases)
-            return False
+    def _kept(self, request: Request) -> int:
+        """Frames that a running request keeps under pressure."""
+        return self.manager.least_frames(request.length, _decodes(request))
+
+    def _start(self, request: Request, spare: int, kept: int) -> bool:
+        while request.lease is None:
+            try:
+                request.lease = self.manager.open(request.tokens, request.namespace, spare=spare, kept=kept)
+            except OutOfPages as error:
+                if isinstance(error, OutOfFrames) and self._spill():
+                    continue
+                self._refused = (request.id, self.manager.releases, kept)
+                return False
         request.after, request.state = None, State.RUNNING
         self._count_hit(request, request.lease.hit)
         self.waiting.remove(request)
@@ -238,7 +247,7 @@ class Scheduler:
         for request in self.running:
             if request.ahead and self._is_last(request.ahead):
                 continue
-            (decodes if 0 < request.computed == request.length - 1 else prompts).append(request)
+            (decodes if _decodes(request) else prompts).append(request)
         if not prompts:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
@@ -293,11 +302,21 @@ class Scheduler:
             try:
                 self.manager.reserve(request.lease, upto)
                 return True
-            except OutOfPages:
+            except OutOfPages as error:
+                if isinstance(error, OutOfFrames) and self._spill():
+                    continue
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 if youngest is request:
                     return False
+
+    def _spill(self) -> bool:
+        """The longest answer that can gives up its place on the device for a hot buffer; False if none can."""
+        for request in sorted(self.running, key=lambda request: -request.length):
+            if request.lease and _decodes(request) and self.manager.can_spill(request.lease):
+                self.manager.spill(request.lease)
+                return True
+        return False
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's pages away; its tokens stay, and it waits to compute them again."""
@@ -355,6 +374,11 @@ class Scheduler:
         """Prompt tokens found in the prefix cache; what a preempted request finds again does not count."""
         if not request.preemptions:
             request.cached += hit
+
+
+def _decodes(request: Request) -> bool:
+    """Whether all of its tokens but the last are stored, or will be."""
+    return 0 < request.computed == request.length - 1
 
 
 def divide(wanted: Sequence[int], room: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nibble.attention.backends.torch_ref import TorchRef
 from nibble.attention.capability import Phase
-from nibble.attention.layer import Attend, StepContext, attention
+from nibble.attention.layer import Attend, StepContext, attention, pages_by_token
 from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
 from nibble.attention.plan import GroupPlan, Plan, Route
 from nibble.cache.pool import PagedPool
@@ -28,6 +28,7 @@ from nibble.errors import BackendError
 from nibble.formats.base import raw
 from nibble.geometry import INDEX
 from nibble.kernels.choose import NOBODY
+from nibble.kernels.swap import resident
 
 CHOSEN = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards."""
@@ -55,7 +56,7 @@ def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> No
 def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
     """Pages of each request, not in order; requests for which the pool is too small are left out."""
     found: dict[tuple[int, ...], list[int]] = {}
-    free = list(range(pool.pages))
+    free = list(range(min(pool.pages, pool.frames)))
     for lens in REQUESTS:
         needed = -(-sum(lens) // pool.layout.page_size)
         if needed <= len(free):
@@ -134,6 +135,9 @@ class _Trial:
             self._compare(
                 self._read(name, slots_T), self._encoded(name, x_THD), STORED, route, f"stores {name}"
             )
+        if spec.chosen_TK is not None:
+            slots_TK = resident(spec.chosen_TK, pages_by_token(segment), None, self.plan.page_size)
+            spec = replace(spec, slots_TK=slots_TK)
         expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, segment, spec)
         limit = ATTENDED.get(self.plan.dtype, ATTENDED_16_BITS)
         self._compare(found_THD, expected_THD, limit, route, "attends")

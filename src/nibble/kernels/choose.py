@@ -3,18 +3,18 @@
     score(query, token) = sum over heads of weight_h * relu(q_h . key)
 
 Of the tokens that a query sees, the top_k with the largest scores, exactly; of equal ones those that come first. Owns
-the torch reference. Must not know of pools, plans or requests.
+the operation's signature, its torch reference, and the choice of a twin. Must not know of pools, plans or engines.
 
 Shape suffixes: T query tokens, n of one request, H heads of the indexer, D values of a key, L stored tokens, K = top_k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from nibble.kernels import triton_present
+from nibble.kernels.attention import Requests
 from nibble.kernels.gather import Paged, gather
 
 NOBODY = -1
@@ -24,25 +24,38 @@ SCORES = 1 << 24
 
 
 def choose(
-    keys: Paged, pages_BN: Tensor, q_lens: Sequence[int], kv_lens: Sequence[int], q_THD: Tensor, weights_TH: Tensor,
-    top_k: int,
-) -> Tensor:  # fmt: skip
+    keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, top_k: int, longest: int | None = None
+) -> Tensor:
     """The tokens of each query, ascending, as positions in its request -> int32 [T, K], NOBODY at the end.
 
-    keys: stored index keys, one head. The last q_lens[b] of request b's kv_lens[b] tokens are its queries. q_THD,
-    weights_TH: any float dtype.
+    keys: stored index keys, one head. q_THD, weights_TH: any float dtype. longest: a bound on stored tokens, if one is
+    known that is less than what the pages hold; a CUDA graph keeps it. A request of no stored tokens is padding: its
+    queries choose NOBODY.
     """
-    found, row = [], 0
-    for pages_N, n, length in zip(pages_BN, q_lens, kv_lens, strict=True):
+    if q_THD.is_cuda and triton_present():
+        from nibble.kernels.triton import choose as twin
+
+        if twin.serves(keys, q_THD):
+            return twin.choose(keys, requests, q_THD, weights_TH, top_k, longest)
+    return reference(keys, requests, q_THD, weights_TH, top_k)
+
+
+def reference(keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, top_k: int) -> Tensor:
+    """The definition, in torch and float32."""
+    chosen_TK = torch.full((len(q_THD), top_k), NOBODY, dtype=torch.int32, device=q_THD.device)
+    starts = requests.q_starts_B1.tolist()
+    for i, length in enumerate(requests.kv_lens_B.tolist()):
+        if not length:
+            continue
+        begin, end = starts[i : i + 2]
         used = -(-length // keys.page_size)
-        keys_LD = gather(keys, pages_N[None, :used], torch.float32)[0, :length, 0]
+        keys_LD = gather(keys, requests.pages_BN[i : i + 1, :used], torch.float32)[0, :length, 0]
         step = max(1, SCORES // (length * q_THD.shape[1]))
-        for start in range(0, n, step):
-            rows = slice(row + start, row + min(start + step, n))
+        for start in range(begin, end, step):
+            rows = slice(start, min(start + step, end))
             scores_nL = scores(q_THD[rows], weights_TH[rows], keys_LD)
-            found.append(_largest(scores_nL, length - n + start, top_k))
-        row += n
-    return torch.cat(found)
+            chosen_TK[rows] = largest(scores_nL, length - end + start, top_k)
+    return chosen_TK
 
 
 def scores(q_nHD: Tensor, weights_nH: Tensor, keys_LD: Tensor) -> Tensor:
@@ -51,7 +64,7 @@ def scores(q_nHD: Tensor, weights_nH: Tensor, keys_LD: Tensor) -> Tensor:
     return (weights_nH.float().unsqueeze(1) @ products_nHL).squeeze(1)
 
 
-def _largest(scores_nL: Tensor, first: int, top_k: int) -> Tensor:
+def largest(scores_nL: Tensor, first: int, top_k: int) -> Tensor:
     """The best tokens of queries at positions first, first + 1, ..., each of which sees itself and what is before."""
     n, length = scores_nL.shape
     tokens = torch.arange(length, device=scores_nL.device)

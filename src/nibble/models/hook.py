@@ -91,7 +91,9 @@ def attend(ctx: StepContext | op.Step, call: Call) -> Tensor:
     """A layer's attention in the context of a step -> [T, H, Dv]."""
     q_THD = call.query[0].transpose(0, 1)
     streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
-    spec = replace(call.spec, chosen_TK=_chosen(ctx, call.selection)) if call.selection else call.spec
+    spec, asked = call.spec, call.selection
+    if asked:
+        spec = replace(spec, chosen_TK=_chosen(ctx, asked), chooser=asked.layer)
     if isinstance(ctx, op.Step):
         return op.call(ctx, call.layer, q_THD, streams, call.width, spec)
     return attention(ctx, call.layer, q_THD, streams, spec)

@@ -72,8 +72,8 @@ class TorchRef:
         self._known: WeakKeyDictionary[Segment, dict[_Shape, tuple[_Rectangle, ...]]] = WeakKeyDictionary()
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        if spec.chosen_TK is not None:
-            return _sparse(q_THD, view, segment, spec, spec.chosen_TK).to(q_THD.dtype)
+        if spec.slots_TK is not None:
+            return _sparse(q_THD, view, spec.slots_TK, spec).to(q_THD.dtype)
         heads, keys = q_THD.shape[1], view.keys.stream
         shape = heads // keys.heads, keys.values, spec.window
         known = self._known.setdefault(segment, {})
@@ -175,21 +175,15 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
     return out / total.unsqueeze(-1)
 
 
-def _sparse(q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec, chosen_TK: Tensor) -> Tensor:
+def _sparse(q_THD: Tensor, view: KVView, slots_TK: Tensor, spec: AttentionSpec) -> Tensor:
     """Attention over the chosen tokens of each query -> float32 [T, H, Dv]."""
-    keys, size, row, out = view.keys, view.page_size, 0, []
-    step = max(1, SPARSE_VALUES // (chosen_TK.shape[1] * keys.stream.values))
-    for pages_N, n in zip(segment.pages_BN, segment.q_lens, strict=True):
-        for start in range(row, row + n, step):
-            rows = slice(start, min(start + step, row + n))
-            tokens_nK = chosen_TK[rows].clamp(min=0).long()
-            slots_nK = pages_N[tokens_nK // size].long() * size + tokens_nK % size
-            out.append(
-                _weighed(
-                    q_THD[rows], tokens(keys.paged, slots_nK).squeeze(2), chosen_TK[rows] < 0, keys, spec
-                )
-            )
-        row += n
+    keys, out = view.keys, []
+    step = max(1, SPARSE_VALUES // (slots_TK.shape[1] * keys.stream.values))
+    for start in range(0, len(q_THD), step):
+        rows = slice(start, start + step)
+        slots_nK = slots_TK[rows].long()
+        keys_nKD = tokens(keys.paged, slots_nK.clamp(min=0)).squeeze(2)
+        out.append(_weighed(q_THD[rows], keys_nKD, slots_nK < 0, keys, spec))
     return torch.cat(out)
 
 

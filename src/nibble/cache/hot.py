@@ -1,0 +1,200 @@
+"""HotTier: the device's side of a host tier. Where pages lie, hot buffers of requests, and the copies between both.
+
+What the books decide (residency.py) is told to the device at the beginning of a step, in stream order, so a step that
+is under way is not disturbed. Full pages are saved beside the steps, on a stream of their own, for which the device
+waits only before frames change hands. Inside a step nothing waits for the host: which tokens are missing is found, and
+brought, by kernels (kernels/swap.py, kernels/move.py). Owns HotTier and News. Must not know of requests, models or
+backends.
+
+Shape suffixes: T query tokens, K tokens that each looks at, N pages of a request, P pages in all, R rows of the tables
+of requests, F frames of a hot buffer, B slots of it, M slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nibble.cache.host import HostTier
+from nibble.cache.manager import Lease
+from nibble.cache.pool import PagedPool
+from nibble.cache.residency import Copy, Moves, Residency
+from nibble.geometry import LATENT
+from nibble.kernels import swap
+from nibble.kernels.choose import NOBODY
+from nibble.kernels.move import move
+from nibble.kernels.swap import Hot, Swap
+
+BESIDE = 16
+"""Programs that save pages beside a step: few, as the link to the host is slow, and the step needs the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a step must do before it begins, and where its numbers lie among those that were sent."""
+
+    moves: Moves
+    saves: tuple[slice, slice]
+    loads: tuple[slice, slice]
+    places: tuple[slice, slice]
+    rows: slice
+    buffers: slice
+
+
+class HotTier:
+    """residency: the books. choosers: layers that choose tokens, for themselves and those that share their choice.
+
+    rows: of the tables of requests, one more than requests; the last is nobody's.
+    """
+
+    def __init__(
+        self, residency: Residency, host: HostTier, pool: PagedPool, choosers: Sequence[int], rows: int
+    ) -> None:
+        self.residency = residency
+        self.page_size, self.device = pool.layout.page_size, pool.device
+        self._stores = {
+            layer: (view.streams[LATENT].paged, host.paged(layer)) for layer, view in pool.views.items()
+        }
+        self.frames_P = self._full(pool.pages)
+        size = residency.hot * self.page_size
+        self._buffers_RF = self._full(rows, residency.hot)
+        self._held = self._full(len(choosers), rows, size)
+        self._order = torch.arange(size, dtype=torch.int32, device=self.device).repeat(len(choosers), rows, 1)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._hot = {
+            layer: Hot(self._buffers_RF, self._held[i], self._order[i], self._counts)
+            for i, layer in enumerate(choosers)
+        }
+        self._told: dict[int, list[int]] = {}
+        self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
+
+    def _full(self, *shape: int) -> Tensor:
+        return torch.full(shape, NOBODY, dtype=torch.int32, device=self.device)
+
+    # Before a step
+
+    def news(self, add: Callable[[Iterable[int]], slice], leases: Mapping[int, Lease]) -> News:
+        """What has changed; its numbers are handed to `add`. leases: of the step, by row."""
+        moves = self.residency.news()
+        changed = {row: lease.hot for row, lease in leases.items() if self._told.get(row) is not lease.hot}
+        self._told.update(changed)
+        none = [NOBODY] * self.residency.hot
+        return News(
+            moves,
+            _both(add, moves.saves),
+            _both(add, moves.loads),
+            _both(add, moves.places),
+            add(changed),
+            add(frame for frames in changed.values() for frame in (frames or none)),
+        )
+
+    def settle(self, sent: Tensor, news: News) -> None:
+        """Does what the news say. sent: the numbers, on the device."""
+        if news.moves.freed and self._beside:
+            torch.cuda.current_stream().wait_stream(self._beside)
+        saved, loaded, (pages, frames) = (
+            (sent[pages], sent[frames]) for pages, frames in (news.saves, news.loads, news.places)
+        )
+        self._save(*saved)
+        self._load(*loaded)
+        if len(pages):
+            self.frames_P.index_copy_(0, pages, frames.int())
+        rows = sent[news.rows]
+        if len(rows):
+            self._buffers_RF.index_copy_(0, rows, sent[news.buffers].int().view(len(rows), -1))
+            self._held.index_fill_(1, rows, NOBODY)
+            self._order.index_copy_(1, rows, self._order[:, -1:].expand(-1, len(rows), -1))
+
+    def _save(self, pages: Tensor, frames: Tensor, programs: int | None = None) -> None:
+        if len(pages):
+            from_M, to_M = self._slots(frames), self._slots(pages)
+            for device, host in self._stores.values():
+                move(device, from_M, host, to_M, programs=programs)
+
+    def _load(self, pages: Tensor, frames: Tensor) -> None:
+        if len(pages):
+            from_M, to_M = self._slots(pages), self._slots(frames)
+            for device, host in self._stores.values():
+                move(host, from_M, device, to_M)
+
+    def _slots(self, pages_M: Tensor) -> Tensor:
+        """All slots of pages."""
+        within = torch.arange(self.page_size, device=pages_M.device)
+        return (pages_M[:, None] * self.page_size + within).flatten()
+
+    # In a step
+
+    def place(self, slots_T: Tensor) -> Tensor:
+        """Slots of pages -> slots of their frames; negative ones stay."""
+        frame_T = self.frames_P[(slots_T // self.page_size).clamp(min=0)].long()
+        placed_T = frame_T * self.page_size + slots_T % self.page_size
+        return torch.where((slots_T < 0) | (frame_T < 0), NOBODY, placed_T)
+
+    def locate(self, chooser: int, chosen_TK: Tensor, pages_TN: Tensor, rows_T: Tensor | None) -> Swap:
+        """Where the tokens that layer `chooser` chose lie, and what must be fetched first.
+
+        rows_T: of requests that decode; None where all pages are on the device.
+        """
+        if rows_T is None:
+            slots_TK = swap.resident(chosen_TK, pages_TN, self.frames_P, self.page_size)
+            return Swap(slots_TK, slots_TK[:0, 0], slots_TK[:0, 0], slots_TK[:0, 0])
+        return swap.swap(chosen_TK, rows_T, pages_TN, self.frames_P, self._hot[chooser], self.page_size)
+
+    def fetch(self, layer: int, found: Swap) -> None:
+        """Brings to the device what `found` misses of stored layer `layer`."""
+        if len(found.from_M):
+            device, host = self._stores[layer]
+            move(host, found.from_M, device, found.to_M, found.count)
+
+    # After a step
+
+    def backup(self, leases: Iterable[tuple[Lease, int]]) -> None:
+        """Saves full pages beside the step that was launched last, of leases that may come to need it.
+
+        leases: of that step, with the tokens that each has stored after it. A lease that fits into a hot buffer is
+        never spilled, and nothing of it is saved.
+        """
+        copies: list[Copy] = []
+        for lease, stored in leases:
+            full = stored // self.page_size
+            if full > self.residency.hot and full > lease.offered:
+                copies += self.residency.to_save(lease.pages[lease.offered : full])
+                lease.offered = full
+        if not copies:
+            return
+        numbers = torch.tensor(copies, dtype=torch.int64)
+        if self._beside is None:
+            self._save(numbers[:, 0], numbers[:, 1])
+            return
+        numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            numbers.record_stream(self._beside)
+            self._save(numbers[:, 0], numbers[:, 1], programs=BESIDE)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((event, len(copies)))
+
+    # How it goes
+
+    @property
+    def lag(self) -> int:
+        """Pages that are being saved."""
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+        return sum(count for _, count in self._pending)
+
+    @property
+    def looked_at(self) -> dict[str, int]:
+        """Chosen tokens of decoding requests so far: found in their pages, found hot, and fetched. Waits for the
+        device."""
+        return dict(zip(("resident", "hits", "misses"), self._counts.tolist(), strict=True))
+
+
+def _both(add: Callable[[Iterable[int]], slice], copies: Sequence[Copy]) -> tuple[slice, slice]:
+    return add(page for page, _ in copies), add(frame for _, frame in copies)

@@ -1,0 +1,171 @@
+"""HiSparse: with most of the cache in host memory an engine says what it says without, and its books balance."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nibble import LLM
+from nibble.errors import CapacityError, ConfigError
+from nibble.formats import scheme
+from nibble.geometry import LATENTS
+from tiny import MLA, SPARSE, save_tiny
+
+TEXT = "".join(map(chr, range(32, 127))) * 4
+CONTEXT = 400
+TOP_K = SPARSE["index_topk"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with sparse attention, of layers that choose and one that shares, with its scales."""
+    path = save_tiny(tmp_path_factory.mktemp("dsa"), "glm_moe_dsa", **SPARSE)
+    LLM(str(path), kv_format="fp32", kv_memory="8MiB").measure_scales([TEXT], save=path / "scales.json")
+    return path
+
+
+def llm(model: Path, hisparse: str = "", **options: Any) -> LLM:
+    usual = {"kv_memory": "8MiB", "max_running": 8, "max_context": CONTEXT, "page_size": 16}
+    return LLM(str(model), kv_scales=str(model / "scales.json"), hisparse=hisparse, **{**usual, **options})
+
+
+def tight(model: Path, hisparse: str = "buffer=32", requests: int = 2, **options: Any) -> LLM:
+    """An engine whose device has room for about so many requests of the longest kind, hot buffers aside."""
+    layout = llm(model, **options).plan.layout
+    tokens = requests * CONTEXT + 8 * 80
+    index = 8 * CONTEXT * (layout.bytes_per_token - layout.attended.bytes_per_token)
+    memory = tokens * layout.attended.bytes_per_token + index
+    return llm(model, hisparse, kv_memory=str(memory), **options)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [dice.choices(range(32, 127), k=dice.randrange(220, 330)) for _ in range(count)]
+
+
+def answers(engine: LLM, asked: list[list[int]], tokens: int = 40) -> list[tuple[int, ...]]:
+    found = engine.generate(asked, max_tokens=tokens, ignore_eos=True)
+    engine.engine.scheduler.check_integrity()
+    return [output.completions[0].token_ids for output in found]
+
+
+@pytest.mark.parametrize("kv_format", scheme.fitting(*LATENTS))
+def test_the_answers_are_those_without_it(model: Path, kv_format: str) -> None:
+    asked = prompts(6)
+    expected = answers(llm(model, kv_format=kv_format), asked)
+    hot = tight(model, kv_format=kv_format)
+    assert answers(hot, asked) == expected
+    tier = hot.engine.runner.tier
+    assert tier and tier.residency.stats.spilled >= 2 and tier.residency.stats.dropped > 20
+    looked = tier.looked_at
+    assert min(looked.values()) > 100, "tokens were found in pages, in hot buffers, and on the host"
+    assert answers(hot, asked) == expected, "prefixes come back from the host"
+    assert tier.residency.stats.loaded > 20
+    assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
+
+
+def test_without_pressure_nothing_is_spilled(model: Path) -> None:
+    asked = prompts(3)
+    roomy = llm(model, "on", kv_format="fp8_ds_mla")
+    assert answers(roomy, asked) == answers(llm(model, kv_format="fp8_ds_mla"), asked)
+    tier = roomy.engine.runner.tier
+    assert tier
+    stats = tier.residency.stats
+    assert stats.spilled == stats.dropped == stats.loaded == 0 and tier.looked_at["misses"] == 0
+    assert stats.saved > 0, "long requests are saved ahead"
+
+
+def test_requests_shorter_than_the_buffer_cost_nothing(model: Path) -> None:
+    engine = llm(model, "buffer=352", kv_format="fp8_ds_mla")
+    answers(engine, [prompt[:250] for prompt in prompts(4)])
+    assert engine.engine.runner.tier and engine.engine.runner.tier.residency.stats.saved == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "host_format"), [("bf16", "nvfp4_ds_mla"), ("fp8_ds_mla", "nvfp4_ds_mla")]
+)
+def test_a_host_of_lower_precision(model: Path, kv_format: str, host_format: str) -> None:
+    asked = prompts(5)
+    plain = llm(model, kv_format=kv_format)
+    hot = tight(model, f"buffer=32,host_format={host_format}", kv_format=kv_format)
+    assert hot.plan.tier and hot.plan.tier.layout.bytes_per_token < plain.plan.layout.attended.bytes_per_token
+    expected, found = answers(plain, asked), answers(hot, asked)
+    same = sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+    assert same > 0.5 * 5 * 40, "the answers have little to do with each other"
+    assert hot.engine.runner.tier and hot.engine.runner.tier.looked_at["misses"] > 100
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 16))
+def test_aborts_leave_no_trace(model: Path, hot_and_plain: tuple[LLM, LLM], seed: int) -> None:
+    """Requests come and are aborted at random; those that end say what they say alone."""
+    hot, plain = hot_and_plain
+    dice = random.Random(seed)
+    asked = prompts(7, seed % 3)
+    streams = []
+    for prompt in asked:
+        streams.append(hot.stream(prompt, max_tokens=dice.randrange(4, 60), ignore_eos=True))
+        for _ in range(dice.randrange(4)):
+            hot.engine.step()
+    for i, stream in enumerate(streams):
+        if dice.random() < 0.4:
+            for _ in range(dice.randrange(30)):
+                hot.engine.step()
+            stream.close()
+            hot.engine.scheduler.check_integrity()
+        elif i == 0:
+            found = [token for piece in stream for token in piece.token_ids]
+            expected = plain.generate(asked[i], max_tokens=len(found), ignore_eos=True)
+            assert tuple(found) == expected.completions[0].token_ids
+    for stream in streams:
+        stream.close()
+    hot.engine.scheduler.check_integrity()
+    assert not hot.engine.busy
+
+
+@pytest.fixture(scope="module")
+def hot_and_plain(model: Path) -> tuple[LLM, LLM]:
+    return tight(model, kv_format="nvfp4_ds_mla"), llm(model, kv_format="nvfp4_ds_mla")
+
+
+def test_a_model_that_looks_at_all_tokens_is_refused(tiny: Path, tmp_path: Path) -> None:
+    for path in (tiny, save_tiny(tmp_path, "deepseek_v3", **MLA)):
+        with pytest.raises(ConfigError, match=r"sparse attention \(DSA\) in all layers: layers 0-2 .* leave"):
+            LLM(str(path), hisparse="on")
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        (
+            "buffer=16",
+            ConfigError,
+            f"16 tokens is too small: each query looks at {TOP_K}.* buffer={2 * TOP_K}",
+        ),
+        ("buffer=many", ConfigError, "must be a number of tokens, not 'many'"),
+        ("bufer=64", ConfigError, "did you mean 'buffer'"),
+        ("host_format=mxfp4_", ConfigError, "the host can store latent 1x160 in .*fp8_ds_mla"),
+        ("host_format=index_fp8", ConfigError, "the host can store latent"),
+        ("host_memory=900TiB", CapacityError, "host_memory=900TiB does not fit"),
+        ("host_memory=64KiB", CapacityError, "host's memory has no room for one request of 400 tokens"),
+        ("buffer", ConfigError, "buffer has no value"),
+    ],
+)
+def test_settings_that_cannot_work(model: Path, setting: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        llm(model, setting, kv_format="fp8_ds_mla")
+
+
+def test_a_device_that_is_too_small_is_refused(model: Path) -> None:
+    with pytest.raises(CapacityError, match=r"the device has no room for one request of 400 tokens"):
+        llm(model, "on", kv_format="fp8_ds_mla", kv_memory="100KiB")
+
+
+def test_pages_are_not_staged(model: Path) -> None:
+    plan = llm(model, "on", kv_format="fp8_ds_mla").plan
+    assert all(route.stage_to is None for group in plan.groups for route in group.routes)
