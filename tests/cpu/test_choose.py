@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.geometry import INDEX, LATENT, Stream
 from nibble.kernels import choose as op
+from nibble.kernels.gather import Paged
 
 DIM, HEADS, PAGE = 32, 4, 16
 
 
-def stored(keys_LD: Tensor, pages: list[int], kv_format: str) -> tuple[op.Paged, Tensor]:
+def stored(keys_LD: Tensor, pages: list[int], kv_format: str) -> tuple[Paged, Tensor]:
     """Index keys in pages that lie in any order."""
     entries = (StreamLayout(Stream(LATENT, 1, 32), "bf16"), StreamLayout(Stream(INDEX, 1, DIM), kv_format))
     pool = PagedPool(CacheLayout((LayerLayout(0, entries),), PAGE, "nhd"), 8, ONE, poison=True)
@@ -131,6 +133,8 @@ CASES = [
     Case("index_fp8", ((12, 12), (9, 3), (150, 60), (0, 2)), top_k=20, packing="record", page=64),
     Case("fp16", ((130, 20), (33, 33)), top_k=64, heads=48, dim=48, spread=1),
     Case("fp32", ((130, 9),), top_k=200, packing="hnd", page=32),
+    Case("index_fp8", heads=8),
+    Case("index_fp8", ((90, 20), (33, 33)), heads=5),
 ]
 GPU_CASES = [
     replace(case, format=case.format.replace("fp32", "bf16"), dim=128, heads=64, dtype=torch.bfloat16)
@@ -138,7 +142,7 @@ GPU_CASES = [
 ]
 
 
-def keys_of(case: Case, pages_BN: Tensor, rng: torch.Generator) -> op.Paged:
+def keys_of(case: Case, pages_BN: Tensor, rng: torch.Generator) -> Paged:
     """Whole numbers in the slots that requests own, poison in all others."""
     stream = Stream(INDEX, 1, case.dim)
     record = case.packing == "record"
@@ -151,9 +155,7 @@ def keys_of(case: Case, pages_BN: Tensor, rng: torch.Generator) -> op.Paged:
         pool.write(0, {INDEX: values}, row[token // case.page].long() * case.page + token % case.page)
     paged = pool.view(0).streams[INDEX].paged
     planes = records(paged.planes_PHS) if record else paged.planes_PHS
-    return op.Paged(
-        paged.format, paged.dim, tuple(plane.to(DEVICE) for plane in planes), paged.scale.to(DEVICE)
-    )
+    return Paged(paged.format, paged.dim, tuple(plane.to(DEVICE) for plane in planes), paged.scale.to(DEVICE))
 
 
 def records(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -179,7 +181,7 @@ def table_of(case: Case, rng: torch.Generator) -> Tensor:
     return pages
 
 
-def made(case: Case) -> tuple[op.Paged, Segment, Tensor, Tensor]:
+def made(case: Case) -> tuple[Paged, Segment, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(7)
     pages = table_of(case, rng)
     keys = keys_of(case, pages, rng)
@@ -219,12 +221,39 @@ def test_the_best_of_any_scores(top_k: int) -> None:
         assert torch.equal(chosen[row : row + 1].cpu(), expected), row
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_a_replayed_graph_reads_lengths_anew() -> None:
+    keys, segment, q, weights = made(GPU_CASES[2])
+    most = segment.kv_lens_B.clone()
+    twin.choose(keys, segment, q, weights, 40)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = twin.choose(keys, segment, q, weights, 40)
+    for lengths in (most // 2, most, most * 0):
+        segment.kv_lens_B.copy_(lengths)
+        graph.replay()
+        assert torch.equal(found, op.reference(keys, segment, q, weights, 40))
+
+
 def test_what_the_twin_does_not_serve() -> None:
     keys, segment, q, _ = made(CASES[2])
     assert not twin.serves(replace_format(keys, "nvfp4"), q)
-    assert not twin.serves(keys, q[:, :4]) and not twin.serves(keys, q[..., :8])
+    assert not twin.serves(keys, q.repeat(1, 20, 1)) and not twin.serves(keys, q[..., :8])
     assert segment.stop == len(q)
 
 
-def replace_format(keys: op.Paged, name: str) -> op.Paged:
-    return op.Paged(formats.get(name), keys.dim, keys.planes_PHS, keys.scale)
+def replace_format(keys: Paged, name: str) -> Paged:
+    return Paged(formats.get(name), keys.dim, keys.planes_PHS, keys.scale)
+
+
+def test_the_cuda_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    from nibble.kernels.cuda import choose as fast
+    from nibble.kernels.cuda.compile import ELF, cubin
+
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
+    for arch, blocks, threads in ((80, 1, 512), (90, 1, 1024), (90, 8, 1024), (120, 2, 1024)):
+        assert cubin(fast.SOURCE, arch, fast.macros(blocks, threads)).startswith(ELF)
+    asked_for = [(64, 32768), (1, 131072), (8, 8192), (256, 8192), (1, 2048)]
+    assert [fast.blocks_of_row(rows, length, 132) for rows, length in asked_for] == [2, 8, 1, 1, 1]
