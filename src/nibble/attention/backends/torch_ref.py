@@ -21,14 +21,12 @@ from torch import Tensor
 
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
-from nibble.cache.view import KVView, StreamView
-from nibble.kernels.gather import tokens
+from nibble.cache.view import KVView
+from nibble.kernels import sparse
 
 TILE = 256
 SPAN_VALUES = 1 << 18
 """Bound on the dequantised values of one stream at a time: what stays in a core's cache."""
-SPARSE_VALUES = 1 << 22
-"""Bound on the chosen values that are dequantised at a time."""
 SCORES = 1 << 24
 """Bound on the scores held at a time."""
 BATCHED = 8
@@ -73,7 +71,8 @@ class TorchRef:
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
         if spec.slots_TK is not None:
-            return _sparse(q_THD, view, spec.slots_TK, spec).to(q_THD.dtype)
+            latents = view.keys
+            return sparse.reference(q_THD, latents.paged, latents.stream.rope, spec.slots_TK, spec.scale)
         heads, keys = q_THD.shape[1], view.keys.stream
         shape = heads // keys.heads, keys.values, spec.window
         known = self._known.setdefault(segment, {})
@@ -173,28 +172,6 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
     for more_weight, more in zip(weights[1:], parts[1:], strict=True):
         total, out = total + more_weight, out + more
     return out / total.unsqueeze(-1)
-
-
-def _sparse(q_THD: Tensor, view: KVView, slots_TK: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention over the chosen tokens of each query -> float32 [T, H, Dv]."""
-    keys, out = view.keys, []
-    step = max(1, SPARSE_VALUES // (slots_TK.shape[1] * keys.stream.values))
-    for start in range(0, len(q_THD), step):
-        rows = slice(start, start + step)
-        slots_nK = slots_TK[rows].long()
-        keys_nKD = tokens(keys.paged, slots_nK.clamp(min=0)).squeeze(2)
-        out.append(_weighed(q_THD[rows], keys_nKD, slots_nK < 0, keys, spec))
-    return torch.cat(out)
-
-
-def _weighed(
-    q_nHD: Tensor, keys_nKD: Tensor, hidden_nK: Tensor, keys: StreamView, spec: AttentionSpec
-) -> Tensor:
-    heads = q_nHD.shape[1]
-    q_nRD = F.pad(q_nHD.float() * spec.scale, (0, 0, 0, padded(heads) - heads))
-    scores_nRK = (q_nRD @ keys_nKD.transpose(1, 2)).masked_fill_(hidden_nK.unsqueeze(1), float("-inf"))
-    values_nKD = keys_nKD[..., : keys.stream.dim - keys.stream.rope]
-    return (scores_nRK.softmax(-1) @ values_nKD)[:, :heads]
 
 
 ANY_PHASE = frozenset(Phase)

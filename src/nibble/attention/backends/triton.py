@@ -1,4 +1,4 @@
-"""triton: Nibble's own portable kernels, in Triton. Every format and phase of MHA and MLA on any GPU since Ampere.
+"""triton: Nibble's own portable kernels, in Triton. Every format, phase and kind of attention on any GPU since Ampere.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """
@@ -11,7 +11,29 @@ from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 from nibble.geometry import LATENT
-from nibble.kernels import mla
+from nibble.kernels import mla, sparse
+
+LATENT_FORMATS = frozenset({"bf16", "fp8_e4m3", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16"})
+GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
+
+
+def _latent(kind: str, packing: set[str], prefer: int, cites: str) -> Row:
+    """A row for latents."""
+    return Row(
+        phase=frozenset(Phase),
+        kind=frozenset({kind}),
+        format=LATENT_FORMATS,
+        packing=frozenset(packing),
+        arch=GPUS,
+        page=frozenset({16, 32, 64, 128}),
+        dim=frozenset(range(96, 641, 32)),
+        dtype=frozenset({"bfloat16", "float16"}),
+        window=NEVER,
+        softcap=NEVER,
+        sinks=NEVER,
+        prefer=prefer,
+        cites=cites,
+    )
 
 
 class Triton:
@@ -25,8 +47,10 @@ class Triton:
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
         # a decode step may be recorded in a CUDA graph, where lengths are not known
         longest = () if segment.phase.decodes else (max(segment.kv_lens),)
+        keys = view.keys
+        if spec.slots_TK is not None:
+            return sparse.attend(q_THD, keys.paged, keys.stream.rope, spec.slots_TK, spec.scale)
         if LATENT in view.streams:
-            keys = view.keys
             return mla.attend(q_THD, keys.paged, keys.stream.rope, segment, spec.scale, *longest)
         return self._kernel(q_THD, view.streams["k"].paged, view.streams["v"].paged, segment, spec, *longest)
 
@@ -56,26 +80,19 @@ BACKEND = BackendInfo(
                 }
             ),
             packing=frozenset({"nhd", "hnd"}),
-            arch=frozenset({80, 86, 89, 90, 100, 103, 120, 121}),
+            arch=GPUS,
             page=frozenset({16, 32, 64, 128}),
             dim=frozenset(range(16, 257, 16)),
             prefer=20,
             cites="on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)",
         ),
-        Row(
-            phase=frozenset(Phase),
-            kind=frozenset({"mla"}),
-            format=frozenset({"bf16", "fp8_e4m3", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16"}),
-            packing=frozenset({"nhd", "hnd"}),
-            arch=frozenset({80, 86, 89, 90, 100, 103, 120, 121}),
-            page=frozenset({16, 32, 64, 128}),
-            dim=frozenset(range(96, 641, 32)),
-            dtype=frozenset({"bfloat16", "float16"}),
-            window=NEVER,
-            softcap=NEVER,
-            sinks=NEVER,
-            prefer=20,
-            cites="on one H200, decoding 64 x 8K: bf16 in 0.147 ms with 16 heads, 0.42 ms with 128",
+        _latent(
+            "mla",
+            {"nhd", "hnd"},
+            20,
+            "on one H200, decoding 64 x 8K: bf16 in 0.147 ms with 16 heads, 0.42 ms with 128",
         ),
+        _latent("dsa", {"record"}, 22, "benchmarks/sparse_decode.py; a token is one run of bytes"),
+        _latent("dsa", {"nhd", "hnd"}, 20, "benchmarks/sparse_decode.py"),
     ),
 )
