@@ -54,10 +54,11 @@ def prepare(targets: Mapping[str, Target], joint_scale: Tensor | None = None) ->
     """
     on_gpu = all(target.pages.scale.is_cuda for target in targets.values())
     if on_gpu and triton_present():
-        from nibble.kernels.triton import append as twin
+        from nibble.kernels.triton import append, append_latent
 
-        if twin.serves(targets):
-            return twin.Append(targets)
+        for twin in (append, append_latent):
+            if twin.serves(targets):
+                return twin.Append(targets)
     return Reference(targets, joint_scale)
 
 
