@@ -10,6 +10,9 @@ them that are values (the rank); the rest is rotary.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,8 @@ from nibble.kernels.gather import Paged
 from nibble.kernels.gather import reference as gathered
 
 MANY = 1 << 30
+SHORT = 2048
+"""Stored tokens up to which the twin in CUDA C++ has not been seen to be faster."""
 
 
 def attend(
@@ -32,9 +37,22 @@ def attend(
     if q_THD.is_cuda and triton_present():
         from nibble.kernels.triton import mla as twin
 
+        fast = _cuda_twin() if longest > SHORT else None
+        if fast is not None and fast.serves(q_THD, latents, rope, requests):
+            return fast.attend(q_THD, latents, requests, scale)
         if twin.serves(latents, rope):
             return twin.attend(q_THD, latents, rope, requests, scale, longest)
     return reference(q_THD, latents, rope, requests, scale)
+
+
+@cache
+def _cuda_twin() -> ModuleType | None:
+    """The twin in CUDA C++, if its package is here and not broken."""
+    try:
+        from nibble.kernels.cuda import mla as twin
+    except Exception:  # the loader's errors are of many kinds
+        return None
+    return twin
 
 
 def reference(q_THD: Tensor, latents: Paged, rope: int, requests: Requests, scale: float) -> Tensor:

@@ -228,7 +228,8 @@ def _suits_hopper(latents: Paged, query: torch.dtype) -> bool:
     kind, data = LATENTS[latents.format.name], latents.planes_PHS[0]
     wide = data.shape[3] * data.itemsize >= LEAST_ROW if kind.decoder.parts > 1 else data.dtype == query
     copied = (data, latents.planes_PHS[-1]) if kind.apart else (data,)
-    return query.itemsize == 2 and wide and all(map(_aligned, copied))
+    alike = not kind.apart or latents.planes_PHS[-1].dtype == query
+    return query.itemsize == 2 and wide and alike and all(map(_aligned, copied))
 
 
 def _aligned(plane_PHS: Tensor) -> bool:

@@ -1,0 +1,123 @@
+"""MLA decode in CUDA C++ (mla.cu): which calls it serves, and how it is launched.
+
+A twin of kernels/mla.py for 4- and 8-bit latents on SM90, one query token a request and up to 16 heads: what a GPU has
+of a model whose heads are spread over several. Everything else is the Triton twin's, whose combine_kernel also joins
+what blocks leave here. Must not know of pools or plans.
+
+Shape suffixes: T query tokens, H query heads, D values of a latent, P pages, S slots of a page.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nibble.kernels.attention import Requests
+from nibble.kernels.cuda.compile import FLOAT, INT, LONG, POINTER, Kernel, cubin, trouble
+from nibble.kernels.cuda.formats_latent import LATENTS, Latent
+from nibble.kernels.gather import Paged
+
+SOURCE = Path(__file__).with_suffix(".cu")
+ARCH = 90
+RANK, ROPE, HEADS, TILE = 512, 64, 16, 64
+PAGES = (16, 32, 64, 128)
+MAX_BATCH = 1024
+ALIGNED = 16
+
+
+def shared_bytes(latent: Latent, batch: int) -> int:
+    """Dynamic shared memory of a block: each team's tiles, which are two of values and one of rotary values; then
+    queries and weights of tiles, or sums on their way from team to team; and where requests' tiles begin.
+    """
+    tiles = TILE * (2 * latent.pitch + 2 * ROPE)
+    weights = 2 * (2 * TILE * HEADS)
+    meeting = max(2 * HEADS * (RANK + ROPE) + latent.teams * weights, 4 * HEADS * RANK)
+    return latent.teams * tiles + meeting + 4 * (batch + 1)
+
+
+def macros(latent: Latent) -> dict[str, str | int]:
+    """What the source is compiled with."""
+    return {"FORMAT": latent.name, "TEAMS": latent.teams}
+
+
+@cache
+def _kernel(latent: Latent, device: int) -> Kernel:
+    return Kernel(cubin(SOURCE, ARCH, macros(latent)), "mla", shared_bytes(latent, MAX_BATCH))
+
+
+@cache
+def _blocks(device: torch.device) -> int:
+    """One a multiprocessor; none where the kernel does not run."""
+    if device.type != "cuda":
+        return 0
+    found = torch.cuda.get_device_properties(device)
+    usable = 10 * found.major + found.minor == ARCH and trouble() is None
+    return int(found.multi_processor_count) if usable else 0
+
+
+def serves(q_THD: Tensor, latents: Paged, rope: int, requests: Requests) -> bool:
+    """Whether the kernel is for this call. Its rows must be of 16 aligned bytes."""
+    return (
+        latents.format.name in LATENTS
+        and (latents.dim - rope, rope, latents.heads) == (RANK, ROPE, 1)
+        and q_THD.dtype == torch.bfloat16
+        and q_THD.shape[1] <= HEADS
+        and max(requests.q_lens) == 1
+        and len(requests.kv_lens_B) <= MAX_BATCH
+        and latents.page_size in PAGES
+        and all(map(_aligned, latents.planes_PHS))
+        and _blocks(q_THD.device) > 0
+    )
+
+
+def _aligned(plane_PHS: Tensor) -> bool:
+    steps = (plane_PHS.storage_offset(), plane_PHS.stride(0), plane_PHS.stride(2))
+    return plane_PHS.stride(3) == 1 and all(x * plane_PHS.itemsize % ALIGNED == 0 for x in steps)
+
+
+def attend(q_THD: Tensor, latents: Paged, requests: Requests, scale: float) -> Tensor:
+    """See kernels/mla.py."""
+    from nibble.kernels.triton.attention_kernel import combine_kernel
+
+    (tokens, heads, _), batch = q_THD.shape, len(requests.kv_lens_B)
+    latent, blocks = LATENTS[latents.format.name], _blocks(q_THD.device)
+    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    out = q_THD.new_empty(tokens, heads, RANK)
+    pieces = (blocks + batch) * HEADS
+    parts = q_THD.new_empty(pieces, RANK, dtype=torch.float32)
+    lse = q_THD.new_empty(pieces, dtype=torch.float32)
+    plan = q_THD.new_empty(batch, 2, dtype=torch.int32)
+    planes = latents.planes_PHS
+    pointers = (
+        q_THD, out, parts, lse, plan, *planes, latents.scale, requests.kv_lens_B, requests.q_starts_B1,
+        requests.pages_BN,
+    )  # fmt: skip
+    values = (
+        *(tensor.data_ptr() for tensor in pointers),
+        *(plane.stride(0) * plane.itemsize for plane in planes),
+        *(plane.stride(2) * plane.itemsize for plane in planes),
+        scale,
+        batch,
+        requests.pages_BN.stride(0),
+        latents.page_size.bit_length() - 1,
+        heads,
+        q_THD.stride(0),
+        q_THD.stride(1),
+    )
+    kernel = _kernel(latent, q_THD.device.index or 0)
+    kernel.launch(blocks, 128 * latent.teams, shared_bytes(latent, batch), _TYPES, values)
+    combine_kernel[(1, heads, batch)](
+        out, parts, lse, plan, requests.q_starts_B1, 1, heads, RANK, RANK, HEADS, _at_once(blocks, batch)
+    )
+    return out
+
+
+_TYPES = (*[POINTER] * 12, *[LONG] * 3, *[INT] * 3, FLOAT, *[INT] * 6)
+
+
+def _at_once(blocks: int, batch: int) -> int:
+    """Pieces of a row that are joined at a time."""
+    return 4 if blocks <= 2 * batch else 16

@@ -1,0 +1,103 @@
+"""MLA decode in CUDA C++: it compiles for every format without a GPU; on a GPU of SM90 it agrees with its reference.
+
+Pages are in random order over poisoned memory, so a slot that is not a request's own shows as NaN.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+from nibble import formats
+from nibble.attention.capability import Phase
+from nibble.attention.metadata import Segment
+from nibble.formats.base import raw
+from nibble.geometry import LATENT, Stream
+from nibble.kernels import mla
+from nibble.kernels.cuda import compile as compiling
+from nibble.kernels.cuda import mla as twin
+from nibble.kernels.cuda.formats_latent import LATENTS
+from nibble.kernels.gather import Paged
+
+SHARED, STATIC = 232448, 4096
+"""Bytes of shared memory that a block of SM90 can have, and the most of them that the kernel declares itself."""
+STREAM = Stream(LATENT, 1, twin.RANK + twin.ROPE, twin.ROPE)
+SCALE = STREAM.dim**-0.5
+BATCHES = ((1,), (70, 0, 1, 15, 16, 17, 1000), (5000, 3, 0, 640, 129), (300,) * 150)
+runs = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or importlib.util.find_spec("triton") is None,
+    reason="needs a GPU of SM90, and Triton",
+)
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
+    assert compiling.cubin(twin.SOURCE, twin.ARCH, twin.macros(LATENTS[name])).startswith(compiling.ELF)
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_a_block_fits(name: str) -> None:
+    assert twin.shared_bytes(LATENTS[name], twin.MAX_BATCH) + STATIC <= SHARED
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_a_machine_without_the_gpu_is_not_served(name: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    stored, segment = batch(name, (20, 3), 16, record=False, device="cpu")
+    assert not twin.serves(torch.zeros(2, 16, STREAM.dim, dtype=torch.bfloat16), stored, twin.ROPE, segment)
+
+
+@runs
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(("heads", "page"), [(16, 64), (16, 16), (5, 128), (8, 32)])
+@pytest.mark.parametrize("lens", BATCHES, ids=lambda lens: f"{len(lens)}x{max(lens)}")
+@pytest.mark.parametrize("name", LATENTS)
+def test_it_agrees_with_its_reference(
+    name: str, lens: tuple[int, ...], heads: int, page: int, record: bool
+) -> None:
+    stored, segment = batch(name, lens, page, record, "cuda")
+    q_THD = torch.randn(len(lens), heads, STREAM.dim, dtype=torch.bfloat16, device="cuda")
+    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
+    assert twin.serves(q_THD, stored, twin.ROPE, segment)
+    found, again = (twin.attend(q_THD, stored, segment, SCALE) for _ in range(2))
+    assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
+    assert torch.equal(found, again)
+
+
+def batch(name: str, lens: tuple[int, ...], page: int, record: bool, device: str) -> tuple[Paged, Segment]:
+    """Random latents of requests, whose pages are in random order; what no request owns is poison."""
+    fmt, rng = formats.get(name).bound(STREAM), torch.Generator().manual_seed(7)
+    counts = [-(-length // page) for length in lens]
+    scale = torch.tensor(0.02 if fmt.needs_scale else 1.0)
+    planes = fmt.encode(torch.randn(sum(counts) + 3, 1, page, STREAM.dim, generator=rng), scale)
+    order = torch.randperm(sum(counts), generator=rng).tolist()
+    pages_BN = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    mine_PS = torch.zeros(sum(counts) + 3, page, dtype=torch.bool)
+    for row, length, count in zip(pages_BN, lens, counts, strict=True):
+        for i in range(count):
+            row[i] = order.pop()
+            mine_PS[row[i], : length - i * page] = True
+    planes = tuple(plane.to(device) for plane in planes)
+    planes = _records(planes) if record else planes
+    for plane in planes:
+        poison = 255 if plane.dtype.itemsize == 1 else -1
+        raw(plane).masked_fill_(~mine_PS[:, None, :, None].to(device), poison)
+    segment = Segment.of(Phase.DECODE, 0, [1] * len(lens), list(lens), pages_BN.to(device))
+    return Paged(fmt, STREAM.dim, planes, scale.to(device)), segment
+
+
+def _records(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same planes as columns of one array of bytes."""
+    parts = [plane.contiguous().view(torch.uint8) for plane in planes]
+    columns = torch.cat(parts, -1).split([part.shape[-1] for part in parts], -1)
+    return tuple(column.view(plane.dtype) for column, plane in zip(columns, planes, strict=True))
