@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nibble.config import BUNDLED
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from nibble.cache.layout import CacheLayout
     from nibble.engine.llm import LLM
 
-MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` is bundled."
+MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
@@ -47,7 +49,7 @@ def quiet(model: str) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if model == "demo" or Path(model).exists() or not sys.stderr.isatty():
+    if model in BUNDLED or Path(model).exists() or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 

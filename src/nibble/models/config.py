@@ -17,10 +17,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 import nibble
+from nibble.config import BUNDLED
 from nibble.errors import ConfigError, WeightError
 from nibble.models.quiet import first_line
-
-DEMO = "demo"
 
 _RECURRENT = "keep a recurrent state, not keys and values only"
 REFUSED = {
@@ -54,9 +53,9 @@ NO_WEIGHTS = (None, "", "NONE", "none")
 
 
 def find(model: str) -> str:
-    """A local folder for `demo` and for folders, else the hub name as it is."""
-    if model == DEMO:
-        return str(_bundled(DEMO))
+    """A local folder for bundled models and for folders, else the hub name as it is."""
+    if model in BUNDLED:
+        return str(_bundled(model))
     path = Path(model).expanduser()
     return str(path) if path.exists() else model
 
@@ -71,9 +70,10 @@ def _bundled(name: str) -> Path:
     )
 
 
-def load_config(model: str) -> PretrainedConfig:
+def load_config(model: str, index_topk: int | None = None) -> PretrainedConfig:
     """The config of `model`; raises ConfigError or WeightError where it cannot be served right.
 
+    index_topk: tokens that sparse attention looks at, where these are not the model's own.
     An entry that speaks of KV scales only is left out: models/kv_scales.py reads it, and Transformers need
     not.
     """
@@ -88,6 +88,12 @@ def load_config(model: str) -> PretrainedConfig:
     except Exception as error:  # of all kinds: every family checks its values in its own way
         raise _unreadable(model, local, error) from error
     refuse(config, local if local.exists() else _cached_beside(path))
+    if index_topk is not None:
+        if not hasattr(config, "index_topk"):
+            raise ConfigError(
+                f"--index-topk is for models with sparse attention (DSA), which {model} has not"
+            )
+        config.index_topk = index_topk
     if _kv_only(config):
         del config.quantization_config
     return config
