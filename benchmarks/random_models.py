@@ -52,6 +52,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         **_8B, "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
+    "deepseek-v3.2, 4 layers": ("deepseek_v32", {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 4,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 64,
+        "index_head_dim": 128, "index_topk": 2048, "first_k_dense_replace": 3, "n_routed_experts": 256,
+        "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "max_position_embeddings": 163840,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }),
+    "tiny sparse": ("deepseek_v32", {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 32, "index_n_heads": 8,
+        "index_head_dim": 32, "index_topk": 24, "first_k_dense_replace": 2, "n_routed_experts": 32,
+        "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+        "num_experts_per_tok": 2, "max_position_embeddings": 1024, "initializer_range": 0.1,
+    }),
     "tiny": ("llama", {
         **_TINY, "vocab_size": 320, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512,
         "initializer_range": 0.1,
@@ -120,9 +137,10 @@ def make(config: PretrainedConfig, dtype: str, device: str) -> nn.Module:
 
 
 def _queries(model: nn.Module) -> str:
-    """The weight that queries are proportional to: of their norm, where they have one."""
-    normed = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
-    return "q_norm.weight" if normed else "q_proj.weight"
+    """The weight that queries are proportional to: of their norm, where they have one, or of their second factor."""
+    names = [name for name, _ in model.named_parameters()]
+    of = ("q_norm.weight", "self_attn.q_b_proj.weight", "q_proj.weight")
+    return next(end for end in of if any(name.endswith(end) for name in names))
 
 
 @torch.inference_mode()

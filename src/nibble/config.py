@@ -14,6 +14,8 @@ from typing import Any
 
 from nibble.errors import ConfigError, RequestError, unknown
 
+BUNDLED = ("demo", "demo-mla")
+"""Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0: dividing logits by it would overflow."""
@@ -42,7 +44,9 @@ class Config:
     Paths are taken for names, and a number of bytes for kv_memory; both are stored as text.
     """
 
-    model: str = _option(MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` is bundled.")
+    model: str = _option(
+        MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
+    )
     kv_format: str = _option(
         "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
     )
@@ -66,6 +70,9 @@ class Config:
         None,
         "Most tokens computed in one step: 8192 on a GPU, 512 on a CPU; longer prompts are cut into chunks.",
     )
+    index_topk: int | None = _option(
+        None, "Tokens that each query of sparse attention (DSA) looks at; the model's own if left out."
+    )
     hisparse: str = _option(
         "",
         "Keep the cache of sparse attention (DSA) in host memory, and hot tokens on the device, once that is full: on, "
@@ -88,7 +95,7 @@ class Config:
             _check_type(option.name, str(option.type), getattr(self, option.name))
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
-        for name in ("max_running", "token_budget", "page_size", "max_context"):
+        for name in ("max_running", "token_budget", "page_size", "max_context", "index_topk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")

@@ -24,6 +24,7 @@ from nibble.evals.recall import RecallCase
 from nibble.evals.report import SCHEMA, Report
 from nibble.evals.run import default_entries, evaluate
 from nibble.evals.sizes import QUICK, Entry, Sizes, parse, sizes
+from planning import DEEPSEEK_V32, QWEN3_8B
 from tiny import save_tiny
 
 TEXT = "".join(
@@ -290,9 +291,12 @@ def test_entries() -> None:
 
 
 def test_default_entries_leave_out_formats_for_tests() -> None:
-    names = [entry.name for entry in default_entries()]
+    names = [entry.name for entry in default_entries(QWEN3_8B)]
     assert names[0] == "bf16" and {"nvfp4", "k8v4", "nvfp4+rot"} <= set(names)
     assert not {"fp32", "fp16"} & set(names)
+    sparse = [entry.name for entry in default_entries(DEEPSEEK_V32)]
+    assert sparse[0] == "bf16" and {"fp8_ds_mla", "nvfp4_ds_mla", "fp4_mx16"} <= set(sparse)
+    assert not {"k8v4", "nvfp4+rot", "fp32"} & set(sparse)
 
 
 def test_sizes() -> None:

@@ -100,6 +100,18 @@ def test_a_host_of_lower_precision(model: Path, kv_format: str, host_format: str
     assert hot.engine.runner.tier and hot.engine.runner.tier.looked_at["misses"] > 100
 
 
+def test_logits_go_through_the_host(model: Path) -> None:
+    (prompt,) = prompts(1)
+    exact = llm(model, kv_format="fp8_ds_mla", token_budget=64).logits(prompt)
+    same = llm(model, "on", kv_format="fp8_ds_mla", token_budget=64)
+    assert (same.logits(prompt) == exact).all()
+    assert same.engine.runner.tier and same.engine.runner.tier.residency.stats.loaded > 10
+    lossy = llm(model, "host_format=nvfp4_ds_mla", kv_format="fp8_ds_mla", token_budget=64).logits(prompt)
+    assert (lossy[:64] == exact[:64]).all(), "what has not been there is as it was"
+    error = float((lossy[64:] - exact[64:]).norm() / exact[64:].norm())
+    assert 0.001 < error < 1
+
+
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 16))
 def test_aborts_leave_no_trace(model: Path, hot_and_plain: tuple[LLM, LLM], seed: int) -> None:

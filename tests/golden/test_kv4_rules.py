@@ -61,6 +61,7 @@ def plan(case: Case) -> Plan:
 
 S = "(staged to bf16)"
 STAGE = {"allow_staging": True}
+HOT = {"hisparse": "on"}
 
 ACCEPTED = [
     # Prefill fa4 with MHA. They list triton, torch_native and flex_attention for decoding.
@@ -109,6 +110,11 @@ ACCEPTED = [
     # DSA: sparse kernels by format, as the peer routes them: bf16 to the flat one, FP8 to the one that reads records
     Case("dsa-bf16", DEEPSEEK_V32, "h200", both("bf16", "flashmla"), "flashmla, flashmla, flashmla, flashmla"),
     Case("dsa-fp8", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "torch_ref", "flashmla"), "torch_ref, torch_ref, flashmla, flashmla", 64, "record"),
+    # HiSparse: the same routes, as hot slots are slots of the pool; nothing is staged, and nobody verifies.
+    Case("hisparse-bf16", DEEPSEEK_V32, "h200", both("bf16", "flashmla", **HOT), "flashmla, flashmla, flashmla"),
+    Case("hisparse-fp8", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "triton", "flashmla", **HOT), "triton, triton, flashmla", 64, "record"),
+    Case("hisparse-nvfp4", DEEPSEEK_V32, "h200", {"kv_format": "nvfp4_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
+    Case("hisparse-ampere", DEEPSEEK_V32, "a100", {"kv_format": "fp8_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
     Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, triton", 64, "hnd"),
 ]  # fmt: skip
 
@@ -151,7 +157,11 @@ REFUSED = [
     Case("H5-sinks", GPT_OSS, "h200", both(NV, "flashinfer"), reasons=("no sinks",), remedy="--attention-backend triton"),
     Case("H5-softcap", GEMMA2, "b200", both(NV, "trtllm_mha"), reasons=("no softcap",), remedy="--attention-backend triton"),
     Case("k8v4-flashinfer", QWEN3_8B, "h200", both("k8v4", "flashinfer"), reasons=("format fp8_e4m3:nvfp4 is not in",), remedy="--decode-backend cuda"),
-    Case("dsa-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "torch_ref", "flashmla"), reasons=("format nvfp4_ds_mla is not in {bf16}", "flashmla"), remedy="--decode-backend torch_ref"),
+    Case("dsa-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "torch_ref", "flashmla"), reasons=("format nvfp4_ds_mla is not in {bf16}", "flashmla"), remedy="--decode-backend triton"),
+    # HiSparse: other formats are refused by the peer's kernels, which read them staged at most.
+    Case("hisparse-flat-fp8", DEEPSEEK_V32, "h200", pair("fp8_e4m3", "triton", "flashmla", **HOT), reasons=("flashmla  kind dsa is not in",), remedy="--decode-backend triton"),
+    Case("hisparse-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "triton", "flashmla", **HOT), reasons=("format nvfp4_ds_mla is not in {bf16}",), remedy="--decode-backend triton"),
+    Case("hisparse-staged-prefill", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "flashmla", "triton", **HOT), reasons=("prefill of dsa", "format fp8_ds_mla is not in {bf16}"), remedy="--prefill-backend triton"),
     Case("dsa-latent-of-heads", QWEN3_8B, "h200", {"kv_format": "fp8_ds_mla"}, reasons=("stores the latent of MLA, which k is not", "formats that fit"), remedy="--kv-format"),
     Case("kmean-softcap", GEMMA2, "b200", {"kv_format": "nvfp4+kmean"}, reasons=("kmean shifts scores, which score capping",), remedy="--kv-format nvfp4 "),
 ]  # fmt: skip

@@ -163,6 +163,48 @@ def test_latents(family: str, scheme: str, tmp_path: Path) -> None:
     assert sum(same) >= len(same) - 1
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
+@pytest.mark.parametrize(
+    ("scheme", "setting"),
+    [
+        ("bf16", "on"),
+        ("fp8_ds_mla", "on"),
+        ("nvfp4_ds_mla", "on"),
+        ("fp8_ds_mla", "host_format=nvfp4_ds_mla"),
+    ],
+)
+def test_hisparse(scheme: str, setting: str) -> None:
+    """With most of the cache in pinned host memory, answers are those without: recorded steps, pages that come and go."""
+    context, most = 2048, 8
+    text = (Path(__file__).parents[2] / "models" / "demo" / "heldout.txt").read_text()
+    options: dict[str, Any] = {
+        "max_context": context,
+        "max_running": most,
+        "device": "cuda",
+        "kv_format": scheme,
+    }
+    plain = LLM("demo-mla", kv_memory="256MiB", **options)
+    prompts = [plain.tokenizer.encode(text[9000 * i :][:9000])[: 1300 + 40 * i] for i in range(12)]
+    layout = plain.plan.layout
+    index = layout.bytes_per_token - layout.attended.bytes_per_token
+    memory = (2 * context + most * 512) * layout.attended.bytes_per_token + most * context * index
+    hot = LLM("demo-mla", kv_memory=str(memory), hisparse=setting, **options)
+    assert hot.engine.runner.graphs, hot.engine.startup.notes
+    answers = []
+    for llm in (plain, hot, hot):  # the second time prefixes come back from the host
+        outputs = llm.generate(prompts, max_tokens=100, ignore_eos=True, progress=False)
+        answers.append([output.completions[0].token_ids for output in outputs])
+        llm.engine.scheduler.check_integrity()
+    tier = hot.engine.runner.tier
+    assert tier
+    stats, looked = tier.residency.stats, tier.looked_at
+    same = [sum(a == b for a, b in zip(answers[0], found, strict=True)) for found in answers[1:]]
+    tokens = sum(a == b for x, y in zip(*answers[:2], strict=True) for a, b in zip(x, y, strict=True))
+    print(f"{scheme} {setting}: {same} of 12 answers equal, {tokens} of 1200 tokens; {stats} {looked}")
+    assert stats.spilled > 8 and stats.loaded > 50 and min(looked.values()) > 1000
+    assert min(same) >= 10 if setting == "on" else tokens > 400
+
+
 @pytest.mark.parametrize(
     "params",
     [

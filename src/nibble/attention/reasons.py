@@ -11,6 +11,7 @@ from nibble.attention.capability import BackendInfo, Need, Phase, listed
 from nibble.attention.needs import Part
 from nibble.attention.options import ROUTED, Options, Request
 from nibble.attention.plan import GroupPlan, Route
+from nibble.config import parse_hisparse
 from nibble.errors import ConfigError, Unsupported
 
 
@@ -103,7 +104,9 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
         yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
     if all(route.phase is not Phase.VERIFY for route in group.routes):
         backend = group.route(Phase.DECODE).backend
-        yield f"no verify of {group.group.name} in {group.scheme}: {backend} does not serve draft tokens"
+        hot = parse_hisparse(request.config.hisparse)
+        why = "a hot buffer is for one new token" if hot else f"{backend} does not serve draft tokens"
+        yield f"no verify of {group.group.name} in {group.scheme}: {why}"
 
 
 def _route_notes(request: Request, route: Route) -> Iterator[str]:

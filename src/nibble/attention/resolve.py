@@ -22,7 +22,7 @@ from nibble.attention.options import ROUTED, Ask, Option, Options, Request
 from nibble.attention.plan import GroupPlan, Plan, Route
 from nibble.attention.reasons import UnservedError
 from nibble.cache import packing as packings
-from nibble.config import Config
+from nibble.config import Config, parse_hisparse
 from nibble.errors import ConfigError, Unsupported
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
@@ -172,6 +172,7 @@ def _group(request: Request, part: Part, choices: Options, page: int, packing: s
         option = _pick(request, choices, part, phase, page, packing)
         assert option is not None, "the storage that was chosen serves every ask"
         routes.append(option.route(phase))
-        if phase is Phase.DECODE and (verify := options.follow(choices, part, option, page, packing)):
+        verify = options.follow(choices, part, option, page, packing) if phase is Phase.DECODE else None
+        if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
             routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))

@@ -48,7 +48,8 @@ class News:
 class HotTier:
     """residency: the books. choosers: layers that choose tokens, for themselves and those that share their choice.
 
-    rows: of the tables of requests, one more than requests; the last is nobody's.
+    stores: latents of each stored layer on the device, and on the host. rows: of the tables of requests; the
+    last is nobody's.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class HotTier:
     ) -> None:
         self.residency = residency
         self.page_size, self.device = pool.layout.page_size, pool.device
-        self._stores = {
+        self.stores = {
             layer: (view.streams[LATENT].paged, host.paged(layer)) for layer, view in pool.views.items()
         }
         self.frames_P = self._full(pool.pages)
@@ -113,13 +114,13 @@ class HotTier:
     def _save(self, pages: Tensor, frames: Tensor, programs: int | None = None) -> None:
         if len(pages):
             from_M, to_M = self._slots(frames), self._slots(pages)
-            for device, host in self._stores.values():
+            for device, host in self.stores.values():
                 move(device, from_M, host, to_M, programs=programs)
 
     def _load(self, pages: Tensor, frames: Tensor) -> None:
         if len(pages):
             from_M, to_M = self._slots(pages), self._slots(frames)
-            for device, host in self._stores.values():
+            for device, host in self.stores.values():
                 move(host, from_M, device, to_M)
 
     def _slots(self, pages_M: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ class HotTier:
     def fetch(self, layer: int, found: Swap) -> None:
         """Brings to the device what `found` misses of stored layer `layer`."""
         if len(found.from_M):
-            device, host = self._stores[layer]
+            device, host = self.stores[layer]
             move(host, found.from_M, device, found.to_M, found.count)
 
     # After a step

@@ -13,6 +13,8 @@ from nibble import formats
 from nibble.formats import KVFormat
 from nibble.geometry import INDEX, Stream
 
+INDEX_PACKING = "nhd"
+
 
 @dataclass(frozen=True, slots=True)
 class StreamLayout:
@@ -75,6 +77,10 @@ class CacheLayout:
     def attended(self) -> CacheLayout:
         """What attention reads, without index keys."""
         return replace(self, layers=tuple(layer.attended for layer in self.layers))
+
+    def packing_of(self, entry: StreamLayout) -> str:
+        """How a stream is packed. Index keys never are records: all of them are read in every step, by whole words."""
+        return INDEX_PACKING if entry.stream.name == INDEX else self.packing
 
     def stored_as(self, format: str | None, packing: str) -> CacheLayout:
         """The same streams in another packing, and in `format` if one is named."""

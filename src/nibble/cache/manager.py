@@ -224,6 +224,14 @@ class CacheManager:
         self.residency.release(lease.pages[lease.dispensable : last])
         lease.dispensable = last
 
+    def send_away(self, lease: Lease) -> None:
+        """Sends a lease's full pages to the host tier, if there is one, and back: what it reads then has been there."""
+        if self.residency and not lease.hot:
+            full = lease.pages[: lease.stored // self.page_size]
+            self.residency.release(full)
+            self.residency.drop(full)
+            self.residency.need(full)
+
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
         """Says that the KV of tokens[:upto] is stored now; pages that it fills enter the tree."""
         assert lease.stored <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (

@@ -70,7 +70,7 @@ class PagedPool:
         )
 
     def _stream(self, entry: StreamLayout, scale: float | tuple[float, ...]) -> StreamView:
-        packing = packings.get(self.layout.packing)
+        packing = packings.get(self.layout.packing_of(entry))
         pages = self.pages if entry.stream.name == INDEX else self.frames
         planes = packing.allocate(entry.codec.planes(entry.stream), pages, self.layout.page_size, self.device)
         value = torch.tensor(scale, dtype=torch.float32, device=self.device)

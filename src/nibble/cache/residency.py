@@ -115,6 +115,13 @@ class Residency:
             if not self._needs[page]:
                 self._idle[page] = None
 
+    def drop(self, pages: Iterable[int]) -> None:
+        """Takes those of `pages` that nobody needs off the device, at once."""
+        for page in pages:
+            if page in self._idle:
+                self._idle.move_to_end(page, last=False)
+                self._free.append(self._dropped())
+
     def forget(self, page: int) -> None:
         """`page` is free in the books: what it held is gone."""
         assert not self._needs[page], f"page {page} is free, but needed"
@@ -176,9 +183,11 @@ class Residency:
         self._frame[page] = self._moved[page] = self._any_frame()
 
     def _any_frame(self) -> int:
-        """A free frame, or that of the page that nobody has needed for longest."""
-        if self._free:
-            return self._free.pop()
+        """A free frame, or that of a page that nobody needs."""
+        return self._free.pop() if self._free else self._dropped()
+
+    def _dropped(self) -> int:
+        """The frame of the page that nobody has needed for longest, which is saved first."""
         page, _ = self._idle.popitem(last=False)
         if not self._saved[page]:
             self._saves.append((page, self._frame[page]))

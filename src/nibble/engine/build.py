@@ -72,7 +72,7 @@ def blueprint(config: Config, hardware: Hardware | None = None, *, declared: boo
     """
     known = backends.present() if hardware is None else backends.all_backends()
     hardware = hardware or probe(config.device)
-    model_config = load_config(config.model)
+    model_config = load_config(config.model, config.index_topk)
     geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
     plan = resolve(config, geometry, hardware, known, declared=declared)
     note = obstacle(plan) if config.graphs and not hardware.is_cpu else None
@@ -229,7 +229,8 @@ def _plain(made: Blueprint) -> Config:
 
 
 def run_prompt(runner: Runner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[torch.Tensor]:
-    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
+    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own. With a host tier every chunk
+    looks at what has been there.
 
     manager: of the runner's pool, with room for all. chunk: most tokens of a step, though no more than CHUNK, as the
     logits of all of them are computed at once.
@@ -241,6 +242,7 @@ def run_prompt(runner: Runner, manager: CacheManager, ids: Sequence[int], chunk:
     found = []
     try:
         for start in range(0, len(ids), chunk):
+            manager.send_away(request.lease)
             work = Work.next(request, min(chunk, len(ids) - start))
             found.append(runner.forward(Batch((work,)), every=True))
             manager.commit(request.lease, request.tokens, work.end)

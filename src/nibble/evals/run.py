@@ -37,7 +37,7 @@ from nibble.evals.report import Report, SchemeResult
 from nibble.evals.sizes import COMBINATIONS, Entry, Sizes, parse
 from nibble.evals.text import Parts
 from nibble.formats import scheme as schemes
-from nibble.geometry import HEADS
+from nibble.geometry import HEADS, LATENTS, Geometry
 
 LOGIT_BYTES = 1 << 30
 """Logits of one window take no more, unless a window is asked for."""
@@ -89,10 +89,12 @@ MEASURED = "measured"
 """Stands for the file of scales that the yardstick will measure."""
 
 
-def default_entries() -> tuple[Entry, ...]:
-    """Every scheme, without the plain formats that exist for tests, and combinations worth a look."""
-    usual = [name for name in schemes.fitting(*HEADS) if name not in formats.names() or _usual(name)]
-    return parse((*usual, *COMBINATIONS))
+def default_entries(geometry: Geometry) -> tuple[Entry, ...]:
+    """Every scheme of a usual model of this kind, without the plain formats that exist for tests, and combinations
+    worth a look."""
+    streams = HEADS if any(group.kind == "mha" for group in geometry.groups) else LATENTS
+    usual = [name for name in schemes.fitting(*streams) if name not in formats.names() or _usual(name)]
+    return parse((*usual, *(COMBINATIONS if streams is HEADS else ())))
 
 
 def _usual(name: str) -> bool:
@@ -130,7 +132,7 @@ def candidates_of(
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
-    for entry in named or default_entries():
+    for entry in named or default_entries(found[0].made.geometry):
         if entry != yardstick:
             try:
                 found.append(_candidate(config, entry))
@@ -150,13 +152,15 @@ def _candidate(config: Config, entry: Entry) -> Candidate:
         found = find_scales(made, "auto") if source == "auto" else kv_scales.NONE
         source = "auto" if _suffices(found, made) else MEASURED
     else:
-        kv_scales.require(made.plan.layout, find_scales(made, source))
+        for store in made.plan.stores:
+            kv_scales.require(store, find_scales(made, source))
     return Candidate(entry, made, source)
 
 
 def _suffices(scales: KVScales, made: Blueprint) -> bool:
     try:
-        kv_scales.require(made.plan.layout, scales)
+        for store in made.plan.stores:
+            kv_scales.require(store, scales)
     except ScaleError:
         return False
     return True

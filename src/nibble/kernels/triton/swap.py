@@ -35,16 +35,23 @@ def _bisected(chosen, held_B, TOP_K: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _by_page(chosen, pages, frames, k_K, TOP_K: tl.constexpr, PAGE: tl.constexpr):
+    """Tokens, their pages, and their slots by way of these. frames: None where those are the pages themselves."""
+    token_K = tl.load(chosen + k_K, mask=k_K < TOP_K, other=NOBODY)
+    page_K = tl.load(pages + token_K // PAGE, mask=token_K >= 0, other=NOBODY)
+    frame_K = page_K
+    if frames is not None:
+        frame_K = tl.load(frames + page_K, mask=token_K >= 0, other=NOBODY)
+    return token_K, page_K, tl.where(frame_K >= 0, frame_K * PAGE + token_K % PAGE, NOBODY)
+
+
+@triton.jit
 def _resident(
     chosen, pages, frames, slots, pages_stride, TOP_K: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr
 ):
-    """The slots of K tokens by way of their pages. frames: None where those are the pages themselves."""
     request, k_K = tl.program_id(0).to(tl.int64), tl.program_id(1) * K + tl.arange(0, K)
-    token_K = tl.load(chosen + request * TOP_K + k_K, mask=k_K < TOP_K, other=NOBODY)
-    frame_K = tl.load(pages + request * pages_stride + token_K // PAGE, mask=token_K >= 0, other=NOBODY)
-    if frames is not None:
-        frame_K = tl.load(frames + frame_K, mask=token_K >= 0, other=NOBODY)
-    slot_K = tl.where(frame_K >= 0, frame_K * PAGE + token_K % PAGE, NOBODY)
+    chosen, pages = chosen + request * TOP_K, pages + request * pages_stride
+    _, _, slot_K = _by_page(chosen, pages, frames, k_K, TOP_K, PAGE)
     tl.store(slots + request * TOP_K + k_K, slot_K, mask=k_K < TOP_K)
 
 
@@ -65,16 +72,10 @@ def _swap(
     pages += request * pages_stride
     k_K, b_B = tl.arange(0, K), tl.arange(0, B)
 
-    # by way of their pages
-    token_K = tl.load(chosen + k_K, mask=k_K < TOP_K, other=NOBODY)
-    asked_K = token_K >= 0
-    page_K = tl.load(pages + token_K // PAGE, mask=asked_K, other=0)
-    frame_K = tl.load(frames + page_K, mask=asked_K, other=NOBODY)
-    here_K = asked_K & (frame_K >= 0)
-    slot_K = tl.where(here_K, frame_K * PAGE + token_K % PAGE, NOBODY)
+    token_K, page_K, slot_K = _by_page(chosen, pages, frames, k_K, TOP_K, PAGE)
     tl.store(slots + k_K, slot_K, mask=k_K < TOP_K)
-    tl.atomic_add(counts, tl.sum(here_K.to(tl.int64), 0))
-    away_K = asked_K & (frame_K < 0)
+    tl.atomic_add(counts, tl.sum((slot_K >= 0).to(tl.int64), 0))
+    away_K = (token_K >= 0) & (slot_K < 0)
     if (tl.sum(away_K.to(tl.int32), 0) == 0) | (tl.load(hot_frames) < 0):
         return
 
