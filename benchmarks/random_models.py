@@ -98,13 +98,13 @@ class Served:
 
 
 @contextmanager
-def served(shape: str, **options: Any) -> Iterator[Served]:
-    """The engine of a shape in SHAPES; options are fields of nibble.Config."""
+def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served]:
+    """The engine of a shape in SHAPES; options are fields of nibble.Config. likeness: see make()."""
     family, changes = SHAPES[shape]
     kept: dict[str, Any] = {}
 
     def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) -> nn.Module:
-        model = make(config, dtype, device)
+        model = make(config, dtype, device, likeness)
         kept["prompt"] = torch.randint(geometry.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
         return ready(model, geometry.max_context)
@@ -116,8 +116,10 @@ def served(shape: str, **options: Any) -> Iterator[Served]:
         yield Served(llm, kept["prompt"], kept["expected"])
 
 
-def make(config: PretrainedConfig, dtype: str, device: str) -> nn.Module:
+def make(config: PretrainedConfig, dtype: str, device: str, likeness: float = 0.0) -> nn.Module:
     """A model with random weights, the same each time.
+
+    likeness: what part of an embedding's square all tokens have in common, as they have much in trained models.
 
     Queries are made small and embeddings large, so that attention is broad and tokens keep what they are, as in a
     trained model. As random weights come, the least error of a key sends attention elsewhere, every layer blows that
@@ -132,7 +134,8 @@ def make(config: PretrainedConfig, dtype: str, device: str) -> nn.Module:
         if name.endswith(_queries(model)):
             weight.data.mul_(SMALL)
         elif name.endswith("embed_tokens.weight"):
-            weight.data.mul_(LARGE)
+            common = torch.randn_like(weight[:1]) * weight.std() * likeness**0.5
+            weight.data.mul_((1 - likeness) ** 0.5).add_(common).mul_(LARGE)
     return model.eval()
 
 

@@ -236,6 +236,15 @@ def test_a_replayed_graph_reads_lengths_anew() -> None:
         assert torch.equal(found, op.reference(keys, segment, q, weights, 40))
 
 
+@pytest.mark.parametrize("batch", [((5, 1), (0, 1), (40, 1)), ((90, 20), (33, 33), (0, 2), (7, 3))], ids=str)
+def test_everything_is_chosen_without_scores(batch: tuple[tuple[int, int], ...]) -> None:
+    longest = max(stored + new for stored, new in batch)
+    keys, segment, q, weights = made(Case("fp32", batch))
+    for top_k in (longest, longest + 9):
+        expected = op.reference(keys, segment, q, weights, top_k)
+        assert torch.equal(op.choose(keys, segment, q, weights, top_k, longest), expected)
+
+
 def test_what_the_twin_does_not_serve() -> None:
     keys, segment, q, _ = made(CASES[2])
     assert not twin.serves(replace_format(keys, "nvfp4"), q)

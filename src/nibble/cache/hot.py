@@ -196,6 +196,17 @@ class HotTier:
         device."""
         return dict(zip(("resident", "hits", "misses"), self._counts.tolist(), strict=True))
 
+    @property
+    def words(self) -> str:
+        """How it goes, for people."""
+        stats, looked = self.residency.stats, self.looked_at
+        total = max(sum(looked.values()), 1)
+        resident, hot, fetched = (f"{looked[name] / total:.1%}" for name in ("resident", "hits", "misses"))
+        return (
+            f"host tier: {stats.spilled} requests spilled, {stats.saved} pages saved, {stats.loaded} loaded back; "
+            f"of the tokens that answers looked at {resident} lay in pages, {hot} were hot, {fetched} were fetched"
+        )
+
 
 def _both(add: Callable[[Iterable[int]], slice], copies: Sequence[Copy]) -> tuple[slice, slice]:
     return add(page for page, _ in copies), add(frame for _, frame in copies)

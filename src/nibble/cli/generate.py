@@ -47,6 +47,7 @@ class Run:
     outputs: Sequence[Output]
     seconds: float
     startup: Mapping[str, float]
+    tier: str | None
 
     @property
     def tokens(self) -> int:
@@ -56,7 +57,8 @@ class Run:
     def words(self) -> str:
         """Its cost, in one line."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        return f"{bytes_in_words(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
+        cost = f"{bytes_in_words(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
+        return f"{cost}\n{self.tier}" if self.tier else cost
 
     def as_dict(self) -> dict[str, Any]:
         from nibble.attention.explain import baseline_bytes
@@ -67,6 +69,7 @@ class Run:
             "bytes_per_token_16bit": baseline_bytes(self.layout),
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
+            "hisparse": self.tier,
             "startup": {part: round(seconds, 3) for part, seconds in self.startup.items()},
             "answers": [asdict(output) for output in self.outputs],
         }
@@ -174,6 +177,8 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     err().print(
         f"{bytes_in_words(scheme, llm.plan.layout)}; {tokens} tokens, {rate:.1f} tokens/s", style="dim"
     )
+    if llm.tier:
+        err().print(llm.tier.words, style="dim")
 
 
 def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingParams) -> Run:
@@ -184,7 +189,8 @@ def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingPar
     failed = next((answer.error for output in outputs for answer in output.completions if answer.error), None)
     if failed:
         raise NibbleError(failed)
-    return Run(entry.name, llm.plan.layout, outputs, seconds, llm.startup)
+    tier = llm.tier.words if llm.tier else None
+    return Run(entry.name, llm.plan.layout, outputs, seconds, llm.startup, tier)
 
 
 def _listed(run: Run) -> None:

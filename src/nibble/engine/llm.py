@@ -17,6 +17,7 @@ import torch
 from nibble.attention.budget import Budget
 from nibble.attention.plan import Plan
 from nibble.cache import scales as kv_scales
+from nibble.cache.hot import HotTier
 from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured, sampling
 from nibble.engine.build import build, measure, run_prompt
@@ -51,6 +52,11 @@ class LLM:
     def budget(self) -> Budget:
         """Where the memory goes."""
         return self._made.budget
+
+    @property
+    def tier(self) -> HotTier | None:
+        """The host tier, where `hisparse` asked for one: what it has done (`words`), its counts."""
+        return self.engine.runner.tier
 
     @property
     def startup(self) -> Mapping[str, float]:

@@ -30,14 +30,27 @@ def choose(
 
     keys: stored index keys, one head. q_THD, weights_TH: any float dtype. longest: a bound on stored tokens, if one is
     known that is less than what the pages hold; a CUDA graph keeps it. A request of no stored tokens is padding: its
-    queries choose NOBODY.
+    queries choose NOBODY. Where nothing can be longer than top_k all are chosen, and no score is computed.
     """
+    if longest is not None and longest <= top_k:
+        return everything(requests, len(q_THD), top_k)
     if q_THD.is_cuda and triton_present():
         from nibble.kernels.triton import choose as twin
 
         if twin.serves(keys, q_THD):
             return twin.choose(keys, requests, q_THD, weights_TH, top_k, longest)
     return reference(keys, requests, q_THD, weights_TH, top_k)
+
+
+def everything(requests: Requests, tokens: int, top_k: int) -> Tensor:
+    """All tokens that each query sees, where these are top_k at most."""
+    ends_B, kv_lens_B = requests.q_starts_B1[1:], requests.kv_lens_B
+    row_T = torch.arange(tokens, dtype=torch.int32, device=ends_B.device)
+    request_T = torch.searchsorted(ends_B, row_T, right=True).clamp(max=len(ends_B) - 1)
+    length_T = kv_lens_B[request_T]
+    seen_T = torch.where(length_T > 0, length_T - ends_B[request_T] + row_T + 1, 0)
+    token_K = torch.arange(top_k, dtype=torch.int32, device=ends_B.device)
+    return torch.where(token_K < seen_T[:, None], token_K, NOBODY)
 
 
 def reference(keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, top_k: int) -> Tensor:
