@@ -18,9 +18,9 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = ("cli", "server", "evals", "engine", "models", "attention", "cache", "kernels", "formats", "base")
 BASE = {"geometry", "hardware", "config", "errors"}
 TORCH_FREE = (
-    "errors", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "attention/capability",
+    "errors", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "cache/residency", "attention/capability",
     "attention/plan", "attention/resolve", "attention/needs", "attention/options", "attention/reasons",
-    "attention/remedy", "attention/budget", "attention/capture", "engine/request", "engine/batch", "engine/scheduler",
+    "attention/remedy", "attention/budget", "attention/capture", "attention/tiering", "engine/request", "engine/batch", "engine/scheduler",
     "engine/outputs", "engine/answers",
 )  # fmt: skip
 BOOKS = (

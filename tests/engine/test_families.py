@@ -7,6 +7,7 @@ prove nothing: greedy tokens alone would not notice the first of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from nibble.cache.pool import PagedPool
 from nibble.engine.build import run_prompt
 from nibble.models import hook, linear
 from nibble.models.quiet import quiet
+from tiny import MLA, save_model
 
 TOLERANCE = 1e-4
 WINDOW = 8
@@ -337,3 +339,18 @@ def test_products_do_not_depend_on_how_many_rows_there_are(width: int) -> None:
     assert torch.allclose(whole, x @ weight.T, atol=1e-3)
     for rows in (1, 2, 3, 7, 8, 9, 16, 33):
         assert torch.equal(linear.product(x[:rows], packed, None), whole[:rows]), rows
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    """Its checkpoints name code of their own, of which nothing is run."""
+    path = save_model(tmp_path, "deepseek_v3", **MLA)
+    prompt = list(range(20, 45))
+    options: dict[str, Any] = {"kv_format": "fp32", "max_context": 64, "kv_memory": "2MiB"}
+    expected = LLM(str(path), **options).logits(prompt)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    file.write_text(json.dumps(config))
+    llm = LLM(str(path), **options)
+    assert torch.equal(llm.logits(prompt), expected)
+    assert [group.group.kind for group in llm.plan.groups] == ["mla"]

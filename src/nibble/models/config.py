@@ -30,6 +30,9 @@ REFUSED = {
 do.
 """
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Families whose checkpoints bring code for what Transformers knows by another name."""
+
 ATTENTION = ("full_attention", "sliding_attention", "attention")
 """Layer types that are attention over one key and value for each token."""
 LATENT = ("indexed_attention", "deepseek_sparse_attention")
@@ -84,7 +87,7 @@ def load_config(model: str, index_topk: int | None = None) -> PretrainedConfig:
             f"{local} is no Transformers checkpoint: it has no config.json; name the folder that has one"
         )
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = _read(path)
     except Exception as error:  # of all kinds: every family checks its values in its own way
         raise _unreadable(model, local, error) from error
     refuse(config, local if local.exists() else _cached_beside(path))
@@ -97,6 +100,16 @@ def load_config(model: str, index_topk: int | None = None) -> PretrainedConfig:
     if _kv_only(config):
         del config.quantization_config
     return config
+
+
+def _read(path: str) -> PretrainedConfig:
+    """The config as Transformers reads it, or as the family that it is under another name."""
+    raw, _ = PretrainedConfig.get_config_dict(path)
+    family = ALIASES.get(raw.get("model_type", ""))
+    if family is None:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kept = {name: value for name, value in raw.items() if name not in {"model_type", "auto_map"}}
+    return AutoConfig.for_model(family, **kept)
 
 
 def _cached_beside(model: str) -> Path | None:
