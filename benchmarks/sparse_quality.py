@@ -6,8 +6,8 @@
 For every scheme: **dense**, each query looks at all tokens (for perplexity alone); **sparse**, at the model's own
 top-k; **HiSparse**, the same with most of the cache on the host; and with a host in 4 bits. With a host tier,
 perplexity is that of chunks that look at what has been on the host and back, and recall that of answers decoded from
-hot buffers, as the device has room for about two contexts; `hits` is the share of chosen tokens off the device that
-were hot.
+hot buffers, all full pages of the prompt being on the host alone; `hits` is the share of chosen tokens off the device
+that were hot.
 
 Perplexity is teacher-forced over text that the model has not seen; recall is the share of exact greedy answers to
 look-ups in the context (nibble/evals).
@@ -78,7 +78,7 @@ def config(todo: Plan, scheme: str, attention: str) -> dict[str, Any]:
 
 
 def tight(made: dict[str, Any]) -> dict[str, Any]:
-    """A device with room for two contexts, and hot buffers of the other requests."""
+    """A device with room for two contexts, and for hot buffers of all requests."""
     plan = blueprint(Config(**made)).plan
     assert plan.tier
     latent = plan.layout.attended.bytes_per_token
@@ -113,7 +113,26 @@ def share(llm: LLM, length: int, number: int) -> float:
     def count(piece: str) -> int:
         return len(llm.tokenizer.encode(piece))
 
-    return sum(ask.judged(llm, recall.cases(length, number, length, count))) / number
+    cases = recall.cases(length, number, length, count)
+    judged = (hot_answers if llm.tier else ask.judged)(llm, cases)
+    return sum(judged) / number
+
+
+def hot_answers(llm: LLM, cases: Sequence[recall.RecallCase]) -> Iterator[bool]:
+    """ask.judged(), with every answer decoded from a hot buffer, all full pages of its prompt on the host alone."""
+    engine, manager = llm.engine, llm.engine.scheduler.manager
+    assert manager.residency
+    streams = [
+        llm.stream(case.prompt, max_tokens=len(llm.tokenizer.encode(case.answer)) + 1) for case in cases
+    ]
+    while engine.busy:
+        for request in engine.scheduler.running:
+            lease = request.lease
+            if lease and 0 < request.computed == request.length - 1 and manager.spill([lease]):
+                manager.residency.drop(lease.pages[:-1])
+        engine.step()
+    for stream, case in zip(streams, cases, strict=True):
+        yield "".join(piece.text for piece in stream).startswith(case.answer)
 
 
 def ways(scheme: str) -> Iterator[str]:

@@ -159,8 +159,14 @@ def parse_hisparse(text: str) -> HiSparse | None:
     """`on`, or `key=value` settings with commas between them; None for `off` and the empty text. Raises ConfigError."""
     if text in {"", "off"}:
         return None
-    given = {} if text == "on" else dict(part.strip().partition("=")[::2] for part in text.split(","))
+    parts = [part.strip() for part in text.split(",")]
+    pairs = [
+        (part.partition("=")[0].strip(), part.partition("=")[2].strip()) for part in parts if part != "on"
+    ]
+    given = dict(pairs)
     known = [option.name for option in fields(HiSparse)]
+    if len(given) < len(pairs):
+        raise ConfigError(f"hisparse says something twice: {text!r}")
     for name, value in given.items():
         if name not in known:
             raise ConfigError(unknown("setting of hisparse", name, known))

@@ -77,16 +77,27 @@ def _free() -> int | None:
     except OSError:
         return None
     found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return 1024 * int(found) if found else None
+    left = _container_left()
+    return min(x for x in (1024 * int(found), left) if x is not None) if found else left
 
 
 def _container_limit() -> int | None:
     """The memory limit of the control group (cgroup v2) that this process is in, where there is one."""
+    return _group("memory.max")
+
+
+def _container_left() -> int | None:
+    """What the control group may still take."""
+    limit, used = _group("memory.max"), _group("memory.current")
+    return None if limit is None or used is None else max(limit - used, 0)
+
+
+def _group(name: str) -> int | None:
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        text = Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return None
-    return int(limit) if limit.isdigit() else None
+    return int(text) if text.isdigit() else None
 
 
 def probe(device: str = "auto") -> Hardware:

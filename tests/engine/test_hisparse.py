@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nibble import LLM
+from nibble import LLM, SamplingParams
+from nibble.config import HiSparse, parse_hisparse
 from nibble.errors import CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.geometry import LATENTS
@@ -69,21 +72,107 @@ def test_the_answers_are_those_without_it(model: Path, kv_format: str) -> None:
     assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
 
 
-def test_without_pressure_nothing_is_spilled(model: Path) -> None:
+def test_where_all_fits_no_tier_is_made(model: Path) -> None:
     asked = prompts(3)
     roomy = llm(model, "on", kv_format="fp8_ds_mla")
+    assert roomy.tier is None and roomy.budget.host == 0 and roomy.budget.frames == roomy.budget.pages
     assert answers(roomy, asked) == answers(llm(model, kv_format="fp8_ds_mla"), asked)
-    tier = roomy.engine.runner.tier
-    assert tier
-    stats = tier.residency.stats
-    assert stats.spilled == stats.dropped == stats.loaded == 0 and tier.looked_at["misses"] == 0
+    assert roomy.budget.pages >= llm(model, kv_format="fp8_ds_mla").budget.pages
+
+
+def test_without_pressure_nothing_is_spilled(model: Path) -> None:
+    asked = prompts(2)
+    calm = tight(model, requests=3, kv_format="fp8_ds_mla")
+    assert answers(calm, asked) == answers(llm(model, kv_format="fp8_ds_mla"), asked)
+    assert calm.tier
+    stats = calm.tier.residency.stats
+    assert stats.spilled == stats.dropped == stats.loaded == 0 and calm.tier.looked_at["misses"] == 0
     assert stats.saved > 0, "long requests are saved ahead"
 
 
 def test_requests_shorter_than_the_buffer_cost_nothing(model: Path) -> None:
-    engine = llm(model, "buffer=352", kv_format="fp8_ds_mla")
-    answers(engine, [prompt[:250] for prompt in prompts(4)])
-    assert engine.engine.runner.tier and engine.engine.runner.tier.residency.stats.saved == 0
+    engine = tight(model, "buffer=160", kv_format="fp8_ds_mla")
+    answers(engine, [prompt[:110] for prompt in prompts(4)])
+    assert engine.tier and engine.tier.residency.stats.spilled == engine.tier.residency.stats.saved == 0
+
+
+def test_one_request_alone_uses_the_whole_context(model: Path) -> None:
+    """A device for one request of the longest kind, and hot buffers."""
+    for most in (1, 2):
+        engine = tight(model, "on", requests=1, kv_format="fp8_ds_mla", max_running=most)
+        (found,) = answers(engine, [[*range(32, 126)] * 4 + [*range(32, 46)]], 9)
+        assert len(found) == 9
+
+
+def test_one_layer_that_chooses(tmp_path: Path) -> None:
+    one = {**SPARSE, "indexer_types": ["full", "shared", "shared"]}
+    path = save_tiny(tmp_path, "glm_moe_dsa", **one)
+    LLM(str(path), kv_format="fp32", kv_memory="8MiB").measure_scales([TEXT], save=path / "scales.json")
+    asked = prompts(4)
+    assert answers(tight(path, kv_format="bf16"), asked) == answers(llm(path, kv_format="bf16"), asked)
+
+
+def test_answers_that_share_a_prompt_are_spilled_together(model: Path) -> None:
+    sampled: dict[str, Any] = {"max_tokens": 60, "n": 3, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    hot, plain = tight(model, kv_format="bf16", requests=1), llm(model, kv_format="bf16")
+    asked = [prompts(1)[0][:240], *prompts(2, 5)]
+    found, expected = (
+        [[answer.token_ids for answer in output.completions] for output in engine.generate(asked, **sampled)]
+        for engine in (hot, plain)
+    )
+    assert found == expected
+    assert hot.tier and hot.tier.residency.stats.spilled >= 3
+
+
+@pytest.mark.parametrize("where", ["_load", "_save", "fetch"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_breaks_off_harms_no_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+) -> None:
+    """Whatever was on its way to the device, or to the host, is sent again."""
+    asked = prompts(6)
+    expected = answers(llm(model, kv_format="bf16"), asked)
+    for nth in (1, 3, 9):
+        hot = tight(model, kv_format="bf16")
+        answers(hot, asked[3:])
+        count = plant(hot, monkeypatch, where, nth, error)
+        found: list[list[int]] = [[] for _ in asked]
+        failed = set()
+
+        def take(i: int, piece: Any, found: Any = found, failed: Any = failed) -> None:
+            found[i] += piece.token_ids
+            if piece.error:
+                failed.add(i)
+
+        for i, prompt in enumerate(asked):
+            hot.engine.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True), partial(take, i))
+        while hot.engine.busy:
+            with suppress(KeyboardInterrupt):
+                hot.engine.step()
+        hot.engine.scheduler.check_integrity()
+        assert count[0] > nth or nth > 1, "nothing was planted"
+        assert all(tuple(found[i]) == expected[i] for i in range(6) if i not in failed), (nth, failed)
+        assert error is RuntimeError or not failed
+        monkeypatch.undo()
+        assert answers(hot, asked) == expected, "later ones are hurt"
+
+
+def plant(
+    engine: LLM, patch: pytest.MonkeyPatch, where: str, nth: int, error: type[BaseException]
+) -> list[int]:
+    """An error in the nth copy of a kind; returns a counter of copies."""
+    assert engine.tier
+    inner, count = getattr(engine.tier, where), [0]
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += bool(len(args[0]) if where != "fetch" else len(args[1].from_M))
+        if count[0] == nth:
+            count[0] += 1
+            raise error("planted")
+        return inner(*args, **kwargs)
+
+    patch.setattr(engine.tier, where, planted)
+    return count
 
 
 @pytest.mark.parametrize(
@@ -103,10 +192,10 @@ def test_a_host_of_lower_precision(model: Path, kv_format: str, host_format: str
 def test_logits_go_through_the_host(model: Path) -> None:
     (prompt,) = prompts(1)
     exact = llm(model, kv_format="fp8_ds_mla", token_budget=64).logits(prompt)
-    same = llm(model, "on", kv_format="fp8_ds_mla", token_budget=64)
+    same = tight(model, "on", kv_format="fp8_ds_mla", token_budget=64)
     assert (same.logits(prompt) == exact).all()
     assert same.engine.runner.tier and same.engine.runner.tier.residency.stats.loaded > 10
-    lossy = llm(model, "host_format=nvfp4_ds_mla", kv_format="fp8_ds_mla", token_budget=64).logits(prompt)
+    lossy = tight(model, "host_format=nvfp4_ds_mla", kv_format="fp8_ds_mla", token_budget=64).logits(prompt)
     assert (lossy[:64] == exact[:64]).all(), "what has not been there is as it was"
     error = float((lossy[64:] - exact[64:]).norm() / exact[64:].norm())
     assert 0.001 < error < 1
@@ -164,7 +253,7 @@ def test_a_model_that_looks_at_all_tokens_is_refused(tiny: Path, tmp_path: Path)
         ("host_format=mxfp4_", ConfigError, "the host can store latent 1x160 in .*fp8_ds_mla"),
         ("host_format=index_fp8", ConfigError, "the host can store latent"),
         ("host_memory=900TiB", CapacityError, "host_memory=900TiB does not fit"),
-        ("host_memory=64KiB", CapacityError, "host's memory has no room for one request of 400 tokens"),
+        ("buffer=64,buffer=32", ConfigError, "says something twice"),
         ("buffer", ConfigError, "buffer has no value"),
     ],
 )
@@ -174,8 +263,15 @@ def test_settings_that_cannot_work(model: Path, setting: str, error: type[Except
 
 
 def test_a_device_that_is_too_small_is_refused(model: Path) -> None:
-    with pytest.raises(CapacityError, match=r"the device has no room for one request of 400 tokens"):
+    with pytest.raises(CapacityError, match=r"one request of 400 tokens does not fit with --hisparse"):
         llm(model, "on", kv_format="fp8_ds_mla", kv_memory="100KiB")
+
+
+def test_settings_are_put_together_with_commas(model: Path) -> None:
+    assert parse_hisparse("on, buffer = 64") == HiSparse(buffer=64)
+    assert parse_hisparse("off") is None
+    small = tight(model, "host_memory=1MiB", kv_format="fp8_ds_mla")
+    assert small.budget.host <= 1 << 20
 
 
 def test_pages_are_not_staged(model: Path) -> None:

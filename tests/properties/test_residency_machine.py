@@ -54,8 +54,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         for frame, i, content in loaded:
             assert content is not None, "a page was loaded that the host does not hold"
             self.device[frame, i] = content
+        self.residency.saves_done()
         for page, frame in moves.places:
             self.places[page] = frame
+        self.residency.done()
 
     def save(self, copies) -> None:
         for page, frame in copies:
@@ -103,14 +105,25 @@ class ResidencyMachine(RuleBasedStateMachine):
             writer.tokens += tokens[:1] if writer.lease.hot else tokens
 
     @precondition(lambda self: self.writers)
-    @rule(number=which)
-    def spill(self, number: int) -> None:
-        writer = self.pick(number)
-        lease = writer.lease
-        if lease.stored == len(writer.tokens) and self.manager.can_spill(lease):
-            before = self.residency.available
-            self.manager.spill(lease)
-            assert self.residency.available > before and len(lease.hot) == HOT
+    @rule(number=which, others=st.integers(0, 3))
+    def spill(self, number: int, others: int) -> None:
+        """Of some leases that decode, in some order."""
+        some = [self.pick(i) for i in range(number, number + others + 1)]
+        leases = list(dict.fromkeys(w.lease for w in some if w.lease.stored == len(w.tokens)))
+        before, cold = self.residency.available, [lease for lease in leases if not lease.hot]
+        if self.manager.spill(leases):
+            assert self.residency.available > before
+            assert any(len(lease.hot) == HOT for lease in cold)
+        else:
+            assert not any(lease.hot for lease in cold) and self.residency.available == before
+
+    @precondition(lambda self: self.writers)
+    @rule()
+    def a_step_that_breaks_off(self) -> None:
+        """After its saves, and before the device was told of all."""
+        moves = self.residency.news()
+        self.save(moves.saves)
+        self.residency.saves_done()
 
     @precondition(lambda self: self.writers)
     @rule(number=which)
@@ -118,7 +131,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         """What happens beside a step: full pages are saved early."""
         self.settle()
         lease = self.pick(number).lease
-        self.save(self.residency.to_save(lease.pages[: lease.stored // PAGE]))
+        copies = self.residency.to_save(lease.pages[: lease.stored // PAGE])
+        self.save(copies)
+        self.residency.saved(copies)
 
     @precondition(lambda self: self.writers)
     @rule(number=which)

@@ -42,6 +42,10 @@ SHARE = 0.25
 """Largest part of a CPU's memory that a pool takes unasked; the machine has other work to do."""
 SPARE = 4
 """With a prefix cache idle pages are worth keeping: a pool may have so many times what requests can fill."""
+CHOOSER = 64 << 20
+"""Scores that are held while tokens are chosen."""
+CHOSEN_COPIES = 4
+"""int32 lists of chosen tokens alive at once: positions and slots, of the layer at hand and the one before."""
 WIDTHS = 24
 """Activations alive at once in one layer, in hidden sizes a token: residual, q, k, v, attention's output, and
 the MLP's two or three of four widths each, with room for an MLP of eight."""
@@ -85,7 +89,8 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
     reserve = int(hardware.memory * RESERVE)
     tokens = step_tokens(config, hardware)
     staging, activations, runtime = (
-        max(staging_bytes(config, geometry, plan), kernel_bytes(plan, tokens)),
+        max(staging_bytes(config, geometry, plan), kernel_bytes(plan, tokens))
+        + sparse_bytes(config, geometry, plan, tokens),
         activation_bytes(config, geometry, plan.dtype, tokens),
         runtime_bytes(config, geometry, hardware, plan, tokens),
     )
@@ -96,6 +101,8 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
     shared = _shares(config, geometry, hardware, plan, room)
     pool = shared.frames * layout.attended.bytes_per_page
     pool += shared.pages * (layout.bytes_per_page - layout.attended.bytes_per_page)
+    if plan.tier and not shared.host:
+        tables = 0
     result = Budget(
         hardware.memory, geometry.weight_bytes, staging, activations, runtime, reserve, pool, shared.pages,
         shared.pages * layout.page_size, layout.bytes_per_token, limit, tokens, shared.frames, tables, shared.host,
@@ -107,10 +114,18 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
 def _shares(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, room: int) -> Shares:
     """Pages, and those that have room on the device: all, but with a host tier."""
     if plan.tier:
+        worth, _ = _worth(config, geometry, hardware, plan)
         longest = context(config, geometry)
-        return tiering.shares(config, plan.layout, plan.tier, room, longest, hardware.host)
+        return tiering.shares(config, plan.layout, plan.tier, room, longest, worth, hardware.host)
     pages = room // plan.layout.bytes_per_page
     return Shares(pages, pages, 0)
+
+
+def _worth(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -> tuple[int, str]:
+    """Tokens that it is worth having pages for, and why."""
+    times = SPARE if config.prefix_cache and not hardware.is_cpu else 1
+    words = f"{times} x max_running x max_context" if times > 1 else "max_running x max_context"
+    return times * config.max_running * _whole_pages(context(config, geometry), plan.page_size), words
 
 
 def step_tokens(config: Config, hardware: Hardware) -> int:
@@ -173,6 +188,14 @@ def kernel_bytes(plan: Plan, tokens: int) -> int:
     )
 
 
+def sparse_bytes(config: Config, geometry: Geometry, plan: Plan, tokens: int) -> int:
+    """What choosing tokens for a step of `tokens` tokens takes: scores, a bounded number at a time; what was chosen, by
+    position and by slot; and the pages of each token's request. 0 without sparse attention."""
+    top_k = max((group.group.top_k for group in plan.groups), default=0)
+    pages = ceil(context(config, geometry) / plan.page_size)
+    return CHOOSER + tokens * 4 * (CHOSEN_COPIES * top_k + pages) if top_k else 0
+
+
 def activation_bytes(config: Config, geometry: Geometry, dtype: str, tokens: int) -> int:
     """What one step computes: WIDTHS hidden sizes a token, and float32 logits for requests that sample."""
     hidden = tokens * geometry.hidden_size * _width(dtype) * WIDTHS
@@ -223,13 +246,10 @@ def _room(
 def _candidates(
     config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, free: int
 ) -> list[tuple[int, str]]:
-    tokens = config.max_running * _whole_pages(context(config, geometry), plan.page_size)
-    fill = tokens * plan.layout.bytes_per_token
-    times = SPARE if config.prefix_cache and not hardware.is_cpu else 1
-    found = [
-        (free, "free memory"),
-        (times * fill, f"{times} x max_running x max_context" if times > 1 else "max_running x max_context"),
-    ]
+    worth, words = _worth(config, geometry, hardware, plan)
+    found = [(free, "free memory")]
+    if plan.tier is None:  # which gives pages more room than they need on the device
+        found.append((worth * plan.layout.bytes_per_token, words))
     return [*found, (int(hardware.memory * SHARE), f"{SHARE:.0%} of memory")] if hardware.is_cpu else found
 
 

@@ -49,7 +49,7 @@ def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
             "limit": budget.limit,
             "step_tokens": budget.step_tokens,
         },
-        "hisparse": _tier(plan.tier, budget) if plan.tier else None,
+        "hisparse": _tier(plan.tier, budget) if plan.tier and budget.host else None,
         "notes": list(plan.notes),
     }
 
@@ -150,6 +150,9 @@ def _memory(plan: Plan, budget: Budget) -> Iterator[str]:
 
 
 def _host(tier: Tier, budget: Budget) -> Iterator[str]:
+    if not budget.host:
+        yield "no host tier is made: the device has room for all pages"
+        return
     stored = ", ".join(sorted({layer.format_key for layer in tier.layout.layers}))
     size = tier.layout.bytes_per_token
     yield f"host memory {in_words(budget.host)}: all pages, {stored} in {size:,} bytes a token"

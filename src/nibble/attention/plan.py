@@ -57,12 +57,10 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A host tier. buffer: tokens of a hot buffer, in whole pages. layout: what the host stores. top_k: tokens that a
-    query looks at, at most."""
+    """A host tier. buffer: tokens of a hot buffer, in whole pages. layout: what the host stores."""
 
     buffer: int
     layout: CacheLayout
-    top_k: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def decide(config: Config, parts: tuple[Part, ...], layout: CacheLayout) -> Tier
     if asked.host_format is not None:
         _check_format(asked.host_format, parts)
     size = layout.page_size
-    return Tier(-(-buffer // size) * size, layout.attended.stored_as(asked.host_format, RECORD), top_k)
+    return Tier(-(-buffer // size) * size, layout.attended.stored_as(asked.host_format, RECORD))
 
 
 def _check_format(name: str, parts: tuple[Part, ...]) -> None:
@@ -71,7 +71,8 @@ def _check_format(name: str, parts: tuple[Part, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How many pages there are, how many have a frame on the device, and bytes of the host's memory."""
+    """How many pages there are, how many have a frame on the device, and bytes of the host's memory: none where all
+    pages have a frame, and there is nothing to do for a host tier."""
 
     pages: int
     frames: int
@@ -85,48 +86,63 @@ def state_bytes(layout: CacheLayout, tier: Tier | None, rows: int) -> int:
 
 
 def shares(
-    config: Config, layout: CacheLayout, tier: Tier, room: int, longest: int, free_host: int | None
+    config: Config,
+    layout: CacheLayout,
+    tier: Tier,
+    room: int,
+    longest: int,
+    worth: int,
+    free_host: int | None,
 ) -> Shares:
     """Divides `room` bytes of the device; raises CapacityError where they do not suffice, or the host's memory.
 
-    There are pages for as many requests of `longest` tokens as have room for their hot buffers, and what is left is
-    frames. A prompt is computed with all of its pages on the device, so one request must fit there whole.
+    longest: tokens of the longest request; worth: tokens that it is worth having pages for. There are pages for as many
+    of the longest requests as have room for their hot buffers, and what is left is frames. A prompt is computed with
+    all of its pages on the device, so one request must fit there whole.
     """
-    size = layout.page_size
-    frame, hot = layout.attended.bytes_per_page, tier.buffer // size
+    size, frame = layout.page_size, layout.attended.bytes_per_page
     index, whole = layout.bytes_per_page - frame, -(-longest // size)
-    rest = room - (whole + GROWTH) * frame
-    requests = min(config.max_running, rest // ((hot + GROWTH) * frame + whole * index))
-    host = tier.layout.bytes_per_page
-    most = (
-        _host_memory(config, free_host) // host if (config.hisparse and free_host) or _asked(config) else None
+    most, plain, wanted = (
+        _host_pages(config, tier, free_host),
+        room // layout.bytes_per_page,
+        -(-worth // size),
     )
-    pages = max(requests, 1) * whole
-    pages = pages if most is None else min(pages, most)
-    frames = min((room - pages * index) // frame, pages)
-    if requests < 1 or pages < whole:
-        what = "the device" if requests < 1 else "the host's memory"
-        raise CapacityError(
-            f"{what} has no room for one request of {longest} tokens with --hisparse: the device would hold its "
-            f"{whole} pages while its prompt is computed ({(whole + GROWTH) * frame >> 20} MiB), index keys and a hot "
-            f"buffer, of {room >> 20} MiB; the host {whole * host >> 20} MiB of "
-            f"{'any' if most is None else most * host >> 20}; a smaller --max-context would help"
-        )
-    return Shares(pages, frames, pages * host)
+    if plain >= wanted:
+        pages = plain if config.kv_memory else wanted
+        return Shares(pages, pages, 0)
+    each = min(tier.buffer // size + GROWTH, whole + 1)
+    requests = min(config.max_running, (room - (whole + GROWTH) * frame) // (each * frame + whole * index))
+    pages = requests * whole if most is None else min(requests * whole, most)
+    if pages <= plain:
+        if plain < whole:
+            raise CapacityError(_too_small(tier, room, whole, whole * frame, most))
+        return Shares(plain, plain, 0)
+    return Shares(pages, min((room - pages * index) // frame, pages), pages * tier.layout.bytes_per_page)
 
 
-def _asked(config: Config) -> str | None:
+def _too_small(tier: Tier, room: int, whole: int, bytes_whole: int, most: int | None) -> str:
+    size = tier.layout.page_size
+    host = "any" if most is None else in_mib(most * tier.layout.bytes_per_page)
+    return (
+        f"one request of {whole * size} tokens does not fit with --hisparse: while its prompt is computed the device "
+        f"holds {in_mib(bytes_whole)} of it, index keys and a hot buffer beside, and {in_mib(room)} are there; the "
+        f"host {in_mib(whole * tier.layout.bytes_per_page)} of {host}; a smaller --max-context would help"
+    )
+
+
+def in_mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+def _host_pages(config: Config, tier: Tier, free: int | None) -> int | None:
+    """Pages that the host has room for; None where that is not known. Raises CapacityError where more memory is asked
+    for than is free."""
     asked = parse_hisparse(config.hisparse)
-    return asked.host_memory if asked else None
-
-
-def _host_memory(config: Config, free: int | None) -> int:
-    """Bytes of the host that the tier may have; raises CapacityError where more are asked for than are free."""
-    asked = _asked(config)
-    if asked is None:
-        return int((free or 0) * HOST_SHARE)
-    if free is not None and parse_bytes(asked) > free:
-        raise CapacityError(
-            f"--hisparse host_memory={asked} does not fit: {free >> 20} MiB of the host's memory are free"
-        )
-    return parse_bytes(asked)
+    if asked and asked.host_memory:
+        size = parse_bytes(asked.host_memory)
+        if free is not None and size > free:
+            raise CapacityError(
+                f"--hisparse host_memory={asked.host_memory} does not fit: {in_mib(free)} of the host's memory are free"
+            )
+        return size // tier.layout.bytes_per_page
+    return None if free is None else int(free * HOST_SHARE) // tier.layout.bytes_per_page

@@ -30,15 +30,19 @@ class HostTier:
             (entry,) = layer.streams
             scale = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
             self._views[layer.layer] = self._stream(entry, pages, scale, device)
-        self.nbytes = pages * layout.bytes_per_page
 
     def _stream(
         self, entry: StreamLayout, pages: int, scale: float | tuple[float, ...], device: torch.device
     ) -> StreamView:
         packing = packings.get(self.layout.packing)
-        planes = packing.allocate(
-            entry.codec.planes(entry.stream), pages, self.layout.page_size, torch.device("cpu")
-        )
+        size = self.layout.page_size
+        try:
+            planes = packing.allocate(entry.codec.planes(entry.stream), pages, size, torch.device("cpu"))
+        except RuntimeError as error:  # torch's own of the host's memory is no OutOfMemoryError
+            raise CapacityError(
+                f"the host has no memory for {pages} pages of the cache ({error}); a smaller --hisparse "
+                "host_memory=... would help"
+            ) from error
         if device.type == "cuda":
             _pin(planes[0])
         value = torch.tensor(scale, dtype=torch.float32, device=device)

@@ -35,9 +35,11 @@ BESIDE = 16
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a step must do before it begins, and where its numbers lie among those that were sent."""
+    """What a step must do before it begins, and where its numbers lie among those that were sent. leases: hot buffers
+    of rows that have another than before."""
 
     moves: Moves
+    leases: Mapping[int, list[int]]
     saves: tuple[slice, slice]
     loads: tuple[slice, slice]
     places: tuple[slice, slice]
@@ -64,7 +66,8 @@ class HotTier:
         size = residency.hot * self.page_size
         self._buffers_RF = self._full(rows, residency.hot)
         self._held = self._full(len(choosers), rows, size)
-        self._order = torch.arange(size, dtype=torch.int32, device=self.device).repeat(len(choosers), rows, 1)
+        self._fresh = torch.arange(size, dtype=torch.int32, device=self.device)
+        self._order = self._fresh.repeat(len(choosers), rows, 1)
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._hot = {
             layer: Hot(self._buffers_RF, self._held[i], self._order[i], self._counts)
@@ -80,13 +83,14 @@ class HotTier:
     # Before a step
 
     def news(self, add: Callable[[Iterable[int]], slice], leases: Mapping[int, Lease]) -> News:
-        """What has changed; its numbers are handed to `add`. leases: of the step, by row."""
+        """What the device has not been told; its numbers are handed to `add`. leases: of the step, by row. Said again
+        if it does not come to settle()."""
         moves = self.residency.news()
         changed = {row: lease.hot for row, lease in leases.items() if self._told.get(row) is not lease.hot}
-        self._told.update(changed)
         none = [NOBODY] * self.residency.hot
         return News(
             moves,
+            changed,
             _both(add, moves.saves),
             _both(add, moves.loads),
             _both(add, moves.places),
@@ -102,6 +106,7 @@ class HotTier:
             (sent[pages], sent[frames]) for pages, frames in (news.saves, news.loads, news.places)
         )
         self._save(*saved)
+        self.residency.saves_done()
         self._load(*loaded)
         if len(pages):
             self.frames_P.index_copy_(0, pages, frames.int())
@@ -109,7 +114,9 @@ class HotTier:
         if len(rows):
             self._buffers_RF.index_copy_(0, rows, sent[news.buffers].int().view(len(rows), -1))
             self._held.index_fill_(1, rows, NOBODY)
-            self._order.index_copy_(1, rows, self._order[:, -1:].expand(-1, len(rows), -1))
+            self._order.index_copy_(1, rows, self._fresh.expand(len(self._order), len(rows), -1))
+        self._told.update(news.leases)
+        self.residency.done()
 
     def _save(self, pages: Tensor, frames: Tensor, programs: int | None = None) -> None:
         if len(pages):
@@ -154,40 +161,55 @@ class HotTier:
 
     # After a step
 
+    def distrust(self, rows: Iterable[int]) -> None:
+        """A step of these rows broke off: what their hot buffers hold is not known, and is forgotten in the next."""
+        for row in rows:
+            self._told.pop(row, None)
+
     def backup(self, leases: Iterable[tuple[Lease, int]]) -> None:
         """Saves full pages beside the step that was launched last, of leases that may come to need it.
 
         leases: of that step, with the tokens that each has stored after it. A lease that fits into a hot buffer is
         never spilled, and nothing of it is saved.
         """
-        copies: list[Copy] = []
+        self._forget_finished()
+        copies: dict[int, int] = {}
+        offers: list[tuple[Lease, int]] = []
         for lease, stored in leases:
             full = stored // self.page_size
             if full > self.residency.hot and full > lease.offered:
-                copies += self.residency.to_save(lease.pages[lease.offered : full])
-                lease.offered = full
-        if not copies:
-            return
+                copies.update(self.residency.to_save(lease.pages[lease.offered : full]))
+                offers.append((lease, full))
+        if copies:
+            self._save_beside(tuple(copies.items()))
+        for lease, full in offers:
+            lease.offered = full
+
+    def _save_beside(self, copies: Sequence[Copy]) -> None:
         numbers = torch.tensor(copies, dtype=torch.int64)
         if self._beside is None:
             self._save(numbers[:, 0], numbers[:, 1])
-            return
-        numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            numbers.record_stream(self._beside)
-            self._save(numbers[:, 0], numbers[:, 1], programs=BESIDE)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((event, len(copies)))
+        else:
+            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+            self._beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._beside):
+                numbers.record_stream(self._beside)
+                self._save(numbers[:, 0], numbers[:, 1], programs=BESIDE)
+                event = torch.cuda.Event()
+                event.record()
+            self._pending.append((event, len(copies)))
+        self.residency.saved(copies)
+
+    def _forget_finished(self) -> None:
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
 
     # How it goes
 
     @property
     def lag(self) -> int:
         """Pages that are being saved."""
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
+        self._forget_finished()
         return sum(count for _, count in self._pending)
 
     @property

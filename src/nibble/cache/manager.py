@@ -11,7 +11,8 @@ and all that follows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nibble.cache.pages import Pages
@@ -22,7 +23,8 @@ from nibble.errors import OutOfFrames, OutOfPages
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes it.
+    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes it, but for
+    `offered`, which is the host tier's.
 
     stored: leading tokens whose KV the pages hold. hit: how many of them came from the prefix cache.
     published: leading pages that are in the tree. publishing: whether pages that fill up still enter it.
@@ -145,7 +147,8 @@ class CacheManager:
             needed = self.pages_for(len(tokens)) - len(found)
             if needed + spare > left:
                 raise OutOfPages(f"{needed} pages and {spare} to spare are needed, {left} can be had")
-            self._check_frames(self.least_frames(len(tokens), False) + kept)
+            if kept:  # alone, whatever fits into the pool fits onto the device
+                self._check_frames(self.least_frames(len(tokens), False) + kept)
         if self.residency:
             self.residency.need(found)
         lease = Lease(namespace, publishing=sharing)
@@ -188,14 +191,14 @@ class CacheManager:
         if needed <= 0:
             return
         assert lease in self._leases, "the lease is not open"
-        if self.residency and needed > self.residency.available:
-            raise OutOfFrames(
-                f"{needed} more frames are needed, {self.residency.available} of {self.residency.frames} can be had"
-            )
         short = needed - self._pages.free
         if short > self._tree.idle:
             total = self._pages.total
             raise OutOfPages(f"{needed} more pages are needed, {self.available} of {total} can be had")
+        if self.residency and needed > self.residency.available:  # after pages, which no spill brings
+            raise OutOfFrames(
+                f"{needed} more frames are needed, {self.residency.available} of {self.residency.frames} can be had"
+            )
         if short > 0:
             self._evicted += self._tree.evict(short)
         taken = self._pages.take(needed)
@@ -205,17 +208,31 @@ class CacheManager:
             if lease.hot:
                 self._dispense(lease)
 
-    def can_spill(self, lease: Lease) -> bool:
-        """Whether spill() would make room."""
+    def spill(self, leases: Iterable[Lease]) -> bool:
+        """Gives the first of these leases, which decode, hot buffers: as many as it takes for that to make room. Of its
+        pages each then needs the last alone. False, with nothing changed, where all of them together make none.
+        """
         assert self.residency
-        hot, pages = self.residency.hot, lease.pages[:-1]
-        return not lease.hot and len(pages) > hot and self.residency.gain(pages) > hot
+        hot, held, gain = self.residency.hot, Counter[int](), 0
+        chosen: list[Lease] = []
+        for lease in leases:
+            if lease.hot or len(lease.pages) <= hot + 1:
+                continue
+            chosen.append(lease)
+            for page in lease.pages[:-1]:  # what several share comes free with the last of them
+                held[page] += 1
+                gain += held[page] == self.residency.needs(page)
+            if gain > hot * len(chosen):
+                self._spill(chosen)
+                return True
+        return False
 
-    def spill(self, lease: Lease) -> None:
-        """Gives a lease, which decodes, a hot buffer: of its pages it needs the last alone from now on."""
-        assert self.residency and self.can_spill(lease)
-        self._dispense(lease)
-        lease.hot = self.residency.take()
+    def _spill(self, leases: Sequence[Lease]) -> None:
+        assert self.residency
+        for lease in leases:
+            self._dispense(lease)
+        for lease in leases:
+            lease.hot = self.residency.take()
 
     def _dispense(self, lease: Lease) -> None:
         """All pages but the last become dispensable."""
@@ -246,7 +263,7 @@ class CacheManager:
         """Closes `lease`: its pages are free, but for those that others or the tree hold."""
         self._leases.remove(lease)
         if self.residency:
-            self.residency.release(lease.needed)
+            self.residency.release(reversed(lease.needed))  # what a prefix begins with is dropped last
             self.residency.give_back(lease.hot)
             lease.hot, lease.dispensable = [], 0
         shared, private = lease.pages[: lease.published], lease.pages[lease.published :]

@@ -60,7 +60,11 @@ class Residency:
         self._free = list(range(frames - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the first is dropped first
         self._hot_frames = self._spilled = self._saves_made = self._loads_made = self._drops = 0
-        self._clear_news()
+        self.changes = 0  # goes up whenever frames may have come free
+        self._saves: list[Copy] = []
+        self._loads: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
+        self._reused = False
 
     @property
     def available(self) -> int:
@@ -83,9 +87,9 @@ class Residency:
         """By how much `available` falls once these pages are needed."""
         return sum(not self._needs[page] for page in pages)
 
-    def gain(self, pages: Iterable[int]) -> int:
-        """By how much `available` rises once a lease does not need these pages any more."""
-        return sum(self._needs[page] == 1 for page in pages)
+    def needs(self, page: int) -> int:
+        """How many leases need `page`."""
+        return self._needs[page]
 
     def enter(self, pages: Sequence[int]) -> None:
         """Frames for pages that are new, and needed: they are about to be written."""
@@ -108,7 +112,8 @@ class Residency:
                 self._loads_made += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One lease less needs `pages`."""
+        """One lease less needs `pages`; of those that nobody needs then, the first is dropped first."""
+        self.changes += 1
         for page in pages:
             assert self._needs[page] > 0, f"nobody needs page {page}"
             self._needs[page] -= 1
@@ -126,6 +131,7 @@ class Residency:
         """`page` is free in the books: what it held is gone."""
         assert not self._needs[page], f"page {page} is free, but needed"
         self._saved[page] = False
+        self.changes += 1
         if self._frame[page] != NOWHERE:
             del self._idle[page]
             self._free.append(self._vacate(page))
@@ -139,24 +145,33 @@ class Residency:
 
     def give_back(self, frames: Sequence[int]) -> None:
         """Takes the frames of a hot buffer back."""
+        self.changes += 1
         self._hot_frames -= len(frames)
         self._free += frames
 
     def to_save(self, pages: Iterable[int]) -> list[Copy]:
-        """Those of `pages` that the host does not hold yet. Whoever asks must save them at once."""
-        found = [(p, self._frame[p]) for p in pages if not self._saved[p] and self._frame[p] != NOWHERE]
-        for page, _ in found:
+        """Those of `pages` that the host does not hold yet."""
+        return [(p, self._frame[p]) for p in pages if not self._saved[p] and self._frame[p] != NOWHERE]
+
+    def saved(self, copies: Sequence[Copy]) -> None:
+        """These copies to the host are under way: no frame is written before they are done."""
+        for page, _ in copies:
             self._saved[page] = True
-        self._saves_made += len(found)
-        return found
+        self._saves_made += len(copies)
 
     def news(self) -> Moves:
-        """What has changed since it was asked last."""
-        moves = Moves(
-            tuple(self._saves), tuple(self._loads.items()), tuple(self._moved.items()), self._reused
-        )
-        self._clear_news()
-        return moves
+        """What the device has not been told yet: the same again, and more, until it is done()."""
+        return Moves(tuple(self._saves), tuple(self._loads.items()), tuple(self._moved.items()), self._reused)
+
+    def saves_done(self) -> None:
+        """What the news said of saves is under way: frames may be written from now on, and must not be saved again."""
+        self._saves.clear()
+
+    def done(self) -> None:
+        """The device has been told all news."""
+        self._loads.clear()
+        self._moved.clear()
+        self._reused = False
 
     def check(self, needed: Iterable[Sequence[int]], hot: Iterable[Sequence[int]]) -> None:
         """Asserts that the books say what a recount finds: pages that each lease needs, frames of hot buffers."""
@@ -202,9 +217,3 @@ class Residency:
         self._loads.pop(page, None)  # it was to be loaded, and is not wanted any more
         self._reused = True
         return frame
-
-    def _clear_news(self) -> None:
-        self._saves: list[Copy] = []
-        self._loads: dict[int, int] = {}
-        self._moved: dict[int, int] = {}
-        self._reused = False

@@ -108,10 +108,8 @@ def build(
         with startup.part("calibration"):
             scales = measure(made, model, [tokenizer.encode(text) for text in texts])
     with out_of_memory_explained(made.budget):
-        frames = made.budget.frames if made.plan.tier else None
-        pool = PagedPool(
-            made.plan.layout, made.budget.pages, scales, made.hardware.device, frames=frames, poison=poison
-        )
+        frames, device = made.budget.frames, made.hardware.device
+        pool = PagedPool(made.plan.layout, made.budget.pages, scales, device, frames=frames, poison=poison)
         tier = _tier(made, pool, scales)
     engine = _engine(made, model, pool, scales, tokenizer, tier)
     prepare(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
@@ -120,9 +118,9 @@ def build(
 
 
 def _tier(made: Blueprint, pool: PagedPool, scales: KVScales) -> HotTier | None:
-    """The host tier of the plan, if it has one."""
+    """The host tier of the plan, if it has one, and pages for it."""
     tier = made.plan.tier
-    if tier is None:
+    if tier is None or not made.budget.host:
         return None
     residency = Residency(pool.pages, pool.frames, tier.buffer // made.plan.page_size)
     host = HostTier(tier.layout, pool.pages, scales, pool.device)
@@ -238,9 +236,9 @@ def run_prompt(runner: Runner, manager: CacheManager, ids: Sequence[int], chunk:
     chunk = min(chunk, CHUNK)
     request = Request("score", ids)
     request.lease = manager.open(request.tokens, "", private=True)
-    manager.reserve(request.lease, len(ids))
     found = []
     try:
+        manager.reserve(request.lease, len(ids))
         for start in range(0, len(ids), chunk):
             manager.send_away(request.lease)
             work = Work.next(request, min(chunk, len(ids) - start))

@@ -65,7 +65,14 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
         """Logits [S, V]: of the last token of each work that samples, or of every token."""
-        works = batch.works
+        try:
+            return self._forward(batch.works, every)
+        except BaseException:
+            if self.tier:
+                self.tier.distrust(self._rows(batch.works))
+            raise
+
+    def _forward(self, works: Sequence[Work], every: bool) -> Tensor:
         if self.graphs and not every and all(work.phase is Phase.DECODE for work in works):
             logits = self._replay(works, self.graphs)
         else:

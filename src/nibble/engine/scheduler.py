@@ -75,7 +75,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._refused: tuple[str, int, int] | None = None
+        self._refused: tuple[str, int, int, int] | None = None
         self._steps = self._decode_tokens = self._prompt_tokens = 0
         self._preemptions = self._preempted_tokens = self._finished = 0
 
@@ -205,7 +205,7 @@ class Scheduler:
         room = self.max_running - len(self.running)
         ready = list(islice((request for request in self.waiting if request.ready), max(room, 0)))
         kept = sum(map(self._kept, self.running)) if self.manager.residency else 0
-        if not ready or self._refused == (ready[0].id, self.manager.releases, kept):
+        if not ready or self._refused == self._standing(ready[0], kept):
             return  # nothing has come free since it did not fit, and trying takes time by its length
         spare = sum(map(self._owed, self.running))
         for request in ready:
@@ -223,6 +223,11 @@ class Scheduler:
         """Frames that a running request keeps under pressure."""
         return self.manager.least_frames(request.length, _decodes(request))
 
+    def _standing(self, request: Request, kept: int) -> tuple[str, int, int, int]:
+        """What a refusal of `request` depends on."""
+        residency = self.manager.residency
+        return request.id, self.manager.releases, kept, residency.changes if residency else 0
+
     def _start(self, request: Request, spare: int, kept: int) -> bool:
         while request.lease is None:
             try:
@@ -230,7 +235,7 @@ class Scheduler:
             except OutOfPages as error:
                 if isinstance(error, OutOfFrames) and self._spill():
                     continue
-                self._refused = (request.id, self.manager.releases, kept)
+                self._refused = self._standing(request, kept)
                 return False
         request.after, request.state = None, State.RUNNING
         self._count_hit(request, request.lease.hit)
@@ -311,12 +316,9 @@ class Scheduler:
                     return False
 
     def _spill(self) -> bool:
-        """The longest answer that can gives up its place on the device for a hot buffer; False if none can."""
-        for request in sorted(self.running, key=lambda request: -request.length):
-            if request.lease and _decodes(request) and self.manager.can_spill(request.lease):
-                self.manager.spill(request.lease)
-                return True
-        return False
+        """The longest answers give up their places on the device for hot buffers; False if that makes no room."""
+        longest = sorted(self.running, key=lambda request: -request.length)
+        return self.manager.spill(r.lease for r in longest if r.lease and _decodes(r))
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's pages away; its tokens stay, and it waits to compute them again."""
