@@ -210,6 +210,10 @@ class SamplingParams:
     logprobs: int | None = _option(
         None, "Return log-probabilities of this many likeliest tokens (0: the chosen one only)."
     )
+    grammar: str | None = _option(
+        None,
+        "What the answer must be: json_object:, json_schema:SCHEMA, regex:REGEX, choice:[TEXTS] or lark:GRAMMAR.",
+    )
     n: int = _option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
 
     def __post_init__(self) -> None:
@@ -223,6 +227,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _items("stop", stop, "strings"))
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "integers"))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise RequestError(f"grammar must be a text, not {self.grammar!r}")
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; for greedy decoding use temperature 0")
         if self.repetition_penalty == 0:

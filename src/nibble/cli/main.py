@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import nibble
-from nibble.cli import calibrate, chat, docs, evaluate, formats, generate, plan
+from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, top
 from nibble.cli.exits import EXIT_CODES, command
 
 
@@ -45,6 +45,9 @@ class Command:
 COMMANDS = (
     Command("generate", generate.generate, generate),
     Command("chat", chat.chat, chat),
+    Command("serve", serve.serve, serve),
+    Command("top", top.top, top),
+    Command("bench", bench.bench, bench),
     Command("plan", plan.plan, plan),
     Command("formats", formats.formats, formats),
     Command("eval", evaluate.evaluate, evaluate),
@@ -86,4 +89,5 @@ def main(
 
 
 for _entry in COMMANDS:
-    app.command(_entry.name, help=_entry.help, epilog=CODES)(command(_entry.run))
+    _class = getattr(_entry.module, "CLASS", None)
+    app.command(_entry.name, cls=_class, help=_entry.help, epilog=CODES)(command(_entry.run))

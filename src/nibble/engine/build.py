@@ -31,6 +31,7 @@ from nibble.config import Config
 from nibble.engine.batch import Batch, Work
 from nibble.engine.calibrate import MIN_TOKENS, Recorder, builtin_texts
 from nibble.engine.engine import Engine
+from nibble.engine.grammar import Grammars
 from nibble.engine.parcel import ALIGNED
 from nibble.engine.request import Request
 from nibble.engine.runner import Runner
@@ -148,14 +149,16 @@ def _engine(
     width = manager.pages_for(min(made.geometry.max_context, manager.capacity)) + 1
     tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
+    eos_ids, vocabulary = _eos(model, tokenizer), made.geometry.vocab_size
     return Engine(
         scheduler=scheduler,
         runner=Runner(model, plan, pool, adapters(plan), tables, run, tier),
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
-        eos_ids=_eos(model, tokenizer),
+        eos_ids=eos_ids,
         namespace=f"{plan.layout.fingerprint}/{scales.version}",
-        vocab_size=made.geometry.vocab_size,
+        vocab_size=vocabulary,
+        grammars=Grammars(tokenizer, vocabulary, eos_ids) if tokenizer else None,
         overlap=not made.hardware.is_cpu,
     )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from nibble.config import SamplingParams
 from nibble.engine.answers import Answer, Sink
 from nibble.engine.batch import Batch
+from nibble.engine.grammar import Grammars, Matcher
 from nibble.engine.outputs import Logprob
 from nibble.engine.picks import Picks
 from nibble.engine.request import FinishReason, Request
@@ -57,7 +58,7 @@ class Engine:
     """Serves requests, step by step. Thread-safe: calls wait for the step that is under way.
 
     namespace: the layout and scale version that all pages carry; eos_ids: tokens that end an answer. overlap: launch a
-    step before the one before it is read. startup: how long its start took.
+    step before the one before it is read. startup: how long its start took. grammars: of structured answers.
     """
 
     scheduler: Scheduler
@@ -69,6 +70,7 @@ class Engine:
     vocab_size: int
     overlap: bool = False
     startup: Startup = field(default_factory=Startup)
+    grammars: Grammars | None = None
     _answers: dict[Request, Answer] = field(default_factory=dict, init=False)
     _flights: deque[_Flight] = field(default_factory=deque, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
@@ -88,13 +90,14 @@ class Engine:
         whole: each answer may come as one piece at its end.
         """
         self.check(prompt, params)
+        matcher = self._matcher(params)
         with self._lock:
             name = next(self._ids)
             requests: list[Request] = []
             for index in range(params.n):
-                requests.append(
-                    self._request(f"{name}-{index}", prompt, _own(params, index), salt, requests[:1])
-                )
+                own = self._request(f"{name}-{index}", prompt, _own(params, index), salt, requests[:1])
+                own.matcher = matcher.fork() if matcher else None
+                requests.append(own)
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
                 detokenizer = Detokenizer(self.tokenizer, prompt) if self.tokenizer else None
@@ -105,7 +108,7 @@ class Engine:
     def _request(
         self, name: str, prompt: Sequence[int], params: SamplingParams, salt: str, leader: Sequence[Request]
     ) -> Request:
-        ends = frozenset() if params.ignore_eos else self.eos_ids
+        ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
         return Request(
             id=name,
             prompt=prompt,
@@ -114,6 +117,14 @@ class Engine:
             stop_ids=frozenset(params.stop_token_ids) | ends,
             after=leader[0] if leader else None,
         )
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """Of the grammar that an answer must follow; raises RequestError."""
+        if params.grammar is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("structured answers need a tokenizer, and this checkpoint has none")
+        return self.grammars.matcher(params.grammar)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

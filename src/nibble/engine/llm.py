@@ -25,6 +25,7 @@ from nibble.engine.engine import Engine, Ticket
 from nibble.engine.outputs import Completion, Delta, Logprob, Output
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import NibbleError, RequestError
+from nibble.hardware import Hardware
 
 Prompt = str | Sequence[int]
 
@@ -47,6 +48,11 @@ class LLM:
     def plan(self) -> Plan:
         """The routes, page size and packing that were chosen."""
         return self._made.plan
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine that it runs on."""
+        return self._made.hardware
 
     @property
     def budget(self) -> Budget:

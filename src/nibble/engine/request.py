@@ -17,6 +17,7 @@ from nibble.errors import RequestError
 
 if TYPE_CHECKING:
     from nibble.engine.batch import Work
+    from nibble.engine.grammar import Matcher
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why an answer ended: `stop` is a stop token or stop string, `length` a limit, `abort` the client."""
@@ -36,7 +37,7 @@ class Request:
 
     namespace: only requests of the same namespace share pages (layout fingerprint, scale version, cache
     salt). stop_ids: tokens that end the answer and are not part of it. after: wait until this request's
-    prompt is stored. For the answers 2..n to one prompt, which share its pages.
+    prompt is stored. For the answers 2..n to one prompt, which share its pages. matcher: of its grammar.
 
     tokens: prompt and answer; the same list all along, do not copy it in a step. arrival: set by the
     scheduler. ahead: the newest work that is under way, launched and not committed. cached: prompt tokens
@@ -49,6 +50,7 @@ class Request:
     namespace: str = ""
     stop_ids: frozenset[int] = frozenset()
     after: Request | None = None
+    matcher: Matcher | None = None
 
     tokens: list[int] = field(init=False)
     arrival: int = field(default=-1, init=False)

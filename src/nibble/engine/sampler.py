@@ -4,8 +4,8 @@ A row's token depends on its own logits, parameters and seed only: the random nu
 so the same seed gives the same answer whatever else runs in the batch. Choosing does not wait for the device; what was
 chosen is read later (Picks). Owns Sampler. Must not know of caches.
 
-Order: penalties, logit_bias, temperature, top_k, top_p, min_p. Shape suffixes: S rows (requests), V vocabulary, R those
-of the rows that are treated alike, K likeliest tokens.
+Order: penalties, logit_bias, grammar, temperature, top_k, top_p, min_p. Shape suffixes: S rows (requests), V
+vocabulary, R those of the rows that are treated alike, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _signed(value: int) -> int:
 
 def reads_answer(params: SamplingParams) -> bool:
     """Whether choosing a token takes the values of those before it, which then must be known to the host."""
-    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(penalties or params.grammar)
 
 
 class Sampler:
@@ -173,6 +174,17 @@ def _adjust_row(row_V: Tensor, request: Request, seen: Sequence[int]) -> None:
     if params.logit_bias:
         ids = to_device(list(params.logit_bias), torch.int64, device)
         row_V[ids] += to_device(list(params.logit_bias.values()), row_V.dtype, device)
+    if request.matcher:
+        row_V.masked_fill_(
+            ~_bits(request.matcher.allowed(request.answer), len(row_V)).to(device), float("-inf")
+        )
+
+
+def _bits(mask: bytes, count: int) -> Tensor:
+    """bool [V]: the lowest bit of the first byte comes first; what it does not reach is false."""
+    bytes_N = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = (bytes_N[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return torch.nn.functional.pad(bits.flatten()[:count].bool(), (0, max(0, count - 8 * len(mask))))
 
 
 def _draw(logits_RV: Tensor, rows: _Rows, made: Sequence[int]) -> Tensor:

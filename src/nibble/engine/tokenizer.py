@@ -36,15 +36,36 @@ class Tokenizer:
             self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation with the model's chat template, ready for the assistant's answer."""
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations; of several that for tools, or the usual one."""
+        found = self._inner.chat_template
+        return found.get("tool_use") or found.get("default") if isinstance(found, dict) else found
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a conversation with the model's chat template, ready for the assistant's answer. tools: that the
+        assistant may call. kwargs: for the template."""
         if not self._inner.chat_template:
             raise RequestError("this model has no chat template; use generate with a plain prompt")
         try:
-            text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._inner.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                **kwargs,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
         except Exception as error:  # templates are programs, and raise what they like
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return list(self._inner.encode(text, add_special_tokens=False))
+
+    def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any:
+        """llguidance's view of it."""
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._inner, n_vocab=vocabulary, eos_token=eos_ids or None)
 
     @property
     def eos_ids(self) -> frozenset[int]:

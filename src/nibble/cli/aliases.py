@@ -1,0 +1,52 @@
+"""Flags of other servers that mean what one of Nibble's means: `nibble serve` takes them too.
+
+Owns the table; docs/migrating.md shows it. A flag is here only if it means the same, not nearly so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FLAGS = {
+    "--kv-cache-dtype": "--kv-format",  # vLLM, SGLang
+    "--max-model-len": "--max-context",  # vLLM
+    "--context-length": "--max-context",  # SGLang
+    "--max-num-seqs": "--max-running",  # vLLM
+    "--max-running-requests": "--max-running",  # SGLang
+    "--max-num-batched-tokens": "--token-budget",  # vLLM
+    "--chunked-prefill-size": "--token-budget",  # SGLang
+    "--block-size": "--page-size",  # vLLM
+    "--enable-prefix-caching": "--prefix-cache",  # vLLM
+    "--no-enable-prefix-caching": "--no-prefix-cache",  # vLLM
+    "--disable-radix-cache": "--no-prefix-cache",  # SGLang
+    "--enforce-eager": "--no-compile --no-graphs",  # vLLM
+    "--disable-cuda-graph": "--no-graphs",  # SGLang
+    "--random-seed": "--seed",  # SGLang
+}
+VALUES = {"--dtype": {"half": "float16", "float": "float32"}}
+"""Values that are written otherwise. Other names of cache formats are known to the schemes themselves."""
+MODEL = ("--model", "--model-path")
+
+
+def translated(words: Sequence[str]) -> list[str]:
+    """A command line in Nibble's own words. A model may be named by a flag, as SGLang does."""
+    found: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        own = FLAGS.get(flag, flag).split()
+        if equals:
+            found += [*own[:-1], f"{own[-1]}={VALUES.get(own[-1], {}).get(value, value)}"]
+        elif found and found[-1] in VALUES:
+            found.append(VALUES[found[-1]].get(word, word))
+        else:
+            found += own
+    return _model_first(found)
+
+
+def _model_first(words: list[str]) -> list[str]:
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag in MODEL:
+            taken = [value] if equals else words[i + 1 : i + 2]
+            return [*taken, *words[:i], *words[i + (1 if equals else 2) :]]
+    return words

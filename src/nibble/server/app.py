@@ -1,0 +1,375 @@
+"""The routes: from a request in OpenAI's shape to the engine, and back as JSON or as server-sent events.
+
+Owns Api and make_app(). Every request is open in the engine for no longer than its client waits for it. Must not know
+how the engine runs (client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+import nibble
+from nibble.errors import NibbleError, RequestError
+from nibble.server import pages, reasoning, tools
+from nibble.server.answers import ChatWriter, TextWriter, Writer
+from nibble.server.cache_view import cache_view
+from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
+from nibble.server.guards import BodyLimit, KeyGuard, error_of, failure, install_handlers
+from nibble.server.metrics import CountHttp, Meters
+from nibble.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from nibble.server.reasoning import AnswerReader, ReasoningReader
+from nibble.server.settings import Settings
+from nibble.server.tool_types import arguments_as_text, message_for_template, tools_for_template
+from nibble.server.tools import ToolReader
+
+CLIENT_GONE = 499
+NONE = "none"
+"""Says that a parser is not wanted."""
+LOOKED_AT = 16
+"""Tokens at the end of a conversation in which reasoning may have been begun."""
+LONG_TEXT = 20_000
+"""Characters from which a text is tokenised in a thread."""
+LARGEST_ANSWER = 1 << 20
+SHOWN = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
+"""What /health tells of the engine's counts."""
+
+
+class Tokens(Protocol):
+    """What the server asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]: ...
+    @property
+    def chat_template(self) -> str | None: ...
+
+
+class Gate:
+    """Counts open requests, and turns away, or holds back, those that are too many."""
+
+    def __init__(self, most: int, wait: bool) -> None:
+        self.open, self._most, self._wait = 0, most, wait
+        self._left = asyncio.Condition()
+
+    @asynccontextmanager
+    async def passed(self, count: int) -> AsyncIterator[None]:
+        """For so many requests at once; raises RequestError with status 429 where they are too many."""
+        async with self._left:
+            if count > self._most or (self.open + count > self._most and not self._wait):
+                raise RequestError(
+                    f"{self.open} requests are open, and {self._most} may be; try again later", 429
+                )
+            await self._left.wait_for(lambda: self.open + count <= self._most)
+            self.open += count
+        try:
+            yield
+        finally:
+            self.open -= count
+            async with self._left:
+                self._left.notify_all()
+
+
+class Api:
+    """The routes' functions."""
+
+    def __init__(self, client: EngineClient, tokens: Tokens | None, name: str, settings: Settings) -> None:
+        self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
+        self.gate = Gate(settings.max_queue, settings.wait_when_full)
+        self.meters = Meters(client, name)
+        template = tokens.chat_template if tokens else None
+        parser = settings.tool_parser or tools.guess(template) or NONE
+        style = settings.reasoning_parser or reasoning.guess(template) or NONE
+        self.parser = None if parser == NONE else tools.parser_of(parser)
+        self.style = None if style == NONE else reasoning.style_of(style)
+
+    @property
+    def tokens(self) -> Tokens:
+        if self._tokens is None:
+            raise RequestError("this model has no tokenizer: send token ids to /v1/completions")
+        return self._tokens
+
+    # What is served
+
+    async def models(self) -> dict[str, Any]:
+        ready = self.client.ready
+        entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "nibble"}
+        sizes = {"max_model_len": ready and ready.max_context, "vocab_size": ready and ready.vocab_size}
+        return {"object": "list", "data": [entry | sizes]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        listed: dict[str, Any] = (await self.models())["data"][0]
+        return listed
+
+    async def plan(self) -> dict[str, Any]:
+        if self.client.ready is None:
+            raise EngineDiedError("the engine has not started yet")
+        return {"model": self.name, **self.client.ready.about}
+
+    async def cache(self) -> dict[str, Any]:
+        if self.client.ready is None:
+            raise EngineDiedError("the engine has not started yet")
+        return cache_view(self.client.stats, self.client.ready.about)
+
+    async def health(self) -> JSONResponse:
+        state, stats = self.client.state, self.client.stats
+        counts = {name: int(stats.get(key, 0)) for name, key in SHOWN.items()}
+        about = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
+        return JSONResponse({**about, "open": self.gate.open, **counts}, 200 if state is State.READY else 503)
+
+    async def live(self) -> dict[str, str]:
+        return {"status": "live"}
+
+    async def metrics(self) -> Response:
+        text, kind = self.meters.render()
+        return Response(text, media_type=kind)
+
+    async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+        if (asked.prompt is None) == (asked.messages is None):
+            raise RequestError("give either prompt or messages")
+        if asked.prompt is not None:
+            ids = await self._encoded(asked.prompt)
+        else:
+            ids = self.tokens.chat([message.plain() for message in asked.messages or ()])
+        return {
+            "tokens": ids,
+            "count": len(ids),
+            "max_model_len": self.client.ready and self.client.ready.max_context,
+        }
+
+    async def detokenize(self, asked: DetokenizeRequest) -> dict[str, str]:
+        size = self.client.ready.vocab_size if self.client.ready else 0
+        beyond = [token for token in asked.tokens if not 0 <= token < size]
+        if beyond:
+            raise RequestError(f"token {beyond[0]} is out of range: the vocabulary has {size} tokens")
+        return {"prompt": self.tokens.decode(asked.tokens)}
+
+    # Answers
+
+    async def completions(self, request: Request, asked: CompletionRequest) -> Response:
+        self._check_model(asked.model)
+        prompts = asked.prompts()
+        ids = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        params = asked.params(asked.max_tokens or self._room(max(map(len, ids))), asked.logprobs)
+        texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if asked.echo else []
+        echoes = [text for text in texts for _ in range(params.n)]
+        lens = [len(prompt) for prompt in ids]
+        decode = self.tokens.decode if self._tokens else lambda _: ""
+        writer = TextWriter(self.name, decode, lens, echoes, asked.logprobs is not None)
+        return await self._answer(
+            request, asked, writer, [Ask(prompt, params, asked.cache_salt) for prompt in ids]
+        )
+
+    async def chat(self, request: Request, asked: ChatRequest) -> Response:
+        self._check_model(asked.model)
+        offered = asked.open_tools()
+        if offered and self.parser is None:
+            raise RequestError("no format of tool calls is known for this model; start with --tool-parser")
+        as_text = arguments_as_text(self.tokens.chat_template)
+        messages = [message_for_template(message.plain(), as_text=as_text) for message in asked.messages]
+        ids = await self._conversation(
+            messages, tools_for_template(offered), asked.chat_template_kwargs or {}
+        )
+        wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
+        params = asked.params(wanted, asked.wanted_logprobs())
+        inside = self.style is not None and self.style.inside(self.tokens.decode(ids[-LOOKED_AT:]))
+
+        def reader() -> AnswerReader:
+            named = [tool.function.name for tool in offered]
+            calls = (
+                ToolReader(self.parser, eager=asked.stream, names=named, most=asked.most_calls())
+                if offered and self.parser
+                else None
+            )
+            return AnswerReader(ReasoningReader(self.style, inside=inside) if self.style else None, calls)
+
+        writer = ChatWriter(self.name, self.tokens.decode, [len(ids)], asked.logprobs, reader)
+        return await self._answer(request, asked, writer, [Ask(ids, params, asked.cache_salt)])
+
+    async def _conversation(self, messages: Sequence[Any], tools: Any, kwargs: dict[str, Any]) -> list[int]:
+        size = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
+        if size > LONG_TEXT:
+            return await asyncio.to_thread(self.tokens.chat, messages, tools, **kwargs)
+        return self.tokens.chat(messages, tools, **kwargs)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            raise RequestError(f"the model {name!r} is not served here; {self.name!r} is", 404)
+
+    def _room(self, prompt: int) -> int:
+        """Tokens of answer that the context has room for."""
+        ready = self.client.ready
+        return max(1, min(LARGEST_ANSWER, ready.max_context - prompt if ready else 1))
+
+    async def _encoded(self, text: str) -> list[int]:
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self.tokens.encode, text)
+        return self.tokens.encode(text)
+
+    async def _answer(
+        self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
+    ) -> Response:
+        times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
+        pieces = self._pieces(writer, asks, min(times, default=None))
+        if not asked.stream:
+            return await unless_gone(request, self._collected(writer, pieces))
+        return await unless_gone(request, self._stream(writer, pieces, asked))
+
+    async def _stream(
+        self, writer: Writer, pieces: AsyncGenerator[dict[str, Any]], asked: Sampling
+    ) -> Response:
+        """Waits for the first piece: what cannot be served is told by a status, and not in a stream."""
+        try:
+            first = await anext(pieces, None)
+        except BaseException:
+            await pieces.aclose()
+            raise
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return StreamingResponse(self._events(writer, first, pieces, usage), media_type="text/event-stream")
+
+    async def _pieces(
+        self, writer: Writer, asks: Sequence[Ask], timeout: float | None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Choices of chunks, as they come; usage is the writer's."""
+        caches: dict[int, int] = {}
+        timers = [
+            self.meters.request(len(ask.prompt), ask.params.n) for ask in asks
+        ]  # the gate's wait counts
+        async with self.gate.passed(len(asks)):
+            sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
+            async with aclosing(merged(sources, timeout)) as pieces:
+                async for which, piece in pieces:
+                    if piece.delta.error:
+                        raise EngineDiedError(piece.delta.error)
+                    caches[which] = piece.cached
+                    writer.cached = sum(caches.values())
+                    choice = writer.take(which * asks[which].params.n + piece.delta.index, piece.delta)
+                    if choice is not None:
+                        yield choice
+
+    async def _collected(self, writer: Writer, pieces: AsyncGenerator[dict[str, Any]]) -> Response:
+        async with aclosing(pieces):
+            async for _ in pieces:
+                pass
+        return JSONResponse(writer.body())
+
+    async def _events(
+        self,
+        writer: Writer,
+        first: dict[str, Any] | None,
+        pieces: AsyncGenerator[dict[str, Any]],
+        usage: bool,
+    ) -> AsyncGenerator[bytes]:
+        async with aclosing(pieces):
+            try:
+                if first is not None:
+                    yield event(writer.chunk_of(first))
+                async for choice in pieces:
+                    yield event(writer.chunk_of(choice))
+                if usage:
+                    yield event(writer.last())
+            except (NibbleError, TimeoutError) as error:  # the status has been sent: the stream says it
+                yield b"data: " + bytes(error_of(error).body) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[Piece]], timeout: float | None
+) -> AsyncGenerator[tuple[int, Piece]]:
+    """Pieces of several iterators as they come, with the number of each; an error of one ends all. Raises TimeoutError
+    when `timeout` seconds are over."""
+    loop = asyncio.get_running_loop()
+    deadline = None if timeout is None else loop.time() + timeout
+    waiting = {asyncio.ensure_future(anext(source)): which for which, source in enumerate(sources)}
+    try:
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - loop.time())
+            done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise TimeoutError
+            for task in done:
+                which = waiting.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(sources[which]))] = which
+                yield which, piece
+    finally:
+        for task in waiting:
+            task.cancel()
+        for task in waiting:
+            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
+                await task
+        for source in sources:
+            await source.aclose()
+
+
+async def unless_gone(request: Request, work: Awaitable[Response]) -> Response:
+    """What `work` gives; it is given up when the client is gone."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else failure(CLIENT_GONE, "the client went away")
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def make_app(
+    client: EngineClient,
+    tokens: Tokens | None,
+    name: str,
+    settings: Settings,
+    lifespan: Callable[[FastAPI], Any] | None = None,
+) -> FastAPI:
+    """The application."""
+    api = Api(client, tokens, name, settings)
+    app = FastAPI(
+        title="Nibble", version=nibble.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.api = api
+    app.get("/v1/models")(api.models)
+    app.get("/v1/models/{name:path}")(api.model)
+    app.get("/v1/plan")(api.plan)
+    app.get("/v1/cache")(api.cache)
+    pages.mount(app)
+    app.get("/metrics", response_model=None)(api.metrics)
+    app.get("/health")(api.health)
+    app.get("/health/ready")(api.health)
+    app.get("/health/live")(api.live)
+    app.post("/tokenize")(api.tokenize)
+    app.post("/detokenize")(api.detokenize)
+    app.post("/v1/completions", response_model=None)(api.completions)
+    app.post("/v1/chat/completions", response_model=None)(api.chat)
+    install_handlers(app)
+    if settings.api_key:
+        app.add_middleware(KeyGuard, key=settings.api_key)
+    app.add_middleware(BodyLimit, limit=settings.body_bytes)
+    app.add_middleware(CountHttp, meters=api.meters)
+    return app

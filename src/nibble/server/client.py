@@ -1,0 +1,265 @@
+"""The engine as the server sees it: a protocol, and its implementation over a process that may die.
+
+Owns EngineClient, ProcessClient and Mailbox. If the process dies, open requests end with an error at once, and it is
+started again, ever later if it keeps dying. Must not know of HTTP or torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+from nibble.config import Config, SamplingParams
+from nibble.engine.outputs import Delta
+from nibble.errors import NibbleError, RequestError
+from nibble.server import wire
+
+log = logging.getLogger("nibble.server")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before a process that died is started again."""
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+class EngineDiedError(NibbleError):
+    """The engine's process ended while a request was open, or is not there to take one. kind: of the error for which it
+    could not start, a class of nibble.errors."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        self.kind = kind
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: prompt tokens, how to answer, and whose pages it may share."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What was added to an answer. cached: prompt tokens that came from the prefix cache."""
+
+    delta: Delta
+    cached: int
+
+
+class EngineClient(Protocol):
+    """What the server asks of an engine."""
+
+    @property
+    def state(self) -> State: ...
+    @property
+    def ready(self) -> wire.Ready | None:
+        """What is served, once the engine has been ready."""
+        ...
+
+    @property
+    def stats(self) -> Mapping[str, float]: ...
+    @property
+    def restarts(self) -> int: ...
+    def generate(self, ask: Ask) -> AsyncGenerator[Piece]:
+        """The pieces of the answers as they come; several that were not fetched come as one. Raises RequestError or
+        EngineDiedError. Closing the iterator aborts the request."""
+        ...
+
+
+class Mailbox:
+    """Pieces that nobody has fetched yet: those of one answer are joined, so a slow reader costs its answer at most."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, Piece] = {}
+        self._error: NibbleError | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        there = self._pieces.get(piece.delta.index)
+        self._pieces[piece.delta.index] = joined(there, piece) if there else piece
+        self._filled.set()
+
+    def fail(self, error: NibbleError) -> None:
+        self._error = error
+        self._filled.set()
+
+    async def get(self) -> list[Piece]:
+        """All that has come; waits for something. Raises what it was told to, after the last piece."""
+        await self._filled.wait()
+        self._filled.clear()
+        found, self._pieces = list(self._pieces.values()), {}
+        if self._error:
+            if not found:
+                raise self._error
+            self._filled.set()
+        return found
+
+
+def joined(first: Piece, second: Piece) -> Piece:
+    """Two pieces of one answer as one."""
+    a, b = first.delta, second.delta
+    delta = replace(
+        b, text=a.text + b.text, token_ids=a.token_ids + b.token_ids, logprobs=a.logprobs + b.logprobs
+    )
+    return Piece(delta, second.cached)
+
+
+class ProcessClient:
+    """An engine in a process of its own. restart: start it again when it dies; else it stays dead, `died` is set."""
+
+    def __init__(self, config: Config, *, restart: bool = True) -> None:
+        self._config, self._restart = config, restart
+        self._open: dict[int, Mailbox] = {}
+        self._ids = itertools.count(1)
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="nibble-")
+        self._changed = asyncio.Condition()
+        self._state, self._failure = State.STARTING, wire.Failed("", "")
+        self.ready: wire.Ready | None = None
+        self.stats: Mapping[str, float] = {}
+        self.restarts = 0
+        self.died = asyncio.Event()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    async def start(self) -> None:
+        """Starts the process, and waits until it serves; raises EngineDiedError with its reason where it cannot."""
+        self._keeper = asyncio.create_task(self._keep())
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._state is not State.STARTING)
+        if self._state is State.DEAD:
+            raise EngineDiedError(self._failure.error, self._failure.kind)
+
+    async def stop(self) -> None:
+        """Ends the process."""
+        self._restart = False
+        if self._socket and self._process and self._process.returncode is None:
+            await self._socket.send(wire.encode(wire.Stop()))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 5)
+        if self._process and self._process.returncode is None:
+            self._process.kill()
+        if self._keeper:
+            await self._keeper
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Piece]:
+        if self._state is not State.READY:
+            raise EngineDiedError(f"the engine is {self._state}; try again in a while")
+        number, mailbox = next(self._ids), Mailbox()
+        self._open[number] = mailbox
+        left = ask.params.n
+        try:
+            await self._say(wire.Submit(number, list(ask.prompt), ask.params, ask.salt))
+            while left:
+                for piece in await mailbox.get():
+                    left -= piece.delta.finish_reason is not None
+                    yield piece
+        finally:
+            del self._open[number]
+            if left and self._state is State.READY:
+                await self._say(wire.Abort(number))
+
+    async def _say(self, order: wire.Order) -> None:
+        assert self._socket
+        await self._socket.send(wire.encode(order))
+
+    # The process
+
+    async def _keep(self) -> None:
+        """Runs the process, again and again."""
+        pause = FIRST_PAUSE_S
+        for generation in itertools.count():
+            served = await self._run(generation)
+            first = generation == 0 and not served
+            error = EngineDiedError("the engine's process ended; this request is lost")
+            for mailbox in self._open.values():
+                mailbox.fail(error)
+            if first or not self._restart:
+                await self._become(State.DEAD)
+                self.died.set()
+                return
+            await self._become(State.STARTING)
+            pause = FIRST_PAUSE_S if served else min(2 * pause, LONGEST_PAUSE_S)
+            log.error("the engine's process ended; it is started again in %.1f s", pause)
+            await asyncio.sleep(pause)
+            self.restarts += 1
+
+    async def _run(self, generation: int) -> bool:
+        """One life of the process; whether it came to serve."""
+        address = f"ipc://{Path(self._folder.name) / str(generation)}"
+        socket = self._socket = self._context.socket(zmq.PAIR)
+        socket.linger = 0
+        socket.bind(address)
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "nibble.server.worker", address, stdin=asyncio.subprocess.PIPE
+        )
+        listener = asyncio.create_task(self._listen(socket))
+        try:
+            assert process.stdin
+            process.stdin.write(json.dumps(values_of(self._config)).encode())
+            process.stdin.close()
+            await process.wait()
+            await asyncio.sleep(0)  # what it said last
+            return self._state is State.READY
+        finally:
+            listener.cancel()
+            with suppress(asyncio.CancelledError):
+                await listener
+            socket.close()
+            if not self._failure.error:
+                self._failure = wire.Failed(f"the engine's process ended with code {process.returncode}", "")
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            await self._hear(wire.news(await socket.recv()))
+
+    async def _hear(self, news: wire.News) -> None:
+        if isinstance(news, wire.Pieces):
+            for number, cached, delta in news.items:
+                if number in self._open:
+                    self._open[number].put(Piece(delta, cached))
+        elif isinstance(news, wire.Refused):
+            if number_open := self._open.get(news.id):
+                number_open.fail(RequestError(news.error, news.status))
+        elif isinstance(news, wire.Stats):
+            self.stats = news.numbers
+        elif isinstance(news, wire.Ready):
+            self.ready = news
+            await self._become(State.READY)
+        elif isinstance(news, wire.Failed):
+            self._failure = news
+
+    async def _become(self, state: State) -> None:
+        async with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """A config as JSON has it."""
+    return {name: getattr(config, name) for name in Config.__slots__}

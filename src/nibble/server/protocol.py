@@ -1,0 +1,210 @@
+"""OpenAI's types: what requests may say, and what is answered. https://platform.openai.com/docs/api-reference
+
+Owns the models of requests, and how they become SamplingParams. Fields that OpenAI does not have (min_p, top_k,
+repetition_penalty, stop_token_ids, ignore_eos, cache_salt) are named as other servers name them. A field that would
+change the answer and is not known is refused, never ignored; those that change nothing are listed. Must not know of
+engines.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nibble.config import SamplingParams
+from nibble.errors import RequestError
+from nibble.server.tool_types import ToolFields
+
+MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES = 16, 20, 128
+Stop = Annotated[list[str], Field(max_length=MOST_STOPS)]
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk with usage and no choices."""
+
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class SchemaFormat(BaseModel):
+    """What response_format's json_schema says."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+    name: str = "answer"
+    body: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """text, any JSON object, or one of a schema."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class Sampling(BaseModel):
+    """What both kinds of completions share."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | Stop | None = None
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    cache_salt: str = Field("", max_length=256)
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = Field(None, description="In llguidance's Lark syntax.")
+    timeout: float | None = Field(None, gt=0, description="Seconds after which the answer ends as it stands.")
+
+    # said by clients, without a meaning here
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """How to sample; raises RequestError."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        bias = {key: max(-100.0, min(100.0, value)) for key, value in (self.logit_bias or {}).items()}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=bias,  # type: ignore[arg-type]  # keys may be texts
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            grammar=self.grammar(),
+            n=self.n,
+        )
+
+    def grammar(self) -> str | None:
+        """What the answer must be; raises RequestError where more than one thing is asked for."""
+        found = [
+            *_formatted(self.response_format),
+            *(f"json_schema:{_schema(self.guided_json)}" for _ in [0] if self.guided_json is not None),
+            *(f"regex:{text}" for text in [self.guided_regex] if text is not None),
+            *(f"choice:{json.dumps(texts)}" for texts in [self.guided_choice] if texts is not None),
+            *(f"lark:{text}" for text in [self.guided_grammar] if text is not None),
+        ]
+        if len(found) > 1:
+            raise RequestError("an answer can follow one of response_format and guided_... only")
+        return found[0] if found else None
+
+
+def _formatted(asked: ResponseFormat | None) -> list[str]:
+    if asked is None or asked.type == "text":
+        return []
+    if asked.type == "json_object":
+        return ["json_object:"]
+    if asked.json_schema is None:
+        raise RequestError("response_format json_schema needs a json_schema")
+    return [f"json_schema:{json.dumps(asked.json_schema.body)}"]
+
+
+def _schema(given: dict[str, Any] | str | None) -> str:
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. prompt: a text, texts, token ids, or lists of these."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+    suffix: None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself; raises RequestError where there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [list(self.prompt)]
+        if not self.prompt:
+            raise RequestError("prompt is empty")
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation. Fields that templates know (tool_calls, name, reasoning_content) pass through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it: content as one text."""
+        said = self.model_dump(exclude_none=True)
+        content = self.content
+        said["content"] = (
+            "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        )
+        return said
+
+
+class ChatRequest(ToolFields, Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told; raises RequestError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: of a prompt, or of messages by the chat template."""
+
+    model_config = ConfigDict(extra="ignore")
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="ignore")
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,56 @@
+"""How the server behaves towards its clients: a frozen dataclass whose fields' docs are the command line's help.
+
+Owns Settings. Must not know of engines or of HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nibble.config import _option as option
+from nibble.config import parse_bytes
+from nibble.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Raises ConfigError where a value is malformed."""
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of this machine's.")
+    port: int = option(8000, "Port to listen at.")
+    served_model_name: str | None = option(None, "What clients call the model; its own name if left out.")
+    api_key: str | None = option(
+        None, "What clients must send as a bearer token; NIBBLE_API_KEY, if left out."
+    )
+    max_queue: int = option(1024, "Most requests that are open at a time; one more gets status 429.")
+    wait_when_full: bool = option(False, "Let requests wait where they would get status 429.")
+    max_body: str = option("8MiB", "Largest body of a request.")
+    timeout: float | None = option(
+        None, "Seconds after which a request ends with an error, unless it says less."
+    )
+    restart: bool = option(True, "Start the engine's process again when it dies; else the server ends.")
+    tool_parser: str | None = option(
+        None, "Format of tool calls; guessed by the chat template if left out; none."
+    )
+    reasoning_parser: str | None = option(
+        None, "Format of reasoning; guessed by the template if left out; none."
+    )
+    drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.max_body)
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        for name in ("max_queue",):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def body_bytes(self) -> int:
+        return parse_bytes(self.max_body)
+
+
+def errors_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -1,0 +1,99 @@
+"""What the server and the process of its engine say to each other: messages, and their bytes.
+
+Owns the messages. All are plain data, encoded by msgspec as MessagePack. Must not know of sockets, HTTP or torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nibble.config import SamplingParams
+from nibble.engine.outputs import Delta
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A prompt. salt: only requests of the same salt share pages."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Nobody wants the answers of this request any more."""
+
+    id: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The engine's process is to end."""
+
+
+Order = Submit | Abort | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves. about: what, for people and programs: the plan, where memory goes, how the start went. folder:
+    where the tokenizer is."""
+
+    folder: str
+    max_context: int
+    vocab_size: int
+    about: dict[str, Any]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start: the message, and the class of nibble.errors."""
+
+    error: str
+    kind: str
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """A request was queued."""
+
+    id: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request cannot be served, and the HTTP status that says so."""
+
+    id: int
+    status: int
+    error: str
+
+
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """What one step added to answers: by request, with its prompt tokens that came from the prefix cache."""
+
+    items: list[tuple[int, int, Delta]]
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Counts of the engine, by name, as the scheduler's Metrics and the cache's have them."""
+
+    numbers: dict[str, float]
+
+
+News = Ready | Failed | Accepted | Refused | Pieces | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+
+
+def encode(message: Order | News) -> bytes:
+    return _encoder.encode(message)
+
+
+def order(data: bytes) -> Order:
+    """What the server said."""
+    return _orders.decode(data)
+
+
+def news(data: bytes) -> News:
+    """What the engine said."""
+    return _news.decode(data)

@@ -1,0 +1,157 @@
+"""The process of the engine: takes orders, steps, and hands out what each step added, in one message.
+
+    python -m nibble.server.worker ADDRESS < config.json
+
+So tokenising, JSON and slow readers never hold a step up. Ends with its parent, whatever becomes of that. Owns Worker.
+Must not know of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from nibble.engine.outputs import Delta
+from nibble.errors import NibbleError, PromptTooLong, RequestError
+from nibble.server import wire
+
+if TYPE_CHECKING:
+    from nibble.engine.engine import Ticket
+    from nibble.engine.llm import LLM
+
+STATS_S = 0.5
+"""Between two counts, at least."""
+IDLE_MS = 200
+"""How long an engine that has nothing to do waits for an order before it looks after its parent."""
+
+
+class Worker:
+    """An engine, and the requests that it has open."""
+
+    def __init__(self, llm: LLM, socket: zmq.Socket[bytes]) -> None:
+        self._llm, self._engine, self._socket = llm, llm.engine, socket
+        self._tickets: dict[int, Ticket] = {}
+        self._left: dict[int, int] = {}
+        self._outbox: list[tuple[int, int, Delta]] = []
+        self._parent, self._counted = os.getppid(), 0.0
+
+    def run(self) -> None:
+        """Serves until it is told to stop, or its parent is gone."""
+        self._say(about(self._llm))
+        while os.getppid() == self._parent:
+            for message in self._orders():
+                if isinstance(message, wire.Stop):
+                    return
+                self._obey(message)
+            if self._engine.busy:
+                self._engine.step()
+            self._flush()
+            if time.monotonic() - self._counted > STATS_S:
+                self._count()
+
+    def _orders(self) -> Iterator[wire.Order]:
+        """Orders that have come; while there is nothing to do, after a short wait for one."""
+        wait = 0 if self._engine.busy else IDLE_MS
+        while self._socket.poll(wait):
+            yield wire.order(self._socket.recv())
+            wait = 0
+
+    def _obey(self, message: wire.Submit | wire.Abort) -> None:
+        if isinstance(message, wire.Abort):
+            ticket = self._tickets.pop(message.id, None)
+            if ticket:
+                self._left.pop(message.id)
+                self._engine.abort(ticket)
+            return
+        try:
+            self._tickets[message.id] = self._submit(message)
+        except NibbleError as error:
+            self._say(wire.Refused(message.id, status_of(error), str(error)))
+        else:
+            self._left[message.id] = message.params.n
+            self._say(wire.Accepted(message.id))
+
+    def _submit(self, message: wire.Submit) -> Ticket:
+        def take(piece: Delta) -> None:
+            ticket = self._tickets.get(message.id)
+            if ticket is None:  # aborted
+                return
+            self._outbox.append((message.id, ticket.requests[0].cached, piece))
+            if piece.finish_reason:
+                self._left[message.id] -= 1
+                if not self._left[message.id]:
+                    del self._tickets[message.id], self._left[message.id]
+
+        return self._engine.submit(message.prompt, message.params, take, salt=message.salt)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            self._say(wire.Pieces(self._outbox))
+            self._outbox = []
+
+    def _count(self) -> None:
+        self._counted = time.monotonic()
+        self._say(wire.Stats(numbers(self._llm) | {"time": self._counted}))
+
+    def _say(self, message: wire.News) -> None:
+        self._socket.send(wire.encode(message))
+
+
+def status_of(error: NibbleError) -> int:
+    """The HTTP status of what keeps a request from being served."""
+    if isinstance(error, RequestError):
+        return error.status
+    return 400 if isinstance(error, PromptTooLong) else 500
+
+
+def about(llm: LLM) -> wire.Ready:
+    """What is served."""
+    from nibble.attention.explain import as_dict
+    from nibble.models.config import find
+
+    scheduler = llm.engine.scheduler
+    plan = {"hardware": asdict(llm.hardware), **as_dict(llm.plan, llm.budget), "startup": dict(llm.startup)}
+    return wire.Ready(find(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+
+
+def numbers(llm: LLM) -> dict[str, float]:
+    """Counts of the scheduler, of the cache, and of the host tier, flat."""
+    found: dict[str, float] = {}
+
+    def add(prefix: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                add(f"{name}_", value)
+            elif value is not None:
+                found[prefix + name] = float(value)
+
+    add("", asdict(llm.engine.scheduler.metrics))
+    return found
+
+
+def main(address: str) -> None:
+    """Starts the engine of the config on standard input, and serves at `address`."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.linger = 1000
+    socket.connect(address)
+    config = json.load(sys.stdin)
+    try:
+        from nibble.engine.llm import LLM
+
+        worker = Worker(LLM(**config), socket)
+    except (NibbleError, OSError) as error:
+        socket.send(wire.encode(wire.Failed(str(error), type(error).__name__)))
+        raise SystemExit(1) from error
+    worker.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

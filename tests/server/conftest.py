@@ -1,0 +1,119 @@
+"""Servers for tests: a real one in processes of its own, and an application over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from nibble.engine.outputs import Delta
+from nibble.errors import RequestError
+from nibble.server import wire
+from nibble.server.client import Ask, EngineDiedError, Piece, State
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Address(str):
+    """Of a server. pid: its process."""
+
+    pid: int
+
+
+@contextmanager
+def running(*options: str, model: str = "demo") -> Iterator[Address]:
+    """A server's address. It must end by itself when it is told to."""
+    port = free_port()
+    command = [sys.executable, "-m", "nibble", "serve", model, "--port", str(port), *options]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = Address(f"http://127.0.0.1:{port}")
+    url.pid = process.pid
+    try:
+        wait_ready(url, process)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) in {0, -signal.SIGTERM}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes] | None = None, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if process and process.poll() is not None:
+            raise AssertionError(f"the server ended with code {process.returncode}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError("the server is not ready")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    with running("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--max-running", "32") as url:
+        yield url
+
+
+class FakeEngine:
+    """Says its prompt back, token by token. pause: seconds between tokens; state: as an engine's."""
+
+    def __init__(self) -> None:
+        self.state, self.restarts, self.pause = State.READY, 0, 0.0
+        self.ready: wire.Ready | None = wire.Ready("", 64, 256, {"dtype": "none"})
+        self.stats: Mapping[str, float] = {}
+        self.open = self.aborted = 0
+        self.dies_after: int | None = None
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Piece]:
+        if self.state is not State.READY:
+            raise EngineDiedError(f"the engine is {self.state}")
+        if self.ready and len(ask.prompt) >= self.ready.max_context:
+            raise RequestError("the prompt is too long")
+        self.open += 1
+        left = ask.params.n
+        try:
+            for index in range(ask.params.n):
+                tokens = list(ask.prompt)[: ask.params.max_tokens]
+                for i, token in enumerate(tokens):
+                    await asyncio.sleep(self.pause)
+                    if self.dies_after is not None and i >= self.dies_after:
+                        raise EngineDiedError("the engine's process ended; this request is lost")
+                    reason = "length" if i == len(tokens) - 1 else None
+                    left -= reason is not None
+                    yield Piece(Delta(index, chr(token), (token,), reason), 2)  # type: ignore[arg-type]
+        finally:
+            self.open -= 1
+            self.aborted += left > 0
+
+
+class FakeTokens:
+    """A token is a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [min(ord(letter), 255) for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(map(chr, ids))
+
+    chat_template = "<tool_call> tools <think>"
+
+    def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:
+        return self.encode("|".join(message["content"] for message in messages))

@@ -1,0 +1,238 @@
+"""The routes over a fake engine: limits, errors, and what happens when clients or engines go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
+from nibble.server import wire
+from nibble.server.app import make_app
+from nibble.server.client import State
+from nibble.server.settings import Settings
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+TEXT = {"model": "m", "prompt": "hello"}
+Test = Callable[[httpx.AsyncClient, FakeEngine], Awaitable[None]]
+
+
+def with_app(test: Test, engine: FakeEngine | None = None, **settings: Any) -> FakeEngine:
+    """Runs `test` with a client of an application over a fake engine."""
+    engine = engine or FakeEngine()
+
+    async def run() -> None:
+        app = make_app(engine, FakeTokens(), "m", Settings(**settings))
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            await test(client, engine)
+        assert app.state.api.gate.open == 0, "a request is still counted"
+
+    asyncio.run(run())
+    assert engine.open == 0, "a request is still open in the engine"
+    return engine
+
+
+def events(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_answers_whole_and_in_pieces() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        body = (await client.post("/v1/chat/completions", json=CHAT)).json()
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
+        assert body["usage"] == {
+            "prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }  # fmt: skip
+        asked = {**CHAT, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+        found = events(await client.post("/v1/chat/completions", json=asked))
+        texts = ["", ""]
+        for chunk in found[:-1]:
+            choice = chunk["choices"][0]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+        assert texts == ["hello", "hello"] and found[-1]["choices"] == []
+        assert found[-1]["usage"]["completion_tokens"] == 10
+
+    with_app(test)
+
+
+def test_several_prompts_with_echo() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        asked = {"model": "m", "prompt": ["ab", "xyz"], "n": 2, "echo": True}
+        body = (await client.post("/v1/completions", json=asked)).json()
+        assert [(c["index"], c["text"]) for c in body["choices"]] == [
+            (0, "abab"), (1, "abab"), (2, "xyzxyz"), (3, "xyzxyz")
+        ]  # fmt: skip
+        assert body["usage"]["prompt_tokens"] == 5
+
+    with_app(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "'other' is not served here; 'm' is"),
+        ("/v1/chat/completions", {"model": "m", "messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature"),
+        ("/v1/chat/completions", {**CHAT, "no_such_field": 1}, 400, "no_such_field"),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, 400, "logprobs to be true"),
+        ("/v1/chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "token ids"),
+        ("/v1/chat/completions", {**CHAT, "stop": ["a"] * 40}, 400, "stop"),
+        ("/v1/completions", {"model": "m", "prompt": []}, 400, "prompt is empty"),
+        ("/v1/completions", {"model": "m", "prompt": "x" * 70}, 400, "too long"),
+        ("/v1/completions", {"model": "m", "prompt": "x" * 70, "stream": True}, 400, "too long"),
+        ("/tokenize", {}, 400, "either prompt or messages"),
+        ("/detokenize", {"tokens": [1, 999]}, 400, "999 is out of range"),
+        ("/v1/nothing", {}, 404, "Not Found"),
+    ],
+)
+def test_bad_requests_are_told_so(path: str, body: Any, status: int, words: str) -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        response = await client.post(path, json=body)
+        assert response.status_code == status and words in response.json()["error"]["message"]
+
+    with_app(test)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[" * 100_000, b'"' + b"\xff" * 9 + b'"', b"null", b'{"model": "m", "prompt": 1e999}'],
+)
+def test_hostile_bodies_are_refused(content: bytes) -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            response = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code == 400, response.text
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
+
+    with_app(test)
+
+
+def test_bodies_that_are_too_large() -> None:
+    async def parts() -> Any:
+        for _ in range(40):
+            yield b"x" * 1000
+
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        for content in (b"x" * 40_000, parts()):
+            response = await client.post(
+                "/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
+            assert (
+                response.status_code == 413 and "10240 bytes at most" in response.json()["error"]["message"]
+            )
+
+    with_app(test, max_body="10KiB")
+
+
+def test_a_key_is_asked_for() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        for sent in (
+            {},
+            {"authorization": "Bearer no"},
+            {"authorization": "Basic right"},
+            {"authorization": "right"},
+        ):
+            response = await client.post("/v1/completions", json=TEXT, headers=sent)
+            assert response.status_code == 401, sent
+        for name in ("Bearer", "bearer"):
+            right = {"authorization": f"{name} right"}
+            assert (await client.post("/v1/completions", json=TEXT, headers=right)).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+    with_app(test, api_key="right")
+
+
+def test_too_many_requests_are_turned_away() -> None:
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.pause = 0.02
+        found = await asyncio.gather(*(client.post("/v1/completions", json=TEXT) for _ in range(6)))
+        assert sorted(response.status_code for response in found) == [200] * 2 + [429] * 4
+        refused = next(response for response in found if response.status_code == 429)
+        assert refused.headers["retry-after"] and "2 requests are open" in refused.json()["error"]["message"]
+
+    with_app(test, max_queue=2)
+
+
+def test_or_wait() -> None:
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.pause = 0.01
+        found = await asyncio.gather(*(client.post("/v1/completions", json=TEXT) for _ in range(6)))
+        assert {response.status_code for response in found} == {200}
+
+    with_app(test, max_queue=2, wait_when_full=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_a_request(stream: bool) -> None:
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.pause = 0.05
+        response = await client.post("/v1/completions", json={**TEXT, "timeout": 0.12, "stream": stream})
+        if stream:
+            assert events(response)[-1]["error"]["code"] == 504
+        else:
+            assert response.status_code == 504
+
+    assert with_app(test).aborted == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies(stream: bool) -> None:
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.dies_after = 2
+        response = await client.post("/v1/completions", json={**TEXT, "stream": stream})
+        if stream:
+            assert response.status_code == 200 and "ended" in events(response)[-1]["error"]["message"]
+        else:
+            assert response.status_code == 503 and response.headers["retry-after"]
+        engine.state = State.STARTING
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 503
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/health/live")).status_code == 200
+
+    with_app(test)
+
+
+def test_models_plan_and_tokens() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        (entry,) = (await client.get("/v1/models")).json()["data"]
+        assert (entry["id"], entry["max_model_len"]) == ("m", 64)
+        assert (await client.get("/v1/models/m")).json() == entry
+        assert (await client.get("/v1/models/none")).status_code == 404
+        assert (await client.get("/v1/plan")).json() == {"model": "m", "dtype": "none"}
+        assert (await client.post("/tokenize", json={"prompt": "ab"})).json()["tokens"] == [97, 98]
+        assert (await client.post("/detokenize", json={"tokens": [97, 98]})).json() == {"prompt": "ab"}
+
+    with_app(test)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+
+
+def test_tool_calls_and_reasoning() -> None:
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.ready = wire.Ready("", 1000, 256, {})
+        said = {"role": "user", "content": f"<think>hm</think>So: {CALL}"}
+        asked: dict[str, Any] = {"model": "m", "messages": [said], "tools": [TOOL]}
+        (choice,) = (await client.post("/v1/chat/completions", json=asked)).json()["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"].strip()) == ("hm", "So:")
+        (call,) = message["tool_calls"]
+        assert call["function"]["name"] == "look" and json.loads(call["function"]["arguments"]) == {"at": 1}
+        chunks = events(await client.post("/v1/chat/completions", json={**asked, "stream": True}))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+        assert "".join(piece["function"].get("arguments") or "" for piece in pieces) == '{"at": 1}'
+        assert "".join(delta.get("content") or "" for delta in deltas).strip() == "So:"
+        plain = (await client.post("/v1/chat/completions", json={"model": "m", "messages": [said]})).json()
+        assert CALL in plain["choices"][0]["message"]["content"], "calls are read where tools are offered"
+
+    with_app(test)

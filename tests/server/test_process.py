@@ -1,0 +1,98 @@
+"""The engine's process: killed under load, gone clients, and a server that is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import running, wait_ready  # type: ignore[attr-defined]
+
+LONG: dict[str, Any] = {
+    "model": "demo", "prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True, "stream": True
+}  # fmt: skip
+SMALL = ("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--max-running", "16")
+
+
+def engine_of(server: int) -> int:
+    """The process of a server's engine."""
+    found = subprocess.run(["pgrep", "-P", str(server)], capture_output=True, text=True, check=False)
+    (pid,) = found.stdout.split()
+    return int(pid)
+
+
+def reading(url: str, told: list[str]) -> threading.Thread:
+    def read() -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+                told.append("".join(response.iter_text()))
+        except httpx.TransportError as error:
+            told.append(f"transport: {error}")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def opened(url: str) -> int:
+    return int(httpx.get(f"{url}/health").json()["open"])
+
+
+def until(holds: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+def test_an_engine_that_is_killed_is_started_again() -> None:
+    with running(*SMALL) as url:
+        told: list[str] = []
+        threads = [reading(url, told) for _ in range(6)]
+        until(lambda: opened(url) == 6)
+        killed = time.monotonic()
+        os.kill(engine_of(url.pid), signal.SIGKILL)
+        for thread in threads:
+            thread.join(10)
+        assert time.monotonic() - killed < 5, "requests did not end"
+        assert len(told) == 6 and all(
+            "process ended" in text and text.endswith("[DONE]\n\n") for text in told
+        )
+        wait_ready(url)
+        body = httpx.post(
+            f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30
+        )
+        assert body.status_code == 200 and httpx.get(f"{url}/health").json()["restarts"] == 1
+        assert opened(url) == 0
+
+
+def test_clients_that_go_away_free_their_pages() -> None:
+    with running(*SMALL) as url:
+        for stream in (True, False):
+            with pytest.raises(httpx.ReadTimeout):
+                asked = {**LONG, "stream": stream}
+                with httpx.stream(
+                    "POST", f"{url}/v1/completions", json=asked, timeout=httpx.Timeout(20, read=0.3)
+                ) as r:
+                    for _ in r.iter_text():
+                        time.sleep(0.01)
+                        if stream:
+                            raise httpx.ReadTimeout("enough")
+            until(lambda: opened(url) == 0)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30
+        )
+        assert answer.status_code == 200
+
+
+def test_a_start_that_fails_says_why() -> None:
+    command = [sys.executable, "-m", "nibble", "serve", "demo", "--kv-format", "fp9", "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "fp9" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,390 @@
+"""Tool calls in answers: every format, whole and cut anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nibble.errors import ConfigError
+from nibble.server import tools
+from nibble.server.json_scan import ObjectScan
+from nibble.server.tools import PARSERS, CallDelta, Text, ToolReader, gathered, joined
+
+Calls = list[tuple[str, str]]
+WEATHER = '{"location": "San Francisco, CA", "format": "celsius"}'
+NESTED = '{"a": {"b": [1, -2.5e3, {"c": "}]\\"{ </tool_call> \\\\"}], "d": null}, "e": true}'
+UNICODE = '{"ciudad": "Málaga 🌞", "城市": "\\u5317\\u4eac", "nothing": ""}'
+BEGIN, ONE, SEP, END, LAST = tools.DEEPSEEK
+K_BEGIN, K_ONE, K_SEP, K_END, K_LAST = tools.KIMI
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def v3(name: str, arguments: str) -> str:
+    return f"{ONE}function{SEP}{name}\n```json\n{arguments}\n```{END}"
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"{ONE}{name}{SEP}{arguments}{END}"
+
+
+def llama(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def mistral(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "arguments": {arguments}}}'
+
+
+def kimi(name: str, arguments: str, number: int = 0) -> str:
+    return f"{K_ONE}functions.{name}:{number}{K_SEP}{arguments}{K_END}"
+
+
+def read(
+    name: str, pieces: Sequence[str], eager: bool = True, **options: Any
+) -> tuple[str, Calls, list[tools.Event]]:
+    """Text, calls, and all events."""
+    reader = ToolReader(PARSERS[name], eager=eager, **options)
+    events = [event for piece in pieces for event in reader.add(piece)] + reader.finish()
+    text, calls = gathered(events)
+    assert all(call["type"] == "function" and call["id"] for call in calls)
+    assert reader.complete <= len(calls)
+    return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls], events
+
+
+def everywhere(text: str) -> list[list[str]]:
+    """The text whole, cut once at each place, and letter by letter."""
+    return [[text], *([text[:i], text[i:]] for i in range(1, len(text))), list(text)]
+
+
+GOOD: list[tuple[str, str, str, Calls]] = [
+    ("hermes", "Plain text, 1 < 2 and <tool_callx> [a].", "Plain text, 1 < 2 and <tool_callx> [a].", []),
+    ("hermes", "", "", []),
+    ("hermes", "  \n ", "  \n ", []),
+    ("hermes", hermes("get_weather", WEATHER), "", [("get_weather", WEATHER)]),
+    ("hermes", "I look.\n\n" + hermes("f", NESTED) + "\n", "I look.", [("f", NESTED)]),
+    (
+        "hermes",
+        f"One\n{hermes('f', '{}')}\n{hermes('g', UNICODE)} and so on",
+        "One" + "and so on",
+        [("f", "{}"), ("g", UNICODE)],
+    ),
+    ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
+    ("hermes", '<tool_call>{"name":"f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name":"f","arguments":null}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name":"f","arguments":"{\\"x\\": 1}"}</tool_call>', "", [("f", '{"x": 1}')]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"x":1},"id":7}</tool_call>', "", [("f", '{"x":1}')]),
+    ("hermes", hermes("f", '{"code": "a\nb\tc"}'), "", [("f", '{"code": "a\\nb\\tc"}')]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}</tool_call>', "", [("f", "{}")]),  # a brace is missing
+    ("hermes", '<tool_call>{"name":"f","arguments":{}}', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"na\\u006de":"f","arguments":{}}', "", [("f", "{}")]),
+    ("llama3", llama("get_current_conditions", WEATHER), "", [("get_current_conditions", WEATHER)]),
+    ("llama3", "<|python_tag|>" + llama("f", NESTED), "", [("f", NESTED)]),
+    (
+        "llama3",
+        f"<|python_tag|>{llama('f', '{}')}; {llama('g', UNICODE)}",
+        "",
+        [("f", "{}"), ("g", UNICODE)],
+    ),
+    ("llama3", '\n{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    ("llama3", 'See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
+    ("deepseek_v3", f"{BEGIN}{v3('get_weather', WEATHER)}{LAST}", "", [("get_weather", WEATHER)]),
+    (
+        "deepseek_v3",
+        f"Both.{BEGIN}{v3('f', NESTED)}\n{v3('g', UNICODE)}{LAST}",
+        "Both.",
+        [("f", NESTED), ("g", UNICODE)],
+    ),
+    ("deepseek_v31", f"{BEGIN}{v31('get_weather', WEATHER)}{LAST}", "", [("get_weather", WEATHER)]),
+    (
+        "deepseek_v31",
+        f"So: {BEGIN}{v31('f', NESTED)}{v31('g', '{}')}{LAST}",
+        "So:",
+        [("f", NESTED), ("g", "{}")],
+    ),
+    ("mistral", f"[TOOL_CALLS][{mistral('get_weather', WEATHER)}]", "", [("get_weather", WEATHER)]),
+    (
+        "mistral",
+        f"Ok [1] [TOOL_CALLS] [{mistral('f', NESTED)}, {mistral('g', UNICODE)}]",
+        "Ok [1]",
+        [("f", NESTED), ("g", UNICODE)],
+    ),
+    ("mistral", f"[TOOL_CALLS]add{NESTED}[TOOL_CALLS]sub[ARGS]{{}}", "", [("add", NESTED), ("sub", "{}")]),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", "", [("f", "{}")]),
+    ("mistral", f"[{mistral('f', '{}')}]", "", [("f", "{}")]),  # the marker was a special token, and is lost
+    ("kimi_k2", f"Hm.{K_BEGIN}{kimi('get_weather', WEATHER)}{K_LAST}", "Hm.", [("get_weather", WEATHER)]),
+    (
+        "kimi_k2",
+        f"{K_BEGIN}{kimi('f', NESTED)}{kimi('g', '{}', 1)}{K_LAST}",
+        "",
+        [("f", NESTED), ("g", "{}")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
+@pytest.mark.parametrize("eager", [True, False])
+def test_every_format_cut_anywhere(name: str, text: str, content: str, calls: Calls, eager: bool) -> None:
+    for pieces in everywhere(text):
+        assert read(name, pieces, eager)[:2] == (content, calls), pieces
+
+
+BROKEN = [
+    ("hermes", "<tool_call>"),
+    ("hermes", " <tool_call> hello </tool_call> \n"),
+    ("hermes", "<tool_call>[]</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": "}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "argum'),
+    ("hermes", '<tool_call>{"name": "f\\'),
+    ("llama3", '{"title": "x", "parameters": {}}'),
+    ("llama3", '{"name": "f"}'),
+    ("llama3", '{"name": "f", "title": 1}'),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama3", "[1, 2]"),
+    ("deepseek_v3", f"{BEGIN}{LAST}"),
+    ("deepseek_v3", f"{BEGIN}{ONE}function{SEP}f\n```json\n[]\n```{END}{LAST}"),
+    ("deepseek_v3", f"a {ONE}function f {SEP}"),
+    ("deepseek_v31", f"{ONE}{'x' * 300}{SEP}{{}}"),
+    ("mistral", "[TOOL_CALLS] none of them"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": 1}]'),
+    ("mistral", "[1, 2, 3]"),
+    ("mistral", "[TOOL_CALLS]f()"),
+    ("kimi_k2", f"{K_BEGIN}{K_ONE}functions.f:0{K_END}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+@pytest.mark.parametrize("eager", [True, False])
+def test_what_is_malformed_is_text(name: str, text: str, eager: bool) -> None:
+    for pieces in everywhere(text):
+        assert read(name, pieces, eager)[:2] == (text, []), pieces
+
+
+@pytest.mark.parametrize(
+    ("inner", "begun", "rest"),
+    [
+        ('{"a": [1, 2}}', '{"a": [1, 2', "}}</tool_call>"),
+        ('{"a": 1, oops}}', '{"a": 1, ', "oops}}</tool_call>"),
+        ('{"a": "x\\q"}}', '{"a": "x', '\\q"}}</tool_call>'),
+        ('{"a": None}}', '{"a": ', "None}}</tool_call>"),
+        ('{"a": 01}}', '{"a": ', "01}}</tool_call>"),
+    ],
+)
+def test_broken_arguments(inner: str, begun: str, rest: str) -> None:
+    """Held back, the call is text; as they grow, what came stays, and the rest is text. A call after it is found."""
+    broken = f'<tool_call>{{"name": "f", "arguments": {inner}</tool_call>'
+    for pieces in everywhere(broken + hermes("g", "{}")):
+        assert read("hermes", pieces, eager=False)[:2] == (broken, [("g", "{}")])
+        assert read("hermes", pieces)[:2] == (rest, [("f", begun), ("g", "{}")])
+
+
+def test_an_answer_that_is_cut_short() -> None:
+    text = "Hm. " + hermes("f", NESTED)
+    for end in range(len(text)):
+        shown, calls, _ = read("hermes", [text[:end]], eager=False)
+        assert (shown == text[:end] and not calls) or (shown == "Hm." and calls == [("f", NESTED)])
+        shown, calls, _ = read("hermes", [text[:end]])
+        assert shown == text[:end] or (shown == "Hm." and NESTED.startswith(calls[0][1]))
+
+
+def test_arguments_come_as_they_grow() -> None:
+    reader = ToolReader(PARSERS["hermes"])
+    found = [
+        reader.add(piece)
+        for piece in ("Hi <tool", '_call>{"name": "f", "arg', 'uments": {"a', '": [1', ", 2]}")
+    ]
+    assert found[0] == [Text("Hi")] and found[1] == []
+    first, more = found[2][0], found[4][0]
+    assert isinstance(first, CallDelta) and isinstance(more, CallDelta)
+    assert first.id and first.id.startswith("call_")
+    assert first.openai() == {
+        "index": 0,
+        "id": first.id,
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a'},
+    }
+    assert reader.complete == 1
+    assert found[3] == [CallDelta(0, None, None, '": [')]  # a number is said when it is whole
+    assert found[4] == [CallDelta(0, None, None, "1, 2]}")]
+    assert more.openai() == {"index": 0, "function": {"arguments": "1, 2]}"}}
+    assert reader.add("}</tool_call>") == [] == reader.finish()
+
+
+def test_ids_are_as_models_want_them() -> None:
+    def ids(name: str, text: str) -> list[str]:
+        return [event.id for event in read(name, [text])[2] if isinstance(event, CallDelta) and event.id]
+
+    assert ids("kimi_k2", kimi("f", "{}") + kimi("f", "{}", 1)) == ["functions.f:0", "functions.f:1"]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", ids("mistral", "[TOOL_CALLS]f{}")[0])
+    assert ids("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") == ["abcdefghi"]
+    two = ids("hermes", hermes("f", "{}") + hermes("f", "{}"))
+    assert len(set(two)) == 2
+
+
+def test_a_bare_object_names_a_tool_that_is_there() -> None:
+    text = llama("Ann", '{"x": 1}')
+    for pieces in everywhere(text):
+        assert read("llama3", pieces, names=["f"])[:2] == (text, [])
+        assert read("llama3", pieces, names=["Ann"])[:2] == ("", [("Ann", '{"x": 1}')])
+    assert read("llama3", ["<|python_tag|>" + text], names=["f"])[1] == [("Ann", '{"x": 1}')]
+
+
+def test_no_more_calls_than_asked_for() -> None:
+    text = f"a{hermes('f', '{}')}b{hermes('g', '{}')}c"
+    for pieces in everywhere(text):
+        assert read("hermes", pieces, most=1)[:2] == ("abc", [("f", "{}")])
+
+
+def test_depth_and_length_do_no_harm() -> None:
+    deep = '{"a":' + "[" * 50_000
+    assert read("hermes", [hermes("f", deep)[:-14]], eager=False)[1] == []
+    assert read("hermes", ['<tool_call>{"name":"f","arguments":' + deep] * 2)[1][0][1].startswith(deep)
+    many = '<tool_call>{"a":[' * 5_000
+    assert read("hermes", [many], eager=False)[:2] == (many, [])
+    spaces = " " * 10_000
+    assert read("hermes", [spaces, "x", spaces])[0] == f"{spaces}x{spaces}"
+
+
+# Any cutting gives the same
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<tool", "_call>", '{"name": "f", "arguments": ', '{"name":"f"', "{", "}", "}}", '"',
+    ",", ":", "\\", "\\u12", "[", "]", ";", '"a": ', '"name"', '"arguments"', "null", "1", "e5", "\n", "  ", " " * 70,
+    "text", "é🌞", "function", "name", "```json", "```", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "functions.f:0", WEATHER, NESTED, llama("f", "{}"), *tools.DEEPSEEK, *tools.KIMI, hermes("f", NESTED),
+    v3("f", "{}"), v31("f", "{}"), kimi("f", "{}"), "<think>", "</think>", "</thi",
+]  # fmt: skip
+texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join)
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def plain(events: Sequence[Any]) -> list[Any]:
+    """Events joined, without ids, which are random."""
+    return [
+        CallDelta(event.index, "id" if event.id else None, event.name, event.arguments)
+        if isinstance(event, CallDelta)
+        else event
+        for event in joined(events)
+    ]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(PARSERS)), st.booleans(), st.sampled_from([None, 1]), texts, st.data())
+def test_any_cutting_gives_the_same(
+    name: str, eager: bool, most: int | None, text: str, data: st.DataObject
+) -> None:
+    whole, calls, events = read(name, [text], eager, most=most)
+    assert plain(read(name, cut(data, text), eager, most=most)[2]) == plain(events)
+    assert plain(read(name, list(text), eager, most=most)[2]) == plain(events)
+    if not calls and most is None:
+        assert whole == text
+    if not eager:
+        for _, arguments in calls:
+            assert isinstance(json.loads(arguments), dict)
+
+
+@settings(deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda v: st.lists(v) | st.dictionaries(st.text(), v),
+    )
+)
+def test_any_arguments_come_through(value: Any) -> None:
+    for arguments in (json.dumps({"a": value}), json.dumps({"a": value}, ensure_ascii=False, indent=1)):
+        for name, text in (
+            ("hermes", hermes("f", arguments)),
+            ("llama3", llama("f", arguments)),
+            ("mistral", f"[TOOL_CALLS][{mistral('f', arguments)}]"),
+            ("deepseek_v3", v3("f", arguments)),
+            ("deepseek_v31", v31("f", arguments)),
+            ("kimi_k2", kimi("f", arguments)),
+        ):
+            assert read(name, [text])[:2] == ("", [("f", arguments)])
+
+
+json_pieces = st.sampled_from(
+    [
+        '"a"',
+        '"',
+        "\\n",
+        "\\",
+        "\\u00e9",
+        ":",
+        ",",
+        "{",
+        "}",
+        "[",
+        "]",
+        "1",
+        "-",
+        ".5",
+        "e+3",
+        "01",
+        "true",
+        "nul",
+        " ",
+        "é",
+    ]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(json_pieces, max_size=12).map(lambda pieces: "{" + "".join(pieces) + "}"))
+def test_the_scan_takes_what_json_takes(text: str) -> None:
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    try:
+        json.loads(text, parse_constant=refuse)
+        good = True
+    except ValueError:
+        good = False
+    for members in (True, False):
+        scan, at = ObjectScan(members=members), 0
+        while (now := scan.feed(text, at)) > at:
+            at = now
+        assert (scan.done and at == len(text)) == good
+        if good and members:
+            assert {key: json.loads(value) for key, value in scan.values.items()}.keys() == json.loads(
+                text
+            ).keys()
+        elif good:
+            assert scan.values[""] == text
+
+
+# Which format
+
+
+def test_guesses_by_the_template() -> None:
+    assert tools.guess(None) is tools.guess("") is tools.guess("{{ messages }}") is None
+    assert tools.guess("within <tool_call></tool_call> XML tags:\n<tool_call>\n{...}") == "hermes"
+    assert tools.guess("<tool_call>\n<function=name>\n<parameter=x>") is None
+    assert tools.guess("<tool_call>{name}<arg_key>k</arg_key>") is None
+    assert tools.guess("'<｜tool▁calls▁begin｜>' + '```json'") == "deepseek_v3"
+    assert tools.guess("'<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>'") == "deepseek_v31"
+    assert tools.guess('<|start_header_id|> {"name": x, "parameters": y}') == "llama3"
+    assert tools.guess("<|start_header_id|>") is None
+    assert tools.guess("[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
+    assert tools.guess("<|tool_calls_section_begin|>") == "kimi_k2"
+    assert tools.parser_of("hermes").name == "hermes"
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        tools.parser_of("herms")
