@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
+from nibble.cache.hot import HotTier
 from nibble.config import HiSparse, parse_hisparse
-from nibble.errors import CapacityError, ConfigError
+from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.geometry import LATENTS
+from nibble.kernels.move import move
 from tiny import MLA, SPARSE, save_tiny
 
 TEXT = "".join(map(chr, range(32, 127))) * 4
@@ -265,6 +268,19 @@ def test_settings_that_cannot_work(model: Path, setting: str, error: type[Except
 def test_a_device_that_is_too_small_is_refused(model: Path) -> None:
     with pytest.raises(CapacityError, match=r"one request of 400 tokens does not fit with --hisparse"):
         llm(model, "on", kv_format="fp8_ds_mla", kv_memory="100KiB")
+
+
+def test_copies_that_are_wrong_stop_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HotTier, "round_trip", one_way)
+    for setting in ("on", "host_format=nvfp4_ds_mla"):
+        with pytest.raises(BackendError, match="comes back from the host's"):
+            tight(model, setting, kv_format="fp8_ds_mla")
+
+
+def one_way(self: Any, layer: int, source: int, target: int) -> None:
+    device, _ = self.stores[layer]
+    slots = [self._slots(torch.tensor([number])) for number in (source, target)]
+    move(device, slots[0].flip(0), device, slots[1])
 
 
 def test_settings_are_put_together_with_commas(model: Path) -> None:

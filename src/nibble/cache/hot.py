@@ -80,6 +80,15 @@ class HotTier:
     def _full(self, *shape: int) -> Tensor:
         return torch.full(shape, NOBODY, dtype=torch.int32, device=self.device)
 
+    def round_trip(self, layer: int, source: int, target: int) -> None:
+        """What frame `source` holds of a layer goes to the host, into its first page, and back into frame `target`."""
+        device, host = self.stores[layer]
+        page, there, back = (
+            self._slots(torch.tensor([number], device=self.device)) for number in (0, source, target)
+        )
+        move(device, there, host, page)
+        move(host, page, device, back)
+
     # Before a step
 
     def news(self, add: Callable[[Iterable[int]], slice], leases: Mapping[int, Lease]) -> News:

@@ -3,7 +3,7 @@
 For each layer group a few requests are written, read and attended over in every phase that is planned, as a step of the
 engine does it; what was stored is compared with the format's own arithmetic, and what was attended with the torch
 reference over the same pool. So a kernel that is wrong on this machine stops the start, and not an answer. Owns
-self_test(). Must not know of requests or models.
+self_test() and tier_test(). Must not know of requests or models.
 
 Shape suffixes: T tokens of a step, H heads, D values of a head, N pages of a request.
 """
@@ -22,12 +22,14 @@ from nibble.attention.capability import Phase
 from nibble.attention.layer import Attend, StepContext, attention, pages_by_token
 from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
 from nibble.attention.plan import GroupPlan, Plan, Route
+from nibble.cache.hot import HotTier
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.formats.base import raw
-from nibble.geometry import INDEX
+from nibble.geometry import INDEX, LATENT
 from nibble.kernels.choose import NOBODY
+from nibble.kernels.move import alike
 from nibble.kernels.swap import resident
 
 CHOSEN = 40
@@ -51,6 +53,33 @@ def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> No
         pages = _pages(pool)
         with torch.inference_mode(), _borrowed(view, list(pages.values())):
             _Trial(plan, group, pool, backends, pages).run()
+
+
+def tier_test(tier: HotTier, pool: PagedPool) -> None:
+    """Raises BackendError where a page does not come back from the host as it went, or as the host's format leaves it;
+    once for each pair of formats. The pool is afterwards as it was before."""
+    tried = set()
+    for layer, (device, host) in tier.stores.items():
+        if (device.format.name, host.format.name) in tried:
+            continue
+        tried.add((device.format.name, host.format.name))
+        stream = pool.view(layer).streams[LATENT]
+        with torch.inference_mode(), _borrowed(pool.view(layer), [[0, 1]]):
+            random = torch.Generator(tier.device).manual_seed(0)
+            x_SHD = torch.randn((tier.page_size, 1, stream.stream.dim), generator=random, device=tier.device)
+            pool.write(layer, {LATENT: x_SHD}, torch.arange(tier.page_size, device=tier.device))
+            tier.round_trip(layer, 0, 1)
+            sent_LD, found_LD = stream.gather(torch.tensor([[0], [1]], device=tier.device)).flatten(1, 2)
+        if not alike(device, host):
+            codes = host.format.encode(sent_LD[:, None], host.scale)
+            again = device.format.encode(host.format.decode(codes, host.scale), device.scale)
+            sent_LD = device.format.decode(again, device.scale)[:, 0]
+        error = float((found_LD - sent_LD).norm() / sent_LD.norm())
+        if not error <= STORED:
+            raise BackendError(
+                f"the start-up test failed: a page of {device.format.name} comes back from the host's "
+                f"{host.format.name} off by {error:.3g} of its norm; leave --hisparse out, and please report this"
+            )
 
 
 def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:

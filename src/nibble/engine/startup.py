@@ -21,7 +21,7 @@ from nibble.engine.batch import Batch, Work
 from nibble.engine.graphs import CudaGraphs, Graphs, live
 from nibble.engine.request import Request
 from nibble.engine.runner import Runner
-from nibble.engine.selftest import self_test
+from nibble.engine.selftest import self_test, tier_test
 from nibble.errors import CapacityError
 
 FIRST_STEP = 24
@@ -58,6 +58,8 @@ def prepare(
         with startup.part("self-test"):
             if tested:
                 self_test(runner.plan, runner.pool, runner.backends)
+                if runner.tier:
+                    tier_test(runner.tier, runner.pool)
         if runner.device.type != "cuda":
             return
         with startup.part("compile"):
