@@ -30,6 +30,28 @@ def _dense(formats: frozenset[str], dtype: frozenset[str], prefer: int, cites: s
     )
 
 
+def _sparse(
+    phase: frozenset[Phase], kv_format: str, packing: str, addressing: frozenset[str], cites: str
+) -> Row:
+    """A row of the sparse kernels."""
+    return Row(
+        phase=phase,
+        kind=frozenset({"dsa"}),
+        format=frozenset({kv_format}),
+        packing=frozenset({packing}),
+        arch=frozenset({90, 100}),
+        page=frozenset({64}),
+        dim=frozenset({576}),
+        dtype=frozenset({"bfloat16"}),
+        window=NEVER,
+        softcap=NEVER,
+        sinks=NEVER,
+        addressing=addressing,
+        prefer=60,
+        cites=cites,
+    )
+
+
 BACKEND = BackendInfo(
     name="flashmla",
     summary="FlashMLA: dense MLA decoding on Hopper, sparse attention on Hopper and Blackwell",
@@ -48,35 +70,19 @@ BACKEND = BackendInfo(
             50,
             "vLLM attention_backends.md: FLASHMLA, fp8_e4m3, page 64",
         ),
-        Row(
-            phase=frozenset(Phase),
-            kind=frozenset({"dsa"}),
-            format=frozenset({"bf16"}),
-            packing=frozenset({"nhd"}),
-            arch=frozenset({90, 100}),
-            page=frozenset({64}),
-            dim=frozenset({576}),
-            dtype=frozenset({"bfloat16"}),
-            window=NEVER,
-            softcap=NEVER,
-            addressing=frozenset({"paged", "ragged"}),
-            prefer=60,
-            cites=f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
+        _sparse(
+            frozenset(Phase),
+            "bf16",
+            "nhd",
+            frozenset({"paged", "ragged"}),
+            f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
         ),
-        Row(
-            phase=frozenset({Phase.DECODE, Phase.VERIFY}),
-            kind=frozenset({"dsa"}),
-            format=frozenset({"fp8_ds_mla"}),
-            packing=frozenset({"record"}),
-            arch=frozenset({90, 100}),
-            page=frozenset({64}),
-            dim=frozenset({576}),
-            dtype=frozenset({"bfloat16"}),
-            window=NEVER,
-            softcap=NEVER,
-            sinks=NEVER,
-            prefer=60,
-            cites=f"{README}: sparse decoding, FP8 in records of 656 bytes; one H200: 128 x 128 heads in 0.182 ms",
+        _sparse(
+            frozenset({Phase.DECODE, Phase.VERIFY}),
+            "fp8_ds_mla",
+            "record",
+            frozenset({"paged"}),
+            f"{README}: sparse decoding, FP8 in records of 656 bytes; one H200: 128 x 128 heads in 0.182 ms",
         ),
     ),
 )
