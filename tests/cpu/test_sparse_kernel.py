@@ -170,17 +170,21 @@ def test_it_agrees_with_its_reference_as_a_gpu_runs_it(case: Case) -> None:
     assert not found[[count == 0 for count in case.listed]].any()
 
 
+def on_cpu(stored: Paged) -> Paged:
+    return Paged(
+        stored.format, stored.dim, tuple(plane.cpu() for plane in stored.planes_PHS), stored.scale.cpu()
+    )
+
+
 def test_the_reference_is_the_book() -> None:
     """Each query and head alone, over the listed latents alone; steps change nothing."""
     rng = torch.Generator().manual_seed(7)
     case = Case("fp16", 3, (30, 0, 4), 30, mixed=True)
     slots_TK = lists(case, rng)
-    stored = latents(case, slots_TK, rng)
+    stored = on_cpu(latents(case, slots_TK, rng))
     q_THD = torch.randn(3, 3, 192, generator=rng)
-    found = sparse.reference(
-        q_THD, Paged(stored.format, 192, stored.planes_PHS, stored.scale), 64, slots_TK, 0.1
-    )
-    values_SD = stored.planes_PHS[0].cpu().float().view(-1, 192)
+    found = sparse.reference(q_THD, stored, 64, slots_TK, 0.1)
+    values_SD = stored.planes_PHS[0].float().view(-1, 192)
     for query, slots, mean in zip(q_THD, slots_TK, found, strict=True):
         rows = values_SD[slots[slots >= 0].long()]
         expected = (query @ rows.T * 0.1).softmax(-1) @ rows[:, :128]
@@ -191,8 +195,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(monkeypatch: pytest.MonkeyP
     rng = torch.Generator().manual_seed(7)
     case = Case("fp8_ds_mla", 5, (30, 2, 4, 9), 30)
     slots_TK = lists(case, rng)
-    stored = latents(case, slots_TK, rng)
-    stored = Paged(stored.format, 192, tuple(plane.cpu() for plane in stored.planes_PHS), stored.scale.cpu())
+    stored = on_cpu(latents(case, slots_TK, rng))
     q_THD = torch.randn(4, 5, 192, generator=rng)
     whole = sparse.reference(q_THD, stored, 64, slots_TK, 0.1)
     monkeypatch.setattr(sparse, "VALUES", 1)

@@ -156,7 +156,7 @@ def test_latents(family: str, scheme: str, tmp_path: Path) -> None:
         print(
             f"{family} {scheme}: logits off {float(error.median()):.3f}, routes {whole.plan.groups[0].routes}"
         )
-        assert error.median() < (0.05 if scheme == "bf16" else 0.5)
+        assert error.median() < (0.05 if scheme == "bf16" else 0.7)
     answers = [llm(graphs=flag).generate(prompts, max_tokens=24, ignore_eos=True) for flag in (True, False)]
     same = [a.completions[0].token_ids == b.completions[0].token_ids for a, b in zip(*answers, strict=True)]
     print(f"{family} {scheme}: {sum(same)} of {len(same)} answers equal, recorded or not")
