@@ -172,7 +172,7 @@ def main() -> None:
         todo, schemes = Plan(options.model, 400, 300, (400,), 2), schemes[:1]
     found: list[Result] = []
     for scheme in schemes:
-        for attention in ways(scheme):
+        for attention in options.ways.split(",") if options.ways else ways(scheme):
             found.append(measure(todo, scheme, attention))
             print(found[-1], flush=True)
             gc.collect()
@@ -192,6 +192,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="demo-mla")
     parser.add_argument("--formats", default=FORMATS)
+    parser.add_argument(
+        "--ways", default="", help="dense, sparse, on, host_format=...; what suits, if left out"
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--lengths", default="2048,4096")
