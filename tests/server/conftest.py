@@ -39,14 +39,14 @@ def running(*options: str, model: str = "demo") -> Iterator[Address]:
     """A server's address. It must end by itself when it is told to."""
     port = free_port()
     command = [sys.executable, "-m", "nibble", "serve", model, "--port", str(port), *options]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
     url = Address(f"http://127.0.0.1:{port}")
     url.pid = process.pid
     try:
         wait_ready(url, process)
         yield url
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in {0, -signal.SIGTERM}
+        assert process.wait(30) in {0, -signal.SIGTERM, -signal.SIGINT, 130}
     finally:
         process.kill()
         process.wait()

@@ -28,10 +28,10 @@ def engine_of(server: int) -> int:
     return int(pid)
 
 
-def reading(url: str, told: list[str]) -> threading.Thread:
+def reading(url: str, told: list[str], asked: dict[str, Any] = LONG) -> threading.Thread:
     def read() -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as response:
                 told.append("".join(response.iter_text()))
         except httpx.TransportError as error:
             told.append(f"transport: {error}")
@@ -90,6 +90,18 @@ def test_clients_that_go_away_free_their_pages() -> None:
             f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30
         )
         assert answer.status_code == 200
+
+
+def test_ctrl_c_lets_requests_end_first() -> None:
+    """It reaches the whole group of processes; the engine is not for it to end."""
+    with running(*SMALL) as url:
+        told: list[str] = []
+        asked = {**LONG, "max_tokens": 60}
+        thread = reading(url, told, asked)
+        until(lambda: opened(url) == 1)
+        os.killpg(os.getpgid(url.pid), signal.SIGINT)
+        thread.join(30)
+        assert told and '{"error"' not in told[0] and told[0].endswith("[DONE]\n\n")
 
 
 def test_a_start_that_fails_says_why() -> None:

@@ -10,9 +10,11 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
@@ -367,9 +369,21 @@ def make_app(
     app.post("/detokenize")(api.detokenize)
     app.post("/v1/completions", response_model=None)(api.completions)
     app.post("/v1/chat/completions", response_model=None)(api.chat)
+    app.openapi = partial(_described, app, name)  # type: ignore[method-assign]
     install_handlers(app)
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
     app.add_middleware(CountHttp, meters=api.meters)
     return app
+
+
+def _described(app: FastAPI, name: str) -> dict[str, Any]:
+    """The OpenAPI document, which tells what the model is called here."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for schema in found["components"]["schemas"].values():
+            if schema.get("properties", {}).get("model", {}).get("type") == "string":
+                schema["properties"]["model"]["enum"] = [name]
+        app.openapi_schema = found
+    return app.openapi_schema

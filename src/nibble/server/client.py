@@ -216,7 +216,12 @@ class ProcessClient:
         socket.linger = 0
         socket.bind(address)
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "nibble.server.worker", address, stdin=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "nibble.server.worker",
+            address,
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the server, which lets requests end first
         )
         listener = asyncio.create_task(self._listen(socket))
         try:

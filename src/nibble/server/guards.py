@@ -101,7 +101,7 @@ def error_of(error: Exception) -> JSONResponse:
     if isinstance(error, EngineDiedError):
         return failure(503, str(error), **{"Retry-After": "2"})
     if isinstance(error, TimeoutError):
-        return failure(504, "the request was not answered within its time")
+        return failure(408, "the request was not answered within its time")
     if isinstance(error, NibbleError):
         return failure(400, str(error))
     log.exception("a request failed", exc_info=error)

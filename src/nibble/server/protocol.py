@@ -18,6 +18,7 @@ from nibble.errors import RequestError
 from nibble.server.tool_types import ToolFields
 
 MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES = 16, 20, 128
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Stop = Annotated[list[str], Field(max_length=MOST_STOPS)]
 
 
@@ -60,10 +61,10 @@ class Sampling(BaseModel):
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: str | Stop | None = None
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=1 << 30)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
     cache_salt: str = Field("", max_length=256)
     response_format: ResponseFormat | None = None
@@ -135,8 +136,8 @@ def _schema(given: dict[str, Any] | str | None) -> str:
 class CompletionRequest(Sampling):
     """POST /v1/completions. prompt: a text, texts, token ids, or lists of these."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1)
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: int | None = Field(16, ge=1, le=1 << 30)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False
     suffix: None = None
@@ -180,8 +181,8 @@ class ChatRequest(ToolFields, Sampling):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=10_000)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=1 << 30)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -207,4 +208,4 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Token]
