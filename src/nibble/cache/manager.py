@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from nibble.cache.pages import Pages
 from nibble.cache.prefix import Cursor, Edge, PrefixTree
 from nibble.cache.residency import Residency, TierStats
-from nibble.errors import OutOfFrames, OutOfPages
+from nibble.errors import OutOfPages
 
 
 @dataclass(eq=False, slots=True)
@@ -195,10 +195,8 @@ class CacheManager:
         if short > self._tree.idle:
             total = self._pages.total
             raise OutOfPages(f"{needed} more pages are needed, {self.available} of {total} can be had")
-        if self.residency and needed > self.residency.available:  # after pages, which no spill brings
-            raise OutOfFrames(
-                f"{needed} more frames are needed, {self.residency.available} of {self.residency.frames} can be had"
-            )
+        if self.residency:
+            self.residency.check_room(needed)  # after pages, which no spill brings
         if short > 0:
             self._evicted += self._tree.evict(short)
         taken = self._pages.take(needed)

@@ -93,7 +93,7 @@ class Residency:
 
     def enter(self, pages: Sequence[int]) -> None:
         """Frames for pages that are new, and needed: they are about to be written."""
-        self._check_room(len(pages))
+        self.check_room(len(pages))
         for page in pages:
             assert self._frame[page] == NOWHERE and not self._needs[page], f"page {page} is not new"
             self._needs[page] = 1
@@ -101,7 +101,7 @@ class Residency:
 
     def need(self, pages: Sequence[int]) -> None:
         """One more lease needs `pages`; those that are on the host alone are loaded."""
-        self._check_room(self.cost(pages))
+        self.check_room(self.cost(pages))
         for page in pages:  # first all that are here, lest one is dropped to make room for another
             self._needs[page] += 1
             self._idle.pop(page, None)
@@ -138,7 +138,7 @@ class Residency:
 
     def take(self) -> list[int]:
         """The frames of a hot buffer."""
-        self._check_room(self.hot)
+        self.check_room(self.hot)
         self._hot_frames += self.hot
         self._spilled += 1
         return [self._any_frame() for _ in range(self.hot)]
@@ -190,7 +190,8 @@ class Residency:
             "frames are off"
         )
 
-    def _check_room(self, needed: int) -> None:
+    def check_room(self, needed: int) -> None:
+        """Raises OutOfFrames where fewer frames can be had."""
         if needed > self.available:
             raise OutOfFrames(f"{needed} frames are needed, {self.available} of {self.frames} can be had")
 

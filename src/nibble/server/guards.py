@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nibble.errors import NibbleError, RequestError
 from nibble.server.client import EngineDiedError
 from nibble.server.pages import PATHS as PAGE_PATHS
-from nibble.server.settings import errors_body
 
 log = logging.getLogger("nibble.server")
 TOO_MANY = 429
@@ -90,7 +89,8 @@ def _digest(key: bytes) -> bytes:
 def failure(status: int, message: str, param: str | None = None, **headers: str) -> JSONResponse:
     """An error as a response."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return JSONResponse(errors_body(message, kind, status, param), status, headers)
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return JSONResponse({"error": error}, status, headers)
 
 
 def error_of(error: Exception) -> JSONResponse:

@@ -6,7 +6,6 @@ Owns Settings. Must not know of engines or of HTTP.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from nibble.config import _option as option
 from nibble.config import parse_bytes
@@ -42,15 +41,9 @@ class Settings:
         parse_bytes(self.max_body)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
-        for name in ("max_queue",):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_queue < 1:
+            raise ConfigError(f"max_queue must be at least 1, not {self.max_queue}")
 
     @property
     def body_bytes(self) -> int:
         return parse_bytes(self.max_body)
-
-
-def errors_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
