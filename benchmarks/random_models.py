@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 4,
         "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 64,
-        "index_head_dim": 128, "index_topk": 2048, "first_k_dense_replace": 3, "n_routed_experts": 256,
+        "index_head_dim": 128, "index_topk": 2048, "first_k_dense_replace": 1, "n_routed_experts": 256,
         "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
         "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "max_position_embeddings": 163840,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

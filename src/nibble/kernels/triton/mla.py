@@ -229,11 +229,14 @@ def _suits_hopper(latents: Paged, query: torch.dtype) -> bool:
     wide = data.shape[3] * data.itemsize >= LEAST_ROW if kind.decoder.parts > 1 else data.dtype == query
     copied = (data, latents.planes_PHS[-1]) if kind.apart else (data,)
     alike = not kind.apart or latents.planes_PHS[-1].dtype == query
-    return query.itemsize == 2 and wide and alike and all(map(_aligned, copied))
+    scales = latents.planes_PHS[1:2] if kind.decoder.parts > 1 and kind.decoder.block else ()
+    aligned = all(_aligned(plane, 16) for plane in copied) and all(_aligned(plane, 4) for plane in scales)
+    return query.itemsize == 2 and wide and alike and aligned
 
 
-def _aligned(plane_PHS: Tensor) -> bool:
-    return all(x * plane_PHS.itemsize % 16 == 0 for x in (plane_PHS.storage_offset(), plane_PHS.stride(2)))
+def _aligned(plane_PHS: Tensor, size: int) -> bool:
+    """Whether rows begin at multiples of so many bytes, which is what an asynchronous copy takes at a time."""
+    return all(x * plane_PHS.itemsize % size == 0 for x in (plane_PHS.storage_offset(), plane_PHS.stride(2)))
 
 
 def _parts(latents: Paged) -> int:
