@@ -185,7 +185,7 @@ class SamplingParams:
     """How to choose an answer's tokens. Raises RequestError (status 400) where a value is malformed or out of range.
 
     A temperature below 1e-6 is stored as 0.0; a single stop string as a tuple; keys of logit_bias as integers,
-    though they may be texts, as JSON has them. None for stop, stop_token_ids and logit_bias means none.
+    though they may be texts, as JSON has them. None for stop, logit_bias and lists of tokens means none.
     """
 
     max_tokens: int = _option(128, "Most tokens to generate.")
@@ -214,6 +214,8 @@ class SamplingParams:
         None,
         "What the answer must be: json_object:, json_schema:SCHEMA, regex:REGEX, choice:[TEXTS] or lark:GRAMMAR.",
     )
+    skip_special_tokens: bool = _option(True, "Leave special tokens out of the text.")
+    shown_tokens: tuple[int, ...] = _option((), "Special tokens that are text all the same.")
     n: int = _option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
 
     def __post_init__(self) -> None:
@@ -221,11 +223,13 @@ class SamplingParams:
             _check_range(name, kind, low, high, getattr(self, name))
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _items("stop", stop, "strings"))
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "integers"))
+        object.__setattr__(self, "shown_tokens", _items("shown_tokens", self.shown_tokens, "integers"))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise RequestError(f"grammar must be a text, not {self.grammar!r}")

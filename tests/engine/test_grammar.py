@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from nibble import LLM, RequestError
+from nibble import LLM, RequestError, SamplingParams
+from nibble.engine.grammar import Matcher
+from nibble.engine.outputs import Delta
 
 PROMPT = "The answer is "
 SCHEMA = {
@@ -68,3 +70,25 @@ def test_what_cannot_be_followed_is_refused(llm: LLM, grammar: str, words: str) 
     with pytest.raises(RequestError, match=words):
         llm.generate(PROMPT, grammar=grammar)
     assert not llm.engine.busy
+
+
+def test_too_complex_in_the_middle_ends_that_answer_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when llguidance reaches a limit: it allows the end from there on, which must not pass for an answer."""
+    usual = Matcher.allowed
+
+    def allowed(self: Matcher, answer: Any) -> bytes:
+        if len(answer) == 3:
+            monkeypatch.setattr(Matcher, "error", property(lambda one: "too complex" if one is self else ""))
+        return usual(self, answer)
+
+    monkeypatch.setattr(Matcher, "allowed", allowed)
+    pieces: list[list[Delta]] = [[], []]
+    ids = llm.tokenizer.encode(PROMPT)
+    for said, grammar in zip(pieces, ("regex:[a-z]{30}", None), strict=True):
+        llm.engine.submit(ids, SamplingParams(max_tokens=12, grammar=grammar), said.append)
+    while llm.engine.busy:
+        llm.engine.step()
+    held, free = pieces
+    assert held[-1].finish_reason == "abort" and "cannot be followed on: too complex" in str(held[-1].error)
+    assert len("".join(piece.text for piece in held)) >= 3
+    assert free[-1].finish_reason == "length" and sum(len(piece.token_ids) for piece in free) == 12

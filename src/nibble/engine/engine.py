@@ -100,7 +100,7 @@ class Engine:
                 requests.append(own)
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
-                detokenizer = Detokenizer(self.tokenizer, prompt) if self.tokenizer else None
+                detokenizer = self._detokenizer(prompt, params)
                 stops, late = StopStrings(params.stop), whole and not params.stop
                 self._answers[request] = Answer(request, index, sink, detokenizer, stops, late)
         return Ticket(tuple(requests))
@@ -117,6 +117,10 @@ class Engine:
             stop_ids=frozenset(params.stop_token_ids) | ends,
             after=leader[0] if leader else None,
         )
+
+    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        shown = frozenset(params.shown_tokens) if params.skip_special_tokens else None
+        return Detokenizer(self.tokenizer, prompt, shown) if self.tokenizer else None
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Of the grammar that an answer must follow; raises RequestError."""
@@ -211,6 +215,8 @@ class Engine:
         for request, pick in picks.items():
             if pick is None:
                 self._end(request, "abort", NOT_A_NUMBER)
+            elif request.matcher and request.matcher.error:
+                self._end(request, "abort", f"the grammar cannot be followed on: {request.matcher.error}")
         tokens = {request.id: pick.token for request, pick in picks.items() if pick is not None}
         ended = set(self.scheduler.commit(batch, tokens))
         failed: list[Exception] = []

@@ -1,23 +1,33 @@
 """Structured answers: which tokens may come next, so that an answer is what a grammar says.
 
 A grammar is written as `kind:body`: `json_schema:{...}`, `json_object:`, `regex:...`, `choice:["a", "b"]` (a JSON list
-of texts) or `lark:...` (llguidance's syntax). Owns Grammars and Matcher, over llguidance, which follows tokens through
-a grammar in some microseconds each. Must not know of logits.
+of texts), `lark:...` (llguidance's syntax, or GBNF), or `composed:{"lark": "start: @a", "parts": {"a": GRAMMAR}}`. Owns
+Grammars and Matcher, over llguidance, which follows tokens through a grammar in some microseconds each. Must not know
+of logits.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
 
-KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
+KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "composed")
 LONGEST = 1 << 18
 """Characters of a grammar."""
+KEPT = 64
+"""Grammars that are kept as they were compiled, for the next request that asks for the same."""
+FUEL = 250_000
+"""What llguidance may spend on the regular expressions of a grammar before the first token: some 0.2 s at most, where
+its own limit lets others wait for seconds. 8,000 words to choose from are well within it."""
+MOST_S = 2.0
+"""Seconds that preparing a grammar may take: in the engine all others would wait for it."""
 
 
 class Matcher:
@@ -25,6 +35,11 @@ class Matcher:
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._seen = inner, 0
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be followed further, if so: the answer fits no more, or it became too complex."""
+        return str(self._inner.get_error()) if self._inner.is_error() else ""
 
     def fork(self) -> Matcher:
         """Another answer's, from the beginning."""
@@ -45,18 +60,37 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._eos_ids = tokenizer, vocabulary, eos_ids
         self._inner: Any = None
+        self._kept = lru_cache(KEPT)(self._made)
 
     def matcher(self, grammar: str) -> Matcher:
         """The matcher of a grammar; raises RequestError where it cannot be understood."""
+        return self._kept(grammar).fork()
+
+    def check(self, grammar: str) -> None:
+        """Raises RequestError where a grammar cannot be followed, or takes so long to prepare that others would wait.
+        For a process in which nobody waits."""
+        start = time.monotonic()
+        matcher = self.matcher(grammar)
+        matcher.allowed(())
+        took = time.monotonic() - start
+        if matcher.error:
+            raise RequestError(f"the grammar cannot be followed: {matcher.error}")
+        if took > MOST_S:
+            raise RequestError(
+                f"the grammar is too complex: it took {took:.1f} s to prepare, of {MOST_S:.0f} s"
+            )
+
+    def _made(self, grammar: str) -> Matcher:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise RequestError("structured answers need a package: pip install llguidance", 501) from error
         if len(grammar) > LONGEST:
             raise RequestError(f"a grammar may have {LONGEST} characters at most")
         if self._inner is None:
             self._inner = self._tokenizer.for_grammars(self._vocabulary, sorted(self._eos_ids))
-        made = LLMatcher(self._inner, _compiled(grammar))
+        limits = LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
+        made = LLMatcher(self._inner, _compiled(grammar), log_level=0, limits=limits)
         if made.is_error():
             raise RequestError(f"the grammar cannot be followed: {made.get_error()}")
         return Matcher(made)
@@ -65,6 +99,7 @@ class Grammars:
 def _compiled(grammar: str) -> str:
     """A grammar in llguidance's own words."""
     from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     kind, colon, body = grammar.partition(":")
     if not colon or kind not in KINDS:
@@ -76,11 +111,25 @@ def _compiled(grammar: str) -> str:
             return str(LLMatcher.grammar_from_json_schema(json.dumps(json.loads(body))))
         if kind == "choice":
             return str(LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(body)))))
+        if kind == "composed":
+            return _composed(json.loads(body))
         return str(
-            LLMatcher.grammar_from_regex(body) if kind == "regex" else LLMatcher.grammar_from_lark(body)
+            LLMatcher.grammar_from_regex(body)
+            if kind == "regex"
+            else LLMatcher.grammar_from_lark(any_to_lark(body))
         )
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, GbnfToLarkError) as error:
         raise RequestError(f"the grammar {kind} cannot be read: {error}") from error
+
+
+def _composed(given: Any) -> str:
+    """Several grammars, of which the first refers to the others by name."""
+    found = [{"name": "composed", "lark_grammar": given["lark"]}]
+    for name, grammar in given["parts"].items():
+        said = _compiled(grammar)
+        own = json.loads(said)["grammars"] if said.startswith("{") else [{"lark_grammar": said}]
+        found.append({**own[0], "name": name})
+    return json.dumps({"grammars": found})
 
 
 def _texts(body: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Text to tokens and back: the only file of the engine that knows Transformers.
 
-Owns Tokenizer, Detokenizer (which never emits half a character) and StopStrings. Must not know of caches or models.
+Owns Tokenizer, with what it knows of special tokens, Detokenizer (which never emits half a character) and StopStrings.
+Must not know of caches or models.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ class Tokenizer:
             self._inner: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise WeightError(f"cannot load the tokenizer of {path!r}: {error}") from error
+        added = getattr(self._inner, "added_tokens_decoder", {})
+        self._added = {str(token.content): int(index) for index, token in added.items()}
+        self._special = frozenset(self._inner.all_special_ids) | {
+            index for index, token in added.items() if token.special
+        }
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -31,10 +37,18 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the prompt is not text that can be encoded: {error}") from error
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], shown: frozenset[int] | None = frozenset()) -> str:
+        """Text of tokens. shown: special tokens that are text and not left out; None: all."""
+        if shown:
+            ids = [token for token in ids if token in shown or token not in self._special]
+        skip = shown is not None and not shown
         return str(
-            self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._inner.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         )
+
+    def token_of(self, word: str) -> int | None:
+        """The token that was added to the vocabulary for this very word, if there is one."""
+        return self._added.get(word)
 
     @property
     def chat_template(self) -> str | None:
@@ -77,6 +91,7 @@ class Detokenizer:
     """Text of a growing answer, piece by piece. A character whose bytes are not all there yet is held back.
 
     prompt: the tokens before the answer, since a token's text may depend on what stands before it (a leading space).
+    shown: special tokens that are text, as Tokenizer.decode() takes them.
     """
 
     INCOMPLETE = "\ufffd"
@@ -85,8 +100,10 @@ class Detokenizer:
     HELD = 3
     """Most tokens that are held back: a character has at most four bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), shown: frozenset[int] | None = frozenset()
+    ) -> None:
+        self._tokenizer, self._special = tokenizer, shown
         self._ids = list(prompt[-self.LEFT :])
         self._context = 0  # tokens from here on are decoded again, since neighbours change each other's text
         self._shown = len(self._ids)  # tokens before this have been emitted
@@ -101,9 +118,9 @@ class Detokenizer:
         return self._emit(final=True).rstrip(self.INCOMPLETE)
 
     def _emit(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._context : self._shown])
+        before = self._decode(self._shown)
         end = len(self._ids) if final else self._whole()
-        now = self._tokenizer.decode(self._ids[self._context : end])
+        now = self._decode(end)
         if len(now) > len(
             before
         ):  # else only special tokens were added: what stands before them is still needed
@@ -115,9 +132,12 @@ class Detokenizer:
         """Up to which token the text ends in a whole character; past bytes that three more have not made one."""
         total = len(self._ids)
         for end in range(total, max(self._shown, total - self.HELD), -1):
-            if not self._tokenizer.decode(self._ids[self._context : end]).endswith(self.INCOMPLETE):
+            if not self._decode(end).endswith(self.INCOMPLETE):
                 return end
         return max(self._shown, total - self.HELD)
+
+    def _decode(self, end: int) -> str:
+        return self._tokenizer.decode(self._ids[self._context : end], self._special)
 
 
 class StopStrings:
