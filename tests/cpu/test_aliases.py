@@ -6,8 +6,10 @@ from dataclasses import fields
 
 import pytest
 
-from nibble.cli.aliases import FLAGS, translated
+from nibble.cli.aliases import FLAGS, VALUES, translated
 from nibble.config import Config
+from nibble.server import reasoning, tools
+from nibble.server.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,21 @@ def test_translated(said: str, meant: str) -> None:
 
 def test_every_flag_stands_for_one_that_is_there() -> None:
     known = {
-        f"--{prefix}{field.name.replace('_', '-')}" for field in fields(Config) for prefix in ("", "no-")
+        f"--{prefix}{field.name.replace('_', '-')}"
+        for field in (*fields(Config), *fields(Settings))
+        for prefix in ("", "no-")
     }
     assert {word for flag in FLAGS.values() for word in flag.split()} <= known
+
+
+def test_every_format_stands_for_one_that_is_there() -> None:
+    assert set(VALUES["--tool-format"].values()) <= set(tools.PARSERS)
+    assert set(VALUES["--reasoning-parser"].values()) <= set(reasoning.STYLES)
+    assert translated(["m", "--tool-call-parser", "qwen25", "--enable-auto-tool-choice"]) == [
+        "m",
+        "--tool-format",
+        "hermes",
+    ]
+    assert translated(["--tool-call-parser=glm47", "--reasoning-parser=deepseek-r1"]) == [
+        "--tool-format=glm45", "--reasoning-parser=deepseek_r1",
+    ]  # fmt: skip

@@ -110,10 +110,13 @@ class FakeTokens:
     def encode(self, text: str) -> list[int]:
         return [min(ord(letter), 255) for letter in text]
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, shown: Any = None) -> str:
         return "".join(map(chr, ids))
 
     chat_template = "<tool_call> tools <think>"
 
     def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:
         return self.encode("|".join(message["content"] for message in messages))
+
+    def token_of(self, word: str) -> int | None:
+        return None

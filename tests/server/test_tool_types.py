@@ -74,10 +74,20 @@ def test_refused_tools(fields: dict[str, Any], words: str) -> None:
         Request.model_validate(fields)
 
 
-@pytest.mark.parametrize("choice", ["required", tool()])
-def test_choices_that_need_constraints(choice: Any) -> None:
-    with pytest.raises(RequestError, match="use 'auto'"):
-        Request.model_validate({"tools": [tool()], "tool_choice": choice}).open_tools()
+@pytest.mark.parametrize(
+    ("choice", "forced", "most"),
+    [
+        (None, [], None),
+        ("auto", [], None),
+        ("none", [], None),
+        ("required", ["f", "g"], None),
+        (tool("g"), ["g"], 1),
+    ],
+)
+def test_calls_that_must_come(choice: Any, forced: list[str], most: int | None) -> None:
+    asked = Request.model_validate({"tools": [tool("f"), tool("g")], "tool_choice": choice})
+    assert [one.function.name for one in asked.forced_tools()] == forced and asked.most_calls() == most
+    assert len(asked.open_tools()) == (0 if choice == "none" else 2)
 
 
 MAPPED = "{{ '<tool_call>' }}{{ tool_call.arguments | tojson }}{{ tool_call.arguments }}"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nibble.errors import ConfigError
 from nibble.server import tools
 from nibble.server.json_scan import ObjectScan
+from nibble.server.tool_args import typed
 from nibble.server.tools import PARSERS, CallDelta, Text, ToolReader, gathered, joined
 
 Calls = list[tuple[str, str]]
@@ -46,6 +47,44 @@ def mistral(name: str, arguments: str) -> str:
 
 def kimi(name: str, arguments: str, number: int = 0) -> str:
     return f"{K_ONE}functions.{name}:{number}{K_SEP}{arguments}{K_END}"
+
+
+def qwen(name: str, *arguments: tuple[str, str]) -> str:
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+def glm(name: str, *arguments: tuple[str, str]) -> str:
+    inside = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments
+    )
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+def minimax(name: str, *arguments: tuple[str, str]) -> str:
+    inside = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments)
+    return f'<invoke name="{name}">\n{inside}</invoke>\n'
+
+
+def dsml(name: str, *arguments: tuple[str, str, bool]) -> str:
+    inside = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(text).lower()}">{value}</｜DSML｜parameter>\n'
+        for key, value, text in arguments
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{inside}</｜DSML｜invoke>\n'
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "b": {"type": "boolean"},
+        "o": {"type": "object"},
+        "u": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}
+TYPED = {"f": SCHEMA, "g": {}}
 
 
 def read(
@@ -122,6 +161,82 @@ GOOD: list[tuple[str, str, str, Calls]] = [
     ("mistral", f"[{mistral('f', '{}')}]", "", [("f", "{}")]),  # the marker was a special token, and is lost
     ("kimi_k2", f"Hm.{K_BEGIN}{kimi('get_weather', WEATHER)}{K_LAST}", "Hm.", [("get_weather", WEATHER)]),
     (
+        "qwen3_coder",
+        "I look.\n\n"
+        + qwen("f", ("s", "12"), ("i", "12"), ("b", "True"), ("o", '{"x": [1]}'), ("u", "null")),
+        "I look.",
+        [("f", '{"s": "12", "i": 12, "b": true, "o": {"x": [1]}, "u": null}')],
+    ),
+    (
+        "qwen3_coder",
+        qwen("f", ("s", '\n a <b>\n</b> "é🌞"\n'), ("u", "x"), ("any", "word"), ("more", "[1, 2]"))
+        + "\n"
+        + qwen("g"),
+        "",
+        [
+            ("f", '{"s": "\\n a <b>\\n</b> \\"é🌞\\"\\n", "u": "x", "any": "word", "more": [1, 2]}'),
+            ("g", "{}"),
+        ],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=s></parameter>\n</function>\n</tool_call>ok <function=g>\n</function>",
+        "ok",
+        [("f", '{"s": ""}'), ("g", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        qwen("f", ("i", "7.0"), ("s", "a"), ("s", "b"), ("i", "8")),
+        "",
+        [("f", '{"i": 7, "s": "a"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=i>1</parameter></function><function=g></function></tool_call>",
+        "",
+        [("f", '{"i": 1}'), ("g", "{}")],
+    ),
+    (
+        "glm45",
+        "So" + glm("f", ("s", " 1\n"), ("i", "2"), ("o", "{'x': None}")),
+        "So",
+        [("f", '{"s": " 1\\n", "i": 2, "o": {"x": null}}')],
+    ),
+    ("glm45", glm("g") + "\n" + glm("f", ("i", "lots")), "", [("g", "{}"), ("f", '{"i": "lots"}')]),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>s</arg_key><arg_value>a b</arg_value><arg_key>b</arg_key><arg_value>false</arg_value></tool_call>",
+        "",
+        [("f", '{"s": "a b", "b": false}')],
+    ),
+    (
+        "minimax_m2",
+        "Hm\n<minimax:tool_call>\n"
+        + minimax("f", ("s", "1"), ("i", "1"))
+        + minimax("g")
+        + "</minimax:tool_call>",
+        "Hm",
+        [("f", '{"s": "1", "i": 1}'), ("g", "{}")],
+    ),
+    (
+        "deepseek_v32",
+        "\n\n<｜DSML｜function_calls>\n"
+        + dsml("f", ("s", "1", True), ("x", "1", False), ("y", "1", True))
+        + dsml("g")
+        + "</｜DSML｜function_calls>",
+        "",
+        [("f", '{"s": "1", "x": 1, "y": "1"}'), ("g", "{}")],
+    ),
+    ("pythonic", '[f(s="a, (b)", i=-1.5e3)]', "", [("f", '{"s": "a, (b)", "i": -1.5e3}')]),
+    (
+        "pythonic",
+        "<|python_start|>[f(o={'x': [True, None, (1, 2),], \"y\": {}}, s='it\\'s \\x41é\\n'), g()]<|python_end|>",
+        "",
+        [("f", '{"o": {"x": [true, null, [1, 2]], "y": {}}, "s": "it\'s Aé\\n"}'), ("g", "{}")],
+    ),
+    ("pythonic", "Hello [f(s=1)]", "Hello [f(s=1)]", []),
+    ("pythonic", "\n[ f ( i = 1 , s = 'a' , ) ] ", "", [("f", '{"i": 1 , "s": "a" }')]),
+    (
         "kimi_k2",
         f"{K_BEGIN}{kimi('f', NESTED)}{kimi('g', '{}', 1)}{K_LAST}",
         "",
@@ -134,7 +249,13 @@ GOOD: list[tuple[str, str, str, Calls]] = [
 @pytest.mark.parametrize("eager", [True, False])
 def test_every_format_cut_anywhere(name: str, text: str, content: str, calls: Calls, eager: bool) -> None:
     for pieces in everywhere(text):
-        assert read(name, pieces, eager)[:2] == (content, calls), pieces
+        assert read(name, pieces, eager, tools=None if name in UNTYPED else TYPED)[:2] == (content, calls), (
+            pieces
+        )
+
+
+UNTYPED = {"llama3", "mistral"}
+"""Whose examples call other functions without a mark."""
 
 
 BROKEN = [
@@ -164,6 +285,22 @@ BROKEN = [
     ("mistral", "[1, 2, 3]"),
     ("mistral", "[TOOL_CALLS]f()"),
     ("kimi_k2", f"{K_BEGIN}{K_ONE}functions.f:0{K_END}"),
+    ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+    ("qwen3_coder", "a <function=f>\nhello"),
+    ("qwen3_coder", "<tool_call><function=f <parameter=x>"),
+    ("qwen3_coder", "<tool_call><function=a b></function>"),
+    ("qwen3_coder", "<function=f><parameter=" + "x" * 300 + "></parameter></function>"),
+    ("qwen3_coder", "<function=f><parameter=></parameter></function>"),
+    ("glm45", "<tool_call>some words </tool_call>"),
+    ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n1</tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f">x'),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[link](to)"),
+    ("pythonic", "[f(1)]"),
+    ("pythonic", "[other(x=1)]"),
+    ("pythonic", "[]"),
+    ("pythonic", "<|python_start|>print(1)<|python_end|>"),
 ]
 
 
@@ -171,7 +308,25 @@ BROKEN = [
 @pytest.mark.parametrize("eager", [True, False])
 def test_what_is_malformed_is_text(name: str, text: str, eager: bool) -> None:
     for pieces in everywhere(text):
-        assert read(name, pieces, eager)[:2] == (text, []), pieces
+        assert read(name, pieces, eager, tools=TYPED)[:2] == (text, []), pieces
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "begun", "rest"),
+    [
+        ("qwen3_coder", "<function=f><parameter=s>\nab\n</param", '{"s": "ab', "\n</param"),
+        ("qwen3_coder", "<function=f><parameter=s>\nab\n</parameter>oops", '{"s": "ab"', "oops"),
+        ("glm45", "<tool_call>f\n<arg_key>s</arg_key><arg_value>ab</arg_value> oops", '{"s": "ab"', " oops"),
+        ("pythonic", '[f(s="ab", i=[1, oops])] x', '{"s": "ab", "i": [1', "oops])] x"),
+        ("pythonic", '[f(s="ab", i=[1:])] x', '{"s": "ab", "i": [1', ":])] x"),
+        ("pythonic", '[f(s="ab", i="un', '{"s": "ab", "i": ', '"un'),
+    ],
+)
+def test_arguments_that_break_off(name: str, text: str, begun: str, rest: str) -> None:
+    """What came stays, and the rest is text; held back, all is text."""
+    for pieces in everywhere(text):
+        assert read(name, pieces, eager=False, tools=TYPED)[:2] == (text, []), pieces
+        assert read(name, pieces, tools=TYPED)[:2] == (rest, [("f", begun)]), pieces
 
 
 @pytest.mark.parametrize(
@@ -238,9 +393,9 @@ def test_ids_are_as_models_want_them() -> None:
 def test_a_bare_object_names_a_tool_that_is_there() -> None:
     text = llama("Ann", '{"x": 1}')
     for pieces in everywhere(text):
-        assert read("llama3", pieces, names=["f"])[:2] == (text, [])
-        assert read("llama3", pieces, names=["Ann"])[:2] == ("", [("Ann", '{"x": 1}')])
-    assert read("llama3", ["<|python_tag|>" + text], names=["f"])[1] == [("Ann", '{"x": 1}')]
+        assert read("llama3", pieces, tools={"f": None})[:2] == (text, [])
+        assert read("llama3", pieces, tools={"Ann": None})[:2] == ("", [("Ann", '{"x": 1}')])
+    assert read("llama3", ["<|python_tag|>" + text], tools={"f": None})[1] == [("Ann", '{"x": 1}')]
 
 
 def test_no_more_calls_than_asked_for() -> None:
@@ -267,6 +422,10 @@ FRAGMENTS = [
     "text", "é🌞", "function", "name", "```json", "```", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
     "functions.f:0", WEATHER, NESTED, llama("f", "{}"), *tools.DEEPSEEK, *tools.KIMI, hermes("f", NESTED),
     v3("f", "{}"), v31("f", "{}"), kimi("f", "{}"), "<think>", "</think>", "</thi",
+    qwen("f", ("s", "x"), ("i", "1")), glm("f", ("s", "x"), ("i", "1")), "<function=f>", "<parameter=s>", "<parameter=i>",
+    "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>f",
+    "<minimax:tool_call>", minimax("f", ("i", "1")), "<｜DSML｜function_calls>", dsml("f", ("i", "1", False)), "[f(s=", "[f(",
+    "s='a'", "i=1", ", ", ")", "(", "'", "True", "None", "<|python_start|>", ")]",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join)
 
@@ -291,9 +450,9 @@ def plain(events: Sequence[Any]) -> list[Any]:
 def test_any_cutting_gives_the_same(
     name: str, eager: bool, most: int | None, text: str, data: st.DataObject
 ) -> None:
-    whole, calls, events = read(name, [text], eager, most=most)
-    assert plain(read(name, cut(data, text), eager, most=most)[2]) == plain(events)
-    assert plain(read(name, list(text), eager, most=most)[2]) == plain(events)
+    whole, calls, events = read(name, [text], eager, most=most, tools=TYPED)
+    assert plain(read(name, cut(data, text), eager, most=most, tools=TYPED)[2]) == plain(events)
+    assert plain(read(name, list(text), eager, most=most, tools=TYPED)[2]) == plain(events)
     if not calls and most is None:
         assert whole == text
     if not eager:
@@ -319,6 +478,14 @@ def test_any_arguments_come_through(value: Any) -> None:
             ("kimi_k2", kimi("f", arguments)),
         ):
             assert read(name, [text])[:2] == ("", [("f", arguments)])
+        (_, said), *more = read("pythonic", [f"[f(a={json.dumps(value)}, b={json.dumps(value, indent=1)})]"])[
+            1
+        ]
+        assert json.loads(said) == {"a": value, "b": value} and not more
+        texts = [(key, json.dumps(value).replace("<", "\\u003c")) for key in ("any", "other")]
+        for name, text in (("qwen3_coder", qwen("f", *texts)), ("glm45", glm("f", *texts))):
+            ((_, said),) = read(name, [text], tools=TYPED)[1]
+            assert json.loads(said) == {"any": value, "other": value}
 
 
 json_pieces = st.sampled_from(
@@ -374,17 +541,78 @@ def test_the_scan_takes_what_json_takes(text: str) -> None:
 # Which format
 
 
-def test_guesses_by_the_template() -> None:
-    assert tools.guess(None) is tools.guess("") is tools.guess("{{ messages }}") is None
-    assert tools.guess("within <tool_call></tool_call> XML tags:\n<tool_call>\n{...}") == "hermes"
-    assert tools.guess("<tool_call>\n<function=name>\n<parameter=x>") is None
-    assert tools.guess("<tool_call>{name}<arg_key>k</arg_key>") is None
-    assert tools.guess("'<｜tool▁calls▁begin｜>' + '```json'") == "deepseek_v3"
-    assert tools.guess("'<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>'") == "deepseek_v31"
-    assert tools.guess('<|start_header_id|> {"name": x, "parameters": y}') == "llama3"
-    assert tools.guess("<|start_header_id|>") is None
-    assert tools.guess("[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
-    assert tools.guess("<|tool_calls_section_begin|>") == "kimi_k2"
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (None, None),
+        ("", None),
+        ("{{ messages }}", None),
+        ("<|start_header_id|>{{ message.role }}<|end_header_id|>", None),
+        ("within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>", "hermes"),
+        ("{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}{{- '<parameter=' + k }}", "qwen3_coder"),
+        ("{{ '\n<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>", "glm45"),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '\n```json\n'", "deepseek_v3"),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>'", "deepseek_v31"),
+        ("<｜DSML｜function_calls>\n<｜DSML｜invoke name=", "deepseek_v32"),
+        ('<|start_header_id|>{{ \'{"name": "\' + tool_call.name + \'", \' }}{{ \'"parameters": \' }}', "llama3"),
+        ('<|header_start|>assistant<|header_end|>{{ \'"parameters": \' }}', "llama3"),
+        ("{{- '<|python_tag|>' + tool_call.name }}", "llama3"),
+        ("You should return [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
+        ("[AVAILABLE_TOOLS] {{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral_v13"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>", "kimi_k2"),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name=", "minimax_m2"),
+    ],
+)  # fmt: skip
+def test_guesses_by_the_template(template: str | None, name: str | None) -> None:
+    assert tools.guess(template) == name
+
+
+def test_formats_by_name() -> None:
     assert tools.parser_of("hermes").name == "hermes"
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         tools.parser_of("herms")
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "expected"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5.0", {"type": "integer"}, 5),
+        ("5.5", {"type": "integer"}, 5.5),
+        ("5", {"type": "number"}, 5),
+        ("1e999", {"type": "integer"}, None),
+        ("five", {"type": "integer"}, "five"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("TRUE", {"type": "boolean"}, True),
+        ("1", {"type": ["string", "null"]}, "1"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("none", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("5", {"enum": ["5", "6"]}, "5"),
+        ("5", {"enum": [5, 6]}, 5),
+        ("5", {"const": "5"}, "5"),
+        ("5", {"$ref": "#/$defs/a~1b"}, "5"),
+        ("5", {"$ref": "#/$defs/loop"}, 5),
+        ("5", {"$ref": "#/$defs/none"}, 5),
+        ("5", {"allOf": [{}, {"type": "string"}]}, "5"),
+        ("{'a': [True, 'it\\'s', (1,)]}", {"type": "object"}, {"a": [True, "it's", [1]]}),
+        ("{'a': b}", {"type": "object"}, "{'a': b}"),
+        ("1, 2", {}, "1, 2"),
+        ('"x"', {}, "x"),
+        ("", {"type": "object"}, ""),
+        ("'\\ud83d'", {}, "\ud83d"),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("5", {"type": 5}, 5),
+        ("5", {"type": [[]], "anyOf": 3, "enum": {}}, 5),
+        ("5", None, 5),
+    ],
+)
+def test_types_of_arguments(text: str, schema: Any, expected: Any) -> None:
+    root = {"$defs": {"a/b": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+    found = typed(text, schema, root)
+    if expected is None and text == "1e999":
+        assert found == text
+    else:
+        assert json.loads(found) == expected and type(json.loads(found)) is type(expected)
+    found.encode()

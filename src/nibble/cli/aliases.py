@@ -22,8 +22,21 @@ FLAGS = {
     "--enforce-eager": "--no-compile --no-graphs",  # vLLM
     "--disable-cuda-graph": "--no-graphs",  # SGLang
     "--random-seed": "--seed",  # SGLang
+    "--tool-call-parser": "--tool-format",  # vLLM, SGLang
+    "--enable-auto-tool-choice": "",  # vLLM; always so
 }
-VALUES = {"--dtype": {"half": "float16", "float": "float32"}}
+VALUES = {
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--tool-format": {
+        "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "qwen": "hermes",
+        "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45", "deepseekv3": "deepseek_v3",
+        "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "minimax-m2": "minimax_m2",
+    },
+    "--reasoning-parser": {
+        "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v31", "deepseek_v3": "deepseek_v31",
+        "qwen3-thinking": "qwen3", "glm45": "qwen3", "mistral": "magistral",
+    },
+}  # fmt: skip
 """Values that are written otherwise. Other names of cache formats are known to the schemes themselves."""
 MODEL = ("--model", "--model-path")
 

@@ -19,10 +19,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
 from nibble.errors import NibbleError, RequestError
-from nibble.server import pages, reasoning, tools
+from nibble.server import pages
 from nibble.server.answers import ChatWriter, TextWriter, Writer
 from nibble.server.cache_view import cache_view
 from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
+from nibble.server.dialect import Dialect
+from nibble.server.grammar_check import GrammarCheck
 from nibble.server.guards import BodyLimit, KeyGuard, error_of, failure, install_handlers
 from nibble.server.metrics import CountHttp, Meters
 from nibble.server.protocol import (
@@ -32,16 +34,10 @@ from nibble.server.protocol import (
     Sampling,
     TokenizeRequest,
 )
-from nibble.server.reasoning import AnswerReader, ReasoningReader
 from nibble.server.settings import Settings
 from nibble.server.tool_types import arguments_as_text, message_for_template, tools_for_template
-from nibble.server.tools import ToolReader
 
 CLIENT_GONE = 499
-NONE = "none"
-"""Says that a parser is not wanted."""
-LOOKED_AT = 16
-"""Tokens at the end of a conversation in which reasoning may have been begun."""
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
 LARGEST_ANSWER = 1 << 20
@@ -53,7 +49,9 @@ class Tokens(Protocol):
     """What the server asks of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], shown: frozenset[int] | None = ...) -> str: ...
+    def token_of(self, word: str) -> int | None: ...
+    def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any: ...
     def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]: ...
     @property
     def chat_template(self) -> str | None: ...
@@ -91,11 +89,8 @@ class Api:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
         self.gate = Gate(settings.max_queue, settings.wait_when_full)
         self.meters = Meters(client, name)
-        template = tokens.chat_template if tokens else None
-        parser = settings.tool_parser or tools.guess(template) or NONE
-        style = settings.reasoning_parser or reasoning.guess(template) or NONE
-        self.parser = None if parser == NONE else tools.parser_of(parser)
-        self.style = None if style == NONE else reasoning.style_of(style)
+        self.dialect = Dialect(tokens, settings.tool_format, settings.reasoning_parser)
+        self._grammars = GrammarCheck(tokens)
 
     @property
     def tokens(self) -> Tokens:
@@ -177,27 +172,15 @@ class Api:
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         self._check_model(asked.model)
-        offered = asked.open_tools()
-        if offered and self.parser is None:
-            raise RequestError("no format of tool calls is known for this model; start with --tool-parser")
         as_text = arguments_as_text(self.tokens.chat_template)
         messages = [message_for_template(message.plain(), as_text=as_text) for message in asked.messages]
         ids = await self._conversation(
-            messages, tools_for_template(offered), asked.chat_template_kwargs or {}
+            messages, tools_for_template(asked.open_tools()), asked.chat_template_kwargs or {}
         )
+        exchange = self.dialect.exchange(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
-        params = asked.params(wanted, asked.wanted_logprobs())
-        inside = self.style is not None and self.style.inside(self.tokens.decode(ids[-LOOKED_AT:]))
-
-        def reader() -> AnswerReader:
-            named = [tool.function.name for tool in offered]
-            calls = (
-                ToolReader(self.parser, eager=asked.stream, names=named, most=asked.most_calls())
-                if offered and self.parser
-                else None
-            )
-            return AnswerReader(ReasoningReader(self.style, inside=inside) if self.style else None, calls)
-
+        params = exchange.params(asked.params(wanted, asked.wanted_logprobs()))
+        reader = exchange.reader(eager=asked.stream)
         writer = ChatWriter(self.name, self.tokens.decode, [len(ids)], asked.logprobs, reader)
         return await self._answer(request, asked, writer, [Ask(ids, params, asked.cache_salt)])
 
@@ -224,6 +207,8 @@ class Api:
     async def _answer(
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
+        if asks[0].params.grammar is not None and self.client.ready:
+            await self._grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
         times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
         pieces = self._pieces(writer, asks, min(times, default=None))
         if not asked.stream:

@@ -1,20 +1,20 @@
 """OpenAI's types: what requests may say, and what is answered. https://platform.openai.com/docs/api-reference
 
 Owns the models of requests, and how they become SamplingParams. Fields that OpenAI does not have (min_p, top_k,
-repetition_penalty, stop_token_ids, ignore_eos, cache_salt) are named as other servers name them. A field that would
-change the answer and is not known is refused, never ignored; those that change nothing are listed. Must not know of
-engines.
+repetition_penalty, stop_token_ids, ignore_eos, skip_special_tokens, cache_salt) are named as other servers name them. A
+field that would change the answer and is not known is refused, never ignored; those that change nothing are listed.
+Must not know of engines.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
+from nibble.server.structured import StructuredFields
 from nibble.server.tool_types import ToolFields
 
 MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES = 16, 20, 128
@@ -29,23 +29,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SchemaFormat(BaseModel):
-    """What response_format's json_schema says."""
-
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
-    name: str = "answer"
-    body: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """text, any JSON object, or one of a schema."""
-
-    model_config = ConfigDict(extra="ignore")
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
-
-
-class Sampling(BaseModel):
+class Sampling(StructuredFields):
     """What both kinds of completions share."""
 
     model_config = ConfigDict(extra="forbid")
@@ -66,12 +50,8 @@ class Sampling(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=256)
-    response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = Field(None, description="In llguidance's Lark syntax.")
     timeout: float | None = Field(None, gt=0, description="Seconds after which the answer ends as it stands.")
 
     # said by clients, without a meaning here
@@ -100,37 +80,11 @@ class Sampling(BaseModel):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
             logprobs=logprobs,
             grammar=self.grammar(),
             n=self.n,
         )
-
-    def grammar(self) -> str | None:
-        """What the answer must be; raises RequestError where more than one thing is asked for."""
-        found = [
-            *_formatted(self.response_format),
-            *(f"json_schema:{_schema(self.guided_json)}" for _ in [0] if self.guided_json is not None),
-            *(f"regex:{text}" for text in [self.guided_regex] if text is not None),
-            *(f"choice:{json.dumps(texts)}" for texts in [self.guided_choice] if texts is not None),
-            *(f"lark:{text}" for text in [self.guided_grammar] if text is not None),
-        ]
-        if len(found) > 1:
-            raise RequestError("an answer can follow one of response_format and guided_... only")
-        return found[0] if found else None
-
-
-def _formatted(asked: ResponseFormat | None) -> list[str]:
-    if asked is None or asked.type == "text":
-        return []
-    if asked.type == "json_object":
-        return ["json_object:"]
-    if asked.json_schema is None:
-        raise RequestError("response_format json_schema needs a json_schema")
-    return [f"json_schema:{json.dumps(asked.json_schema.body)}"]
-
-
-def _schema(given: dict[str, Any] | str | None) -> str:
-    return given if isinstance(given, str) else json.dumps(given)
 
 
 class CompletionRequest(Sampling):

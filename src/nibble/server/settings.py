@@ -29,12 +29,8 @@ class Settings:
         None, "Seconds after which a request ends with an error, unless it says less."
     )
     restart: bool = option(True, "Start the engine's process again when it dies; else the server ends.")
-    tool_parser: str | None = option(
-        None, "Format of tool calls; guessed by the chat template if left out; none."
-    )
-    reasoning_parser: str | None = option(
-        None, "Format of reasoning; guessed by the template if left out; none."
-    )
+    tool_format: str = option("auto", "Format of tool calls: auto (by the chat template), none, or a name.")
+    reasoning_parser: str = option("auto", "Format of reasoning: auto (by the template), none, or a name.")
     drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
 SPACE = re.compile(r"\s*")
 SURROGATES = re.compile("[\ud800-\udfff]")
 ARGUMENTS = ("arguments", "parameters")
+NEVER = r"(?!)"
 BARE_KEYS = {"name", "type", "id", *ARGUMENTS}
 """An object without a marker around it is a call only if it has no other members."""
 
@@ -102,6 +103,20 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is used to write calls, for grammars. call: with NAME, NUMBER and ARGUMENTS in their places. begin,
+    between, end: around all calls; between None: there can be one only. argument: one argument, with KEY and VALUE,
+    where arguments are no JSON object; FLAG is whether it is a string. joined: between arguments."""
+
+    call: str
+    begin: str = ""
+    between: str | None = ""
+    end: str = ""
+    argument: str = ""
+    joined: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Parser:
     """How a model writes calls. markers: what a call begins with; bare: or the first character of the whole answer.
     tokens: markers that must not be missing from the text though tokenizers may call them special."""
@@ -110,6 +125,7 @@ class Parser:
     markers: tuple[str, ...]
     read: Callable[[ToolReader, str], Steps[None]]
     tokens: tuple[str, ...]
+    layout: Layout
     bare: str = ""
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
@@ -117,26 +133,27 @@ class Parser:
 class ToolReader(Cursor):
     """Reads calls out of one answer. eager: arguments come as they grow, so a call whose arguments turn out to be
     broken stays as far as it came, and the rest is text; else a call comes when it is complete, and a broken one is
-    text as a whole. names: of the tools there are; a call without markers must name one of them. most: calls beyond so
-    many are dropped. complete: calls so far."""
+    text as a whole. tools: those there are, and the schemas of their arguments; a call without markers must name one of
+    them. most: calls beyond so many are dropped. complete: calls so far."""
 
     def __init__(
         self,
         parser: Parser,
         *,
         eager: bool = True,
-        names: Collection[str] | None = None,
+        tools: Mapping[str, Any] | None = None,
         most: int | None = None,
     ) -> None:
         super().__init__()
         self.complete = 0
-        self._parser, self._eager, self._names, self._most = parser, eager, names, most
-        self._marker = re.compile("|".join(map(re.escape, parser.markers)))
+        self._parser, self._eager, self._tools, self._most = parser, eager, tools, most
+        self._marker = re.compile("|".join(map(re.escape, parser.markers)) or NEVER)
         self._out: list[Event] = []
         self._index, self._bare = -1, False
         self._touching = False  # a call stands right before
         self._open = self._good = False  # the present call: has begun, is complete
         self._sent = 0
+        self._name, self._kept = "", list[str]()
         self._steps = self._run()
 
     def add(self, text: str) -> list[Event]:
@@ -159,6 +176,23 @@ class ToolReader(Cursor):
         """The arguments, an object, of a call whose name stood before. known: its id."""
         self._check_name(name)
         yield from self._follow(ObjectScan(members=False), name, known)
+
+    def schema(self, name: str) -> Any:
+        """Of the arguments of a tool; None where it is not known."""
+        return self._tools.get(name) if self._tools else None
+
+    def begin(self, name: str) -> None:
+        """A call begins whose arguments the format puts together itself, as gain() is told."""
+        self._check_name(name)
+        self._open = self._good = False
+        self._name, self._kept = name, []
+
+    def gain(self, piece: str, *, whole: bool = False) -> None:
+        """More of its arguments' JSON; whole: that is all of them."""
+        self._kept.append(piece)
+        if whole or self._eager:
+            self._put(self._name, None, "".join(self._kept), whole)
+            self._kept = []
 
     def passed(self, *words: str) -> Steps[None]:
         """Drops these words, each if it is there, after a call; or half of one where the answer ends in it."""
@@ -206,7 +240,7 @@ class ToolReader(Cursor):
                 self.at = found.end()
                 self._show(shown(self.text[: found.start()]))
                 return found.group()
-            held = max(overlap(self.text, marker) for marker in self._parser.markers)
+            held = max((overlap(self.text, marker) for marker in self._parser.markers), default=0)
             self._show(shown(self.text[: len(self.text) - held]))
             if not (yield from self.more()):
                 return ""
@@ -254,13 +288,17 @@ class ToolReader(Cursor):
             self._grow(name, known, said, whole)
 
     def _grow(self, name: str, known: str | None, said: str, whole: bool) -> None:
-        if not self._open:
-            self._open, self._sent = True, 0
-            self._index += 1
-            self._say(CallDelta(self._index, known or self._parser.new_id(), name, said))
-        elif len(said) > self._sent:
-            self._say(CallDelta(self._index, None, None, said[self._sent :]))
+        piece = said[self._sent :] if self._open else said
         self._sent = len(said)
+        self._put(name, known, piece, whole)
+
+    def _put(self, name: str, known: str | None, piece: str, whole: bool) -> None:
+        if not self._open:
+            self._open = True
+            self._index += 1
+            self._say(CallDelta(self._index, known or self._parser.new_id(), name, piece))
+        elif piece:
+            self._say(CallDelta(self._index, None, None, piece))
         self._drop()
         self._touching = self._good = whole
         self.complete += whole and (self._most is None or self._index < self._most)
@@ -272,7 +310,7 @@ class ToolReader(Cursor):
         return str(name)
 
     def _check_name(self, name: str) -> None:
-        known = not self._bare or self._names is None or name in self._names
+        known = not self._bare or self._tools is None or name in self._tools
         if not (name and known and len(name) <= LONGEST_NAME and NAME.fullmatch(name)):
             raise Malformed
 

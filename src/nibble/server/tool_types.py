@@ -24,7 +24,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class Function(BaseModel):
-    """What a tool does. strict is taken, but arguments are not yet constrained to the schema."""
+    """What a tool does. strict: once a call has begun, its arguments are held to the schema."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -99,20 +99,19 @@ class ToolFields(BaseModel):
         return self
 
     def open_tools(self) -> list[Tool]:
-        """The tools that the model may call: none for tool_choice `none`. Raises RequestError for a choice that would
-        need the answer to be constrained."""
-        if self.tool_choice == "none" or not self.tools:
-            return []
-        if self.tool_choice not in (None, "auto"):
-            said = self.tool_choice if isinstance(self.tool_choice, str) else "a named function"
-            raise RequestError(
-                f"tool_choice {said!r} is not supported: the answer cannot be constrained to a call; use 'auto'"
-            )
-        return self.tools
+        """The tools that the model may call: none for tool_choice `none`."""
+        return [] if self.tool_choice == "none" or not self.tools else self.tools
+
+    def forced_tools(self) -> list[Tool]:
+        """Those of which the answer must call one: all for `required`, or the one that is named."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.open_tools() if tool.function.name == choice.function.name]
+        return self.open_tools() if choice == "required" else []
 
     def most_calls(self) -> int | None:
         """How many calls an answer may have; None: any number."""
-        return None if self.parallel_tool_calls else 1
+        return None if self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool) else 1
 
 
 def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:

@@ -5,6 +5,7 @@ Owns PARSERS; ToolReader reads them out of an answer. Must not know of HTTP, req
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 
@@ -12,6 +13,7 @@ from nibble.errors import ConfigError, unknown
 from nibble.server.tool_reader import (
     CallDelta,
     Event,
+    Layout,
     Malformed,
     Parser,
     Steps,
@@ -20,6 +22,7 @@ from nibble.server.tool_reader import (
     gathered,
     joined,
 )
+from nibble.server.tool_tags import PYTHON, Tags, python_calls, tagged
 
 __all__ = [
     "PARSERS",
@@ -87,6 +90,15 @@ def _kimi(reader: ToolReader, marker: str) -> Steps[None]:
     yield from reader.passed(end, last)
 
 
+def _listed(reader: ToolReader, _: str) -> Steps[None]:
+    """A list of calls and nothing else: what a model writes whose own format is not known, made to by a grammar."""
+    yield from reader.literal("[")
+    yield from reader.call()
+    while (yield from reader.literal(",")):
+        yield from reader.call()
+    yield from reader.passed("]")
+
+
 def _short_id() -> str:
     """Mistral's templates refuse others."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
@@ -107,37 +119,101 @@ KIMI = (
     "<|tool_calls_section_end|>",
 )
 MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+HERMES = ("<tool_call>", "</tool_call>")
+GLM = (*HERMES, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+DSML = "｜DSML｜"
+MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+
+QWEN_TAGS = Tags(
+    "<function=", ">", "<parameter=", (">",), "</parameter>", "</function>", "</tool_call>", lines=True
+)
+GLM_TAGS = Tags("", "", "<arg_key>", ("</arg_key>",), "</arg_value>", "</tool_call>", value="<arg_value>")
+MINIMAX_TAGS = Tags(
+    '<invoke name="', '">', '<parameter name="', ('">',), "</parameter>", "</invoke>", MINIMAX[1]
+)
+DSML_TAGS = Tags(
+    f'<{DSML}invoke name="',
+    '">',
+    f'<{DSML}parameter name="',
+    ('" string="true">', '" string="false">'),
+    f"</{DSML}parameter>",
+    f"</{DSML}invoke>",
+    f"</{DSML}function_calls>",
+)
+
+OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
+LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
+LISTED = Layout(OBJECT, "[", ", ", "]")
 PARSERS = {
     parser.name: parser
     for parser in (
-        Parser("hermes", ("<tool_call>",), _hermes, ("<tool_call>", "</tool_call>")),
-        Parser("llama3", ("<|python_tag|>",), _llama3, ("<|python_tag|>",), bare="{"),
-        Parser("mistral", MISTRAL[:1], _mistral, MISTRAL, bare="[", new_id=_short_id),
-        Parser("deepseek_v3", DEEPSEEK[:2], _deepseek, DEEPSEEK),
-        Parser("deepseek_v31", DEEPSEEK[:2], _deepseek, DEEPSEEK),
-        Parser("kimi_k2", KIMI[:2], _kimi, KIMI),
+        Parser(
+            "hermes", HERMES[:1], _hermes, HERMES, Layout(f"<tool_call>\n{OBJECT}\n</tool_call>", between="\n")
+        ),
+        Parser(
+            "llama3", ("<|python_tag|>",), _llama3, ("<|python_tag|>",), Layout(LLAMA, between=None), bare="{"
+        ),
+        Parser("pythonic", PYTHON[:1], python_calls, PYTHON,
+               Layout("NAME(ARGUMENTS)", "[", ", ", "]", "KEY=VALUE", ", "), bare="["),
+        Parser("mistral", MISTRAL[:1], _mistral, MISTRAL, Layout(OBJECT, "[TOOL_CALLS][", ", ", "]"),
+               bare="[", new_id=_short_id),
+        Parser("mistral_v13", MISTRAL[:1], _mistral, MISTRAL, Layout("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+               bare="[", new_id=_short_id),
+        Parser("deepseek_v3", DEEPSEEK[:2], _deepseek, DEEPSEEK,
+               Layout("{1}function{2}NAME\n```json\nARGUMENTS\n```{3}".format(*DEEPSEEK),
+                      DEEPSEEK[0], "\n", DEEPSEEK[4])),
+        Parser("deepseek_v31", DEEPSEEK[:2], _deepseek, DEEPSEEK,
+               Layout("{1}NAME{2}ARGUMENTS{3}".format(*DEEPSEEK), DEEPSEEK[0], "", DEEPSEEK[4])),
+        Parser("deepseek_v32", (f"<{DSML}function_calls>",), tagged(DSML_TAGS), (DSML,),
+               Layout(f'<{DSML}invoke name="NAME">\nARGUMENTS</{DSML}invoke>\n', f"<{DSML}function_calls>\n", "",
+                      f"</{DSML}function_calls>",
+                      f'<{DSML}parameter name="KEY" string="FLAG">VALUE</{DSML}parameter>\n')),
+        Parser("kimi_k2", KIMI[:2], _kimi, KIMI,
+               Layout("{1}functions.NAME:NUMBER{2}ARGUMENTS{3}".format(*KIMI), KIMI[0], "", KIMI[4])),
+        Parser("qwen3_coder", ("<tool_call>", "<function="), tagged(QWEN_TAGS), HERMES,
+               Layout("<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", between="\n",
+                      argument="<parameter=KEY>\nVALUE\n</parameter>\n")),
+        Parser("glm45", HERMES[:1], tagged(GLM_TAGS), GLM,
+               Layout("<tool_call>NAME\nARGUMENTS</tool_call>", between="\n",
+                      argument="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n")),
+        Parser("minimax_m2", MINIMAX[:1], tagged(MINIMAX_TAGS), MINIMAX,
+               Layout('<invoke name="NAME">\nARGUMENTS</invoke>\n', f"{MINIMAX[0]}\n", "", MINIMAX[1],
+                      '<parameter name="KEY">VALUE</parameter>\n')),
     )
-}
+}  # fmt: skip
+PLAIN = Parser("json", (), _listed, (), LISTED, bare="[")
+"""For models whose own format is not known: only a grammar makes them write it."""
 
 
 def parser_of(name: str) -> Parser:
     """A parser by its name; raises ConfigError."""
     if name not in PARSERS:
-        raise ConfigError(unknown("tool call parser", name, PARSERS))
+        raise ConfigError(unknown("tool format", name, PARSERS))
     return PARSERS[name]
 
 
 def guess(chat_template: str | None) -> str | None:
-    """The parser of a model with this template; None where it writes no calls, or in a form that is not known."""
+    """The format of a model with this template; None where it writes no calls, or in a form that is not known."""
     said = chat_template or ""
-    if DEEPSEEK[0] in said:
-        return "deepseek_v3" if "```json" in said else "deepseek_v31"
-    if KIMI[0] in said:
-        return "kimi_k2"
-    if MISTRAL[0] in said:
-        return "mistral"
-    if "<tool_call>" in said:
-        xml = "<function=" in said or "<arg_key>" in said  # Qwen3-Coder, GLM: arguments as XML
-        return None if xml else "hermes"
-    llama = "<|start_header_id|>" in said and '"parameters": ' in said
-    return "llama3" if llama or "<|python_tag|>" in said else None
+    for name, *signs in SIGNS:
+        if all(re.search(sign, said) for sign in signs):
+            return name
+    return None
+
+
+SIGNS = (
+    ("deepseek_v3", DEEPSEEK[0], "```json"),
+    ("deepseek_v31", DEEPSEEK[0]),
+    ("deepseek_v32", f"<{DSML}(?:function_calls|invoke)"),
+    ("kimi_k2", re.escape(KIMI[0])),
+    ("mistral_v13", r"\[TOOL_CALLS\]", r"\[ARGS\]"),
+    ("mistral", r"\[TOOL_CALLS\]"),
+    ("minimax_m2", "minimax:tool_call"),
+    ("qwen3_coder", "<tool_call>", "<function="),
+    ("glm45", "<tool_call>", "<arg_key>"),
+    ("hermes", "<tool_call>"),
+    ("pythonic", r"\[func\w*\("),
+    ("llama3", r"<\|(?:start_header_id|header_start)\|>", '"parameters": '),
+    ("llama3", r"<\|python_tag\|>"),
+)
+"""What a format's chat templates have in them; the first that fits counts."""

@@ -1,0 +1,37 @@
+"""Grammars are tried here before the engine gets them: one that cannot be followed, or takes long to prepare, is
+refused, and holds up nobody but others that have not been tried yet.
+
+Owns GrammarCheck. Must not know of HTTP or of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from typing import Any
+
+from nibble.engine.grammar import Grammars
+
+REMEMBERED = 256
+"""Grammars that were found good, and are not tried again."""
+
+
+class GrammarCheck:
+    """Tries one grammar at a time, in a thread. tokens: a tokenizer; without one the engine refuses."""
+
+    def __init__(self, tokens: Any) -> None:
+        self._tokens, self._grammars = tokens, dict[int, Grammars]()
+        self._good: deque[bytes] = deque(maxlen=REMEMBERED)
+        self._lock = asyncio.Lock()
+
+    async def passed(self, grammar: str, vocabulary: int) -> None:
+        """Raises RequestError where the engine could not follow it."""
+        digest = hashlib.sha256(grammar.encode(errors="replace")).digest()
+        if self._tokens is None or digest in self._good:
+            return
+        async with self._lock:
+            if vocabulary not in self._grammars:
+                self._grammars = {vocabulary: Grammars(self._tokens, vocabulary, self._tokens.eos_ids)}
+            await asyncio.to_thread(self._grammars[vocabulary].check, grammar)
+        self._good.append(digest)
