@@ -32,6 +32,43 @@ def test_an_unfinished_character_is_dropped_at_the_end(tokenizer: Tokenizer) -> 
     assert shown + detokenizer.finish() == "ab"
 
 
+@given(st.lists(st.integers(0, 5), max_size=12), st.sampled_from([frozenset(), frozenset({258}), None]))
+def test_special_tokens_are_shown_or_not(picks: list[int], shown: frozenset[int] | None) -> None:
+    tokenizer = Tokenizer(str(_folder()))
+    tokenizer._inner.add_special_tokens({"additional_special_tokens": ["<a>", "[B]"]})
+    tokenizer = _again(tokenizer)
+    eos, a, b = (tokenizer.token_of(word) for word in ("<eos>", "<a>", "[B]"))
+    assert None not in {eos, a, b} and tokenizer.token_of("x") is None
+    shown = frozenset({b}) if shown else shown
+    cloud = tokenizer.encode("☁")
+    parts = [
+        ([eos], "<eos>"),
+        ([a], "<a>"),
+        ([b], "[B]"),
+        (tokenizer.encode(" x"), " x"),
+        (cloud, "☁"),
+        ([b, b], "[B][B]"),
+    ]
+    ids = [token for pick in picks for token in parts[pick][0]]
+    hidden = {0, 1, 2, 5} if shown == frozenset() else {0, 1} if shown else set()
+    detokenizer = Detokenizer(tokenizer, (), shown)
+    text = "".join(detokenizer.add([token]) for token in ids) + detokenizer.finish()
+    assert (
+        text
+        == "".join(parts[pick][1] for pick in picks if pick not in hidden)
+        == tokenizer.decode(ids, shown)
+    )
+
+
+def _again(tokenizer: Tokenizer) -> Tokenizer:
+    """As it is loaded when it has been saved."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer._inner.save_pretrained(folder)
+        return Tokenizer(folder)
+
+
 @given(st.text(max_size=20), st.integers(1, 4))
 def test_pieces_of_any_size_add_up(text: str, size: int) -> None:
     tokenizer = Tokenizer(str(_folder()))

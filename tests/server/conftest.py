@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from nibble.engine.outputs import Delta
+from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
 from nibble.server import wire
 from nibble.server.client import Ask, EngineDiedError, Piece, State
@@ -120,3 +122,10 @@ class FakeTokens:
 
     def token_of(self, word: str) -> int | None:
         return None
+
+    eos_ids = frozenset({0})
+
+    def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any:
+        """The bundled model's view."""
+        found = Tokenizer(str(Path(__file__).parents[2] / "models/demo"))
+        return found.for_grammars(len(found), eos_ids)

@@ -236,3 +236,40 @@ def test_tool_calls_and_reasoning() -> None:
         assert CALL in plain["choices"][0]["message"]["content"], "calls are read where tools are offered"
 
     with_app(test)
+
+
+def deep(count: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(count):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+HOSTILE = [
+    {
+        "type": "object",
+        "properties": {"VALUE": {"enum": ["\ud800"]}, 'KEY"\n/>': {"$ref": "#/$defs"}},
+        "required": [1, "x"],
+    },
+    {"type": "object", "properties": {"a": {"type": [[]], "anyOf": [1], "enum": {}}}},
+    {"type": "object", "properties": {"a": True, "b": None, "c": []}, "$defs": 5},
+    deep(60),
+    deep(400),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "hermes", "deepseek_v32"])
+def test_hostile_schemas_of_tools(name: str) -> None:
+    """They are followed or refused, and never an error of the server's."""
+
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.ready = wire.Ready("", 1000, 256, {})
+        for schema in HOSTILE:
+            for choice in ("auto", "required"):
+                tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+                asked = {**CHAT, "tools": [tool], "tool_choice": choice}
+                response = await client.post("/v1/chat/completions", content=json.dumps(asked).encode(),
+                                             headers={"content-type": "application/json"})  # fmt: skip
+                assert response.status_code in {200, 400}, response.text
+
+    with_app(test, tool_format=name)

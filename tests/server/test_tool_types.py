@@ -74,6 +74,16 @@ def test_refused_tools(fields: dict[str, Any], words: str) -> None:
         Request.model_validate(fields)
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_tools_are_allowed(mode: str) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool("g")]}}
+    asked = Request.model_validate({"tools": [tool("f"), tool("g")], "tool_choice": choice})
+    assert [one.function.name for one in asked.open_tools()] == ["g"] and asked.most_calls() is None
+    assert len(asked.forced_tools()) == (mode == "required")
+    with pytest.raises(ValidationError, match="'g', which is none"):
+        Request.model_validate({"tools": [tool("f")], "tool_choice": choice})
+
+
 @pytest.mark.parametrize(
     ("choice", "forced", "most"),
     [

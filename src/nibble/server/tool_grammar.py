@@ -140,8 +140,9 @@ def _argument(
 ) -> Iterator[str]:
     types = types_of(schema, tool.schema)
     texts = not layout.joined and (not types or "string" in types)
-    said = layout.argument.replace("KEY", key, 1).replace("FLAG", "true" if texts else "false")
-    before, _, after = said.partition("VALUE")
+    given = {"KEY": key, "FLAG": "true" if texts else "false"}
+    around = layout.argument.partition("VALUE")[::2]
+    before, after = (re.sub("KEY|FLAG", lambda found: given[found.group()], part) for part in around)
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     if texts and isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
         value = "(" + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices) + ")"

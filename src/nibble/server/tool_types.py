@@ -73,7 +73,19 @@ class NamedTool(BaseModel):
     function: Named
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class Allowed(BaseModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS)
+
+
+class AllowedTools(BaseModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ToolFields(BaseModel):
@@ -94,20 +106,31 @@ class ToolFields(BaseModel):
             return self
         if not names:
             raise ValueError("this tool_choice needs tools")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError(f"tool_choice names {choice.function.name!r}, which is none of the tools")
+        beyond = [name for name in self._chosen() if name not in names]
+        if beyond:
+            raise ValueError(f"tool_choice names {beyond[0]!r}, which is none of the tools")
         return self
 
+    def _chosen(self) -> list[str]:
+        """The tools that tool_choice names."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []
+
     def open_tools(self) -> list[Tool]:
-        """The tools that the model may call: none for tool_choice `none`."""
-        return [] if self.tool_choice == "none" or not self.tools else self.tools
+        """The tools that the model may call: none for tool_choice `none`, some where they are listed."""
+        if self.tool_choice == "none" or not self.tools:
+            return []
+        allowed = self._chosen() if isinstance(self.tool_choice, AllowedTools) else None
+        return [tool for tool in self.tools if allowed is None or tool.function.name in allowed]
 
     def forced_tools(self) -> list[Tool]:
         """Those of which the answer must call one: all for `required`, or the one that is named."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
-            return [tool for tool in self.open_tools() if tool.function.name == choice.function.name]
-        return self.open_tools() if choice == "required" else []
+            return [tool for tool in self.open_tools() if tool.function.name in self._chosen()]
+        required = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        return self.open_tools() if required or choice == "required" else []
 
     def most_calls(self) -> int | None:
         """How many calls an answer may have; None: any number."""
