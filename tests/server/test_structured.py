@@ -143,3 +143,22 @@ def test_grammars_are_tried_before_the_engine_gets_them(tokenizer: Tokenizer) ->
         await GrammarCheck(None).passed("regex:(", 5)
 
     asyncio.run(test())
+
+
+def test_a_tokenizer_that_grammars_cannot_follow(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    for error, words in (
+        (ValueError("only fast ones"), "only fast ones"),
+        (ImportError(), "pip install llguidance"),
+    ):
+
+        def fails(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(tokenizer, "for_grammars", fails)
+        found = Grammars(tokenizer, len(tokenizer), tokenizer.eos_ids)
+        found.prepare()
+        with pytest.raises(RequestError, match=words) as told:
+            found.check("regex:a")
+        assert told.value.status == 501

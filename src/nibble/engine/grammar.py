@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -66,6 +67,11 @@ class Grammars:
         """The matcher of a grammar; raises RequestError where it cannot be understood."""
         return self._kept(grammar).fork()
 
+    def prepare(self) -> None:
+        """Does now what the first grammar would wait for: a second or so, where the vocabulary is large."""
+        with suppress(RequestError):  # what is missing is told to those who need it
+            self._tokens()
+
     def check(self, grammar: str) -> None:
         """Raises RequestError where a grammar cannot be followed, or takes so long to prepare that others would wait.
         For a process in which nobody waits."""
@@ -81,19 +87,29 @@ class Grammars:
             )
 
     def _made(self, grammar: str) -> Matcher:
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError as error:
-            raise RequestError("structured answers need a package: pip install llguidance", 501) from error
+        tokens = self._tokens()
+        from llguidance import LLMatcher, LLParserLimits
+
         if len(grammar) > LONGEST:
             raise RequestError(f"a grammar may have {LONGEST} characters at most")
-        if self._inner is None:
-            self._inner = self._tokenizer.for_grammars(self._vocabulary, sorted(self._eos_ids))
         limits = LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
-        made = LLMatcher(self._inner, _compiled(grammar), log_level=0, limits=limits)
+        made = LLMatcher(tokens, _compiled(grammar), log_level=0, limits=limits)
         if made.is_error():
             raise RequestError(f"the grammar cannot be followed: {made.get_error()}")
         return Matcher(made)
+
+    def _tokens(self) -> Any:
+        """llguidance's view of the tokenizer; raises RequestError where there can be none."""
+        if self._inner is None:
+            try:
+                self._inner = self._tokenizer.for_grammars(self._vocabulary, sorted(self._eos_ids))
+            except ImportError as error:
+                raise RequestError(
+                    "structured answers need a package: pip install llguidance", 501
+                ) from error
+            except ValueError as error:
+                raise RequestError(f"this model's tokenizer cannot follow grammars: {error}", 501) from error
+        return self._inner
 
 
 def _compiled(grammar: str) -> str:

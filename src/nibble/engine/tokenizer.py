@@ -23,10 +23,9 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise WeightError(f"cannot load the tokenizer of {path!r}: {error}") from error
         added = getattr(self._inner, "added_tokens_decoder", {})
-        self._added = {str(token.content): int(index) for index, token in added.items()}
-        self._special = frozenset(self._inner.all_special_ids) | {
-            index for index, token in added.items() if token.special
-        }
+        named = dict(zip(self._inner.all_special_tokens, self._inner.all_special_ids, strict=True))
+        self._added = named | {str(token.content): int(index) for index, token in added.items()}
+        self._special = {*named.values(), *(index for index, token in added.items() if token.special)}
 
     def __len__(self) -> int:
         return len(self._inner)

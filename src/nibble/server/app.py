@@ -90,7 +90,7 @@ class Api:
         self.gate = Gate(settings.max_queue, settings.wait_when_full)
         self.meters = Meters(client, name)
         self.dialect = Dialect(tokens, settings.tool_format, settings.reasoning_parser)
-        self._grammars = GrammarCheck(tokens)
+        self.grammars = GrammarCheck(tokens)
 
     @property
     def tokens(self) -> Tokens:
@@ -208,7 +208,7 @@ class Api:
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
         if asks[0].params.grammar is not None and self.client.ready:
-            await self._grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
+            await self.grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
         times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
         pieces = self._pieces(writer, asks, min(times, default=None))
         if not asked.stream:

@@ -25,13 +25,21 @@ class GrammarCheck:
         self._good: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock = asyncio.Lock()
 
+    async def prepare(self, vocabulary: int) -> None:
+        """So that the first grammar need not wait. vocabulary: tokens of the model."""
+        if self._tokens is not None:
+            await asyncio.to_thread(self._of(vocabulary).prepare)
+
+    def _of(self, vocabulary: int) -> Grammars:
+        if vocabulary not in self._grammars:
+            self._grammars = {vocabulary: Grammars(self._tokens, vocabulary, self._tokens.eos_ids)}
+        return self._grammars[vocabulary]
+
     async def passed(self, grammar: str, vocabulary: int) -> None:
         """Raises RequestError where the engine could not follow it."""
         digest = hashlib.sha256(grammar.encode(errors="replace")).digest()
         if self._tokens is None or digest in self._good:
             return
         async with self._lock:
-            if vocabulary not in self._grammars:
-                self._grammars = {vocabulary: Grammars(self._tokens, vocabulary, self._tokens.eos_ids)}
-            await asyncio.to_thread(self._grammars[vocabulary].check, grammar)
+            await asyncio.to_thread(self._of(vocabulary).check, grammar)
         self._good.append(digest)

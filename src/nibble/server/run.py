@@ -49,6 +49,7 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told) ->
     listening = asyncio.create_task(server.serve())
     try:
         await client.start()
+        await app.state.api.grammars.prepare(client.ready.vocab_size if client.ready else 0)
         told(name, f"http://{settings.host}:{settings.port}")
         died = asyncio.create_task(client.died.wait())
         await asyncio.wait((listening, died), return_when=asyncio.FIRST_COMPLETED)

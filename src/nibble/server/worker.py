@@ -146,7 +146,10 @@ def main(address: str) -> None:
     try:
         from nibble.engine.llm import LLM
 
-        worker = Worker(LLM(**config), socket)
+        llm = LLM(**config)
+        if llm.engine.grammars:
+            llm.engine.grammars.prepare()
+        worker = Worker(llm, socket)
     except (NibbleError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), type(error).__name__)))
         raise SystemExit(1) from error
