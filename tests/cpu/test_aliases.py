@@ -44,6 +44,6 @@ def test_every_format_stands_for_one_that_is_there() -> None:
         "--tool-format",
         "hermes",
     ]
-    assert translated(["--tool-call-parser=glm47", "--reasoning-parser=deepseek-r1"]) == [
-        "--tool-format=glm45", "--reasoning-parser=deepseek_r1",
+    assert translated(["--tool-call-parser=deepseekv3", "--reasoning-parser=deepseek-r1"]) == [
+        "--tool-format=deepseek_v3", "--reasoning-parser=deepseek_r1",
     ]  # fmt: skip

@@ -29,7 +29,7 @@ VALUES = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--tool-format": {
         "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "qwen": "hermes",
-        "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45", "deepseekv3": "deepseek_v3",
+        "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "glm": "glm45", "deepseekv3": "deepseek_v3",
         "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "minimax-m2": "minimax_m2",
     },
     "--reasoning-parser": {
