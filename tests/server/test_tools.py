@@ -320,7 +320,8 @@ def test_what_is_malformed_is_text(name: str, text: str, eager: bool) -> None:
         ("glm45", "<tool_call>f\n<arg_key>s</arg_key><arg_value>ab</arg_value> oops", '{"s": "ab"', " oops"),
         ("pythonic", '[f(s="ab", i=[1, oops])] x', '{"s": "ab", "i": [1', "oops])] x"),
         ("pythonic", '[f(s="ab", i=[1:])] x', '{"s": "ab", "i": [1', ":])] x"),
-        ("pythonic", '[f(s="ab", i="un', '{"s": "ab", "i": ', '"un'),
+        ("pythonic", '[f(s="ab", i="un', '{"s": "ab", "i": "un', ""),
+        ("pythonic", '[f(s="ab", i="un\\', '{"s": "ab", "i": "un', "\\"),
     ],
 )
 def test_arguments_that_break_off(name: str, text: str, begun: str, rest: str) -> None:
@@ -411,6 +412,11 @@ def test_depth_and_length_do_no_harm() -> None:
     assert read("hermes", ['<tool_call>{"name":"f","arguments":' + deep] * 2)[1][0][1].startswith(deep)
     many = '<tool_call>{"a":[' * 5_000
     assert read("hermes", [many], eager=False)[:2] == (many, [])
+    nested = "[f(o=" + "[" * 50_000
+    assert read("pythonic", [nested], eager=False, tools=TYPED)[:2] == (nested, [])
+    assert read("pythonic", [nested] * 2, tools=TYPED)[1][0][1].endswith("[" * 50_000)
+    many = "<function=f><parameter=s>" * 5_000
+    assert read("qwen3_coder", [many], eager=False, tools=TYPED)[:2] == (many, [])
     spaces = " " * 10_000
     assert read("hermes", [spaces, "x", spaces])[0] == f"{spaces}x{spaces}"
 

@@ -20,7 +20,7 @@ ANY: frozenset[str] = frozenset()
 WORDS = {"True": "true", "False": "false", "None": "null"}
 FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 TOKEN = re.compile(r"\s+|[\[\]{}(),:]|[-+.\w]+")
-STRING = {quote: re.compile(rf"{quote}(?:[^{quote}\\]|\\.)*{quote}", re.DOTALL) for quote in "'\""}
+LONGEST_WORD, LONGEST_ESCAPE = 1024, 10
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 LETTERS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
@@ -129,13 +129,15 @@ def _whole(text: str) -> tuple[str, str]:
 
 
 class PythonScan:
-    """Turns Python's literals into JSON, token by token: tuples are lists, commas before an end are dropped. Whether
-    the result is JSON is for others to see. Ends before a comma or `)` that is not its own: done."""
+    """Turns Python's literals into JSON, token by token, and strings as they grow: tuples are lists, commas before an
+    end are dropped. Whether the result is JSON is for others to see. Ends before a comma or `)` that is not its own:
+    done."""
 
     def __init__(self) -> None:
         self.done = False
         self._closers: list[str] = []
         self._comma = False
+        self._quote = ""  # of the string that has begun
 
     def feed(self, text: str, at: int, *, ended: bool = False) -> tuple[str, int]:
         """(the JSON of the token at `at`, where it ends); ends at `at` where more text is needed, or all is done.
@@ -148,19 +150,26 @@ class PythonScan:
     def _token(self, text: str, at: int, ended: bool) -> int:
         """Where the token ends; `at` where more text is needed, or the end is here."""
         letter = text[at]
+        if self._quote and letter == "\\":
+            found = ESCAPE.match(text, at) if ended or len(text) - at >= LONGEST_ESCAPE else None
+            return found.end() if found else at
+        if letter in "'\"" and self._quote in ("", letter):
+            return at + 1
+        if self._quote:
+            end = re.compile(rf"[^\\{self._quote}]+").match(text, at)
+            return end.end() if end else at
         if not self._closers and letter in ",)":
             self.done = True
             return at
-        if letter in STRING:
-            found = STRING[letter].match(text, at)
-            return found.end() if found else at
         found = TOKEN.match(text, at)
-        if not found:
+        if not found or found.end() - at > LONGEST_WORD:
             raise ValueError(f"{letter!r} begins no literal")
-        grows = found.end() == len(text) and letter not in "[]{}(),:" and not ended
-        return at if grows else found.end()
+        word = not (letter.isspace() or letter in "[]{}(),:")
+        return at if word and found.end() == len(text) and not ended else found.end()
 
     def _said(self, token: str) -> str:
+        if self._quote:
+            return self._in_string(token)
         if token == ",":
             self._comma = True
             return ""
@@ -170,6 +179,12 @@ class PythonScan:
         self._comma = False
         return before + self._json(token)
 
+    def _in_string(self, piece: str) -> str:
+        if piece == self._quote:
+            self._quote = ""
+            return '"'
+        return quoted(ESCAPE.sub(_letter, piece))[1:-1]
+
     def _json(self, token: str) -> str:
         if token in CLOSERS:
             self._closers.append(CLOSERS[token])
@@ -178,8 +193,9 @@ class PythonScan:
             if not self._closers or self._closers.pop() != token:
                 raise ValueError(f"{token!r} closes nothing")
             return "]" if token == ")" else token
-        if token[0] in STRING:
-            return quoted(ESCAPE.sub(_letter, token[1:-1]))
+        if token in "'\"":
+            self._quote = token
+            return '"'
         word = WORDS.get(token, token)
         if word not in ":" and not SCALAR.fullmatch(word):
             raise ValueError(f"{token!r} is no literal")

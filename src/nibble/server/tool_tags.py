@@ -190,7 +190,7 @@ class _Json:
 
     def gain(self, piece: str, *, took: int = 0, whole: bool = False) -> None:
         """Says a piece of whole tokens, which were `took` characters. Raises Malformed before what does not fit."""
-        at = self._scan.feed(piece + " ", 0)  # which ends a number
+        at = self._scan.feed(piece + " ", 0)  # which ends a number, and does no harm in a string
         if self._scan.broken or self._scan.done != whole:
             self._reader.gain(piece[:at])
             raise Malformed
