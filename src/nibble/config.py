@@ -6,6 +6,7 @@ them is a Plan (attention/resolve.py). Must not know of torch, models or backend
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -83,6 +84,16 @@ class Config:
     graphs: bool = _option(
         True, "On a GPU: record decode steps as CUDA graphs, where the backend can be recorded."
     )
+    watch_fidelity: float = _option(
+        0.0,
+        "Share of requests, from 0 to 1, whose attention is compared with rows in the model's own precision as they "
+        "are served.",
+    )
+    fidelity_alert: float | None = _option(
+        None,
+        "Relative error of a layer's attention from which to warn; left out: twice what its format makes of the same "
+        "rows.",
+    )
     seed: int = _option(0, "Seed of requests that name none.")
 
     def __post_init__(self) -> None:
@@ -102,6 +113,21 @@ class Config:
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         parse_hisparse(self.hisparse)
+        self._check_watch()
+
+    def _check_watch(self) -> None:
+        if not 0 <= self.watch_fidelity <= 1:
+            raise ConfigError(
+                f"watch_fidelity is a share of requests, from 0 to 1, not {self.watch_fidelity}"
+            )
+        if self.fidelity_alert is None:
+            return
+        if not 0 < self.fidelity_alert < math.inf:
+            raise ConfigError(f"fidelity_alert must be a number above 0, as 0.2, not {self.fidelity_alert}")
+        if not self.watch_fidelity:
+            raise ConfigError(
+                "fidelity_alert needs watch_fidelity, which says what share of requests is watched"
+            )
 
     def backend_for(self, decode: bool) -> str:
         """The backend asked for in DECODE and VERIFY (decode=True), or in PREFILL and EXTEND; `auto` is any."""
@@ -116,7 +142,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-_TYPES = {"str": "a text", "int": "an integer", "bool": "True or False"}
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_TYPES = {"str": "a text", "int": "an integer", "bool": "True or False", "float": "a number"}
 
 
 def _check_type(name: str, annotation: str, value: Any) -> None:
@@ -124,7 +158,8 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
     kind, _, optional = annotation.partition(" | ")
     if optional and value is None:
         return
-    if not (_is_int(value) if kind == "int" else isinstance(value, str if kind == "str" else bool)):
+    checks = {"int": _is_int, "float": _is_number, "str": _is_text, "bool": _is_flag}
+    if not checks[kind](value):
         expected = _TYPES[kind] + (" or None" if optional else "")
         raise ConfigError(f"{name} must be {expected}, not {value!r} ({type(value).__name__})")
 

@@ -38,6 +38,9 @@ GRAPH = 16 << 20
 """What a recorded decode step takes beside its buffers."""
 TOKENS_CPU, TOKENS_GPU = 512, 8192
 """Most tokens of a step, unless said otherwise. A GPU reaches its arithmetic rate with some thousands."""
+WATCH = 256 << 20
+"""What the fidelity watch takes on a GPU: kept rows (engine/kept.py), and float32 copies of one layer's while they are
+compared."""
 SHARE = 0.25
 """Largest part of a CPU's memory that a pool takes unasked; the machine has other work to do."""
 SPARE = 4
@@ -203,13 +206,14 @@ def activation_bytes(config: Config, geometry: Geometry, dtype: str, tokens: int
 
 
 def runtime_bytes(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, tokens: int) -> int:
-    """What runs the steps on a GPU: libraries, and the recorded decode steps with their logits."""
+    """What runs the steps on a GPU: libraries, the recorded decode steps with their logits, and a watch, if any."""
     if hardware.is_cpu:
         return 0
+    fixed = LIBRARIES + (WATCH if config.watch_fidelity else 0)
     if not config.graphs or obstacle(plan):
-        return LIBRARIES
+        return fixed
     recorded = sizes(most_decodes(config, tokens))
-    return LIBRARIES + len(recorded) * GRAPH + recorded[-1] * geometry.vocab_size * _width(plan.dtype)
+    return fixed + len(recorded) * GRAPH + recorded[-1] * geometry.vocab_size * _width(plan.dtype)
 
 
 def _width(dtype: str) -> int:

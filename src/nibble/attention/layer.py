@@ -37,12 +37,22 @@ class Attend(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Looks on while a step attends (engine/fidelity.py). Must not write to what it is shown."""
+
+    def see(
+        self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec, out_THD: Tensor
+    ) -> None:
+        """A layer's query and streams as the model gave them, and what was answered."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """All that attention needs in one step. An argument of the model call, never a global.
 
     tier: where the pool's pages are, if not all on the device. located: where the tokens lie that a layer chose, for
-    the layers that share its choice; segment after segment.
+    the layers that share its choice; segment after segment. watch: who looks on, if anybody does.
     """
 
     plan: Plan
@@ -51,15 +61,23 @@ class StepContext:
     meta: AttentionMetadata
     tier: HotTier | None = None
     located: dict[int, list[Swap]] = field(default_factory=dict)
+    watch: Watch | None = None
 
 
 def attention(
     ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec
 ) -> Tensor:
-    """Stores the layer's new streams and attends over all that is stored -> [T, H, Dv], zeros in padding rows.
+    """Stores the layer's new streams and attends over all that is stored -> [T, H, Dv], zeros in padding rows."""
+    out_THD = _stored_and_attended(ctx, layer, q_THD, streams, spec)
+    if ctx.watch is not None:
+        ctx.watch.see(layer, q_THD, streams, spec, out_THD)
+    return out_THD
 
-    A layer that shares another's KV stores nothing, and reads its owner's pages.
-    """
+
+def _stored_and_attended(
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec
+) -> Tensor:
+    """A layer that shares another's KV stores nothing, and reads its owner's pages."""
     owner, meta = ctx.plan.owner[layer], ctx.meta
     slots_T = meta.slots_T if meta.placed_T is None else meta.placed_T
     if owner == layer:

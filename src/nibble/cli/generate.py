@@ -48,6 +48,7 @@ class Run:
     seconds: float
     startup: Mapping[str, float]
     tier: str | None
+    fidelity: str | None
 
     @property
     def tokens(self) -> int:
@@ -58,7 +59,7 @@ class Run:
         """Its cost, in one line."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         cost = f"{bytes_in_words(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
-        return f"{cost}\n{self.tier}" if self.tier else cost
+        return "\n".join(filter(None, (cost, self.tier, self.fidelity)))
 
     def as_dict(self) -> dict[str, Any]:
         from nibble.attention.explain import baseline_bytes
@@ -70,6 +71,7 @@ class Run:
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
             "hisparse": self.tier,
+            "fidelity": self.fidelity,
             "startup": {part: round(seconds, 3) for part, seconds in self.startup.items()},
             "answers": [asdict(output) for output in self.outputs],
         }
@@ -177,8 +179,13 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     err().print(
         f"{bytes_in_words(scheme, llm.plan.layout)}; {tokens} tokens, {rate:.1f} tokens/s", style="dim"
     )
-    if llm.tier:
-        err().print(llm.tier.words, style="dim")
+    for line in _asides(llm):
+        err().print(line, style="dim")
+
+
+def _asides(llm: LLM) -> list[str]:
+    """What the host tier and the fidelity watch have to say, where there are any."""
+    return [part.words for part in (llm.tier, llm.fidelity) if part]
 
 
 def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingParams) -> Run:
@@ -189,8 +196,8 @@ def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingPar
     failed = next((answer.error for output in outputs for answer in output.completions if answer.error), None)
     if failed:
         raise NibbleError(failed)
-    tier = llm.tier.words if llm.tier else None
-    return Run(entry.name, llm.plan.layout, outputs, seconds, llm.startup, tier)
+    tier, fidelity = (part.words if part else None for part in (llm.tier, llm.fidelity))
+    return Run(entry.name, llm.plan.layout, outputs, seconds, llm.startup, tier, fidelity)
 
 
 def _listed(run: Run) -> None:

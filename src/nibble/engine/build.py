@@ -31,7 +31,9 @@ from nibble.config import Config
 from nibble.engine.batch import Batch, Work
 from nibble.engine.calibrate import MIN_TOKENS, Recorder, builtin_texts
 from nibble.engine.engine import Engine
+from nibble.engine.fidelity import Fidelity
 from nibble.engine.grammar import Grammars
+from nibble.engine.kept import KeptRows
 from nibble.engine.parcel import ALIGNED
 from nibble.engine.request import Request
 from nibble.engine.runner import Runner
@@ -113,7 +115,9 @@ def build(
         pool = PagedPool(made.plan.layout, made.budget.pages, scales, device, frames=frames, poison=poison)
         tier = _tier(made, pool, scales)
     engine = _engine(made, model, pool, scales, tokenizer, tier)
+    watch = _watch(made)  # before the start looks at the memory that is left, and used after it
     prepare(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
+    engine.runner.watch = watch
     engine.startup = startup
     return engine, made
 
@@ -127,6 +131,16 @@ def _tier(made: Blueprint, pool: PagedPool, scales: KVScales) -> HotTier | None:
     host = HostTier(tier.layout, pool.pages, scales, pool.device)
     choosers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
     return HotTier(residency, host, pool, choosers, made.config.max_running + 2)
+
+
+def _watch(made: Blueprint) -> Fidelity | None:
+    """What compares the cache with rows in the model's own precision, if the config asks for it."""
+    config = made.config
+    if not config.watch_fidelity:
+        return None
+    with out_of_memory_explained(made.budget):
+        rows = KeptRows(made.plan, made.geometry.max_context, torch.device(made.hardware.device))
+    return Fidelity(rows, config.watch_fidelity, config.fidelity_alert, config.seed)
 
 
 def _engine(

@@ -22,6 +22,7 @@ from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured, sampling
 from nibble.engine.build import build, measure, run_prompt
 from nibble.engine.engine import Engine, Ticket
+from nibble.engine.fidelity import Fidelity
 from nibble.engine.outputs import Completion, Delta, Logprob, Output
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import NibbleError, RequestError
@@ -63,6 +64,11 @@ class LLM:
     def tier(self) -> HotTier | None:
         """The host tier, where `hisparse` asked for one: what it has done (`words`), its counts."""
         return self.engine.runner.tier
+
+    @property
+    def fidelity(self) -> Fidelity | None:
+        """The fidelity watch, where `watch_fidelity` asked for one: what it has found (`words`), by layer."""
+        return self.engine.runner.watch
 
     @property
     def startup(self) -> Mapping[str, float]:

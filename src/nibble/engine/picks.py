@@ -37,12 +37,12 @@ class Picks:
     def __init__(self, logits_SV: Tensor, tokens_S: Tensor, wrong_S: Tensor, wanted: Wanted | None) -> None:
         self.tokens_S = tokens_S
         self._wanted = wanted
-        self._shown_S = _to_host(tokens_S.masked_fill(wrong_S, WRONG))
+        self._shown_S = to_host(tokens_S.masked_fill(wrong_S, WRONG))
         if wanted:
             values, ids = _logprobs(
                 logits_SV[wanted.rows_R].float(), tokens_S[wanted.rows_R], max(wanted.counts)
             )
-            self._values, self._ids = _to_host(values), _to_host(ids)
+            self._values, self._ids = to_host(values), to_host(ids)
         self._done = torch.cuda.Event() if tokens_S.is_cuda else None
         if self._done:
             self._done.record()
@@ -76,7 +76,7 @@ def _logprobs(logits_RV: Tensor, tokens_R: Tensor, most: int) -> tuple[Tensor, T
     return torch.cat((chosen_R1, top_RK), 1) - total_R1, ids_RK
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, complete once an event that is recorded after this has come to pass."""
     if not tensor.is_cuda:
         return tensor

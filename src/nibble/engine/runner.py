@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.capability import Phase
-from nibble.attention.layer import Attend, StepContext
+from nibble.attention.layer import Attend, StepContext, Watch
 from nibble.attention.metadata import AttentionMetadata, Segment
 from nibble.attention.plan import Plan
 from nibble.cache.hot import HotTier
 from nibble.cache.pool import PagedPool
 from nibble.engine.batch import Batch, Work
+from nibble.engine.fidelity import Fidelity
 from nibble.engine.graphs import Buffers, Graphs
 from nibble.engine.parcel import Parcel
 from nibble.engine.tables import PageTables
@@ -37,7 +38,8 @@ class Runner:
     """Runs a model's steps over a pool. model: Transformers' own, with Nibble's attention function.
 
     tier: the pool's, where a host tier holds what it has no room for. run: how the model is run, if not as it is.
-    graphs: recorded decode steps, once record() was called.
+    graphs: recorded decode steps, once record() was called. watch: compares what some requests get with rows of their
+    own precision, if anybody asked for it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Runner:
         self.device = tables.device
         self.multiple = row_multiple(model) if self.device.type == "cpu" else 1
         self.graphs: Graphs | None = None
+        self.watch: Fidelity | None = None
         self._run = run or plain(model)
         self._sampled_S: Tensor | None = None
 
@@ -73,10 +76,11 @@ class Runner:
             raise
 
     def _forward(self, works: Sequence[Work], every: bool) -> Tensor:
+        look = self.watch.look(works) if self.watch and not every else None
         if self.graphs and not every and all(work.phase is Phase.DECODE for work in works):
-            logits = self._replay(works, self.graphs)
+            logits = self._replay(works, self.graphs, look)
         else:
-            logits = self._step(works, every)
+            logits = self._step(works, every, look)
         if self.tier:
             self.tier.backup((work.request.lease, work.end) for work in works if work.request.lease)
         return logits
@@ -89,7 +93,7 @@ class Runner:
 
     # Any step
 
-    def _step(self, works: Sequence[Work], every: bool) -> Tensor:
+    def _step(self, works: Sequence[Work], every: bool, look: Watch | None) -> Tensor:
         rows = self._rows(works)
         ids = [token for work in works for token in _known(work)]
         keep = list(range(len(ids))) if every else _last_rows(works)
@@ -110,7 +114,8 @@ class Runner:
             ids_T = torch.where(ids_T < 0, self.tables.latest_R[rows_T], ids_T)
         meta = self._metadata(sent, parts, rows_T[: len(ids)], positions_T[: len(ids)])
         self._sampled_S = sent[sampled_at]
-        return self._run(ids_T[None], positions_T[None], sent[keep_at], self._context(meta))[: len(keep)]
+        ctx = self._context(meta, look)
+        return self._run(ids_T[None], positions_T[None], sent[keep_at], ctx)[: len(keep)]
 
     def _metadata(
         self, sent: Tensor, parts: Sequence[_Part], rows_T: Tensor, positions_T: Tensor
@@ -164,8 +169,8 @@ class Runner:
             self.tier.settle(sent, news)
         return sent
 
-    def _context(self, meta: AttentionMetadata) -> StepContext:
-        return StepContext(self.plan, self.pool, self.backends, meta, self.tier)
+    def _context(self, meta: AttentionMetadata, look: Watch | None = None) -> StepContext:
+        return StepContext(self.plan, self.pool, self.backends, meta, self.tier, watch=look)
 
     # Steps of decodes alone
 
@@ -174,7 +179,7 @@ class Runner:
         graphs.record(self._decode)
         self.graphs = graphs
 
-    def _replay(self, works: Sequence[Work], graphs: Graphs) -> Tensor:
+    def _replay(self, works: Sequence[Work], graphs: Graphs, look: Watch | None) -> Tensor:
         size = graphs.size_for(len(works))
         padding = size - len(works)
         parcel = Parcel()
@@ -188,11 +193,14 @@ class Runner:
         sent = self._send(parcel, works)
         self._sampled_S = sent[at][: len(works)]
         graphs.buffers.inputs[: 3 * size].copy_(sent[at])
-        graphs.replay(size)
+        if look:  # of a replay Python sees nothing: the same step over the same buffers is computed
+            self._decode(size, graphs.buffers, look)
+        else:
+            graphs.replay(size)
         return graphs.buffers.logits[: len(works)]
 
     @torch.inference_mode()
-    def _decode(self, size: int, buffers: Buffers) -> None:
+    def _decode(self, size: int, buffers: Buffers, look: Watch | None = None) -> None:
         """One step of `size` rows, from buffer to buffer: what is recorded. Position -1 is padding."""
         rows_B, positions_B, sent_B = buffers.inputs[: 3 * size].view(3, size)
         page, tables = self.plan.page_size, self.tables
@@ -206,7 +214,7 @@ class Runner:
             Phase.DECODE, 0, size, (1,) * size, (longest,) * size, pages_BN,
             buffers.starts[: size + 1], (positions_B + 1).int(), rows_B,
         )  # fmt: skip
-        ctx = self._context(self._placed(slots_B, [segment]))
+        ctx = self._context(self._placed(slots_B, [segment]), look)
         logits = self._run(ids_B[None], seen_B[None], buffers.rows[:size], ctx)
         buffers.keep(logits)
 
