@@ -37,6 +37,11 @@ TIER = {
     "tier_frames": 50, "tier_free": 10, "tier_idle": 5, "tier_hot": 16, "tier_spilled": 1, "tier_saved": 21,
     "tier_loaded": 12, "tier_dropped": 11,
 }  # fmt: skip
+WATCH = {
+    "fidelity_samples": 7, "fidelity_alerts": 2, "fidelity_alert": 1, "fidelity_skipped_cached": 4,
+    "fidelity_skipped_long": 1, "fidelity_error_0": 0.04, "fidelity_own_0": 0.05, "fidelity_limit_0": 0.105,
+    "fidelity_error_12": 0.5, "fidelity_own_12": 0.1, "fidelity_limit_12": 0.205,
+}  # fmt: skip
 PLAN = {"model": "m", "groups": [{"scheme": "nvfp4"}], "bytes_per_token": 864, "ratio": 3.5556}
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 Samples = dict[tuple[str, ...], float]
@@ -278,7 +283,7 @@ def test_what_is_refused_before_its_route_is_counted_by_its_path() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     engine = FakeEngine()
-    meters, engine.stats = meters_of(engine), STATS | TIER
+    meters, engine.stats = meters_of(engine), STATS | TIER | WATCH
     meters.http("GET", "/health", 200)
     there = {key[0] for key in read(meters)}
     dashboard = json.loads(DASHBOARD.read_text())
@@ -293,7 +298,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels)
     titles = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert titles == ["Traffic", "Latency", "Cache", "Host tier"]
+    assert titles == ["Traffic", "Latency", "Cache", "Host tier", "Fidelity"]
 
 
 # nibble top

@@ -1,18 +1,13 @@
 """`nibble top`: a live view of a server, from its /metrics and /v1/plan.
 
-Owns Scrape, Figures and the picture of them. Must not know how the server counts, only what its metrics are called.
+Owns Figures and the picture of them. Must not know how the server counts, only what its metrics are called.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import re
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,8 +23,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nibble.cli.exits import JsonOption
+from nibble.cli.scrape import Buckets, Scrape, Server
 from nibble.cli.terminal import print_json
-from nibble.errors import ConfigError, NibbleError
+from nibble.errors import NibbleError
 
 UrlArgument = Annotated[str, typer.Argument(metavar="[URL]", help="Of the server.")]
 OnceOption = Annotated[
@@ -41,8 +37,6 @@ KeyOption = Annotated[
 IntervalOption = Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")]
 WINDOW_S = 30.0
 """Rates, latencies and the hit rate are of so many seconds."""
-TIMEOUT_S = 5.0
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def top(
@@ -77,96 +71,6 @@ nibble top --json | jq .output_tokens_per_s
 """
 
 
-class Server:
-    """What a server says of itself."""
-
-    def __init__(self, url: str, key: str | None) -> None:
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
-        sound = re.fullmatch(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/\S*)?", self.url)
-        if not sound:
-            raise ConfigError(f"{url!r} is not the address of a server; write it as http://localhost:8000")
-        self._key = key
-        own = [urllib.request.ProxyHandler({})] if sound[1] in LOCAL else []
-        self._opener = urllib.request.build_opener(*own)
-        self._plan: dict[str, Any] = {}
-
-    def look(self) -> Scrape:
-        """Its metrics now; raises NibbleError where there are none."""
-        found = Scrape.of(self._get("/metrics"), time.monotonic())
-        if not found.values:
-            raise NibbleError(f"{self.url}/metrics has no metrics of a nibble server")
-        return found
-
-    def plan(self) -> dict[str, Any]:
-        """What it serves; empty while it does not say. Asked for until it is known, for it does not change."""
-        if not self._plan:
-            try:
-                self._plan = json.loads(self._get("/v1/plan"))
-            except (NibbleError, ValueError):
-                return {}
-        return self._plan
-
-    def _get(self, path: str) -> str:
-        request = urllib.request.Request(self.url + path)
-        if self._key:
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        try:
-            with self._opener.open(request, timeout=TIMEOUT_S) as response:
-                return str(response.read().decode())
-        except urllib.error.HTTPError as error:
-            with error:
-                raise NibbleError(f"{self.url}{path} says {error.code}: {_said(error)}") from None
-        except urllib.error.URLError as error:
-            raise NibbleError(f"cannot reach {self.url}: {error.reason}") from None
-        except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
-            raise NibbleError(f"cannot read {self.url}{path}: {error}") from None
-
-
-def _said(error: urllib.error.HTTPError) -> str:
-    """The message of an error in OpenAI's shape; of another, its status in words."""
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return str(error.reason)
-
-
-Buckets = dict[float, float]
-"""Of a histogram: bound -> how many were at most that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """Metrics at a time. values: by name, and by `name.state` where a label tells several apart."""
-
-    time: float
-    values: Mapping[str, float]
-    histograms: Mapping[str, Buckets]
-
-    @classmethod
-    def of(cls, text: str, now: float) -> Scrape:
-        from prometheus_client.parser import text_string_to_metric_families
-
-        values: dict[str, float] = {}
-        histograms: dict[str, Buckets] = {}
-        try:
-            families = list(text_string_to_metric_families(text))
-        except ValueError as error:
-            raise NibbleError(f"what the server says of its metrics cannot be read: {error}") from None
-        for sample in (sample for family in families for sample in family.samples):
-            if not sample.name.startswith("nibble:"):
-                continue
-            name = sample.name.removeprefix("nibble:")
-            if "le" in sample.labels:
-                buckets = histograms.setdefault(name.removesuffix("_bucket"), {})
-                bound = float(sample.labels["le"])
-                buckets[bound] = buckets.get(bound, 0.0) + sample.value
-            else:
-                told = sample.labels.get("state") or sample.labels.get("finished_reason")
-                key = f"{name}.{told}" if told else name
-                values[key] = values.get(key, 0.0) + sample.value
-        return cls(now, values, histograms)
-
-
 @dataclass(frozen=True, slots=True)
 class Latency:
     """Seconds by quantile; None where nothing was timed. recent: of now, and not of the server's whole life."""
@@ -179,7 +83,8 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the picture shows. Rates are per second, shares from 0 to 1; None is what the server does not say."""
+    """What the picture shows. Rates are per second, shares from 0 to 1; None is what the server does not say.
+    fidelity_error: of the layer that is worst."""
 
     model: str
     cache: str
@@ -203,6 +108,9 @@ class Figures:
     host_tier_frames: dict[str, float]
     host_tier_pages: dict[str, float]
     host_tier_spilled: float | None
+    fidelity_samples: float | None
+    fidelity_alert: bool
+    fidelity_error: float | None
 
 
 def figures_of(scrapes: Sequence[Scrape], plan: Mapping[str, Any]) -> Figures:
@@ -243,6 +151,9 @@ def figures_of(scrapes: Sequence[Scrape], plan: Mapping[str, Any]) -> Figures:
             if f"host_tier_{what}_pages_total" in values
         },
         host_tier_spilled=values.get("host_tier_spilled_requests_total"),
+        fidelity_samples=values.get("kv_fidelity_samples_total"),
+        fidelity_alert=values.get("kv_fidelity_alert", 0.0) > 0,
+        fidelity_error=_worst(_of_states(values, "kv_fidelity_error")),
     )
 
 
@@ -254,6 +165,12 @@ def _grown(before: float, after: float) -> float:
 def _of_states(values: Mapping[str, float], name: str) -> dict[str, float]:
     split = ((key.partition("."), value) for key, value in values.items())
     return {state: value for (first, _, state), value in split if first == name}
+
+
+def _worst(errors: Mapping[str, float]) -> float | None:
+    """The largest; None where there is none, or it is no number, which JSON has not."""
+    found = max(errors.values(), default=float("inf"))
+    return found if found < float("inf") else None
 
 
 def _hit_rate(then: Mapping[str, float], now: Mapping[str, float]) -> tuple[float | None, bool]:
@@ -355,6 +272,10 @@ def _cache(figures: Figures) -> Iterator[tuple[str, RenderableType]]:
     hits = "-" if figures.hit_rate is None else f"{figures.hit_rate:.1%}"
     yield "prefix hits", Text(hits, style="" if figures.hit_rate_recent else "dim")
     yield "preemptions", _count(figures.preemptions)
+    if figures.fidelity_samples is not None:
+        error = "-" if figures.fidelity_error is None else f"{figures.fidelity_error:.1%}"
+        words = f"{error} off ({_count(figures.fidelity_samples)} seen)"
+        yield "attention", Text(words, "bold red" if figures.fidelity_alert else "")
 
 
 def _tier(figures: Figures) -> Iterator[tuple[str, RenderableType]]:

@@ -25,6 +25,7 @@ from nibble.server.cache_view import cache_view
 from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.dialect import Dialect
 from nibble.server.grammar_check import GrammarCheck
+from nibble.server.fidelity import warning
 from nibble.server.guards import BodyLimit, KeyGuard, error_of, failure, install_handlers
 from nibble.server.metrics import CountHttp, Meters
 from nibble.server.protocol import (
@@ -125,6 +126,8 @@ class Api:
         state, stats = self.client.state, self.client.stats
         counts = {name: int(stats.get(key, 0)) for name, key in SHOWN.items()}
         about = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
+        if told := warning(stats):
+            about["warning"] = told
         return JSONResponse({**about, "open": self.gate.open, **counts}, 200 if state is State.READY else 503)
 
     async def live(self) -> dict[str, str]:

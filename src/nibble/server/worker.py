@@ -122,7 +122,7 @@ def about(llm: LLM) -> wire.Ready:
 
 
 def numbers(llm: LLM) -> dict[str, float]:
-    """Counts of the scheduler, of the cache, and of the host tier, flat."""
+    """Counts of the scheduler, of the cache, of the host tier, and of the fidelity watch, flat."""
     found: dict[str, float] = {}
 
     def add(prefix: str, values: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def numbers(llm: LLM) -> dict[str, float]:
                 found[prefix + name] = float(value)
 
     add("", asdict(llm.engine.scheduler.metrics))
-    return found
+    return found | (llm.fidelity.numbers() if llm.fidelity else {})
 
 
 def main(address: str) -> None:

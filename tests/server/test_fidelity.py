@@ -1,0 +1,122 @@
+"""What a server tells of its fidelity watch: metrics by layer, a warning in /health, and a real one from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import pytest
+from test_metrics import STATS, WATCH, meters_of, read, scrape
+from test_metrics import words as picture_of
+
+from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-defined]
+from nibble.cli import top
+from nibble.server import wire
+from nibble.server.app import make_app
+from nibble.server.client import State
+from nibble.server.fidelity import warning
+from nibble.server.settings import Settings
+
+ABOUT: dict[str, Any] = {
+    "groups": [{"layers": [0, 1], "scheme": "fp8_e4m3"}, {"layers": [12], "scheme": "nvfp4"}]
+}
+
+
+def watched(**changes: float) -> FakeEngine:
+    engine = FakeEngine()
+    engine.ready = wire.Ready("", 64, 256, ABOUT)
+    engine.stats = {**STATS, **WATCH, **changes}
+    return engine
+
+
+def told(found: Any) -> dict[tuple[str, ...], float]:
+    return {key: value for key, value in found.items() if key[0].startswith("kv_fidelity")}
+
+
+def test_metrics_have_layers_and_schemes() -> None:
+    assert told(read(meters_of(watched()))) == {
+        ("kv_fidelity_samples_total",): 7, ("kv_fidelity_alerts_total",): 2, ("kv_fidelity_alert",): 1,
+        ("kv_fidelity_skipped_total", "cached"): 4, ("kv_fidelity_skipped_total", "long"): 1,
+        ("kv_fidelity_error", "0", "fp8_e4m3"): 0.04, ("kv_fidelity_own", "0", "fp8_e4m3"): 0.05,
+        ("kv_fidelity_limit", "0", "fp8_e4m3"): 0.105, ("kv_fidelity_error", "12", "nvfp4"): 0.5,
+        ("kv_fidelity_own", "12", "nvfp4"): 0.1, ("kv_fidelity_limit", "12", "nvfp4"): 0.205,
+    }  # fmt: skip
+
+
+def test_there_are_none_without_a_watch_and_gauges_only_while_it_serves() -> None:
+    engine = watched()
+    engine.stats = STATS
+    assert not told(read(meters_of(engine)))
+    gone = watched()
+    gone.state = State.DEAD
+    assert {key[0] for key in told(read(meters_of(gone)))} == {
+        f"kv_fidelity_{name}_total" for name in ("samples", "alerts", "skipped")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fidelity_alert": 0.0}, None),
+        ({}, "off by 50.0% of its norm in layer 12, where 20.5% is allowed"),
+        (
+            {"fidelity_error_0": float("inf"), "fidelity_limit_0": float("inf")},
+            "off by inf% of its norm in layer 0",
+        ),
+    ],
+)
+def test_a_warning_leaves_the_server_ready(changes: dict[str, float], words: str | None) -> None:
+    engine = watched(**changes)
+    assert (warning(engine.stats) is None) is (words is None)
+
+    async def ask() -> httpx.Response:
+        app = make_app(engine, FakeTokens(), "m", Settings())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            return await client.get("/health")
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200 and answer.json()["status"] == "ready"
+    if words is None:
+        assert "warning" not in answer.json()
+    else:
+        assert words in answer.json()["warning"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({}, 0.5, "attention    50.0% off (7 seen)"),
+        ({"fidelity_error_0": float("inf")}, None, "attention    - off (7 seen)"),
+    ],
+)
+def test_top_shows_the_worst_layer(changes: dict[str, float], error: float | None, words: str) -> None:
+    look = scrape(meters_of(watched(**changes)), 1.0)
+    figures = top.figures_of([look, look], {})
+    assert (figures.fidelity_error, figures.fidelity_alert, figures.fidelity_samples) == (error, True, 7)
+    assert words in picture_of(figures, 80)
+    json.dumps(asdict(figures), allow_nan=False)
+    bare = scrape(meters_of(), 1.0)
+    assert "attention" not in picture_of(top.figures_of([bare, bare], {}), 80)
+
+
+def test_a_real_server_tells() -> None:
+    options = ("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--max-running", "8", "--watch-fidelity", "1")
+    with running(*options, "--fidelity-alert", "0.0001") as url:
+        asked = {
+            "model": "demo",
+            "prompt": "def fibonacci(n):\n    if n < 2",
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+        end = time.monotonic() + 30
+        while "warning" not in (health := httpx.get(f"{url}/health").json()) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert health["status"] == "ready" and "0.0% is allowed" in health["warning"]
+        text = httpx.get(f"{url}/metrics").text
+        assert 'nibble:kv_fidelity_samples_total{model_name="demo"} 1.0' in text
+        assert 'nibble:kv_fidelity_error{layer="2",model_name="demo",scheme="nvfp4"} 0.' in text
