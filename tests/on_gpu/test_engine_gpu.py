@@ -122,6 +122,21 @@ def test_decode_steps_do_not_wait_for_the_device() -> None:
         assert not any(piece.error for piece in pieces)
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "fp8_e4m3"])
+def test_the_fidelity_watch_changes_no_answer(scheme: str) -> None:
+    """A sample's decode steps are computed over the graphs' buffers, and not replayed."""
+    with engine(scheme) as llm:
+        expected = [o.text for o in greedy(llm)]
+    with engine(scheme, watch_fidelity=1.0) as llm:
+        assert [o.text for o in greedy(llm)] == expected
+        for prompt in PROMPTS:
+            llm.generate(f"Again. {prompt}", max_tokens=8, ignore_eos=True)
+        assert llm.engine.runner.graphs and llm.fidelity
+        print(f"{scheme}: {llm.fidelity.words}")
+        assert llm.fidelity.samples > 4 and llm.fidelity.alerts == 0
+        assert all(reading.error < 2 * reading.own + 0.03 for reading in llm.fidelity.readings.values())
+
+
 LOGITS_OFF = {"deepseek_v3": (0.7, 0.05), "glm_moe_dsa": (0.85, 0.35)}
 """Small formats, bf16. A random model chooses other tokens and experts where scores are rounded otherwise: on a CPU in
 bfloat16 the references are 0.74 and 0.29 off in the median, of sparse attention.
