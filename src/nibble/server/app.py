@@ -24,8 +24,8 @@ from nibble.server.answers import ChatWriter, TextWriter, Writer
 from nibble.server.cache_view import cache_view
 from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.dialect import Dialect
+from nibble.server.fidelity_view import warning
 from nibble.server.grammar_check import GrammarCheck
-from nibble.server.fidelity import warning
 from nibble.server.guards import BodyLimit, KeyGuard, error_of, failure, install_handlers
 from nibble.server.metrics import CountHttp, Meters
 from nibble.server.protocol import (

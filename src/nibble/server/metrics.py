@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import nibble
 from nibble.errors import NibbleError, RequestError
 from nibble.server.client import EngineClient, Piece, State
-from nibble.server.fidelity import FidelityCollector
+from nibble.server.fidelity_view import FidelityCollector
 
 FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,

@@ -18,7 +18,7 @@ from nibble.cli import top
 from nibble.server import wire
 from nibble.server.app import make_app
 from nibble.server.client import State
-from nibble.server.fidelity import warning
+from nibble.server.fidelity_view import warning
 from nibble.server.settings import Settings
 
 ABOUT: dict[str, Any] = {
