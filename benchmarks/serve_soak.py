@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,13 @@ def asked(number: int) -> dict[str, Any]:
     }
 
 
-async def answer(client: httpx.AsyncClient, body: dict[str, Any], give_up: int | None = None) -> str | None:
-    """The text of a stream; None where it was given up after some chunks."""
+async def answer(
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    give_up: int | None = None,
+    piece: Callable[[], None] = lambda: None,
+) -> str | None:
+    """The text of a stream; None where it was given up after some chunks. piece: called at each."""
     text, chunks = "", 0
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -80,6 +85,7 @@ async def answer(client: httpx.AsyncClient, body: dict[str, Any], give_up: int |
                 return text
             if line:
                 found = json.loads(line.removeprefix("data: "))
+                piece()
                 if "error" in found:
                     return f"error {found['error']['message']}"
                 text += found["choices"][0]["text"]

@@ -65,10 +65,11 @@ class BackendError(NibbleError):
 
 
 class RequestError(NibbleError):
-    """A request is invalid. `status` is the HTTP status that a server answers with."""
+    """A request is invalid. `status` is the HTTP status that a server answers with; `code`: the word by which OpenAI's
+    clients know this very error, where there is one."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
-        self.status = status
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        self.status, self.code = status, code
         super().__init__(message)
 
 

@@ -227,7 +227,7 @@ def test_exit_codes(error: BaseException, code: int) -> None:
         (("generate", "x", "--model", "MODEL", "--logit-bias", "x"), 2, "--logit-bias as INT=FLOAT"),
         (("generate", "x", "--model", "MODEL", "--compare"), 2, "--compare needs another cache"),
         (("generate", "--prompt-file", "/nowhere.txt"), 1, "/nowhere.txt"),
-        (("generate", "x" * 600, "--model", "MODEL"), 1, "the context is 512 tokens"),
+        (("generate", "x" * 600, "--model", "MODEL"), 1, "context length is 512 tokens"),
         (("chat", "MODEL"), 2, "no chat template"),
         (("eval", "MODEL", "nvfp5"), 2, "did you mean 'nvfp4'?"),
         (("eval", "MODEL", "--window", "8", "--stride", "8"), 2, "stride 8 must be smaller"),
@@ -425,7 +425,7 @@ def test_chat(chatty: str) -> None:
 
 def test_chat_goes_on_when_the_conversation_is_too_long(chatty: str) -> None:
     result = run("chat", chatty, "--max-tokens", "3", stdin=f"{'x' * 600}\nhello\n")
-    assert result.exit_code == 0 and "the context is 512 tokens" in result.stderr
+    assert result.exit_code == 0 and "context length is 512 tokens" in result.stderr
     assert len(result.stdout.splitlines()) >= 1
 
 

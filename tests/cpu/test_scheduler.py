@@ -212,7 +212,7 @@ def test_commit_returns_what_ended():
 @pytest.mark.parametrize(
     ("limits", "length", "message"),
     [
-        ({"max_context": 10}, 10, r"has 10 tokens .* context is 10 tokens; .* --max-context"),
+        ({"max_context": 10}, 10, r"has 10 tokens .* context length is 10 tokens; .* --max-context"),
         ({"pages": 2}, 8, r"has 8 tokens .* cache holds 8; .* --kv-memory, or .* --kv-format"),
     ],
 )

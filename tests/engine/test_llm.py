@@ -129,7 +129,7 @@ def test_context_ends_the_answer(tiny: Path) -> None:
 
 
 def test_a_prompt_too_long_is_refused_at_once_and_harms_nobody(llm: LLM) -> None:
-    with pytest.raises(PromptTooLong, match=r"2000 tokens .* context is 1024"):
+    with pytest.raises(PromptTooLong, match=r"2000 tokens .* context length is 1024"):
         llm.generate(["short", [1] * 2000], max_tokens=4)
     idle(llm)
     assert llm.generate("short", max_tokens=4).text is not None
@@ -231,7 +231,7 @@ def test_a_stream_that_never_started_is_aborted_too(llm: LLM) -> None:
 def test_logits_checks_its_prompt_and_leaves_nothing_behind(tiny: Path) -> None:
     small = LLM(str(tiny), kv_format="bf16", kv_memory="2MiB", max_context=64, max_running=1)
     for _ in range(4):
-        with pytest.raises(PromptTooLong, match="context is 64"):
+        with pytest.raises(PromptTooLong, match="context length is 64"):
             small.logits([1] * 100)
         with pytest.raises(RequestError, match="out of range"):
             small.logits([1, 9999])

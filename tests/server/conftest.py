@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from nibble.engine.outputs import Delta
 from nibble.engine.tokenizer import Tokenizer
@@ -68,6 +71,23 @@ def wait_ready(url: str, process: subprocess.Popen[bytes] | None = None, seconds
     raise AssertionError("the server is not ready")
 
 
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The address of an application, which is served in a thread."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     with running("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--max-running", "32") as url:
@@ -115,6 +135,7 @@ class FakeTokens:
     def decode(self, ids: Any, shown: Any = None) -> str:
         return "".join(map(chr, ids))
 
+    longest = 1
     chat_template = "<tool_call> tools <think>"
 
     def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:

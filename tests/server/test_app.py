@@ -14,6 +14,7 @@ from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
 from nibble.server import wire
 from nibble.server.app import make_app
 from nibble.server.client import State
+from nibble.server.guards import BodyLimit
 from nibble.server.settings import Settings
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -87,10 +88,45 @@ def test_several_prompts_with_echo() -> None:
         ("/v1/chat/completions", {**CHAT, "stop": ["a"] * 40}, 400, "stop"),
         ("/v1/completions", {"model": "m", "prompt": []}, 400, "prompt is empty"),
         ("/v1/completions", {"model": "m", "prompt": "x" * 70}, 400, "too long"),
+        ("/v1/completions", {"model": "m", "prompt": [1] * 70}, 400, "maximum context length is 64"),
+        ("/v1/completions", {"model": "m", "prompt": [1, -2]}, 400, "prompt.1: Input should be greater"),
+        (
+            "/v1/completions",
+            {"model": "m", "prompt": [[1], ["x"]]},
+            400,
+            "prompt.1.0: Input should be a valid int",
+        ),
+        ("/v1/completions", {"model": "m", "prompt": ["a"] * 1025}, 400, "1024 items"),
+        ("/v1/chat/completions", {**CHAT, "stop": ["a", 3]}, 400, "stop.1: Input should be a valid string"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "tools": [], "tool_choice": {"type": "function"}},
+            400,
+            "function: Field req",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "logit_bias": {str(i): "x" for i in range(20_000)}},
+            400,
+            "logit_bias may",
+        ),
+        ("/v1/chat/completions", {**CHAT, **dict.fromkeys(map(str, range(2000)))}, 400, "1000 entries"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "chat_template_kwargs": {"chat_template": "x"}},
+            400,
+            "'chat_template'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"model": "m", "messages": [{"role": "user", "content": "x" * 70}]},
+            400,
+            "too long",
+        ),
         ("/v1/completions", {"model": "m", "prompt": "x" * 70, "stream": True}, 400, "too long"),
         ("/tokenize", {}, 400, "either prompt or messages"),
         ("/detokenize", {"tokens": [1, 999]}, 400, "999 is out of range"),
-        ("/v1/nothing", {}, 404, "Not Found"),
+        ("/v1/embeddings", {}, 404, "nothing is served at /v1/embeddings"),
     ],
 )
 def test_bad_requests_are_told_so(path: str, body: Any, status: int, words: str) -> None:
@@ -103,7 +139,17 @@ def test_bad_requests_are_told_so(path: str, body: Any, status: int, words: str)
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[" * 100_000, b'"' + b"\xff" * 9 + b'"', b"null", b'{"model": "m", "prompt": 1e999}'],
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'"' + b"\xff" * 9 + b'"',
+        b"null",
+        b'{"model": "m", "prompt": 1e999}',
+        b'{"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"model": "m", "prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        "{}".encode("utf-16"),
+    ],
 )
 def test_hostile_bodies_are_refused(content: bytes) -> None:
     async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
@@ -130,6 +176,47 @@ def test_bodies_that_are_too_large() -> None:
             )
 
     with_app(test, max_body="10KiB")
+
+
+@pytest.mark.parametrize("value", [b"1,", b"[],", b'{"":1},', b'[[["'])
+def test_bodies_of_too_many_values(value: bytes) -> None:
+    """All wait while one is read."""
+
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        response = await client.post("/v1/completions", content=b'{"prompt": [' + value * 66_000)
+        assert response.status_code == 413 and "too many values" in response.json()["error"]["message"]
+        assert response.headers["connection"] == "close"
+        assert (
+            await client.post("/v1/completions", json={"model": "m", "prompt": [[1]] * 500})
+        ).status_code == 200
+
+    with_app(test, max_queue=500, max_body="512KiB")
+
+
+def test_a_body_that_does_not_come() -> None:
+    async def test() -> None:
+        async def never() -> Any:
+            await asyncio.sleep(9)
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = make_app(FakeEngine(), FakeTokens(), "m", Settings())
+        guard = BodyLimit(app, 1000, 0.05)
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": headers,
+            "query_string": b"",
+        }
+        await guard(scope, never, send)
+        assert sent[0]["status"] == 408 and b"did not come within" in sent[1]["body"]
+
+    asyncio.run(test())
 
 
 def test_a_key_is_asked_for() -> None:
@@ -176,7 +263,7 @@ def test_a_deadline_ends_a_request(stream: bool) -> None:
         engine.pause = 0.05
         response = await client.post("/v1/completions", json={**TEXT, "timeout": 0.12, "stream": stream})
         if stream:
-            assert events(response)[-1]["error"]["code"] == 408
+            assert events(response)[-1]["error"]["code"] == "timeout"
         else:
             assert response.status_code == 408
 

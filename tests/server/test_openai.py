@@ -87,7 +87,7 @@ def test_seeds_and_cached_tokens(client: openai.OpenAI) -> None:
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.completions.create(model="gpt", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="context is 8192"):
+    with pytest.raises(openai.BadRequestError, match="context length is 8192"):
         client.completions.create(model="demo", prompt="x = 1\n" * 8000)
     with pytest.raises(openai.BadRequestError, match="out of range"):
         client.completions.create(model="demo", prompt=[1, 2, 99999])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
-from conftest import FakeEngine, FakeTokens, free_port  # type: ignore[attr-defined]
+from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
 from nibble.server import pages, wire
 from nibble.server.app import make_app
 from nibble.server.cache_view import cache_view
@@ -158,22 +156,6 @@ def test_frames_of_a_host_tier_add_up() -> None:
 
 
 # In a browser
-
-
-@contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -84,13 +84,14 @@ class Engine:
         *,
         salt: str = "",
         whole: bool = False,
+        matcher: Matcher | None = None,
     ) -> Ticket:
         """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served.
 
-        whole: each answer may come as one piece at its end.
+        whole: each answer may come as one piece at its end. matcher: of its grammar, where that was made before.
         """
         self.check(prompt, params)
-        matcher = self._matcher(params)
+        matcher = matcher or self.matcher(params)
         with self._lock:
             name = next(self._ids)
             requests: list[Request] = []
@@ -122,8 +123,8 @@ class Engine:
         shown = frozenset(params.shown_tokens) if params.skip_special_tokens else None
         return Detokenizer(self.tokenizer, prompt, shown) if self.tokenizer else None
 
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """Of the grammar that an answer must follow; raises RequestError."""
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """Of the grammar that an answer must follow; raises RequestError. May be asked in any thread."""
         if params.grammar is None:
             return None
         if self.grammars is None:

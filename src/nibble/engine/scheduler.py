@@ -190,14 +190,14 @@ class Scheduler:
         """Raises PromptTooLong where a prompt of `length` tokens can never run."""
         if length + 1 > self.max_context:
             raise PromptTooLong(
-                f"the prompt has {length} tokens and needs room for at least one more, but the context is "
-                f"{self.max_context} tokens; shorten the prompt or raise --max-context"
+                f"the prompt has {length} tokens and needs room for at least one more, but this model's maximum "
+                f"context length is {self.max_context} tokens; shorten the prompt or raise --max-context"
             )
         if length + 1 > self.manager.capacity:
             raise PromptTooLong(
-                f"the prompt has {length} tokens and needs room for at least one more, but the KV cache "
-                f"holds {self.manager.capacity}; shorten the prompt, raise --kv-memory, or choose a "
-                "--kv-format with fewer bytes per token"
+                f"the prompt has {length} tokens and needs room for at least one more, which exceeds the "
+                f"available context size: the KV cache holds {self.manager.capacity}; shorten the prompt, raise "
+                "--kv-memory, or choose a --kv-format with fewer bytes per token"
             )
 
     def _admit(self) -> None:

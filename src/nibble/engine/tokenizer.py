@@ -7,6 +7,7 @@ Must not know of caches or models.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from nibble.errors import RequestError, WeightError
@@ -30,9 +31,10 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._inner)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Raises RequestError. kwargs: for Transformers."""
         try:
-            return list(self._inner.encode(text))
+            return list(self._inner.encode(text, **kwargs))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the prompt is not text that can be encoded: {error}") from error
 
@@ -72,7 +74,12 @@ class Tokenizer:
             )
         except Exception as error:  # templates are programs, and raise what they like
             raise RequestError(f"the chat template refuses these messages: {error}") from error
-        return list(self._inner.encode(text, add_special_tokens=False))
+        return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def longest(self) -> int:
+        """Most characters that one token stands for."""
+        return max(map(len, self._inner.get_vocab()), default=1)
 
     def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any:
         """llguidance's view of it."""

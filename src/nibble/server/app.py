@@ -26,7 +26,7 @@ from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, Stat
 from nibble.server.dialect import Dialect
 from nibble.server.fidelity_view import warning
 from nibble.server.grammar_check import GrammarCheck
-from nibble.server.guards import BodyLimit, KeyGuard, error_of, failure, install_handlers
+from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard, error_of, failure, install_handlers, too_long
 from nibble.server.metrics import CountHttp, Meters
 from nibble.server.protocol import (
     ChatRequest,
@@ -53,6 +53,8 @@ class Tokens(Protocol):
     def decode(self, ids: Sequence[int], shown: frozenset[int] | None = ...) -> str: ...
     def token_of(self, word: str) -> int | None: ...
     def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any: ...
+    @property
+    def longest(self) -> int: ...
     def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]: ...
     @property
     def chat_template(self) -> str | None: ...
@@ -155,7 +157,7 @@ class Api:
         beyond = [token for token in asked.tokens if not 0 <= token < size]
         if beyond:
             raise RequestError(f"token {beyond[0]} is out of range: the vocabulary has {size} tokens")
-        return {"prompt": self.tokens.decode(asked.tokens)}
+        return {"prompt": await asyncio.to_thread(self.tokens.decode, asked.tokens)}
 
     # Answers
 
@@ -163,6 +165,7 @@ class Api:
         self._check_model(asked.model)
         prompts = asked.prompts()
         ids = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        self._check_room(max(map(len, ids)))
         params = asked.params(asked.max_tokens or self._room(max(map(len, ids))), asked.logprobs)
         texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if asked.echo else []
         echoes = [text for text in texts for _ in range(params.n)]
@@ -177,9 +180,7 @@ class Api:
         self._check_model(asked.model)
         as_text = arguments_as_text(self.tokens.chat_template)
         messages = [message_for_template(message.plain(), as_text=as_text) for message in asked.messages]
-        ids = await self._conversation(
-            messages, tools_for_template(asked.open_tools()), asked.chat_template_kwargs or {}
-        )
+        ids = await self._conversation(messages, tools_for_template(asked.open_tools()), asked.for_template())
         exchange = self.dialect.exchange(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
         params = exchange.params(asked.params(wanted, asked.wanted_logprobs()))
@@ -189,20 +190,29 @@ class Api:
 
     async def _conversation(self, messages: Sequence[Any], tools: Any, kwargs: dict[str, Any]) -> list[int]:
         size = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
+        self._check_room(size // self.tokens.longest)
         if size > LONG_TEXT:
             return await asyncio.to_thread(self.tokens.chat, messages, tools, **kwargs)
         return self.tokens.chat(messages, tools, **kwargs)
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
-            raise RequestError(f"the model {name!r} is not served here; {self.name!r} is", 404)
+            said = f"the model {name!r} is not served here; {self.name!r} is"
+            raise RequestError(said, 404, "model_not_found")
 
     def _room(self, prompt: int) -> int:
         """Tokens of answer that the context has room for."""
         ready = self.client.ready
         return max(1, min(LARGEST_ANSWER, ready.max_context - prompt if ready else 1))
 
+    def _check_room(self, tokens: int) -> None:
+        """Refuses what cannot fit, however it will be made into tokens, before that costs anything."""
+        ready = self.client.ready
+        if ready and tokens > ready.max_context:
+            raise too_long(tokens, ready.max_context)
+
     async def _encoded(self, text: str) -> list[int]:
+        self._check_room(len(text) // self.tokens.longest)
         if len(text) > LONG_TEXT:
             return await asyncio.to_thread(self.tokens.encode, text)
         return self.tokens.encode(text)
@@ -344,6 +354,7 @@ def make_app(
         title="Nibble", version=nibble.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.api = api
+    app.router.route_class = JsonRoute
     app.get("/v1/models")(api.models)
     app.get("/v1/models/{name:path}")(api.model)
     app.get("/v1/plan")(api.plan)

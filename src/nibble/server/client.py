@@ -250,7 +250,7 @@ class ProcessClient:
                     self._open[number].put(Piece(delta, cached))
         elif isinstance(news, wire.Refused):
             if number_open := self._open.get(news.id):
-                number_open.fail(RequestError(news.error, news.status))
+                number_open.fail(RequestError(news.error, news.status, news.code))
         elif isinstance(news, wire.Stats):
             self.stats = news.numbers
         elif isinstance(news, wire.Ready):

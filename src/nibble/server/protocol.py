@@ -10,16 +10,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
 from nibble.server.structured import StructuredFields
 from nibble.server.tool_types import ToolFields
 
-MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES = 16, 20, 128
+MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES, MOST_PROMPTS, MOST_BIASES = 16, 20, 128, 1024, 1 << 14
+MOST_TOKENS, MOST_FIELDS, MOST_STOP_TOKENS = 1 << 20, 1000, 4096
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)]
+"""One wrong token is told, not a million: what is wrong with a body is found while all others wait."""
+Prompts = Field(max_length=MOST_PROMPTS, fail_fast=True)
 Stop = Annotated[list[str], Field(max_length=MOST_STOPS)]
+
+RESERVED = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+}  # fmt: skip
+"""Arguments of Transformers' apply_chat_template, which a template's own must not replace."""
 
 
 class StreamOptions(BaseModel):
@@ -32,7 +43,7 @@ class StreamOptions(BaseModel):
 class Sampling(StructuredFields):
     """What both kinds of completions share."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str
     stream: bool = False
@@ -42,13 +53,13 @@ class Sampling(StructuredFields):
     top_p: float = Field(1.0, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: str | Stop | None = None
     top_k: int = Field(0, ge=-1, le=1 << 30)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    stop_token_ids: list[Token] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=256)
@@ -61,6 +72,16 @@ class Sampling(StructuredFields):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        """Each unknown field, and each wrong bias, would be an error of its own."""
+        for what, most in ((given, MOST_FIELDS), (_field(given, "logit_bias"), MOST_BIASES)):
+            if isinstance(what, dict) and len(what) > most:
+                name = "a request" if what is given else "logit_bias"
+                raise ValueError(f"{name} may have {most} entries at most, not {len(what)}")
+        return given
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """How to sample; raises RequestError."""
@@ -87,10 +108,14 @@ class Sampling(StructuredFields):
         )
 
 
+def _field(given: Any, name: str) -> Any:
+    return given.get(name) if isinstance(given, dict) else None
+
+
 class CompletionRequest(Sampling):
     """POST /v1/completions. prompt: a text, texts, token ids, or lists of these."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Annotated[list[str], Prompts] | Tokens | Annotated[list[Tokens], Prompts]
     max_tokens: int | None = Field(16, ge=1, le=1 << 30)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False
@@ -119,7 +144,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it: content as one text."""
@@ -134,12 +159,20 @@ class Message(BaseModel):
 class ChatRequest(ToolFields, Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """What the conversation's template is told; raises RequestError where that would replace the template, which is
+        a program, or how it is called."""
+        asked = self.chat_template_kwargs or {}
+        if wrong := next((name for name in asked if name in RESERVED), None):
+            raise RequestError(f"chat_template_kwargs must not have {wrong!r}")
+        return asked
 
     def wanted_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told; raises RequestError."""
@@ -154,7 +187,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[Message] | None = Field(None, max_length=10_000, fail_fast=True)
 
 
 class DetokenizeRequest(BaseModel):
@@ -162,4 +195,4 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import WeightError
 from nibble.server.app import make_app
 from nibble.server.client import EngineDiedError, ProcessClient
+from nibble.server.patience import SECONDS, Patient
 from nibble.server.settings import Settings
 
 Told = Callable[[str, str], None]
@@ -43,10 +45,13 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told) ->
             log_level="warning",
             timeout_graceful_shutdown=int(settings.drain),
             access_log=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=int(SECONDS),
+            http=Patient,
         )
     )
     listening = asyncio.create_task(server.serve())
+    gc.collect()
+    gc.freeze()  # what lives as long as the server need not be looked through when a large body is read
     try:
         await client.start()
         await app.state.api.grammars.prepare(client.ready.vocab_size if client.ready else 0)

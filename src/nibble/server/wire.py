@@ -59,11 +59,12 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request cannot be served, and the HTTP status that says so."""
+    """A request cannot be served, with the HTTP status and the code that say so."""
 
     id: int
     status: int
     error: str
+    code: str | None = None
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):

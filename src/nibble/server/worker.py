@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,19 @@ from nibble.server import wire
 
 if TYPE_CHECKING:
     from nibble.engine.engine import Ticket
+    from nibble.engine.grammar import Matcher
     from nibble.engine.llm import LLM
 
 STATS_S = 0.5
 """Between two counts, at least."""
 IDLE_MS = 200
 """How long an engine that has nothing to do waits for an order before it looks after its parent."""
+
+
+MAKING_MS = 2
+"""How long it waits for one while a grammar is prepared."""
+MAKERS = 4
+"""Grammars that are prepared at a time, in threads: a large one takes seconds, for which no answer is to wait."""
 
 
 class Worker:
@@ -40,6 +48,8 @@ class Worker:
         self._tickets: dict[int, Ticket] = {}
         self._left: dict[int, int] = {}
         self._outbox: list[tuple[int, int, Delta]] = []
+        self._makers = ThreadPoolExecutor(MAKERS, "grammar")
+        self._making: dict[int, tuple[wire.Submit, Future[Matcher | None]]] = {}
         self._parent, self._counted = os.getppid(), 0.0
 
     def run(self) -> None:
@@ -50,6 +60,7 @@ class Worker:
                 if isinstance(message, wire.Stop):
                     return
                 self._obey(message)
+            self._admit_made()
             if self._engine.busy:
                 self._engine.step()
             self._flush()
@@ -58,7 +69,7 @@ class Worker:
 
     def _orders(self) -> Iterator[wire.Order]:
         """Orders that have come; while there is nothing to do, after a short wait for one."""
-        wait = 0 if self._engine.busy else IDLE_MS
+        wait = 0 if self._engine.busy else MAKING_MS if self._making else IDLE_MS
         while self._socket.poll(wait):
             yield wire.order(self._socket.recv())
             wait = 0
@@ -69,16 +80,36 @@ class Worker:
             if ticket:
                 self._left.pop(message.id)
                 self._engine.abort(ticket)
-            return
+            if making := self._making.pop(message.id, None):
+                making[1].cancel()
+        elif message.params.grammar is None:
+            self._admit(message, None)
+        else:
+            self._making[message.id] = message, self._makers.submit(self._engine.matcher, message.params)
+
+    def _admit_made(self) -> None:
+        """Requests whose grammars have been prepared."""
+        for message, made in [one for one in self._making.values() if one[1].done()]:
+            del self._making[message.id]
+            error = made.exception()
+            if error is None:
+                self._admit(message, made.result())
+            else:  # whatever it is: llguidance may panic
+                known = (
+                    error if isinstance(error, NibbleError) else RequestError(f"the grammar fails: {error}")
+                )
+                self._say(wire.Refused(message.id, *status_of(known)))
+
+    def _admit(self, message: wire.Submit, matcher: Matcher | None) -> None:
         try:
-            self._tickets[message.id] = self._submit(message)
+            self._tickets[message.id] = self._submit(message, matcher)
         except NibbleError as error:
-            self._say(wire.Refused(message.id, status_of(error), str(error)))
+            self._say(wire.Refused(message.id, *status_of(error)))
         else:
             self._left[message.id] = message.params.n
             self._say(wire.Accepted(message.id))
 
-    def _submit(self, message: wire.Submit) -> Ticket:
+    def _submit(self, message: wire.Submit, matcher: Matcher | None) -> Ticket:
         def take(piece: Delta) -> None:
             ticket = self._tickets.get(message.id)
             if ticket is None:  # aborted
@@ -89,7 +120,7 @@ class Worker:
                 if not self._left[message.id]:
                     del self._tickets[message.id], self._left[message.id]
 
-        return self._engine.submit(message.prompt, message.params, take, salt=message.salt)
+        return self._engine.submit(message.prompt, message.params, take, salt=message.salt, matcher=matcher)
 
     def _flush(self) -> None:
         if self._outbox:
@@ -104,11 +135,13 @@ class Worker:
         self._socket.send(wire.encode(message))
 
 
-def status_of(error: NibbleError) -> int:
-    """The HTTP status of what keeps a request from being served."""
+def status_of(error: NibbleError) -> tuple[int, str, str | None]:
+    """What keeps a request from being served: HTTP status, message and code."""
     if isinstance(error, RequestError):
-        return error.status
-    return 400 if isinstance(error, PromptTooLong) else 500
+        return error.status, str(error), error.code
+    if isinstance(error, PromptTooLong):
+        return 400, str(error), "context_length_exceeded"
+    return 500, str(error), None
 
 
 def about(llm: LLM) -> wire.Ready:
