@@ -72,10 +72,12 @@ def wait_ready(url: str, process: subprocess.Popen[bytes] | None = None, seconds
 
 
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """The address of an application, which is served in a thread."""
+def listening(app: FastAPI, **options: Any) -> Iterator[str]:
+    """The address of an application, which is served in a thread. options: uvicorn's."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, "127.0.0.1", port, log_level="error", lifespan="off", **options)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

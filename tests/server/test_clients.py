@@ -6,8 +6,10 @@ hold a tool call, and where a server is locked, full or late.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -174,11 +176,14 @@ def test_langchain_at_a_server_that_is_locked_or_late(chat_at: Chat) -> None:
 
 
 @pytest.fixture(scope="module")
-def litellm() -> Any:
+def litellm() -> Iterator[Any]:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet when it is imported
     found = pytest.importorskip("litellm", exc_type=ImportError)
     found.suppress_debug_info = True
-    return found
+    yield found
+    with warnings.catch_warnings():  # it leaves connections open, which are not to be later tests' failures
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 @pytest.fixture(params=["openai", "hosted_vllm"])

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
@@ -28,6 +27,7 @@ from nibble.server.fidelity_view import warning
 from nibble.server.grammar_check import GrammarCheck
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard, error_of, failure, install_handlers, too_long
 from nibble.server.metrics import CountHttp, Meters
+from nibble.server.openapi import described
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -368,21 +368,10 @@ def make_app(
     app.post("/detokenize")(api.detokenize)
     app.post("/v1/completions", response_model=None)(api.completions)
     app.post("/v1/chat/completions", response_model=None)(api.chat)
-    app.openapi = partial(_described, app, name)  # type: ignore[method-assign]
+    app.openapi = partial(described, app, name)  # type: ignore[method-assign]
     install_handlers(app)
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
     app.add_middleware(CountHttp, meters=api.meters)
     return app
-
-
-def _described(app: FastAPI, name: str) -> dict[str, Any]:
-    """The OpenAPI document, which tells what the model is called here."""
-    if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for schema in found["components"]["schemas"].values():
-            if schema.get("properties", {}).get("model", {}).get("type") == "string":
-                schema["properties"]["model"]["enum"] = [name]
-        app.openapi_schema = found
-    return app.openapi_schema

@@ -19,7 +19,7 @@ from nibble.server.tool_types import ToolFields
 
 MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES, MOST_PROMPTS, MOST_BIASES = 16, 20, 128, 1024, 1 << 14
 MOST_TOKENS, MOST_FIELDS, MOST_STOP_TOKENS = 1 << 20, 1000, 4096
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Tokens = Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)]
 """One wrong token is told, not a million: what is wrong with a body is found while all others wait."""
 Prompts = Field(max_length=MOST_PROMPTS, fail_fast=True)
@@ -43,7 +43,7 @@ class StreamOptions(BaseModel):
 class Sampling(StructuredFields):
     """What both kinds of completions share."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     model: str
     stream: bool = False
