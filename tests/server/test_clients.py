@@ -116,7 +116,7 @@ def test_langchain_completions(server: str) -> None:
 
 
 def test_langchain_tools(chat_at: Chat) -> None:
-    with echo(tool_parser="hermes") as url:
+    with echo(tool_format="hermes") as url:
         asked = chat_at(url, max_tokens=200).bind_tools(TOOLS)
         answer = asked.invoke(CALL)
         joined = None
@@ -219,7 +219,7 @@ def test_litellm_sampling(complete: Chat) -> None:
 
 
 def test_litellm_tools(complete: Chat) -> None:
-    with echo(tool_parser="hermes") as url:
+    with echo(tool_format="hermes") as url:
         said = [{"role": "user", "content": CALL}]
         asked = {"at": url, "messages": said, "max_tokens": 200, "tools": TOOLS}
         (call,) = complete(**asked).choices[0].message.tool_calls

@@ -42,11 +42,8 @@ WITH_BODY = {
 }
 WITH_NAME = {"404": WITH_BODY["404"]}
 OF_STATE = {"503": WITH_BODY["503"]}
-OTHER_KINDS = {
-    "/metrics": "text/plain",
-    "/v1/completions": "text/event-stream",
-    "/v1/chat/completions": "text/event-stream",
-}
+EVENTS = "text/event-stream"
+OTHER_KINDS = {"/metrics": "text/plain", "/v1/completions": EVENTS, "/v1/chat/completions": EVENTS}
 INSTEAD = {"/metrics"}
 """Paths whose answers are of the other kind only."""
 
@@ -81,4 +78,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
         answers["503"] = {"description": OF_STATE["503"], "content": {"application/json": {"schema": {}}}}
     if kind := OTHER_KINDS.get(path):
         content = {} if path in INSTEAD else answers["200"].get("content", {})
-        answers["200"]["content"] = {**content, kind: {"schema": {"type": "string"}}}
+        answers["200"]["content"] = {
+            **content,
+            kind: {"schema": {} if kind == EVENTS else {"type": "string"}},
+        }

@@ -36,7 +36,7 @@ RESERVED = {
 class StreamOptions(BaseModel):
     """include_usage: a last chunk with usage and no choices."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
     include_usage: bool = False
 
 
