@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from nibble import LLM, SamplingParams
 from nibble.cache.hot import HotTier
 from nibble.config import HiSparse, parse_hisparse
+from nibble.engine import runner as runners
+from nibble.engine.graphs import Graphs, live
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.geometry import LATENTS
@@ -73,6 +75,20 @@ def test_the_answers_are_those_without_it(model: Path, kv_format: str) -> None:
     assert answers(hot, asked) == expected, "prefixes come back from the host"
     assert tier.residency.stats.loaded > 20
     assert hot.engine.scheduler.metrics.cache.hit_tokens > 1000
+
+
+def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one half has chosen comes while the other chooses; padding may be all that a half has."""
+    asked = prompts(6)
+    expected = answers(llm(model, kv_format="fp8_ds_mla"), asked)
+    monkeypatch.setattr(runners, "HALVED", 4)
+    monkeypatch.setattr(runners, "ALIGNED", 2)
+    hot = tight(model, kv_format="fp8_ds_mla")
+    runner = hot.engine.runner
+    assert (runner._cuts(2), runner._cuts(4), runner._cuts(6)) == ((0, 2), (0, 2, 4), (0, 4, 6))
+    runner.record(Graphs((2, 4, 8), runner.device, live))
+    assert answers(hot, asked) == expected
+    assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.looked_at["misses"] > 100
 
 
 def test_where_all_fits_no_tier_is_made(model: Path) -> None:

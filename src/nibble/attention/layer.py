@@ -9,7 +9,7 @@ Shape suffixes: T tokens, H heads, D values of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -20,13 +20,13 @@ from nibble.attention.capability import Phase
 from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
 from nibble.attention.plan import Plan, Route
 from nibble.attention.staging import staged
-from nibble.cache.hot import HotTier
+from nibble.cache.hot import Coming, HotTier
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError, NibbleError
 from nibble.geometry import INDEX
 from nibble.kernels.choose import NOBODY, choose
-from nibble.kernels.swap import Swap, resident
+from nibble.kernels.swap import resident
 
 
 class Attend(Protocol):
@@ -51,8 +51,8 @@ class Watch(Protocol):
 class StepContext:
     """All that attention needs in one step. An argument of the model call, never a global.
 
-    tier: where the pool's pages are, if not all on the device. located: where the tokens lie that a layer chose, for
-    the layers that share its choice; segment after segment. watch: who looks on, if anybody does.
+    tier: where the pool's pages are, if not all on the device. coming: where the tokens lie that a layer chose, or will
+    once they are fetched; segment after segment. watch: who looks on, if anybody does.
     """
 
     plan: Plan
@@ -60,7 +60,7 @@ class StepContext:
     backends: Mapping[str, Attend]
     meta: AttentionMetadata
     tier: HotTier | None = None
-    located: dict[int, list[Swap]] = field(default_factory=dict)
+    coming: dict[int, list[Coming]] = field(default_factory=dict)
     watch: Watch | None = None
 
 
@@ -84,11 +84,10 @@ def _stored_and_attended(
         ctx.pool.write(layer, {name: x[: len(slots_T)] for name, x in streams.items()}, slots_T)
     view = ctx.pool.view(owner)
     q_THD = view.query(q_THD)
-    found = [None] * len(meta.segments) if spec.chosen_TK is None else _located(ctx, layer, spec)
     parts = [
         out
-        for segment, place in zip(meta.segments, found, strict=True)
-        for out in _segment(ctx, layer, q_THD, view, segment, spec, place)
+        for segment, slots_TK in zip(meta.segments, _slots(ctx, layer, spec), strict=True)
+        for out in _segment(ctx, layer, q_THD, view, segment, spec, slots_TK)
     ]
     padding = len(q_THD) - sum(map(len, parts))
     if padding:
@@ -99,40 +98,49 @@ def _stored_and_attended(
 def select(
     ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
 ) -> Tensor:
-    """Stores the layer's new index keys, and chooses the tokens that each query looks at -> int32 [T, top_k]."""
+    """Stores the layer's new index keys, and chooses the tokens that each query looks at -> int32 [T, top_k].
+
+    With a host tier what a segment has chosen is on its way while the next one chooses.
+    """
     slots_T = ctx.meta.slots_T
     ctx.pool.write(layer, {INDEX: key_T1D[: len(slots_T)]}, slots_T)
     keys = ctx.pool.view(layer).streams[INDEX].paged
     chosen_TK = torch.full((len(q_THD), top_k), NOBODY, dtype=torch.int32, device=q_THD.device)
+    coming: list[Coming] = []
     for segment in ctx.meta.segments:
         rows = slice(segment.start, segment.stop)
         longest = max(segment.kv_lens)
         chosen_TK[rows] = choose(keys, segment, q_THD[rows], weights_TH[rows], top_k, longest)
+        coming.append(_begun(ctx, layer, segment, chosen_TK[rows]))
+    ctx.coming[layer] = coming
     return chosen_TK
 
 
-def _located(ctx: StepContext, layer: int, spec: AttentionSpec) -> Sequence[Swap | None]:
-    """Where the chosen tokens lie, segment by segment; what is not on the device is brought there."""
-    assert spec.chosen_TK is not None
-    found = ctx.located.get(spec.chooser)
-    if found is None:
-        found = [_locate(ctx, segment, spec) for segment in ctx.meta.segments]
-        if spec.chooser >= 0:
-            ctx.located[spec.chooser] = found
-    if ctx.tier:
-        for place in found:
-            ctx.tier.fetch(layer, place)
-    return found
-
-
-def _locate(ctx: StepContext, segment: Segment, spec: AttentionSpec) -> Swap:
-    assert spec.chosen_TK is not None
-    chosen_TK, pages_TN = spec.chosen_TK[segment.start : segment.stop], pages_by_token(segment)
+def _begun(ctx: StepContext, layer: int, segment: Segment, chosen_TK: Tensor) -> Coming:
+    """Finds out where chosen tokens lie, and begins to bring what is not on the device."""
+    pages_TN = pages_by_token(segment)
     if ctx.tier is None:
-        slots_TK = resident(chosen_TK, pages_TN, None, ctx.pool.layout.page_size)
-        return Swap(slots_TK, *[slots_TK[:0, 0]] * 3)
-    rows_T = segment.rows_B if segment.phase is Phase.DECODE else None
-    return ctx.tier.locate(spec.chooser, chosen_TK, pages_TN, rows_T)
+        return Coming(resident(chosen_TK, pages_TN, None, ctx.pool.layout.page_size))
+    if segment.phase is not Phase.DECODE:
+        return ctx.tier.resident(chosen_TK, pages_TN)
+    assert segment.rows_B is not None
+    return ctx.tier.bring(layer, chosen_TK, pages_TN, segment.rows_B)
+
+
+def _slots(ctx: StepContext, layer: int, spec: AttentionSpec) -> Iterator[Tensor | None]:
+    """Where the chosen tokens lie, segment by segment, each once it is all there."""
+    if spec.chosen_TK is None:
+        yield from [None] * len(ctx.meta.segments)
+        return
+    if spec.chooser not in ctx.coming:  # chosen by somebody else than a layer
+        ctx.coming[spec.chooser] = [
+            _begun(ctx, spec.chooser, part, spec.chosen_TK[part.start : part.stop])
+            for part in ctx.meta.segments
+        ]
+    for coming in ctx.coming[spec.chooser]:
+        if ctx.tier:
+            ctx.tier.finish(layer, coming)
+        yield coming.slots_TK
 
 
 def pages_by_token(segment: Segment) -> Tensor:
@@ -151,17 +159,17 @@ def _segment(
     view: KVView,
     segment: Segment,
     spec: AttentionSpec,
-    place: Swap | None,
+    slots_TK: Tensor | None,
 ) -> Iterator[Tensor]:
     route = ctx.plan.route(layer, segment.phase)
     parts = staged(view, segment, route.stage_to) if route.stage_to else ((view, segment),)
     for part_view, part in parts:
         rows, own = slice(part.start, part.stop), spec
-        if spec.chosen_TK is not None and place:
-            slots_TK = place.slots_TK
+        if spec.chosen_TK is not None:
+            chosen_TK, own_TK = spec.chosen_TK[rows], slots_TK
             if route.stage_to:  # staged pages are numbered anew
-                slots_TK = resident(spec.chosen_TK[rows], pages_by_token(part), None, view.page_size)
-            own = replace(spec, chosen_TK=spec.chosen_TK[rows], slots_TK=slots_TK)
+                own_TK = resident(chosen_TK, pages_by_token(part), None, view.page_size)
+            own = replace(spec, chosen_TK=chosen_TK, slots_TK=own_TK)
         yield _attend(ctx.backends[route.backend], route, q_THD[rows], part_view, part, own)
 
 

@@ -3,8 +3,8 @@
 What the books decide (residency.py) is told to the device at the beginning of a step, in stream order, so a step that
 is under way is not disturbed. Full pages are saved beside the steps, on a stream of their own, for which the device
 waits only before frames change hands. Inside a step nothing waits for the host: which tokens are missing is found, and
-brought, by kernels (kernels/swap.py, kernels/move.py). Owns HotTier and News. Must not know of requests, models or
-backends.
+brought, by kernels (kernels/swap.py, kernels/move.py) on another stream, beside what the step does until it needs them.
+Owns HotTier, News and Coming. Must not know of requests, models or backends.
 
 Shape suffixes: T query tokens, K tokens that each looks at, N pages of a request, P pages in all, R rows of the tables
 of requests, F frames of a hot buffer, B slots of it, M slots.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ class News:
     buffers: slice
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """slots_TK: where chosen tokens lie, once they are there. layer: whose latents are on their way; found: what is
+    copied; ready: since when, if that is another stream's doing. No layer where nothing has to come.
+    """
+
+    slots_TK: Tensor
+    layer: int | None = None
+    found: Swap | None = None
+    ready: torch.cuda.Event | None = None
+
+
 class HotTier:
     """residency: the books. choosers: layers that choose tokens, for themselves and those that share their choice.
 
@@ -74,7 +86,9 @@ class HotTier:
             for i, layer in enumerate(choosers)
         }
         self._told: dict[int, list[int]] = {}
-        self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
+        on_gpu = self.device.type == "cuda"
+        self._beside = torch.cuda.Stream() if on_gpu else None
+        self._fetching = torch.cuda.Stream() if on_gpu else None
         self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
 
     def _full(self, *shape: int) -> Tensor:
@@ -111,6 +125,8 @@ class HotTier:
         """Does what the news say. sent: the numbers, on the device."""
         if news.moves.freed and self._beside:
             torch.cuda.current_stream().wait_stream(self._beside)
+        if self._fetching:  # a step that broke off may have left it at work
+            torch.cuda.current_stream().wait_stream(self._fetching)
         saved, loaded, (pages, frames) = (
             (sent[pages], sent[frames]) for pages, frames in (news.saves, news.loads, news.places)
         )
@@ -152,21 +168,40 @@ class HotTier:
         placed_T = frame_T * self.page_size + slots_T % self.page_size
         return torch.where((slots_T < 0) | (frame_T < 0), NOBODY, placed_T)
 
-    def locate(self, chooser: int, chosen_TK: Tensor, pages_TN: Tensor, rows_T: Tensor | None) -> Swap:
-        """Where the tokens that layer `chooser` chose lie, and what must be fetched first.
+    def resident(self, chosen_TK: Tensor, pages_TN: Tensor) -> Coming:
+        """Where chosen tokens lie whose pages are all on the device."""
+        return Coming(swap.resident(chosen_TK, pages_TN, self.frames_P, self.page_size))
 
-        rows_T: of requests that decode; None where all pages are on the device.
+    def bring(self, layer: int, chosen_TK: Tensor, pages_TN: Tensor, rows_T: Tensor) -> Coming:
+        """Finds room for what decoding requests have chosen in `layer`, and begins to copy what is not there.
+
+        rows_T: of the requests. finish() comes before anything is read.
         """
-        if rows_T is None:
-            slots_TK = swap.resident(chosen_TK, pages_TN, self.frames_P, self.page_size)
-            return Swap(slots_TK, slots_TK[:0, 0], slots_TK[:0, 0], slots_TK[:0, 0])
-        return swap.swap(chosen_TK, rows_T, pages_TN, self.frames_P, self._hot[chooser], self.page_size)
+        if self._fetching is None:
+            return self._brought(layer, chosen_TK, pages_TN, rows_T)
+        self._fetching.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._fetching):
+            coming, ready = self._brought(layer, chosen_TK, pages_TN, rows_T), torch.cuda.Event()
+            ready.record()
+        return replace(coming, ready=ready)
+
+    def _brought(self, layer: int, chosen_TK: Tensor, pages_TN: Tensor, rows_T: Tensor) -> Coming:
+        hot = self._hot[layer]
+        found = swap.swap(chosen_TK, rows_T, pages_TN, self.frames_P, hot, self.page_size)
+        self.fetch(layer, found)
+        return Coming(found.slots_TK, layer, found)
+
+    def finish(self, layer: int, coming: Coming) -> None:
+        """From now on `layer` may read what was to come; one that shares another's choice has its own copies made."""
+        if coming.ready:
+            torch.cuda.current_stream().wait_event(coming.ready)
+        if coming.found and layer != coming.layer:
+            self.fetch(layer, coming.found)
 
     def fetch(self, layer: int, found: Swap) -> None:
         """Brings to the device what `found` misses of stored layer `layer`."""
-        if len(found.from_M):
-            device, host = self.stores[layer]
-            move(host, found.from_M, device, found.to_M, found.count)
+        device, host = self.stores[layer]
+        move(host, found.from_M, device, found.to_M, found.count)
 
     # After a step
 

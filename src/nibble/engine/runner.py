@@ -11,7 +11,7 @@ that are sampled, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from nibble.models.linear import row_multiple
 
 UNKNOWN = -1
 """The id of a token whose value only the device knows: the step before samples it."""
+HALVED, ALIGNED = 32, 8
+"""With a host tier steps of so many requests are cut in two, at a multiple of ALIGNED."""
 
 
 class Runner:
@@ -209,14 +211,23 @@ class Runner:
         seen_B = positions_B.clamp(min=0)
         pages_B = pages_BN.gather(1, (seen_B // page)[:, None])[:, 0].long()
         slots_B = torch.where(positions_B < 0, -1, pages_B * page + seen_B % page)
-        longest = pages_BN.shape[1] * page
-        segment = Segment(
-            Phase.DECODE, 0, size, (1,) * size, (longest,) * size, pages_BN,
-            buffers.starts[: size + 1], (positions_B + 1).int(), rows_B,
-        )  # fmt: skip
-        ctx = self._context(self._placed(slots_B, [segment]), look)
+        longest, ends_B = pages_BN.shape[1] * page, (positions_B + 1).int()
+        segments = [
+            Segment(
+                Phase.DECODE, first, last, (1,) * (last - first), (longest,) * (last - first), pages_BN[first:last],
+                buffers.starts[: last - first + 1], ends_B[first:last], rows_B[first:last],
+            )
+            for first, last in pairwise(self._cuts(size))
+        ]  # fmt: skip
+        ctx = self._context(self._placed(slots_B, segments), look)
         logits = self._run(ids_B[None], seen_B[None], buffers.rows[:size], ctx)
         buffers.keep(logits)
+
+    def _cuts(self, size: int) -> tuple[int, ...]:
+        """Where segments of decodes begin and end. With a host tier there are two: what one has chosen comes while the
+        other chooses, and the first attends while the rest comes."""
+        half = -(-size // (2 * ALIGNED)) * ALIGNED
+        return (0, half, size) if self.tier and size >= HALVED else (0, size)
 
 
 class _Part:

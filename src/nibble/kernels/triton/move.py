@@ -36,10 +36,10 @@ UNITS, COPY_WARPS = 1024, 4
 """Units of a tile that is copied."""
 ROWS, RECODE_WARPS = 16, 4
 """Rows of a tile that is encoded anew."""
-PROGRAMS = {"copy": 48, "recode": 264}
-"""More than this move nothing faster, and of copies they are slower: where rows lie all over a host's memory, looking
-up addresses is what takes time, and fewer rows at a time, which are of fewer requests, share more of it (on an H200,
-a step's misses: 39 GB/s with 48 programs, 33 with 264).
+PROGRAMS = 48
+"""More than this move nothing faster, and single tokens slower: where rows lie all over a host's memory, looking up
+addresses is what takes time, and fewer rows at a time, which are of fewer requests, share more of it (on an H200,
+copying a step's misses: 39 GB/s with 48 programs, 33 with 264).
 """
 _WORDS = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """What a unit of so many bytes is made of."""
@@ -108,12 +108,12 @@ def move(
         return
     if isinstance(way, Copied):
         tiles = triton.cdiv(tokens * way.units, UNITS)
-        _copy[min(tiles, programs or PROGRAMS["copy"]),](
+        _copy[min(tiles, programs or PROGRAMS),](
             way.runs, from_M, to_M, count, tokens, *sizes, way.units, way.words, UNITS, num_warps=COPY_WARPS
         )
     elif way:
         tiles = triton.cdiv(tokens, ROWS)
-        _recode[min(tiles, programs or PROGRAMS["recode"]),](
+        _recode[min(tiles, programs or PROGRAMS),](
             way.parts, from_M, to_M, count, tokens, sizes[0], ROWS, num_warps=RECODE_WARPS
         )
 
