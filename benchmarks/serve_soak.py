@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ PROMPTS = 32
 
 
 @contextmanager
-def server(model: str) -> Iterator[tuple[str, int]]:
+def server(model: str, options: Sequence[str] = OPTIONS) -> Iterator[tuple[str, int]]:
     """Address and process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "nibble", "serve", model, "--port", str(port), *OPTIONS]
+    command = [sys.executable, "-m", "nibble", "serve", model, "--port", str(port), *options]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
