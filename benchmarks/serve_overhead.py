@@ -36,7 +36,10 @@ Options = argparse.Namespace
 def prompts(text: str, streams: int, round_: int, letters: int = 240) -> list[str]:
     """Different texts, and others in each round, so that the prefix cache helps neither side."""
     step = (len(text) - letters) // (streams * 16)
-    return [text[(at := (round_ * streams + i) * step % (len(text) - letters)) : at + letters] for i in range(streams)]
+    return [
+        text[(at := (round_ * streams + i) * step % (len(text) - letters)) : at + letters]
+        for i in range(streams)
+    ]
 
 
 def engine_options(options: Options) -> dict[str, Any]:
@@ -107,11 +110,20 @@ class Served:
     def __init__(self, url: str, tokens: int) -> None:
         self._tokens = tokens
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--client", url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, "--client", url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def answer(self, asked: Sequence[str]) -> dict[str, Any]:
-        shared = {"model": "demo", "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        shared = {
+            "model": "demo",
+            "max_tokens": self._tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         bodies = [{**shared, "prompt": prompt, "stream_options": {"include_usage": True}} for prompt in asked]
         assert self._process.stdin and self._process.stdout
         print(json.dumps(bodies), file=self._process.stdin, flush=True)
@@ -179,15 +191,22 @@ def measure(options: Options) -> str:
                 cpu["LLM.generate"].append(spent)
                 for name, pid in processes.items():
                     cpu[name].append(busy(pid) - before[name])
-            print(f"round {round_}: {total / seconds:.0f} and {total / found['seconds']:.0f} tokens/s", flush=True)
+            print(
+                f"round {round_}: {total / seconds:.0f} and {total / found['seconds']:.0f} tokens/s",
+                flush=True,
+            )
     medians = {name: total / statistics.median(values) for name, values in times.items()}
-    ratio = statistics.median(a / b for a, b in zip(times["LLM.generate"], times["nibble serve"], strict=True))
+    ratio = statistics.median(
+        a / b for a, b in zip(times["LLM.generate"], times["nibble serve"], strict=True)
+    )
     aim = Aim("serve", f"tokens/s at {options.streams} streams, of LLM.generate's", SHARE, SHARE, ratio)
-    rows = [(name, f"{speed:.0f}", f"{speed / medians['LLM.generate']:.2f}") for name, speed in medians.items()]
+    rows = [
+        (name, f"{speed:.0f}", f"{speed / medians['LLM.generate']:.2f}") for name, speed in medians.items()
+    ]
     per_token = ", ".join(f"{name} {1e6 * statistics.median(v) / total:.0f}" for name, v in cpu.items())
     note = (
         f"demo in {options.kv_format} on {os.cpu_count()} cores: {options.streams} streams of {options.tokens} tokens, "
-        f"greedy, one thread for each engine, medians of {options.rounds} rounds that alternate (the ratio is the median "
+        f"greedy, one thread for each engine, medians of {options.rounds} rounds that alternate (the ratio: "
         f"of rounds' ratios). Processor time in microseconds per token: {per_token}. Tokens per event that was sent: "
         f"{total * options.rounds / events:.2f}."
     )
@@ -196,7 +215,9 @@ def measure(options: Options) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)

@@ -106,7 +106,7 @@ class FakeEngine:
         self.open = self.aborted = 0
         self.dies_after: int | None = None
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Piece]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
         if self.state is not State.READY:
             raise EngineDiedError(f"the engine is {self.state}")
         if self.ready and len(ask.prompt) >= self.ready.max_context:
@@ -122,7 +122,8 @@ class FakeEngine:
                         raise EngineDiedError("the engine's process ended; this request is lost")
                     reason = "length" if i == len(tokens) - 1 else None
                     left -= reason is not None
-                    yield Piece(Delta(index, chr(token), (token,), reason), 2)  # type: ignore[arg-type]
+                    delta = Delta(index, chr(token), (token,), reason)  # type: ignore[arg-type]
+                    yield [Piece(delta, 2, ((time.monotonic(), 1),))]
         finally:
             self.open -= 1
             self.aborted += left > 0

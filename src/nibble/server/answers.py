@@ -37,12 +37,13 @@ class Writer(ABC):
         self.completion_tokens += len(delta.token_ids)
         return self._added(index, delta, REASONS.get(delta.finish_reason or ""))
 
-    def chunk_of(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return self._about(self.chunk) | {"choices": list(choices)}
+    def about(self) -> dict[str, Any]:
+        """What every chunk says beside its choices."""
+        return self._about(self.chunk)
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage."""
-        return self._about(self.chunk) | {"choices": [], "usage": self.usage()}
+        return self.about() | {"choices": [], "usage": self.usage()}
 
     def body(self) -> dict[str, Any]:
         """All answers at once."""

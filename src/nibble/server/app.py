@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
+from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import pages
 from nibble.server.answers import ChatWriter, TextWriter, Writer
@@ -24,8 +25,9 @@ from nibble.server.cache_view import cache_view
 from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.dialect import Dialect
 from nibble.server.fidelity_view import warning
+from nibble.server.flow import Events, Gate, event, merged, unless_gone
 from nibble.server.grammar_check import GrammarCheck
-from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard, error_of, failure, install_handlers, too_long
+from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard, error_of, install_handlers, too_long
 from nibble.server.metrics import CountHttp, Meters
 from nibble.server.openapi import described
 from nibble.server.protocol import (
@@ -38,7 +40,6 @@ from nibble.server.protocol import (
 from nibble.server.settings import Settings
 from nibble.server.tool_types import arguments_as_text, message_for_template, tools_for_template
 
-CLIENT_GONE = 499
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
 LARGEST_ANSWER = 1 << 20
@@ -58,31 +59,6 @@ class Tokens(Protocol):
     def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]: ...
     @property
     def chat_template(self) -> str | None: ...
-
-
-class Gate:
-    """Counts open requests, and turns away, or holds back, those that are too many."""
-
-    def __init__(self, most: int, wait: bool) -> None:
-        self.open, self._most, self._wait = 0, most, wait
-        self._left = asyncio.Condition()
-
-    @asynccontextmanager
-    async def passed(self, count: int) -> AsyncIterator[None]:
-        """For so many requests at once; raises RequestError with status 429 where they are too many."""
-        async with self._left:
-            if count > self._most or (self.open + count > self._most and not self._wait):
-                raise RequestError(
-                    f"{self.open} requests are open, and {self._most} may be; try again later", 429
-                )
-            await self._left.wait_for(lambda: self.open + count <= self._most)
-            self.open += count
-        try:
-            yield
-        finally:
-            self.open -= count
-            async with self._left:
-                self._left.notify_all()
 
 
 class Api:
@@ -223,26 +199,26 @@ class Api:
         if asks[0].params.grammar is not None and self.client.ready:
             await self.grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
         times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
-        pieces = self._pieces(writer, asks, min(times, default=None))
+        choices = self._choices(writer, asks, min(times, default=None))
         if not asked.stream:
-            return await unless_gone(request, self._collected(writer, pieces))
-        return await unless_gone(request, self._stream(writer, pieces, asked))
+            return await unless_gone(request, self._collected(writer, choices))
+        return await unless_gone(request, self._stream(writer, choices, asked))
 
     async def _stream(
-        self, writer: Writer, pieces: AsyncGenerator[dict[str, Any]], asked: Sampling
+        self, writer: Writer, choices: AsyncGenerator[list[dict[str, Any]]], asked: Sampling
     ) -> Response:
         """Waits for the first piece: what cannot be served is told by a status, and not in a stream."""
         try:
-            first = await anext(pieces, None)
+            first: list[dict[str, Any]] = await anext(choices, [])
         except BaseException:
-            await pieces.aclose()
+            await choices.aclose()
             raise
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return StreamingResponse(self._events(writer, first, pieces, usage), media_type="text/event-stream")
+        return StreamingResponse(self._events(writer, first, choices, usage), media_type="text/event-stream")
 
-    async def _pieces(
+    async def _choices(
         self, writer: Writer, asks: Sequence[Ask], timeout: float | None
-    ) -> AsyncGenerator[dict[str, Any]]:
+    ) -> AsyncGenerator[list[dict[str, Any]]]:
         """Choices of chunks, as they come; usage is the writer's."""
         caches: dict[int, int] = {}
         timers = [
@@ -250,35 +226,34 @@ class Api:
         ]  # the gate's wait counts
         async with self.gate.passed(len(asks)):
             sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
-            async with aclosing(merged(sources, timeout)) as pieces:
-                async for which, piece in pieces:
-                    if piece.delta.error:
-                        raise EngineDiedError(piece.delta.error)
-                    caches[which] = piece.cached
+            async with aclosing(merged(sources, timeout)) as found:
+                async for which, pieces in found:
+                    caches[which] = pieces[-1].cached
                     writer.cached = sum(caches.values())
-                    choice = writer.take(which * asks[which].params.n + piece.delta.index, piece.delta)
-                    if choice is not None:
-                        yield choice
+                    first = which * asks[which].params.n
+                    choices = [writer.take(first + piece.delta.index, _sound(piece)) for piece in pieces]
+                    if shown := [choice for choice in choices if choice is not None]:
+                        yield shown
 
-    async def _collected(self, writer: Writer, pieces: AsyncGenerator[dict[str, Any]]) -> Response:
-        async with aclosing(pieces):
-            async for _ in pieces:
+    async def _collected(self, writer: Writer, choices: AsyncGenerator[list[dict[str, Any]]]) -> Response:
+        async with aclosing(choices):
+            async for _ in choices:
                 pass
         return JSONResponse(writer.body())
 
     async def _events(
         self,
         writer: Writer,
-        first: dict[str, Any] | None,
-        pieces: AsyncGenerator[dict[str, Any]],
+        first: list[dict[str, Any]],
+        choices: AsyncGenerator[list[dict[str, Any]]],
         usage: bool,
     ) -> AsyncGenerator[bytes]:
-        async with aclosing(pieces):
+        events = Events(writer.about())
+        async with aclosing(choices):
             try:
-                if first is not None:
-                    yield event(writer.chunk_of(first))
-                async for choice in pieces:
-                    yield event(writer.chunk_of(choice))
+                yield events.of(first)
+                async for several in choices:
+                    yield events.of(several)
                 if usage:
                     yield event(writer.last())
             except (NibbleError, TimeoutError) as error:  # the status has been sent: the stream says it
@@ -286,59 +261,11 @@ class Api:
             yield b"data: [DONE]\n\n"
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-async def merged(
-    sources: Sequence[AsyncGenerator[Piece]], timeout: float | None
-) -> AsyncGenerator[tuple[int, Piece]]:
-    """Pieces of several iterators as they come, with the number of each; an error of one ends all. Raises TimeoutError
-    when `timeout` seconds are over."""
-    loop = asyncio.get_running_loop()
-    deadline = None if timeout is None else loop.time() + timeout
-    waiting = {asyncio.ensure_future(anext(source)): which for which, source in enumerate(sources)}
-    try:
-        while waiting:
-            left = None if deadline is None else max(0.0, deadline - loop.time())
-            done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise TimeoutError
-            for task in done:
-                which = waiting.pop(task)
-                try:
-                    piece = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(sources[which]))] = which
-                yield which, piece
-    finally:
-        for task in waiting:
-            task.cancel()
-        for task in waiting:
-            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
-                await task
-        for source in sources:
-            await source.aclose()
-
-
-async def unless_gone(request: Request, work: Awaitable[Response]) -> Response:
-    """What `work` gives; it is given up when the client is gone."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else failure(CLIENT_GONE, "the client went away")
-    finally:
-        for one in (task, gone):
-            one.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await one
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _sound(piece: Piece) -> Delta:
+    """What a piece adds; raises EngineDiedError where the engine could not go on with its answer."""
+    if piece.delta.error:
+        raise EngineDiedError(piece.delta.error)
+    return piece.delta
 
 
 def make_app(

@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -58,10 +59,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What was added to an answer. cached: prompt tokens that came from the prefix cache."""
+    """What was added to an answer. cached: prompt tokens that came from the prefix cache. marks: when the server heard
+    of how many tokens, by time.monotonic(): a slow reader does not make the engine look slow."""
 
     delta: Delta
     cached: int
+    marks: tuple[tuple[float, int], ...]
 
 
 class EngineClient(Protocol):
@@ -78,9 +81,9 @@ class EngineClient(Protocol):
     def stats(self) -> Mapping[str, float]: ...
     @property
     def restarts(self) -> int: ...
-    def generate(self, ask: Ask) -> AsyncGenerator[Piece]:
-        """The pieces of the answers as they come; several that were not fetched come as one. Raises RequestError or
-        EngineDiedError. Closing the iterator aborts the request."""
+    def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
+        """The pieces of the answers as they come, at most one of each; several of one answer that were not fetched are
+        joined. Raises RequestError or EngineDiedError. Closing the iterator aborts the request."""
         ...
 
 
@@ -119,7 +122,7 @@ def joined(first: Piece, second: Piece) -> Piece:
     delta = replace(
         b, text=a.text + b.text, token_ids=a.token_ids + b.token_ids, logprobs=a.logprobs + b.logprobs
     )
-    return Piece(delta, second.cached)
+    return Piece(delta, second.cached, first.marks + second.marks)
 
 
 class ProcessClient:
@@ -167,7 +170,7 @@ class ProcessClient:
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Piece]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
         if self._state is not State.READY:
             raise EngineDiedError(f"the engine is {self._state}; try again in a while")
         number, mailbox = next(self._ids), Mailbox()
@@ -176,9 +179,9 @@ class ProcessClient:
         try:
             await self._say(wire.Submit(number, list(ask.prompt), ask.params, ask.salt))
             while left:
-                for piece in await mailbox.get():
-                    left -= piece.delta.finish_reason is not None
-                    yield piece
+                pieces = await mailbox.get()
+                left -= sum(piece.delta.finish_reason is not None for piece in pieces)
+                yield pieces
         finally:
             del self._open[number]
             if left and self._state is State.READY:
@@ -245,9 +248,10 @@ class ProcessClient:
 
     async def _hear(self, news: wire.News) -> None:
         if isinstance(news, wire.Pieces):
+            now = time.monotonic()
             for number, cached, delta in news.items:
-                if number in self._open:
-                    self._open[number].put(Piece(delta, cached))
+                if mailbox := self._open.get(number):
+                    mailbox.put(Piece(delta, cached, ((now, len(delta.token_ids)),)))
         elif isinstance(news, wire.Refused):
             if number_open := self._open.get(news.id):
                 number_open.fail(RequestError(news.error, news.status, news.code))

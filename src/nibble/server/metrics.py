@@ -56,7 +56,7 @@ Clock = Callable[[], float]
 class Meters:
     """All metrics of one server, in a registry of its own. clock: seconds that only grow."""
 
-    def __init__(self, client: EngineClient, model: str, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, client: EngineClient, model: str, clock: Clock = time.monotonic) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which no dashboard reads
         self.clock, self._model = clock, model
         self._registry = CollectorRegistry()
@@ -133,25 +133,26 @@ class Timer:
         self._answers: dict[int, _Answer] = {}
         self._begun = self._ended = False
 
-    def piece(self, tokens: int, answer: int = 0, reason: str | None = None) -> None:
+    def piece(self, tokens: int, answer: int = 0, reason: str | None = None, at: float | None = None) -> None:
         """So many tokens of an answer have come, together. reason: why it ended, with its last piece; the request
-        ends with the last of its answers, and with that one's reason."""
+        ends with the last of its answers, and with that one's reason. at: when, if not now."""
+        now = self._meters.clock() if at is None else at
         if not self._begun:
             self._begun = True
             self._meters.prompt_tokens.inc(self._prompt)
         if tokens:
-            self._count(tokens, answer)
+            self._count(tokens, answer, now)
         if reason:
             self._left -= 1
             if not self._left:
-                self.end(reason)
+                self.end(reason, now)
 
-    def end(self, reason: str) -> None:
-        """The request ended, with one of REASONS. Only the first end counts."""
+    def end(self, reason: str, at: float | None = None) -> None:
+        """The request ended, with one of REASONS. Only the first end counts. at: when, if not now."""
         if self._ended:
             return
         self._ended = True
-        self._meters.whole.observe(self._meters.clock() - self._arrived)
+        self._meters.whole.observe((self._meters.clock() if at is None else at) - self._arrived)
         self._meters.prompt.observe(self._prompt)
         self._meters.generation.observe(self._tokens)
         self._meters.ended[reason].inc()
@@ -159,16 +160,14 @@ class Timer:
             if answer.later:
                 self._meters.mean_between.observe((answer.last - answer.first) / answer.later)
 
-    async def over(self, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece]:
+    async def over(self, source: AsyncGenerator[list[Piece]]) -> AsyncGenerator[list[Piece]]:
         """The same pieces, timed. Closed before its end is an abort."""
         try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    delta = piece.delta
-                    self.piece(
-                        len(delta.token_ids), delta.index, "error" if delta.error else delta.finish_reason
-                    )
-                    yield piece
+            async with aclosing(source):
+                async for pieces in source:
+                    for piece in pieces:
+                        self._note(piece)
+                    yield pieces
         except RequestError:
             self._ended = True  # refused: the status of its exchange says so
             raise
@@ -178,8 +177,16 @@ class Timer:
         finally:
             self.end("abort")
 
-    def _count(self, tokens: int, answer: int) -> None:
-        now, there = self._meters.clock(), self._answers.get(answer)
+    def _note(self, piece: Piece) -> None:
+        """Counts a piece by the times at which the server heard of its parts."""
+        delta, reason = piece.delta, "error" if piece.delta.error else piece.delta.finish_reason
+        *before, (last, tokens) = piece.marks
+        for at, count in before:
+            self.piece(count, delta.index, None, at)
+        self.piece(tokens, delta.index, reason, last)
+
+    def _count(self, tokens: int, answer: int, now: float) -> None:
+        there = self._answers.get(answer)
         if not self._answers:
             self._meters.first.observe(now - self._arrived)
         self._tokens += tokens

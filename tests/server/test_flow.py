@@ -1,0 +1,127 @@
+"""Pieces on their way from the engine's process to a stream: joined, stamped, merged and ended in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from conftest import FakeEngine  # type: ignore[attr-defined]
+from nibble.config import Config, SamplingParams
+from nibble.engine.outputs import Delta
+from nibble.server import wire
+from nibble.server.client import Ask, Mailbox, Piece, ProcessClient, State
+from nibble.server.flow import Events, merged
+from nibble.server.metrics import Meters
+
+
+def piece(text: str, at: float, index: int = 0, reason: Any = None) -> Piece:
+    return Piece(Delta(index, text, (len(text),), reason), 0, ((at, 1),))
+
+
+def test_what_was_not_fetched_is_joined_and_keeps_its_times() -> None:
+    async def run() -> list[Piece]:
+        mailbox = Mailbox()
+        for one in (piece("a", 1.0), piece("x", 1.0, 1), piece("bc", 2.0), piece("def", 4.0, reason="stop")):
+            mailbox.put(one)
+        return await mailbox.get()
+
+    first, second = asyncio.run(run())
+    assert (first.delta.text, first.delta.token_ids, first.delta.finish_reason) == (
+        "abcdef",
+        (1, 2, 3),
+        "stop",
+    )
+    assert first.marks == ((1.0, 1), (2.0, 1), (4.0, 1)) and second.delta.text == "x"
+
+
+def test_a_slow_reader_does_not_make_the_engine_look_slow() -> None:
+    now = [10.0]
+    meters = Meters(FakeEngine(), "m", lambda: now[0])
+
+    async def source() -> AsyncGenerator[list[Piece]]:
+        now[0] = 99.0  # when somebody gets round to reading
+        yield [Piece(Delta(0, "abc", (1, 2, 3), "stop"), 0, ((10.5, 1), (10.7, 1), (11.0, 1)))]
+
+    async def run() -> None:
+        async for _ in meters.request(4).over(source()):
+            pass
+
+    asyncio.run(run())
+    sums = dict(line.split(" ") for line in meters.render()[0].decode().splitlines() if "_sum" in line)
+    for name, value in {
+        "time_to_first_token": 0.5, "inter_token_latency": 0.5, "e2e_request_latency": 1.0
+    }.items():  # fmt: skip
+        assert float(sums[f'nibble:{name}_seconds_sum{{model_name="m"}}']) == pytest.approx(value)
+
+
+def test_the_client_stamps_what_it_hears() -> None:
+    async def run() -> list[Piece]:
+        client = ProcessClient(Config(model="demo"))
+        client._state = State.READY
+        said: list[Any] = []
+
+        async def say(order: Any) -> None:
+            said.append(order)
+
+        client._say = say  # type: ignore[method-assign]
+        pieces = client.generate(Ask([1], SamplingParams(n=2)))
+        waiting = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0)
+        (order,) = said
+        items = [(order.id, 0, Delta(0, "a", (5,))), (order.id, 0, Delta(1, "b", (6, 7)))]
+        await client._hear(wire.news(wire.encode(wire.Pieces(items))))
+        found = await waiting
+        await pieces.aclose()
+        assert isinstance(said[-1], wire.Abort)
+        await client.stop()
+        return found
+
+    first, second = asyncio.run(run())  # what one step added comes together
+    assert first.marks[0][1] == 1 and second.marks[0][1] == 2 and first.marks[0][0] == second.marks[0][0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_sources_are_merged(count: int, timeout: float | None) -> None:
+    engine = FakeEngine()
+
+    async def run() -> dict[int, str]:
+        asks = [Ask([65 + i] * 3, SamplingParams()) for i in range(count)]
+        texts = dict.fromkeys(range(count), "")
+        async for which, pieces in merged([engine.generate(ask) for ask in asks], timeout):
+            texts[which] += "".join(piece.delta.text for piece in pieces)
+        return texts
+
+    assert asyncio.run(run()) == {i: chr(65 + i) * 3 for i in range(count)}
+    assert engine.open == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_deadline_holds_while_nothing_comes(count: int) -> None:
+    engine = FakeEngine()
+    engine.pause = 60.0
+
+    async def run() -> None:
+        sources = [engine.generate(Ask([65], SamplingParams())) for _ in range(count)]
+        async for _ in merged(sources, 0.01):
+            pass
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    assert engine.open == 0 and engine.aborted == count
+
+
+def test_events_are_json_and_go_together() -> None:
+    events = Events({"id": "x", "model": 'a"b'})
+    said = events.of([{"index": 0, "text": "naïve \u2028\n", "logprobs": None}, {"index": 1, "text": ""}])
+    lines = said.decode().split("\n\n")
+    assert lines.pop() == "" and len(lines) == 2
+    first, second = (json.loads(line.removeprefix("data: ")) for line in lines)
+    assert first == {
+        "id": "x", "model": 'a"b', "choices": [{"index": 0, "text": "naïve \u2028\n", "logprobs": None}]
+    }  # fmt: skip
+    assert second["choices"][0]["index"] == 1 and events.of([]) == b""
