@@ -41,12 +41,16 @@ def limits(dice: random.Random) -> dict[str, Any]:
     }
 
 
-def arrivals(engine: Any, dice: random.Random) -> list[Request]:
+def arrivals(engine: Any, dice: random.Random, priorities: tuple[int, ...] = (0,)) -> list[Request]:
     """Adds a request, and siblings now and then, whose prompt begins like others' now and then."""
     tokens = [
         *prompt(dice.choice([0, 6, 12]), dice.randrange(2)),
         *prompt(dice.randrange(1, 12), dice.random()),
     ]
-    kind = {"namespace": dice.choice("ab"), "stop_ids": frozenset(dice.choices(range(VOCAB), k=2))}
+    kind: dict[str, Any] = {
+        "namespace": dice.choice("ab"),
+        "stop_ids": frozenset(dice.choices(range(VOCAB), k=2)),
+    }
+    kind["priority"] = dice.choice(priorities)
     leader = engine.add(tokens, dice.randrange(1, 12), **kind)
     return [leader, *(engine.add(tokens, 5, after=leader, **kind) for _ in range(dice.choice([0, 0, 2])))]

@@ -508,6 +508,68 @@ def test_a_preempted_request_waits_in_order_of_arrival():
     assert engine.scheduler.waiting == [young, late]
 
 
+# Priorities
+
+
+def test_waiting_requests_start_by_priority_and_equals_by_arrival():
+    engine = Engine(max_running=1)
+    first = engine.add(prompt(5, 99), 3)
+    engine.step()
+    late = [engine.add(prompt(5, i), 2, priority=priority) for i, priority in enumerate((1, 0, 1, -5, 0))]
+    started = [first]
+    for batch in engine.run():
+        started += [work.request for work in batch.works if work.request not in started]
+    assert started == [first, late[3], late[1], late[4], late[0], late[2]], (
+        "who runs is not put out for who waits"
+    )
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_least_important_gives_its_pages_though_it_came_first(prefix_cache):
+    engine = Engine(pages=10, prefix_cache=prefix_cache)
+    old, middle, young = (engine.add(prompt(4, i), 20, priority=-i) for i in range(3))
+    ends = []
+    for _ in engine.run():
+        ends += [request for request in (old, middle, young) if request.finished and request not in ends]
+    assert young.preemptions == 0 and old.preemptions > 0
+    assert ends == [young, middle, old]
+    assert all(request.answer == expected(request, 1000) for request in (old, middle, young))
+
+
+def test_important_prompts_are_first_in_the_budget():
+    engine = Engine(token_budget=SLICES, pages=900, max_running=20)
+    for i in range(12):
+        engine.add(prompt(20, i))
+    engine.step()
+    late, later = (engine.add(prompt(60, 20 + i), 1, priority=-i) for i in (1, 2))
+    batch = engine.schedule()
+    assert work_of(batch, later) and work_of(batch, late), "though they have most left"
+
+
+def test_equals_do_not_starve_one_another():
+    """However many of the same priority come later, the first ends first."""
+    engine = Engine(pages=12, max_running=4, token_budget=16)
+    old = engine.add(prompt(20, 1), 8, priority=3)
+    for i in range(200):
+        engine.add(prompt(8, i + 2), 8, priority=3)
+        engine.step()
+        if old.finished:
+            break
+    assert old.finished and not old.preemptions and i < 20
+
+
+def test_priorities_do_not_change_answers():
+    def answers(priorities: tuple[int, ...]) -> list[list[int]]:
+        engine = Engine(pages=12, token_budget=10)
+        requests = [
+            engine.add(prompt(3 + i, i % 3), 8, priority=priorities[i % len(priorities)]) for i in range(12)
+        ]
+        engine.finish()
+        return [request.answer for request in requests]
+
+    assert answers((0,)) == answers((2, -1, 0, 7))
+
+
 def test_metrics():
     engine = Engine()
     engine.add(prompt(9), 3)
@@ -612,7 +674,7 @@ def test_any_mix_ends_right(seed, chunk):
     aborted = set()
     while len(requests) < 40 or engine.scheduler.unfinished:
         if len(requests) < 40 and dice.random() < 0.4:
-            requests += arrivals(engine, dice)
+            requests += arrivals(engine, dice, (0, 0, -3, 2) if seed % 2 else (0,))
         batch = engine.schedule()
         if dice.random() < 0.05 and requests and engine.scheduler.abort((victim := dice.choice(requests)).id):
             aborted.add(victim)

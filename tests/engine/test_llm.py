@@ -50,6 +50,25 @@ def test_same_seed_same_answer_whatever_else_runs(llm: LLM) -> None:
     assert other.completions[0].token_ids != alone[1]
 
 
+def test_priorities(llm: LLM) -> None:
+    expected = [output.text for output in llm.generate(PROMPTS, max_tokens=6)]
+    several = list(range(len(PROMPTS), 0, -1))
+    for priority in (5, several):
+        assert [o.text for o in llm.generate(PROMPTS, max_tokens=6, priority=priority)] == expected
+    orders: list[int] = []
+    submit = llm.engine.scheduler.add
+    llm.engine.scheduler.add = lambda request: (orders.append(request.priority), submit(request))  # type: ignore[method-assign,func-returns-value]
+    try:
+        llm.generate(PROMPTS, max_tokens=1, priority=several)
+    finally:
+        del llm.engine.scheduler.add
+    assert orders == several
+    for wrong in ([1], ["a"] * len(PROMPTS)):
+        with pytest.raises(RequestError, match="one for each of the"):
+            llm.generate(PROMPTS, max_tokens=1, priority=wrong)  # type: ignore[arg-type]
+    idle(llm)
+
+
 def test_n_answers_share_the_prompt(llm: LLM) -> None:
     prompt = PROMPTS[3]
     llm.engine.scheduler.manager.clear()

@@ -104,6 +104,7 @@ class FakeEngine:
         self.ready: wire.Ready | None = wire.Ready("", 64, 256, {"dtype": "none"})
         self.stats: Mapping[str, float] = {}
         self.open = self.aborted = 0
+        self.asks: list[Ask] = []
         self.dies_after: int | None = None
 
     async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
@@ -112,6 +113,7 @@ class FakeEngine:
         if self.ready and len(ask.prompt) >= self.ready.max_context:
             raise RequestError("the prompt is too long")
         self.open += 1
+        self.asks.append(ask)
         left = ask.params.n
         try:
             for index in range(ask.params.n):

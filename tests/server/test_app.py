@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
+from nibble.errors import ConfigError
 from nibble.server import wire
 from nibble.server.app import make_app
 from nibble.server.client import State
@@ -298,6 +299,26 @@ def test_models_plan_and_tokens() -> None:
         assert (await client.post("/detokenize", json={"tokens": [97, 98]})).json() == {"prompt": "ab"}
 
     with_app(test)
+
+
+def test_priorities() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+            assert (await client.post(path, json={**body, "priority": -3})).status_code == 200
+            assert (await client.post(path, json={**body, "priority": 1 << 31})).status_code == 400
+
+    assert [ask.priority for ask in with_app(test).asks] == [-3, -3]
+
+
+def test_priorities_are_refused_where_they_are_not_honoured() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        response = await client.post("/v1/completions", json={**TEXT, "priority": 1})
+        assert response.status_code == 400 and "--scheduling priority" in response.text
+        assert (await client.post("/v1/completions", json={**TEXT, "priority": 0})).status_code == 200
+
+    with_app(test, scheduling="fcfs")
+    with pytest.raises(ConfigError, match="fcfs"):
+        Settings(scheduling="fair")
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

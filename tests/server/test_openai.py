@@ -82,6 +82,8 @@ def test_seeds_and_cached_tokens(client: openai.OpenAI) -> None:
     salted = client.completions.create(**asked, extra_body={"cache_salt": "mine"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0, "another tenant's pages are not shared"
     assert salted.choices[0].text == first.choices[0].text
+    urgent = client.completions.create(**asked, extra_body={"priority": -1})
+    assert urgent.choices[0].text == first.choices[0].text
 
 
 def test_errors(client: openai.OpenAI) -> None:

@@ -24,6 +24,7 @@ FLAGS = {
     "--random-seed": "--seed",  # SGLang
     "--tool-call-parser": "--tool-format",  # vLLM, SGLang
     "--enable-auto-tool-choice": "",  # vLLM; always so
+    "--scheduling-policy": "--scheduling",  # vLLM
 }
 VALUES = {
     "--dtype": {"half": "float16", "float": "float32"},

@@ -83,12 +83,14 @@ class Engine:
         sink: Sink,
         *,
         salt: str = "",
+        priority: int = 0,
         whole: bool = False,
         matcher: Matcher | None = None,
     ) -> Ticket:
         """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served.
 
-        whole: each answer may come as one piece at its end. matcher: of its grammar, where that was made before.
+        priority: a lower one is served before. whole: each answer may come as one piece at its end. matcher: of its
+        grammar, where that was made before.
         """
         self.check(prompt, params)
         matcher = matcher or self.matcher(params)
@@ -97,7 +99,7 @@ class Engine:
             requests: list[Request] = []
             for index in range(params.n):
                 own = self._request(f"{name}-{index}", prompt, _own(params, index), salt, requests[:1])
-                own.matcher = matcher.fork() if matcher else None
+                own.matcher, own.priority = matcher.fork() if matcher else None, priority
                 requests.append(own)
             for index, request in enumerate(requests):
                 self.scheduler.add(request)

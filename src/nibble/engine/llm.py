@@ -86,22 +86,24 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
         **options: Any,
     ) -> Any:
         """Answers one prompt (-> Output) or many (-> list of Output, in order).
 
-        A prompt is text or token ids. params, or loose options of SamplingParams, hold for all. progress: show a
-        bar; by default for many prompts on a terminal. A prompt that cannot be served raises RequestError or
-        PromptTooLong before any is computed. Where the engine fails, an answer's `error` says so; where it fails for
-        all of them, NibbleError is raised.
+        A prompt is text or token ids. params, or loose options of SamplingParams, hold for all. priority: of all, or of
+        each; a lower one is served before. progress: show a bar; by default for many prompts on a terminal. A prompt
+        that cannot be served raises RequestError or PromptTooLong before any is computed. Where the engine fails, an
+        answer's `error` says so; where it fails for all of them, NibbleError is raised.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts
+        priorities = _priorities(priority, len(many))
         collectors: list[_Collector] = []
         try:
-            for prompt in many:
-                collectors.append(self._submit(prompt, _params(params, options)))
+            for prompt, own in zip(many, priorities, strict=True):
+                collectors.append(self._submit(prompt, _params(params, options), own))
             self._run(collectors, progress if progress is not None else len(many) > 1 and sys.stderr.isatty())
         except BaseException:
             for collector in collectors:
@@ -151,10 +153,10 @@ class LLM:
         except TypeError as error:
             raise RequestError(f"a prompt is text or a list of token ids ({error})") from error
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> _Collector:
+    def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Collector:
         ids, text = self._encode(prompt)
         collector = _Collector(ids, text, params)
-        collector.ticket = self.engine.submit(ids, params, collector.take, whole=True)
+        collector.ticket = self.engine.submit(ids, params, collector.take, priority=priority, whole=True)
         return collector
 
     def _run(self, collectors: Sequence[_Collector], progress: bool) -> None:
@@ -238,6 +240,16 @@ class _Collector:
 def as_texts(texts: Sequence[str]) -> Sequence[str]:
     """A single text, given where several may be, is one text and not one for each of its characters."""
     return [texts] if isinstance(texts, str) else texts
+
+
+def _priorities(given: int | Sequence[int], count: int) -> Sequence[int]:
+    """One for each prompt; raises RequestError."""
+    found = [given] * count if isinstance(given, int) else list(given)
+    if len(found) != count or not all(isinstance(one, int) for one in found):
+        raise RequestError(
+            f"priority must be an integer, or one for each of the {count} prompts, not {given!r}"
+        )
+    return found
 
 
 def _params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -37,7 +37,8 @@ class Request:
 
     namespace: only requests of the same namespace share pages (layout fingerprint, scale version, cache
     salt). stop_ids: tokens that end the answer and are not part of it. after: wait until this request's
-    prompt is stored. For the answers 2..n to one prompt, which share its pages. matcher: of its grammar.
+    prompt is stored. For the answers 2..n to one prompt, which share its pages. matcher: of its grammar. priority: a
+    lower one is served before.
 
     tokens: prompt and answer; the same list all along, do not copy it in a step. arrival: set by the
     scheduler. ahead: the newest work that is under way, launched and not committed. cached: prompt tokens
@@ -51,6 +52,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     after: Request | None = None
     matcher: Matcher | None = None
+    priority: int = 0
 
     tokens: list[int] = field(init=False)
     arrival: int = field(default=-1, init=False)
@@ -65,6 +67,11 @@ class Request:
         if not self.prompt:
             raise RequestError("the prompt is empty; it must have at least one token")
         self.tokens = list(self.prompt)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among requests: the least is served first, and the last to lose its pages."""
+        return self.priority, self.arrival
 
     @property
     def answer(self) -> list[int]:

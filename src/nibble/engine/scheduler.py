@@ -1,13 +1,13 @@
 """Which tokens of which requests the next step computes: continuous batching with chunked prefill.
 
-Owns Scheduler and the order in which requests are served. It hands out Batches and is told what was
-sampled. Must not know of text, sampling, models or torch. Not thread-safe: one thread adds, aborts,
-schedules and commits.
+Owns Scheduler and the order in which requests are served: by priority, those of equal priority by arrival. It hands
+out Batches and is told what was sampled. Must not know of text, sampling, models or torch. Not thread-safe: one thread
+adds, aborts, schedules and commits.
 
 A step in four moves: admit waiting requests whose pages fit; portion the token budget (decodes first, then
-prompts); reserve pages, oldest request first, where the youngest gives its own back if there are none (with a host
-tier, after the longest answers have given up their places on the device); hand out the batch. The oldest request gets
-a portion of every step and can take every page, so it always gets on, and so do all.
+prompts); reserve pages in order, where the last request gives its own back if there are none (with a host tier, after
+the longest answers have given up their places on the device); hand out the batch. The first request gets a portion of
+every step and can take every page, so it always gets on, and so do all before whom no more important ones come.
 
 One batch may be under way while the next is scheduled (launch): its tokens are taken as stored, and a token that it
 samples as one whose value is not known yet. What then ends, is aborted or loses its pages is dropped at its commit.
@@ -32,7 +32,7 @@ SLICES = 8
 that takes part in a step is given one at least, as chunks of a few tokens help nobody.
 """
 
-_arrival = attrgetter("arrival")
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Metrics:
 
 
 class Scheduler:
-    """Requests by arrival, waiting and running. A step costs time by how many they are, not how long."""
+    """Requests in order, waiting and running. A step costs time by how many they are, not how long."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_order)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request, whatever its state; None if there is none of this name any more."""
@@ -170,11 +170,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that queues, states and leases agree, and that the manager's books balance."""
-        assert sorted(map(_arrival, self._requests.values())) == sorted(
-            map(_arrival, self.waiting + self.running)
+        assert sorted(map(_order, self._requests.values())) == sorted(
+            map(_order, self.waiting + self.running)
         )
         for queue, state in ((self.waiting, State.WAITING), (self.running, State.RUNNING)):
-            assert queue == sorted(queue, key=_arrival), f"{state} requests are not in order of arrival"
+            assert queue == sorted(queue, key=_order), f"{state} requests are not in order"
             for request in queue:
                 assert request.state is state, (
                     f"request {request.id!r} is {request.state}, in the queue {state}"
@@ -201,7 +201,7 @@ class Scheduler:
             )
 
     def _admit(self) -> None:
-        """Starts waiting requests in order of arrival, up to the first one whose pages do not fit."""
+        """Starts waiting requests in order, up to the first one whose pages do not fit."""
         room = self.max_running - len(self.running)
         ready = list(islice((request for request in self.waiting if request.ready), max(room, 0)))
         kept = sum(map(self._kept, self.running)) if self.manager.residency else 0
@@ -240,7 +240,7 @@ class Scheduler:
         request.after, request.state = None, State.RUNNING
         self._count_hit(request, request.lease.hit)
         self.waiting.remove(request)
-        insort(self.running, request, key=_arrival)
+        insort(self.running, request, key=_order)
         return True
 
     # Portions of the budget
@@ -271,7 +271,7 @@ class Scheduler:
         self._count_hit(request, self.manager.advance(request.lease, request.tokens))
 
     def _choose(self, prompts: Sequence[Request], wanted: Mapping[Request, int], room: int) -> list[Request]:
-        """The prompts to go on with: the oldest, then those with least left, each with a slice worth having.
+        """The prompts to go on with: the first, then by priority those with least left, each with a slice worth having.
 
         Where the next page of one is just being computed by another, it waits, and finds that page in the
         cache.
@@ -279,7 +279,7 @@ class Scheduler:
         chosen: list[Request] = []
         coming = {self._next_page(request) for request in self.running if request.ahead} - {None}
         part = max(self.token_budget // SLICES, 1)
-        rest = sorted(prompts[1:], key=lambda request: request.length - request.computed)
+        rest = sorted(prompts[1:], key=lambda one: (one.priority, one.length - one.computed))
         for request in (prompts[0], *rest):
             page = self._next_page(request)
             assert request.lease
@@ -301,7 +301,7 @@ class Scheduler:
     # Pages
 
     def _reserve(self, request: Request, upto: int) -> bool:
-        """Pages for `upto` tokens in all; the youngest requests give theirs up, at last this one itself."""
+        """Pages for `upto` tokens in all; the last requests in order give theirs up, in the end this one itself."""
         assert request.lease
         while True:
             try:
@@ -310,9 +310,9 @@ class Scheduler:
             except OutOfPages as error:
                 if isinstance(error, OutOfFrames) and self._spill():
                     continue
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is request:
+                last = self.running[-1]
+                self._preempt(last)
+                if last is request:
                     return False
 
     def _spill(self) -> bool:
@@ -330,7 +330,7 @@ class Scheduler:
         self._preempted_tokens += request.stored
         self.running.remove(request)
         self._release(request, State.WAITING)
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request, key=_order)
 
     def _release(self, request: Request, state: State) -> None:
         if request.lease:

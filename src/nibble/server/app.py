@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
+from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import pages
@@ -37,7 +38,7 @@ from nibble.server.protocol import (
     Sampling,
     TokenizeRequest,
 )
-from nibble.server.settings import Settings
+from nibble.server.settings import PRIORITY, Settings
 from nibble.server.tool_types import arguments_as_text, message_for_template, tools_for_template
 
 LONG_TEXT = 20_000
@@ -149,7 +150,7 @@ class Api:
         decode = self.tokens.decode if self._tokens else lambda _: ""
         writer = TextWriter(self.name, decode, lens, echoes, asked.logprobs is not None)
         return await self._answer(
-            request, asked, writer, [Ask(prompt, params, asked.cache_salt) for prompt in ids]
+            request, asked, writer, [self._ask(asked, prompt, params) for prompt in ids]
         )
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
@@ -162,7 +163,7 @@ class Api:
         params = exchange.params(asked.params(wanted, asked.wanted_logprobs()))
         reader = exchange.reader(eager=asked.stream)
         writer = ChatWriter(self.name, self.tokens.decode, [len(ids)], asked.logprobs, reader)
-        return await self._answer(request, asked, writer, [Ask(ids, params, asked.cache_salt)])
+        return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
 
     async def _conversation(self, messages: Sequence[Any], tools: Any, kwargs: dict[str, Any]) -> list[int]:
         size = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
@@ -170,6 +171,13 @@ class Api:
         if size > LONG_TEXT:
             return await asyncio.to_thread(self.tokens.chat, messages, tools, **kwargs)
         return self.tokens.chat(messages, tools, **kwargs)
+
+    def _ask(self, asked: Sampling, prompt: list[int], params: SamplingParams) -> Ask:
+        if asked.priority and self.settings.scheduling != PRIORITY:
+            raise RequestError(
+                "priorities are not honoured here; start the server with --scheduling priority"
+            )
+        return Ask(prompt, params, asked.cache_salt, asked.priority)
 
     def _check_model(self, name: str) -> None:
         if name != self.name:

@@ -50,11 +50,12 @@ class EngineDiedError(NibbleError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: prompt tokens, how to answer, and whose pages it may share."""
+    """A request: prompt tokens, how to answer, whose pages it may share, and when it is served: lower ones before."""
 
     prompt: Sequence[int]
     params: SamplingParams
     salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class ProcessClient:
         self._open[number] = mailbox
         left = ask.params.n
         try:
-            await self._say(wire.Submit(number, list(ask.prompt), ask.params, ask.salt))
+            await self._say(wire.Submit(number, list(ask.prompt), ask.params, ask.salt, ask.priority))
             while left:
                 pieces = await mailbox.get()
                 left -= sum(piece.delta.finish_reason is not None for piece in pieces)

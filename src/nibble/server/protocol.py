@@ -1,9 +1,9 @@
 """OpenAI's types: what requests may say, and what is answered. https://platform.openai.com/docs/api-reference
 
 Owns the models of requests, and how they become SamplingParams. Fields that OpenAI does not have (min_p, top_k,
-repetition_penalty, stop_token_ids, ignore_eos, skip_special_tokens, cache_salt) are named as other servers name them. A
-field that would change the answer and is not known is refused, never ignored; those that change nothing are listed.
-Must not know of engines.
+repetition_penalty, stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named as other servers
+name them. A field that would change the answer and is not known is refused, never ignored; those that change nothing
+are listed. Must not know of engines.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Sampling(StructuredFields):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=256)
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="Lower ones are served before.")
     timeout: float | None = Field(None, gt=0, description="Seconds after which the answer ends as it stands.")
 
     # said by clients, without a meaning here

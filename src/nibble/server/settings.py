@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from nibble.config import _option as option
 from nibble.config import parse_bytes
-from nibble.errors import ConfigError
+from nibble.errors import ConfigError, unknown
+
+PRIORITY = "priority"
+SCHEDULING = (PRIORITY, "fcfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,11 @@ class Settings:
     )
     max_queue: int = option(1024, "Most requests that are open at a time; one more gets status 429.")
     wait_when_full: bool = option(False, "Let requests wait where they would get status 429.")
+    scheduling: str = option(
+        PRIORITY,
+        "priority: requests with a lower `priority` are served before, equal ones as they come; fcfs: a request that "
+        "names one is refused.",
+    )
     max_body: str = option("8MiB", "Largest body of a request.")
     timeout: float | None = option(
         None, "Seconds after which a request ends with an error, unless it says less."
@@ -37,6 +45,8 @@ class Settings:
         parse_bytes(self.max_body)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        if self.scheduling not in SCHEDULING:
+            raise ConfigError(unknown("scheduling", self.scheduling, SCHEDULING))
         if self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, not {self.max_queue}")
 

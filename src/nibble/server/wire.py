@@ -14,12 +14,13 @@ from nibble.engine.outputs import Delta
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A prompt. salt: only requests of the same salt share pages."""
+    """A prompt. salt: only requests of the same salt share pages. priority: a lower one is served before."""
 
     id: int
     prompt: list[int]
     params: SamplingParams
     salt: str = ""
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -120,7 +120,10 @@ class Worker:
                 if not self._left[message.id]:
                     del self._tickets[message.id], self._left[message.id]
 
-        return self._engine.submit(message.prompt, message.params, take, salt=message.salt, matcher=matcher)
+        salt, priority = message.salt, message.priority
+        return self._engine.submit(
+            message.prompt, message.params, take, salt=salt, priority=priority, matcher=matcher
+        )
 
     def _flush(self) -> None:
         if self._outbox:
