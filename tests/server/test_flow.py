@@ -72,7 +72,7 @@ def test_the_client_stamps_what_it_hears() -> None:
         waiting = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
         (order,) = said
-        items = [(order.id, 0, Delta(0, "a", (5,))), (order.id, 0, Delta(1, "b", (6, 7)))]
+        items = [(order.id, 4, 2.5, Delta(0, "a", (5,))), (order.id, 4, 2.5, Delta(1, "b", (6, 7)))]
         await client._hear(wire.news(wire.encode(wire.Pieces(items))))
         found = await waiting
         await pieces.aclose()
@@ -81,6 +81,7 @@ def test_the_client_stamps_what_it_hears() -> None:
         return found
 
     first, second = asyncio.run(run())  # what one step added comes together
+    assert (first.cached, first.started) == (4, 2.5)
     assert first.marks[0][1] == 1 and second.marks[0][1] == 2 and first.marks[0][0] == second.marks[0][0]
 
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from conftest import running, wait_ready  # type: ignore[attr-defined]
+from conftest import free_port, running, wait_ready  # type: ignore[attr-defined]
 
 LONG: dict[str, Any] = {
     "model": "demo", "prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True, "stream": True
@@ -102,6 +103,19 @@ def test_ctrl_c_lets_requests_end_first() -> None:
         os.killpg(os.getpgid(url.pid), signal.SIGINT)
         thread.join(30)
         assert told and '{"error"' not in told[0] and told[0].endswith("[DONE]\n\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_end_while_it_starts(number: int) -> None:
+    command = [sys.executable, "-m", "nibble", "serve", "demo", *SMALL, "--port", str(free_port())]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr
+        while "engine starts" not in process.stderr.readline():
+            assert process.poll() is None
+        engine = engine_of(process.pid)
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert "serving" not in process.stderr.read() and not Path(f"/proc/{engine}").exists()
 
 
 def test_a_start_that_fails_says_why() -> None:

@@ -25,6 +25,8 @@ FLAGS = {
     "--tool-call-parser": "--tool-format",  # vLLM, SGLang
     "--enable-auto-tool-choice": "",  # vLLM; always so
     "--scheduling-policy": "--scheduling",  # vLLM
+    "--enable-log-requests": "--log-requests",  # vLLM
+    "--disable-log-requests": "--no-log-requests",  # vLLM
 }
 VALUES = {
     "--dtype": {"half": "float16", "float": "float32"},

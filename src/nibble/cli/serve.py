@@ -46,7 +46,7 @@ def serve(
     from nibble.server.run import serve as run
 
     try:
-        run(served, chosen, find(model), _say_json if as_json else _say)
+        run(served, chosen, find(model), _say_json if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         kind = getattr(errors, error.kind, None)
@@ -59,10 +59,6 @@ nibble serve demo --kv-format nvfp4
 nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
 nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000
 """
-
-
-def _say(name: str, url: str) -> None:
-    err().print(f"serving {name} at {url}", style="dim")
 
 
 def _say_json(name: str, url: str) -> None:

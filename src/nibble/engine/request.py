@@ -42,7 +42,8 @@ class Request:
 
     tokens: prompt and answer; the same list all along, do not copy it in a step. arrival: set by the
     scheduler. ahead: the newest work that is under way, launched and not committed. cached: prompt tokens
-    that came from the prefix cache, preemptions: how often it lost its pages.
+    that came from the prefix cache, preemptions: how often it lost its pages. started: when it was first admitted, by
+    time.monotonic().
     """
 
     id: str
@@ -62,6 +63,7 @@ class Request:
     finish_reason: FinishReason | None = field(default=None, init=False)
     cached: int = field(default=0, init=False)
     preemptions: int = field(default=0, init=False)
+    started: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt:

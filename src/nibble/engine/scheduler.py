@@ -15,6 +15,7 @@ samples as one whose value is not known yet. What then ends, is aborted or loses
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -238,6 +239,7 @@ class Scheduler:
                 self._refused = self._standing(request, kept)
                 return False
         request.after, request.state = None, State.RUNNING
+        request.started = request.started or time.monotonic()
         self._count_hit(request, request.lease.hit)
         self.waiting.remove(request)
         insort(self.running, request, key=_order)

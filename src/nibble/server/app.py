@@ -25,11 +25,13 @@ from nibble.server.answers import ChatWriter, TextWriter, Writer
 from nibble.server.cache_view import cache_view
 from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.dialect import Dialect
+from nibble.server.exchange import Journal, Sink, exchange_of
 from nibble.server.fidelity_view import warning
 from nibble.server.flow import Events, Gate, event, merged, unless_gone
 from nibble.server.grammar_check import GrammarCheck
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard, error_of, install_handlers, too_long
-from nibble.server.metrics import CountHttp, Meters
+from nibble.server.logs import access_log
+from nibble.server.metrics import CountHttp, Meters, Timer
 from nibble.server.openapi import described
 from nibble.server.protocol import (
     ChatRequest,
@@ -204,10 +206,17 @@ class Api:
     async def _answer(
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
+        times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
+        timers = [
+            self.meters.request(len(ask.prompt), ask.params.n) for ask in asks
+        ]  # the gate's wait counts
+        exchange = exchange_of(request.scope)
+        exchange.operation, exchange.model, exchange.timers = writer.operation, self.name, timers
+        exchange.asked = asked.model_dump(exclude_unset=True)
+        writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
         if asks[0].params.grammar is not None and self.client.ready:
             await self.grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
-        times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
-        choices = self._choices(writer, asks, min(times, default=None))
+        choices = self._choices(writer, asks, timers, min(times, default=None))
         if not asked.stream:
             return await unless_gone(request, self._collected(writer, choices))
         return await unless_gone(request, self._stream(writer, choices, asked))
@@ -225,13 +234,10 @@ class Api:
         return StreamingResponse(self._events(writer, first, choices, usage), media_type="text/event-stream")
 
     async def _choices(
-        self, writer: Writer, asks: Sequence[Ask], timeout: float | None
+        self, writer: Writer, asks: Sequence[Ask], timers: Sequence[Timer], timeout: float | None
     ) -> AsyncGenerator[list[dict[str, Any]]]:
         """Choices of chunks, as they come; usage is the writer's."""
         caches: dict[int, int] = {}
-        timers = [
-            self.meters.request(len(ask.prompt), ask.params.n) for ask in asks
-        ]  # the gate's wait counts
         async with self.gate.passed(len(asks)):
             sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
             async with aclosing(merged(sources, timeout)) as found:
@@ -282,8 +288,9 @@ def make_app(
     name: str,
     settings: Settings,
     lifespan: Callable[[FastAPI], Any] | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> FastAPI:
-    """The application."""
+    """The application. sinks: are told of exchanges that ended, beside the log."""
     api = Api(client, tokens, name, settings)
     app = FastAPI(
         title="Nibble", version=nibble.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
@@ -309,4 +316,5 @@ def make_app(
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
     app.add_middleware(CountHttp, meters=api.meters)
+    app.add_middleware(Journal, sinks=[partial(access_log, texts=settings.log_requests), *sinks])
     return app

@@ -27,10 +27,12 @@ from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import wire
+from nibble.server.logs import plan_in_short, tell
 
-log = logging.getLogger("nibble.server")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
+STOP_S = 5.0
+"""That a process has to end when it is told to."""
 
 
 class State(StrEnum):
@@ -61,11 +63,13 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What was added to an answer. cached: prompt tokens that came from the prefix cache. marks: when the server heard
-    of how many tokens, by time.monotonic(): a slow reader does not make the engine look slow."""
+    of how many tokens, by time.monotonic(): a slow reader does not make the engine look slow. started: when the engine
+    took the request up, by the same clock, which all processes of a machine share."""
 
     delta: Delta
     cached: int
     marks: tuple[tuple[float, int], ...]
+    started: float | None = None
 
 
 class EngineClient(Protocol):
@@ -123,7 +127,7 @@ def joined(first: Piece, second: Piece) -> Piece:
     delta = replace(
         b, text=a.text + b.text, token_ids=a.token_ids + b.token_ids, logprobs=a.logprobs + b.logprobs
     )
-    return Piece(delta, second.cached, first.marks + second.marks)
+    return Piece(delta, second.cached, first.marks + second.marks, second.started)
 
 
 class ProcessClient:
@@ -161,9 +165,12 @@ class ProcessClient:
         """Ends the process."""
         self._restart = False
         if self._socket and self._process and self._process.returncode is None:
-            await self._socket.send(wire.encode(wire.Stop()))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 5)
+                async with asyncio.timeout(STOP_S):
+                    await self._socket.send(
+                        wire.encode(wire.Stop())
+                    )  # waits for one that has not connected yet
+                    await self._process.wait()
         if self._process and self._process.returncode is None:
             self._process.kill()
         if self._keeper:
@@ -209,7 +216,7 @@ class ProcessClient:
                 return
             await self._become(State.STARTING)
             pause = FIRST_PAUSE_S if served else min(2 * pause, LONGEST_PAUSE_S)
-            log.error("the engine's process ended; it is started again in %.1f s", pause)
+            tell("engine restarts", logging.ERROR, restart=self.restarts + 1, pause_s=pause)
             await asyncio.sleep(pause)
             self.restarts += 1
 
@@ -227,6 +234,7 @@ class ProcessClient:
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the server, which lets requests end first
         )
+        tell("engine starts", model=self._config.model, pid=process.pid)
         listener = asyncio.create_task(self._listen(socket))
         try:
             assert process.stdin
@@ -234,6 +242,7 @@ class ProcessClient:
             process.stdin.close()
             await process.wait()
             await asyncio.sleep(0)  # what it said last
+            tell("engine ended", code=process.returncode, open_requests=len(self._open))
             return self._state is State.READY
         finally:
             listener.cancel()
@@ -250,9 +259,9 @@ class ProcessClient:
     async def _hear(self, news: wire.News) -> None:
         if isinstance(news, wire.Pieces):
             now = time.monotonic()
-            for number, cached, delta in news.items:
+            for number, cached, started, delta in news.items:
                 if mailbox := self._open.get(number):
-                    mailbox.put(Piece(delta, cached, ((now, len(delta.token_ids)),)))
+                    mailbox.put(Piece(delta, cached, ((now, len(delta.token_ids)),), started))
         elif isinstance(news, wire.Refused):
             if number_open := self._open.get(news.id):
                 number_open.fail(RequestError(news.error, news.status, news.code))
@@ -260,6 +269,7 @@ class ProcessClient:
             self.stats = news.numbers
         elif isinstance(news, wire.Ready):
             self.ready = news
+            tell("engine ready", **plan_in_short(news.about))
             await self._become(State.READY)
         elif isinstance(news, wire.Failed):
             self._failure = news

@@ -125,11 +125,21 @@ class _Answer:
 
 
 class Timer:
-    """The times of one request: a prompt, and so many answers. One that is refused leaves nothing behind."""
+    """The times of one request: a prompt, and so many answers. One that is refused leaves nothing behind in metrics.
 
-    def __init__(self, meters: Meters, prompt_tokens: int, answers: int) -> None:
-        self._meters, self._prompt, self._tokens, self._left = meters, prompt_tokens, 0, answers
-        self._arrived = meters.clock()
+    prompt, cached, tokens: how many of the prompt, of those found in the prefix cache, and of all answers. arrived,
+    started, first, last: when it came, when the engine took it up, when its first and newest tokens came. reasons: why
+    answers ended.
+    """
+
+    def __init__(self, meters: Meters, prompt: int, answers: int) -> None:
+        self.prompt, self.cached, self.tokens = prompt, 0, 0
+        self.arrived = meters.clock()
+        self.started: float | None = None
+        self.first: float | None = None
+        self.last: float | None = None
+        self.reasons: list[str] = []
+        self._meters, self._left = meters, answers
         self._answers: dict[int, _Answer] = {}
         self._begun = self._ended = False
 
@@ -139,10 +149,11 @@ class Timer:
         now = self._meters.clock() if at is None else at
         if not self._begun:
             self._begun = True
-            self._meters.prompt_tokens.inc(self._prompt)
+            self._meters.prompt_tokens.inc(self.prompt)
         if tokens:
             self._count(tokens, answer, now)
         if reason:
+            self.reasons.append(reason)
             self._left -= 1
             if not self._left:
                 self.end(reason, now)
@@ -152,9 +163,10 @@ class Timer:
         if self._ended:
             return
         self._ended = True
-        self._meters.whole.observe((self._meters.clock() if at is None else at) - self._arrived)
-        self._meters.prompt.observe(self._prompt)
-        self._meters.generation.observe(self._tokens)
+        self.reasons += [reason] * self._left
+        self._meters.whole.observe((self._meters.clock() if at is None else at) - self.arrived)
+        self._meters.prompt.observe(self.prompt)
+        self._meters.generation.observe(self.tokens)
         self._meters.ended[reason].inc()
         for answer in self._answers.values():
             if answer.later:
@@ -179,6 +191,7 @@ class Timer:
 
     def _note(self, piece: Piece) -> None:
         """Counts a piece by the times at which the server heard of its parts."""
+        self.cached, self.started = piece.cached, piece.started
         delta, reason = piece.delta, "error" if piece.delta.error else piece.delta.finish_reason
         *before, (last, tokens) = piece.marks
         for at, count in before:
@@ -187,9 +200,11 @@ class Timer:
 
     def _count(self, tokens: int, answer: int, now: float) -> None:
         there = self._answers.get(answer)
-        if not self._answers:
-            self._meters.first.observe(now - self._arrived)
-        self._tokens += tokens
+        self.last = now
+        if self.first is None:
+            self.first = now
+            self._meters.first.observe(now - self.arrived)
+        self.tokens += tokens
         self._meters.generation_tokens.inc(tokens)
         if there is None:
             self._answers[answer] = _Answer(now, now)

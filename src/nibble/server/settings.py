@@ -13,6 +13,7 @@ from nibble.errors import ConfigError, unknown
 
 PRIORITY = "priority"
 SCHEDULING = (PRIORITY, "fcfs")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class Settings:
     restart: bool = option(True, "Start the engine's process again when it dies; else the server ends.")
     tool_format: str = option("auto", "Format of tool calls: auto (by the chat template), none, or a name.")
     reasoning_parser: str = option("auto", "Format of reasoning: auto (by the template), none, or a name.")
+    log_format: str = option("text", "Lines of the log, on standard error: text, or json.")
+    log_requests: bool = option(False, "Log what was asked too, prompts and all.")
     drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class Settings:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         if self.scheduling not in SCHEDULING:
             raise ConfigError(unknown("scheduling", self.scheduling, SCHEDULING))
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(unknown("log format", self.log_format, LOG_FORMATS))
         if self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, not {self.max_queue}")
 

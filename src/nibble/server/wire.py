@@ -69,9 +69,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """What one step added to answers: by request, with its prompt tokens that came from the prefix cache."""
+    """What one step added to answers: by request, with its prompt tokens that came from the prefix cache, and when it
+    was started."""
 
-    items: list[tuple[int, int, Delta]]
+    items: list[tuple[int, int, float | None, Delta]]
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

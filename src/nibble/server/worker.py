@@ -47,7 +47,7 @@ class Worker:
         self._llm, self._engine, self._socket = llm, llm.engine, socket
         self._tickets: dict[int, Ticket] = {}
         self._left: dict[int, int] = {}
-        self._outbox: list[tuple[int, int, Delta]] = []
+        self._outbox: list[tuple[int, int, float | None, Delta]] = []
         self._makers = ThreadPoolExecutor(MAKERS, "grammar")
         self._making: dict[int, tuple[wire.Submit, Future[Matcher | None]]] = {}
         self._parent, self._counted = os.getppid(), 0.0
@@ -114,7 +114,8 @@ class Worker:
             ticket = self._tickets.get(message.id)
             if ticket is None:  # aborted
                 return
-            self._outbox.append((message.id, ticket.requests[0].cached, piece))
+            leader = ticket.requests[0]
+            self._outbox.append((message.id, leader.cached, leader.started, piece))
             if piece.finish_reason:
                 self._left[message.id] -= 1
                 if not self._left[message.id]:
