@@ -36,6 +36,7 @@ FOREIGN = {
     "flash_mla": {"attention/backends/flashmla"},
     "typer": {"cli"},
     "matplotlib": {"evals"},
+    "opentelemetry": {"server/traces"},
 }
 FORMATS_NAMED_IN = (
     "formats/", "attention/backends/", "config", "kernels/triton/encoders", "kernels/triton/decoders", "kernels/cuda/formats",

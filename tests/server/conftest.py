@@ -114,7 +114,7 @@ class FakeEngine:
             raise RequestError("the prompt is too long")
         self.open += 1
         self.asks.append(ask)
-        left = ask.params.n
+        left, started = ask.params.n, time.monotonic()
         try:
             for index in range(ask.params.n):
                 tokens = list(ask.prompt)[: ask.params.max_tokens]
@@ -125,7 +125,7 @@ class FakeEngine:
                     reason = "length" if i == len(tokens) - 1 else None
                     left -= reason is not None
                     delta = Delta(index, chr(token), (token,), reason)  # type: ignore[arg-type]
-                    yield [Piece(delta, 2, ((time.monotonic(), 1),), time.monotonic())]
+                    yield [Piece(delta, 2, ((time.monotonic(), 1),), started)]
         finally:
             self.open -= 1
             self.aborted += left > 0

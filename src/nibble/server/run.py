@@ -24,6 +24,7 @@ from nibble.server.client import EngineDiedError, ProcessClient
 from nibble.server.logs import configure, tell
 from nibble.server.patience import SECONDS, Patient
 from nibble.server.settings import Settings
+from nibble.server.traces import traces_to
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
 Told = Callable[[str, str], None]
@@ -33,7 +34,8 @@ def serve(config: Config, settings: Settings, folder: str, told: Told | None) ->
     """Serves until it is told to end. folder: of the tokenizer. told: hears the model's name and the address, once it
     serves; so does the log.
 
-    Raises EngineDiedError where the engine cannot start, or died and is not to be started again.
+    Raises ConfigError where traces are wanted and OpenTelemetry is missing, EngineDiedError where the engine cannot
+    start, or died and is not to be started again.
     """
     asyncio.run(_serve(config, settings, folder, told))
 
@@ -42,7 +44,8 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told | N
     configure(settings.log_format)
     client = ProcessClient(config, restart=settings.restart)
     name = settings.served_model_name or Path(config.model).name
-    app = make_app(client, _tokenizer(folder), name, settings)
+    traces = traces_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+    app = make_app(client, _tokenizer(folder), name, settings, sinks=[traces] if traces else [])
     server = Server(
         uvicorn.Config(
             app,
@@ -80,6 +83,8 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told | N
         with contextlib.suppress(SystemExit):
             await listening
         await client.stop()
+        if traces:
+            await asyncio.to_thread(traces.close)
 
 
 class Server(uvicorn.Server):

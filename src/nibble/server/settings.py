@@ -42,6 +42,10 @@ class Settings:
     reasoning_parser: str = option("auto", "Format of reasoning: auto (by the template), none, or a name.")
     log_format: str = option("text", "Lines of the log, on standard error: text, or json.")
     log_requests: bool = option(False, "Log what was asked too, prompts and all.")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Where traces go, by OTLP over HTTP, as http://localhost:4318/v1/traces; needs the extra `otel`.",
+    )
     drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
 
     def __post_init__(self) -> None:
@@ -52,6 +56,11 @@ class Settings:
             raise ConfigError(unknown("scheduling", self.scheduling, SCHEDULING))
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(unknown("log format", self.log_format, LOG_FORMATS))
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint must be a URL as http://localhost:4318/v1/traces, "
+                f"not {self.otlp_traces_endpoint!r}"
+            )
         if self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, not {self.max_queue}")
 
