@@ -18,6 +18,7 @@ import decode_attention as decode  # noqa: E402
 import engine_load  # noqa: E402
 import extend  # noqa: E402
 import paged  # noqa: E402
+import serve_overhead  # noqa: E402
 from report import Aim, aims_table, worst  # noqa: E402
 
 
@@ -146,3 +147,22 @@ def test_an_engine_is_measured() -> None:
     assert "**measured**" in engine_gpu.computed_table([result])
     assert "does not fit" not in engine_gpu.measured_table([result])
     json.dumps(engine_gpu.figures(result))
+
+
+def test_a_stream_is_read() -> None:
+    said = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "é"}]},
+        {"choices": [], "usage": {"completion_tokens": 2}},
+    ]
+    body = b"".join(f"data: {json.dumps(one)}\n\n".encode() for one in said) + serve_overhead.END
+    parts = [body[:7], body[7:90], body[90:]]
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    assert serve_overhead.unchunked(b"HTTP/1.1 200 OK\r\n\r\n" + chunked) == body
+    assert serve_overhead.read(b"HTTP/1.1 200 OK\r\n\r\n" + chunked) == ("aé", 2, 2)
+
+
+def test_prompts_differ_from_round_to_round() -> None:
+    text = "".join(f"line {i}\n" for i in range(9000))
+    asked = [prompt for round_ in range(4) for prompt in serve_overhead.prompts(text, 32, round_)]
+    assert len(set(asked)) == len(asked) and {len(prompt) for prompt in asked} == {240}
