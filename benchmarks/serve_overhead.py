@@ -211,7 +211,8 @@ def measure(options: Options) -> str:
     note = (
         f"demo in {options.kv_format} on {os.cpu_count()} cores: {options.streams} streams of {options.tokens} tokens, "
         f"greedy, one thread for each engine, medians of {options.rounds} rounds that alternate (the ratio: "
-        f"of rounds' ratios, {min(ratios):.2f} to {max(ratios):.2f}). Processor time in microseconds per token: {per_token}. Tokens per event that was sent: "
+        f"of rounds' ratios, {min(ratios):.2f} to {max(ratios):.2f}). "
+        f"Processor time in microseconds per token: {per_token}. Tokens per event that was sent: "
         f"{total * options.rounds / events:.2f}."
     )
     table = markdown(("", "tokens/s", "of LLM.generate"), rows)

@@ -212,7 +212,7 @@ class Api:
         ]  # the gate's wait counts
         exchange = exchange_of(request.scope)
         exchange.operation, exchange.model, exchange.timers = writer.operation, self.name, timers
-        exchange.asked = asked.model_dump(exclude_unset=True)
+        exchange.asked = partial(asked.model_dump, exclude_unset=True)
         writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
         if asks[0].params.grammar is not None and self.client.ready:
             await self.grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)

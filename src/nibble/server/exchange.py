@@ -29,7 +29,7 @@ PLAIN = re.compile(r"[A-Za-z0-9._:=+/@-]{1,128}")
 class Exchange:
     """arrived, ended: by time.monotonic(), as timers have it; began: the same moment as arrived, in ns since 1970.
 
-    operation: `chat` or `text_completion`, if answers were asked for; asked: the fields of the request that were given;
+    operation: `chat` or `text_completion`, if answers were asked for; asked: gives the fields that the request named;
     answer: the id of what was answered; timers: of its prompts.
     """
 
@@ -44,7 +44,7 @@ class Exchange:
     operation: str = ""
     model: str = ""
     answer: str = ""
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    asked: Callable[[], Mapping[str, Any]] = dict
     timers: Sequence[Timer] = ()
 
     @property

@@ -111,7 +111,7 @@ def facts_of(exchange: Exchange, *, texts: bool) -> dict[str, Any]:
         "ttft_s": _after(exchange, first),
         "finish": ",".join(dict.fromkeys(exchange.finish_reasons)) or None,
     }
-    return found | ({"request": exchange.asked} if texts else {})
+    return found | ({"request": exchange.asked()} if texts else {})
 
 
 def _after(exchange: Exchange, moment: float | None) -> float | None:

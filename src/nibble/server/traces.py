@@ -101,7 +101,7 @@ def parts_of(timer: Timer, ended: float) -> list[tuple[str, float, float]]:
 
 def attributes_of(exchange: Exchange) -> dict[str, Any]:
     """What is told of a request. https://opentelemetry.io/docs/specs/semconv/gen-ai"""
-    timers = exchange.timers
+    timers, asked = exchange.timers, exchange.asked()
     found: dict[str, Any] = {
         "gen_ai.operation.name": exchange.operation,
         "gen_ai.provider.name": NAME,
@@ -116,11 +116,9 @@ def attributes_of(exchange: Exchange) -> dict[str, Any]:
         "http.response.status_code": exchange.status,
         "url.path": exchange.path,
         "nibble.request.id": exchange.id,
-        "nibble.request.priority": exchange.asked.get("priority", 0),
+        "nibble.request.priority": asked.get("priority", 0),
     }
-    given = {
-        f"gen_ai.request.{ASKED[name]}": value for name, value in exchange.asked.items() if name in ASKED
-    }
+    given = {f"gen_ai.request.{ASKED[name]}": value for name, value in asked.items() if name in ASKED}
     found |= {name: value for name, value in given.items() if value is not None}
     if exchange.first is not None:
         found["gen_ai.latency.time_to_first_token"] = exchange.first - exchange.arrived  # as vLLM calls it
