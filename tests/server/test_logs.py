@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
+import tempfile
 from typing import Any
 
 import httpx
@@ -135,6 +138,27 @@ def test_an_unknown_format() -> None:
 
 def test_a_plan_that_says_little() -> None:
     assert plan_in_short({})["kv_format"] == ""
+
+
+def test_what_the_process_of_the_engine_logs_has_the_same_format() -> None:
+    """The fidelity watch warns from there."""
+    code = """
+import io, logging, sys
+from nibble.engine import llm
+from nibble.server import worker
+
+def watched(**config):
+    logging.getLogger("nibble.fidelity").warning("over its limit")
+    raise OSError("enough")
+
+llm.LLM, sys.stdin = watched, io.StringIO("{}")
+worker.main("ipc://" + sys.argv[1], "json")
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, f"{folder}/socket"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (json.loads(line)["level"], json.loads(line)["event"]) == ("warning", "over its limit")
 
 
 def test_a_server_logs_json_from_start_to_end(capfd: pytest.CaptureFixture[str]) -> None:

@@ -131,10 +131,11 @@ def joined(first: Piece, second: Piece) -> Piece:
 
 
 class ProcessClient:
-    """An engine in a process of its own. restart: start it again when it dies; else it stays dead, `died` is set."""
+    """An engine in a process of its own. restart: start it again when it dies; else it stays dead, `died` is set.
+    log_format: of what the process logs itself."""
 
-    def __init__(self, config: Config, *, restart: bool = True) -> None:
-        self._config, self._restart = config, restart
+    def __init__(self, config: Config, *, restart: bool = True, log_format: str = "text") -> None:
+        self._config, self._restart, self._log_format = config, restart, log_format
         self._open: dict[int, Mailbox] = {}
         self._ids = itertools.count(1)
         self._context = zmq.asyncio.Context()
@@ -231,6 +232,7 @@ class ProcessClient:
             "-m",
             "nibble.server.worker",
             address,
+            self._log_format,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the server, which lets requests end first
         )

@@ -42,7 +42,7 @@ def serve(config: Config, settings: Settings, folder: str, told: Told | None) ->
 
 async def _serve(config: Config, settings: Settings, folder: str, told: Told | None) -> None:
     configure(settings.log_format)
-    client = ProcessClient(config, restart=settings.restart)
+    client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)
     name = settings.served_model_name or Path(config.model).name
     traces = traces_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     app = make_app(client, _tokenizer(folder), name, settings, sinks=[traces] if traces else [])

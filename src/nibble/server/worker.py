@@ -1,6 +1,6 @@
 """The process of the engine: takes orders, steps, and hands out what each step added, in one message.
 
-    python -m nibble.server.worker ADDRESS < config.json
+    python -m nibble.server.worker ADDRESS LOG_FORMAT < config.json
 
 So tokenising, JSON and slow readers never hold a step up. Ends with its parent, whatever becomes of that. Owns Worker.
 Must not know of HTTP.
@@ -22,6 +22,7 @@ import zmq
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, PromptTooLong, RequestError
 from nibble.server import wire
+from nibble.server.logs import configure
 
 if TYPE_CHECKING:
     from nibble.engine.engine import Ticket
@@ -173,8 +174,9 @@ def numbers(llm: LLM) -> dict[str, float]:
     return found | (llm.fidelity.numbers() if llm.fidelity else {})
 
 
-def main(address: str) -> None:
+def main(address: str, log_format: str) -> None:
     """Starts the engine of the config on standard input, and serves at `address`."""
+    configure(log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.linger = 1000
@@ -194,4 +196,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
