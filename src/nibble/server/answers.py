@@ -19,10 +19,8 @@ REASONS = {"stop": "stop", "length": "length", "abort": "error"}
 
 
 class Writer(ABC):
-    """One request's answers. prompts: tokens of its prompts; answers are numbered prompt by prompt. operation: what
-    OpenTelemetry calls it."""
+    """One request's answers. prompts: tokens of its prompts; answers are numbered prompt by prompt."""
 
-    operation: str
     prefix: str
     whole: str
     chunk: str
@@ -70,7 +68,7 @@ class Writer(ABC):
 class TextWriter(Writer):
     """Of /v1/completions. echoes: by answer, what stands before it."""
 
-    operation, prefix, whole, chunk = "text_completion", "cmpl", "text_completion", "text_completion"
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
         self, model: str, decode: Decode, prompts: Sequence[int], echoes: Sequence[str], logprobs: bool
@@ -112,7 +110,7 @@ class TextWriter(Writer):
 class ChatWriter(Writer):
     """Of /v1/chat/completions. reader: makes what reads an answer's text for reasoning and tool calls."""
 
-    operation, prefix, whole, chunk = "chat", "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,

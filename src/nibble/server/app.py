@@ -141,7 +141,7 @@ class Api:
     # Answers
 
     async def completions(self, request: Request, asked: CompletionRequest) -> Response:
-        self._check_model(asked.model)
+        self._opened(request, asked, "text_completion")
         prompts = asked.prompts()
         ids = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         self._check_room(max(map(len, ids)))
@@ -156,7 +156,7 @@ class Api:
         )
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
-        self._check_model(asked.model)
+        self._opened(request, asked, "chat")
         as_text = arguments_as_text(self.tokens.chat_template)
         messages = [message_for_template(message.plain(), as_text=as_text) for message in asked.messages]
         ids = await self._conversation(messages, tools_for_template(asked.open_tools()), asked.for_template())
@@ -180,6 +180,13 @@ class Api:
                 "priorities are not honoured here; start the server with --scheduling priority"
             )
         return Ask(prompt, params, asked.cache_salt, asked.priority)
+
+    def _opened(self, request: Request, asked: Sampling, operation: str) -> None:
+        """Notes what the exchange is about; raises RequestError where another model is meant."""
+        self._check_model(asked.model)
+        exchange = exchange_of(request.scope)
+        exchange.operation, exchange.model = operation, self.name
+        exchange.asked = partial(asked.model_dump, exclude_unset=True)
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
@@ -211,8 +218,7 @@ class Api:
             self.meters.request(len(ask.prompt), ask.params.n) for ask in asks
         ]  # the gate's wait counts
         exchange = exchange_of(request.scope)
-        exchange.operation, exchange.model, exchange.timers = writer.operation, self.name, timers
-        exchange.asked = partial(asked.model_dump, exclude_unset=True)
+        exchange.timers = timers
         writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
         if asks[0].params.grammar is not None and self.client.ready:
             await self.grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
