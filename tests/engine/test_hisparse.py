@@ -151,7 +151,7 @@ def test_a_step_that_breaks_off_harms_no_other(
     """Whatever was on its way to the device, or to the host, is sent again."""
     asked = prompts(6)
     expected = answers(llm(model, kv_format="bf16"), asked)
-    for nth in (1, 3, 9):
+    for nth in (1, 5):
         hot = tight(model, kv_format="bf16")
         answers(hot, asked[3:])
         count = plant(hot, monkeypatch, where, nth, error)
