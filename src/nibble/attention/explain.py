@@ -97,9 +97,10 @@ def _stored(plan: Plan, group: GroupPlan) -> LayerLayout | None:
     return next((entry for entry in plan.layout.layers if entry.layer in group.layers), None)
 
 
-def as_text(plan: Plan, budget: Budget) -> str:
-    """Lines for the terminal: routes, storage, bytes and why."""
-    return "\n".join((*_routes(plan), *_bytes(plan), *_memory(plan, budget), *_notes(plan)))
+def as_text(plan: Plan, budget: Budget | None = None) -> str:
+    """Lines for the terminal: routes, storage, bytes and why; memory, where there is a budget."""
+    memory = _memory(plan, budget) if budget else ()
+    return "\n".join((*_routes(plan), *_bytes(plan), *memory, *_notes(plan)))
 
 
 def _routes(plan: Plan) -> Iterator[str]:

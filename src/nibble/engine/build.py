@@ -57,14 +57,20 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """Everything that is decided before weights load."""
+class Design:
+    """What is decided of a cache: for whom, on what, and how."""
 
     config: Config
-    model_config: Any
     hardware: Hardware
     geometry: Geometry
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Blueprint(Design):
+    """Everything that is decided before weights load."""
+
+    model_config: Any
     budget: Budget
 
 
@@ -80,7 +86,7 @@ def blueprint(config: Config, hardware: Hardware | None = None, *, declared: boo
     plan = resolve(config, geometry, hardware, known, declared=declared)
     note = obstacle(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    return Blueprint(config, model_config, hardware, geometry, plan, budget(config, geometry, hardware, plan))
+    return Blueprint(config, hardware, geometry, plan, model_config, budget(config, geometry, hardware, plan))
 
 
 def build(
@@ -97,7 +103,7 @@ def build(
     """
     made, startup = blueprint(config), Startup()
     require_runnable(made.plan)
-    tokenizer = _tokenizer(config.model)
+    tokenizer = tokenizer_of(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
     scales = kv_scales.NONE if texts is not None else find_scales(made, config.kv_scales)
     if texts is None:
@@ -109,7 +115,8 @@ def build(
         model = load(made.model_config, made.geometry, made.plan.dtype, made.hardware.device)
     if texts is not None and tokenizer is not None:
         with startup.part("calibration"):
-            scales = measure(made, model, [tokenizer.encode(text) for text in texts])
+            prompts = [tokenizer.encode(text) for text in texts]
+            scales = measure(made, model, prompts, made.budget.step_tokens)
     with out_of_memory_explained(made.budget):
         frames, device = made.budget.frames, made.hardware.device
         pool = PagedPool(made.plan.layout, made.budget.pages, scales, device, frames=frames, poison=poison)
@@ -188,7 +195,7 @@ def adapters(plan: Plan) -> dict[str, Any]:
     return {name: adapter() for name in sorted(names) if (adapter := backends.get(name).adapter) is not None}
 
 
-def _tokenizer(model: str) -> Tokenizer | None:
+def tokenizer_of(model: str) -> Tokenizer | None:
     """The model's tokenizer; None for a local checkpoint that has no tokenizer files."""
     path = Path(find(model))
     if path.exists() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
@@ -196,7 +203,7 @@ def _tokenizer(model: str) -> Tokenizer | None:
     return Tokenizer(str(path) if path.exists() else model)
 
 
-def find_scales(made: Blueprint, source: str) -> KVScales:
+def find_scales(made: Design, source: str) -> KVScales:
     """Scales as `source` says: `auto` from the checkpoint, `one`, or a file; raises ScaleError and WeightError.
 
     None are looked for where the plan needs none.
@@ -220,7 +227,7 @@ def _eos(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(found)
 
 
-def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]]) -> KVScales:
+def measure(made: Design, model: nn.Module, prompts: Iterable[Sequence[int]], step_tokens: int) -> KVScales:
     """KV scales from running token sequences through the model over an unquantised cache. Raises ScaleError."""
     plain = resolve(_plain(made), made.geometry, made.hardware, backends.present())
     length = min(made.geometry.max_context, CALIBRATION_TOKENS)
@@ -232,14 +239,14 @@ def measure(made: Blueprint, model: nn.Module, prompts: Iterable[Sequence[int]])
     for prompt in prompts:
         room = prompt[: CALIBRATION_TOKENS - seen]
         for start in range(0, len(room), length):
-            run_prompt(runner, manager, room[start : start + length], made.budget.step_tokens)
+            run_prompt(runner, manager, room[start : start + length], step_tokens)
         seen += len(room)
     if seen < MIN_TOKENS:
         raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {seen}")
     return recorder.scales(f"calibration on {seen} tokens")
 
 
-def _plain(made: Blueprint) -> Config:
+def _plain(made: Design) -> Config:
     return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="", hisparse="")
 
 

@@ -140,7 +140,7 @@ class LLM:
         """KV scales for every scheme, measured on texts; written to a JSON file if `save` names one."""
         ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
         with self.engine.exclusive():
-            found = measure(self._made, self.engine.runner.model, ids)
+            found = measure(self._made, self.engine.runner.model, ids, self.budget.step_tokens)
         if save is not None:
             kv_scales.save(found, Path(save))
         return found

@@ -1,6 +1,6 @@
 """What is done to every model before it is observed or served: latents stay latents, indexers hand on what they ask.
 
-Owns adapted(), and what such a model must be given in each call. Must not know of weights or caches.
+Owns adapted(), adaptations(), and what such a model must be given in each call. Must not know of weights or caches.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.models.latent import absorb
-from nibble.models.sparse import absorb_indexers
+from nibble.models.latent import absorb, absorptions
+from nibble.models.sparse import absorb_indexers, stand_ins
 
 _SPARSE = "nibble_sparse"
 
@@ -21,6 +21,12 @@ def adapted(model: Any) -> Any:
     if absorb_indexers(model):
         setattr(model, _SPARSE, True)
     return model
+
+
+def adaptations(model: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """What adapted() would change, as attributes by module; the model stays as it is."""
+    indexers = stand_ins(model)
+    return [*absorptions(model), *indexers, *([(model, {_SPARSE: True})] if indexers else [])]
 
 
 def mask_for(model: Any, ids: Tensor) -> Tensor | None:

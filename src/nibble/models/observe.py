@@ -2,7 +2,8 @@
 attention.
 
 So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
-for any family, with no table of families. Owns observe(). Must not know of caches, formats or backends.
+for any family, with no table of families. Owns skeleton() and observe(), which are two
+steps. Must not know of caches, formats or backends.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
     """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises
     ConfigError.
     """
+    return observed(skeleton(config), name, dtype, max_context)
+
+
+def observed(model: Any, name: str, dtype: str, max_context: int | None = None) -> Geometry:
+    """The geometry of the model that skeleton() gave. Raises ConfigError."""
+    config = model.config
     text = config.get_text_config()
     limit = _limit(text)
     longest = int(limit * stretch(text))
@@ -65,7 +72,6 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
         raise ConfigError(
             f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
         )
-    model = skeleton(config)
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
     groups, owner = _run(model, text, max_context or limit)
     return Geometry(

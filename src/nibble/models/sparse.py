@@ -3,7 +3,7 @@
 Transformers' layers call their indexer without the context of a step, and hand what it returns on to the attention
 function, as `indices`, and to later layers that share the selection. So the indexer's place is taken by one that
 returns a Selection: queries, key and weights, and, once a layer's attention has asked for it, the tokens that were
-chosen. Owns absorb_indexers() and Selection. Must not know of caches.
+chosen. Owns absorb_indexers(), stand_ins() and Selection. Must not know of caches.
 
 Shape suffixes: T tokens, H heads of the indexer, D values of a head; a leading 1 is Transformers' batch.
 """
@@ -74,10 +74,19 @@ def _rotation(indexer: type) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def absorb_indexers(model: nn.Module) -> int:
     """Takes the place of all indexers of `model`; returns how many it found."""
-    found = [module for module in model.modules() if _is_indexer(getattr(module, "indexer", None))]
+    found = _indexing(model)
     for module in found:
         module.indexer = Indexer(module.indexer)
     return len(found)
+
+
+def stand_ins(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Layers of `model`, which is not changed, with the indexers that absorb_indexers() would have given them."""
+    return [(module, {"indexer": Indexer(module.indexer)}) for module in _indexing(model)]
+
+
+def _indexing(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _is_indexer(getattr(module, "indexer", None))]
 
 
 def _is_indexer(module: Any) -> bool:
