@@ -15,7 +15,9 @@ from nibble import formats
 
 ROOT = Path(nibble.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
-LAYERS = ("cli", "server", "evals", "engine", "models", "attention", "cache", "kernels", "formats", "base")
+LAYERS = (
+    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "formats", "base",
+)  # fmt: skip
 BASE = {"geometry", "hardware", "config", "errors"}
 TORCH_FREE = (
     "errors", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "cache/residency", "attention/capability",
@@ -31,7 +33,7 @@ BOOKS = (
     "nibble.geometry",
 )
 FOREIGN = {
-    "transformers": {"models", "engine/tokenizer"},
+    "transformers": {"models", "engine/tokenizer", "transformers/cache"},
     "flashinfer": {"attention/backends/flashinfer"},
     "flash_mla": {"attention/backends/flashmla"},
     "typer": {"cli"},

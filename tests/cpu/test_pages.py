@@ -61,3 +61,13 @@ def test_check_names_the_pages_that_are_off():
     pages.check([1, 1, 0])
     with pytest.raises(AssertionError, match=r"\{1: \(1, 2\)\}"):
         pages.check([1, 2, 0])
+
+
+def test_more_pages_come_after_those_that_are_free() -> None:
+    pages = Pages(3)
+    held = pages.take(2)
+    pages.extend(2)
+    assert (pages.total, pages.free) == (5, 3)
+    assert held == [0, 1] and pages.take(3) == [2, 3, 4]
+    pages.drop([1, 4])
+    pages.check([1, 0, 1, 1, 0])

@@ -16,5 +16,5 @@ def test_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-def test_there_are_six() -> None:
-    assert len(EXAMPLES) == 6
+def test_there_are_seven() -> None:
+    assert len(EXAMPLES) == 7

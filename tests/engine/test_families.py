@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import nibble.transformers as nt
 from nibble import LLM
 from nibble.attention.metadata import AttentionSpec
 from nibble.cache.pool import PagedPool
@@ -327,6 +328,29 @@ def test_greedy_answers_in_a_batch_are_those_of_generate(name: str, tmp_path: Pa
     assert [
         prompt + list(out.completions[0].token_ids) for prompt, out in zip(prompts, found, strict=True)
     ] == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt2",
+        "longcat_flash",
+        "minicpm3",
+        "mistral4",
+        "deepseek_v32",
+    ],
+)
+def test_generate_over_a_nibble_cache_answers_as_without(name: str, tmp_path: Path) -> None:
+    """Families whose layers ask for more, or share; the usual ones are in test_transformers.py."""
+    model = Served(name, tmp_path).reference
+    ids = torch.tensor([tokens(37, 1), [0] * 20 + tokens(17, 2)])
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    given = {"attention_mask": (ids != 0).long(), **options}
+    expected = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, past_key_values=nt.NibbleCache(model, "fp32"), **given), expected)
 
 
 @pytest.mark.skipif(not linear.available(), reason="this build of torch cannot pack weights")

@@ -47,6 +47,12 @@ class Pages:
             self._counts[page] = 1
         return taken
 
+    def extend(self, n: int) -> None:
+        """`n` more pages, all of them free."""
+        self._free[:0] = range(self.total + n - 1, self.total - 1, -1)
+        self._counts += [0] * n
+        self.total += n
+
     def share(self, pages: Iterable[int]) -> None:
         """One more holder for each of `pages`."""
         counts = self._counts

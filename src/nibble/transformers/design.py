@@ -1,0 +1,118 @@
+"""From a loaded Transformers model to what is decided of its cache: geometry, plan and scales.
+
+Owns design() and scales_for(), which refuse what would be wrong. The engine's own pieces do the work; here they are
+asked about a model that somebody else has loaded. Must not know of pages or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from nibble.attention import backends
+from nibble.attention.resolve import require_runnable, resolve
+from nibble.cache import scales as kv_scales
+from nibble.cache.scales import KVScales
+from nibble.config import Config, configured
+from nibble.engine.build import CHUNK, Design, find_scales, measure, tokenizer_of
+from nibble.engine.calibrate import builtin_texts
+from nibble.errors import ConfigError, ScaleError
+from nibble.hardware import probe
+from nibble.models.config import refuse
+from nibble.models.observe import BYTES, observed, skeleton
+
+OPTIONS = (
+    "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
+    "decode_backend", "allow_staging", "max_context",
+)  # fmt: skip
+"""Fields of Config that say something of a cache alone; the others are about an engine, or are facts of the model."""
+
+Prompt = str | Sequence[int]
+
+
+def design(model: Any, options: dict[str, Any]) -> Design:
+    """What is decided of a cache for `model`. Raises ConfigError (Unsupported) with the reason."""
+    config = _config(model, options)
+    hardware = probe(config.device)
+    refuse(model.config)
+    bare: Any = skeleton(deepcopy(model.config))  # which it would change
+    if type(bare) is not type(model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "
+            f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
+        )
+    geometry = observed(bare, config.model, config.dtype, config.max_context)
+    plan = resolve(config, geometry, hardware, backends.present())
+    require_runnable(plan)
+    return Design(config, hardware, geometry, plan)
+
+
+def _config(model: Any, options: dict[str, Any]) -> Config:
+    known = {option.name for option in fields(Config)}
+    if others := sorted(name for name in options if name in known and name not in OPTIONS):
+        raise ConfigError(
+            f"{', '.join(others)} is an option of Nibble's engine, not of a cache; options here: {', '.join(OPTIONS)}"
+        )
+    return configured(model=_name(model), dtype=_dtype(model), device=_device(model), **options)
+
+
+def _name(model: Any) -> str:
+    if not hasattr(model, "generate") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"a NibbleCache is made for a model of Transformers that generates, not for a {type(model).__name__}; of a "
+            "wrapped model (PEFT, torch.compile) give the inner one"
+        )
+    return str(getattr(model, "name_or_path", "") or type(model).__name__)
+
+
+def _dtype(model: Any) -> str:
+    name = str(model.dtype).removeprefix("torch.")
+    if name not in BYTES:
+        raise ConfigError(f"the model computes in {name}; a NibbleCache needs one of {', '.join(BYTES)}")
+    return name
+
+
+def _device(model: Any) -> str:
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        raise ConfigError(
+            f"the model lies on {', '.join(sorted(devices))}; a NibbleCache needs all of it on one device "
+            "(from_pretrained without device_map='auto', or with one GPU visible)"
+        )
+    kind = torch.device(devices.pop()).type
+    if kind not in {"cpu", "cuda"}:
+        raise ConfigError(f"the model lies on {kind}, and Nibble runs on cpu and cuda; move it there first")
+    return kind
+
+
+def scales_for(made: Design, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
+    """KV scales of the plan, measured where that was asked for. Raises ScaleError where some are missing.
+
+    model: with Nibble's attention. calibrate: texts or token ids to measure on.
+    """
+    source = made.config.kv_scales
+    if calibrate is None and source == "calibrate":
+        calibrate = builtin_texts()
+    if calibrate is not None:
+        return measure(made, model, _encoded(made, calibrate), CHUNK)
+    named = bool(getattr(model, "name_or_path", ""))  # else there is no checkpoint to look at
+    found = find_scales(made, source) if named or source != "auto" else kv_scales.NONE
+    kv_scales.require(made.plan.layout, found)
+    return found
+
+
+def _encoded(made: Design, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+    if isinstance(prompts, str):
+        raise ScaleError("calibrate must be a list of texts, or of lists of token ids, not one text")
+    if not any(isinstance(prompt, str) for prompt in prompts):
+        return list(prompts)  # type: ignore[arg-type]
+    tokenizer = tokenizer_of(made.config.model)
+    if tokenizer is None:
+        raise ScaleError(
+            f"calibration on text needs a tokenizer, and {made.config.model} has none; give calibrate=[token ids]"
+        )
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
