@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+import zmq
 
 from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.server import wire
-from nibble.server.client import Ask, Mailbox, Piece, ProcessClient, State
+from nibble.server.client import Ask, EngineDiedError, Mailbox, Piece, ProcessClient, State
 from nibble.server.flow import Events, merged
 from nibble.server.metrics import Meters
 
@@ -126,3 +127,51 @@ def test_events_are_json_and_go_together() -> None:
         "id": "x", "model": 'a"b', "choices": [{"index": 0, "text": "naïve \u2028\n", "logprobs": None}]
     }  # fmt: skip
     assert second["choices"][0]["index"] == 1 and events.of([]) == b""
+
+
+class DyingEngine(ProcessClient):
+    """Its process serves, and ends, each time."""
+
+    lives = 0
+
+    async def _run(self, generation: int) -> bool:
+        self.lives += 1
+        await self._become(State.READY)
+        await asyncio.sleep(0)
+        return True
+
+
+def test_an_engine_that_waits_to_be_started_again_is_not_when_the_server_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nibble.server.client.FIRST_PAUSE_S", 3600.0)
+
+    async def run() -> None:
+        client = DyingEngine(Config(model="demo"))
+        await client.start()
+        while client.state is not State.STARTING:
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await client.stop()
+        assert (client.lives, client.state) == (1, State.DEAD)
+
+    asyncio.run(run())
+
+
+def test_a_request_to_an_engine_that_has_just_died_ends_at_once() -> None:
+    """The socket has nobody at its other end, and the server has not heard of it."""
+
+    async def run() -> None:
+        client = ProcessClient(Config(model="demo"))
+        client._state = State.READY
+        socket = client._socket = client._context.socket(zmq.PAIR)
+        socket.bind("inproc://nobody")
+        with pytest.raises(EngineDiedError, match="process ended"):
+            async with asyncio.timeout(20):
+                await anext(client.generate(Ask([1], SamplingParams())))
+        socket.close()
+        with pytest.raises(EngineDiedError, match="process ended"):
+            await anext(client.generate(Ask([1], SamplingParams())))
+        await client.stop()
+
+    asyncio.run(run())

@@ -33,6 +33,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
 STOP_S = 5.0
 """That a process has to end when it is told to."""
+LOST = "the engine's process ended; this request is lost"
 
 
 class State(StrEnum):
@@ -149,6 +150,7 @@ class ProcessClient:
         self.stats: Mapping[str, float] = {}
         self.restarts = 0
         self.died = asyncio.Event()
+        self._ending = asyncio.Event()
 
     @property
     def state(self) -> State:
@@ -164,7 +166,7 @@ class ProcessClient:
 
     async def stop(self) -> None:
         """Ends the process."""
-        self._restart = False
+        self._ending.set()
         if self._socket and self._process and self._process.returncode is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
@@ -194,11 +196,16 @@ class ProcessClient:
         finally:
             del self._open[number]
             if left and self._state is State.READY:
-                await self._say(wire.Abort(number))
+                with suppress(EngineDiedError):
+                    await self._say(wire.Abort(number))
 
     async def _say(self, order: wire.Order) -> None:
+        """Raises EngineDiedError where nobody is there to hear it, for it would wait until the socket is closed."""
         assert self._socket
-        await self._socket.send(wire.encode(order))
+        try:
+            await self._socket.send(wire.encode(order), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            raise EngineDiedError(LOST) from None
 
     # The process
 
@@ -207,25 +214,27 @@ class ProcessClient:
         pause = FIRST_PAUSE_S
         for generation in itertools.count():
             served = await self._run(generation)
-            first = generation == 0 and not served
-            error = EngineDiedError("the engine's process ended; this request is lost")
+            error = EngineDiedError(LOST)
             for mailbox in self._open.values():
                 mailbox.fail(error)
-            if first or not self._restart:
-                await self._become(State.DEAD)
-                self.died.set()
-                return
+            first = generation == 0 and not served
+            if first or not self._restart or self._ending.is_set():
+                break
             await self._become(State.STARTING)
             pause = FIRST_PAUSE_S if served else min(2 * pause, LONGEST_PAUSE_S)
             tell("engine restarts", logging.ERROR, restart=self.restarts + 1, pause_s=pause)
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
+                break
             self.restarts += 1
+        await self._become(State.DEAD)
+        self.died.set()
 
     async def _run(self, generation: int) -> bool:
         """One life of the process; whether it came to serve."""
         address = f"ipc://{Path(self._folder.name) / str(generation)}"
         socket = self._socket = self._context.socket(zmq.PAIR)
-        socket.linger = 0
+        socket.linger = socket.sndhwm = 0  # no bound: the gate has one
         socket.bind(address)
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -237,6 +246,8 @@ class ProcessClient:
             start_new_session=True,  # Ctrl-C is for the server, which lets requests end first
         )
         tell("engine starts", model=self._config.model, pid=process.pid)
+        if self._ending.is_set():  # stop() has not seen this process
+            process.kill()
         listener = asyncio.create_task(self._listen(socket))
         try:
             assert process.stdin
