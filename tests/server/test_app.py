@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
+from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError
 from nibble.server import wire
-from nibble.server.app import make_app
+from nibble.server.answers import TextWriter
+from nibble.server.app import Api, make_app
 from nibble.server.client import State
 from nibble.server.guards import BodyLimit
 from nibble.server.settings import Settings
@@ -125,7 +128,16 @@ def test_several_prompts_with_echo() -> None:
             "too long",
         ),
         ("/v1/completions", {"model": "m", "prompt": "x" * 70, "stream": True}, 400, "too long"),
+        ("/v1/completions", {**TEXT, "n": 2, "best_of": 3}, 400, "best_of is not served, unless it is n"),
+        ("/v1/completions", {**TEXT, "echo": True, "logprobs": 0}, 400, "leave out echo, or logprobs"),
         ("/tokenize", {}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x", "tool_calls": 1}]},
+            400,
+            "must be a list",
+        ),
         ("/detokenize", {"tokens": [1, 999]}, 400, "999 is out of range"),
         ("/v1/embeddings", {}, 404, "nothing is served at /v1/embeddings"),
     ],
@@ -286,6 +298,106 @@ def test_an_engine_that_dies(stream: bool) -> None:
         assert (await client.get("/health/live")).status_code == 200
 
     with_app(test)
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        names = ("n", "stream", "stream_options", "temperature", "top_p", "presence_penalty", "logprobs", "seed", "stop",
+                 "tools", "tool_choice", "parallel_tool_calls", "response_format", "user", "ignore_eos")  # fmt: skip
+        for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+            known = {name for name in names if path.endswith("chat/completions") or "tool" not in name}
+            assert (await client.post(path, json={**body, **dict.fromkeys(known)})).status_code == 200
+            for name in ("model", "no_such_field"):
+                assert (await client.post(path, json={**body, name: None})).status_code == 400
+        schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+        properties = schemas["ChatRequest"]["properties"]
+        assert {"type": "null"} in properties["temperature"]["anyOf"] and properties["temperature"][
+            "default"
+        ] == 1.0
+        assert properties["messages"]["type"] == "array"
+
+    asks = with_app(test).asks
+    assert all((ask.params.n, ask.params.temperature, ask.params.top_p) == (1, 1.0, 1.0) for ask in asks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mistake_of_the_servers_is_answered_too(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        def fails(writer: TextWriter, index: int, delta: Any) -> Any:
+            if delta.finish_reason:
+                raise ZeroDivisionError
+            return taken(writer, index, delta)
+
+        taken = TextWriter.take
+        monkeypatch.setattr(TextWriter, "take", fails)
+        response = await client.post(
+            "/v1/completions", json={**TEXT, "stream": stream}, headers={"x-request-id": "r1"}
+        )
+        said = events(response)[-1] if stream else response.json()
+        assert response.status_code == (200 if stream else 500) and response.headers["x-request-id"] == "r1"
+        assert said["error"]["type"] == "server_error" and "its log says more" in said["error"]["message"]
+
+    with_app(test)
+
+
+def test_waiting_to_be_let_in_counts_towards_the_timeout() -> None:
+    async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.pause = 60.0
+        first = asyncio.create_task(client.post("/v1/completions", json={**TEXT, "timeout": 0.5}))
+        while not engine.open:
+            await asyncio.sleep(0.01)
+        second = await client.post("/v1/completions", json={**TEXT, "timeout": 0.05})
+        assert second.status_code == 408 and not first.done()
+        assert (await first).status_code == 408
+
+    assert len(with_app(test, max_queue=1, wait_when_full=True).asks) == 1
+
+
+def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        app = make_app(engine, FakeTokens(), "m", Settings())
+        begun, gone, sent = asyncio.Event(), asyncio.Event(), list[Any]()
+
+        async def never(*_: Any) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        app.state.api.grammars.passed = never
+        bodies = [{"type": "http.request", "body": json.dumps({**TEXT, "guided_regex": "a"}).encode()}]
+
+        async def receive() -> Any:
+            if bodies:
+                return bodies.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": headers,
+            "query_string": b"",
+        }
+        served = asyncio.create_task(app(scope, receive, send))
+        await begun.wait()
+        gone.set()
+        async with asyncio.timeout(20):
+            await served
+        assert sent[0]["status"] == 499 and not engine.asks and app.state.api.gate.open == 0
+
+    asyncio.run(run())
+
+
+def test_log_probabilities_name_special_tokens() -> None:
+    tokens = Tokenizer(str(Path(__file__).parents[2] / "models/demo"))
+    api = Api(FakeEngine(), tokens, "m", Settings())
+    for token in tokens.eos_ids:
+        assert api._word([token]) and not tokens.decode([token])
 
 
 def test_models_plan_and_tokens() -> None:

@@ -93,8 +93,9 @@ def test_sources_are_merged(count: int, timeout: float | None) -> None:
 
     async def run() -> dict[int, str]:
         asks = [Ask([65 + i] * 3, SamplingParams()) for i in range(count)]
+        deadline = timeout and asyncio.get_running_loop().time() + timeout
         texts = dict.fromkeys(range(count), "")
-        async for which, pieces in merged([engine.generate(ask) for ask in asks], timeout):
+        async for which, pieces in merged([engine.generate(ask) for ask in asks], deadline):
             texts[which] += "".join(piece.delta.text for piece in pieces)
         return texts
 
@@ -109,7 +110,7 @@ def test_a_deadline_holds_while_nothing_comes(count: int) -> None:
 
     async def run() -> None:
         sources = [engine.generate(Ask([65], SamplingParams())) for _ in range(count)]
-        async for _ in merged(sources, 0.01):
+        async for _ in merged(sources, asyncio.get_running_loop().time() + 0.01):
             pass
 
     with pytest.raises(TimeoutError):

@@ -26,7 +26,8 @@ from nibble.cli.exits import command
 from nibble.config import SamplingParams
 from nibble.errors import ConfigError, NibbleError
 from nibble.server.client import Ask, EngineDiedError, State
-from nibble.server.metrics import COUNTED, RUNNING, CountHttp, Meters
+from nibble.server.exchange import Exchange, Journal
+from nibble.server.metrics import COUNTED, RUNNING, Meters
 
 STATS = {
     "waiting": 3, "running": 5, "steps": 70, "decode_tokens": 200, "prompt_tokens": 90, "preemptions": 2,
@@ -240,7 +241,7 @@ def test_exchanges_are_counted_by_route() -> None:
     @app.post("/tokenize")
     async def tokenize() -> None: ...
 
-    app.add_middleware(CountHttp, meters=meters)
+    app.add_middleware(Journal, sinks=[meters.exchanged])
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -270,7 +271,8 @@ def test_what_is_refused_before_its_route_is_counted_by_its_path() -> None:
     async def ask(path: str) -> None:
         async def nothing(*_: Any) -> Any: ...
 
-        await CountHttp(app, meters)({"type": "http", "method": "GET", "path": path}, nothing, nothing)
+        scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+        await Journal(app, [meters.exchanged])(scope, nothing, nothing)
 
     for path in ("/known", "/unknown", "/gone"):
         asyncio.run(ask(path))
@@ -284,7 +286,7 @@ def test_what_is_refused_before_its_route_is_counted_by_its_path() -> None:
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     engine = FakeEngine()
     meters, engine.stats = meters_of(engine), STATS | TIER | WATCH
-    meters.http("GET", "/health", 200)
+    meters.exchanged(Exchange("1", "GET", "/health", {}))
     there = {key[0] for key in read(meters)}
     dashboard = json.loads(DASHBOARD.read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]

@@ -15,7 +15,6 @@ from nibble.engine.outputs import Delta, Logprob
 from nibble.server.reasoning import AnswerReader, delta_of, message_of
 
 Decode = Callable[[Sequence[int]], str]
-REASONS = {"stop": "stop", "length": "length", "abort": "error"}
 
 
 class Writer(ABC):
@@ -35,7 +34,7 @@ class Writer(ABC):
     def take(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """Adds a piece to answer `index` -> the choice of a chunk; None where there is nothing to show yet."""
         self.completion_tokens += len(delta.token_ids)
-        return self._added(index, delta, REASONS.get(delta.finish_reason or ""))
+        return self._added(index, delta, delta.finish_reason)
 
     def about(self) -> dict[str, Any]:
         """What every chunk says beside its choices."""

@@ -19,29 +19,30 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 import nibble
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
-from nibble.errors import NibbleError, RequestError
-from nibble.server import pages
+from nibble.errors import PromptTooLong, RequestError
+from nibble.server import dialect, pages
 from nibble.server.answers import ChatWriter, TextWriter, Writer
 from nibble.server.cache_view import cache_view
 from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
-from nibble.server.dialect import Dialect
 from nibble.server.exchange import Journal, Sink, exchange_of
+from nibble.server.failures import error_of, install_handlers
 from nibble.server.fidelity_view import warning
 from nibble.server.flow import Events, Gate, event, merged, unless_gone
 from nibble.server.grammar_check import GrammarCheck
-from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard, error_of, install_handlers, too_long
+from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.logs import access_log
-from nibble.server.metrics import CountHttp, Meters, Timer
+from nibble.server.metrics import Meters, Timer
 from nibble.server.openapi import described
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Message,
     Sampling,
     TokenizeRequest,
 )
 from nibble.server.settings import PRIORITY, Settings
-from nibble.server.tool_types import arguments_as_text, message_for_template, tools_for_template
+from nibble.server.tool_types import Tool, arguments_as_text, message_for_template, tools_for_template
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
@@ -50,18 +51,14 @@ SHOWN = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
 """What /health tells of the engine's counts."""
 
 
-class Tokens(Protocol):
+class Tokens(dialect.Tokens, Protocol):
     """What the server asks of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int], shown: frozenset[int] | None = ...) -> str: ...
-    def token_of(self, word: str) -> int | None: ...
     def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any: ...
     @property
     def longest(self) -> int: ...
     def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]: ...
-    @property
-    def chat_template(self) -> str | None: ...
 
 
 class Api:
@@ -71,7 +68,7 @@ class Api:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
         self.gate = Gate(settings.max_queue, settings.wait_when_full)
         self.meters = Meters(client, name)
-        self.dialect = Dialect(tokens, settings.tool_format, settings.reasoning_parser)
+        self.dialect = dialect.Dialect(tokens, settings.tool_format, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokens)
 
     @property
@@ -124,7 +121,7 @@ class Api:
         if asked.prompt is not None:
             ids = await self._encoded(asked.prompt)
         else:
-            ids = self.tokens.chat([message.plain() for message in asked.messages or ()])
+            ids = await self._conversation(asked.messages or ())
         return {
             "tokens": ids,
             "count": len(ids),
@@ -149,30 +146,37 @@ class Api:
         texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if asked.echo else []
         echoes = [text for text in texts for _ in range(params.n)]
         lens = [len(prompt) for prompt in ids]
-        decode = self.tokens.decode if self._tokens else lambda _: ""
-        writer = TextWriter(self.name, decode, lens, echoes, asked.logprobs is not None)
+        writer = TextWriter(self.name, self._word, lens, echoes, asked.logprobs is not None)
         return await self._answer(
             request, asked, writer, [self._ask(asked, prompt, params) for prompt in ids]
         )
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         self._opened(request, asked, "chat")
-        as_text = arguments_as_text(self.tokens.chat_template)
-        messages = [message_for_template(message.plain(), as_text=as_text) for message in asked.messages]
-        ids = await self._conversation(messages, tools_for_template(asked.open_tools()), asked.for_template())
-        exchange = self.dialect.exchange(asked, ids)
+        ids = await self._conversation(asked.messages, asked.open_tools(), **asked.for_template())
+        form = self.dialect.answer_format(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
-        params = exchange.params(asked.params(wanted, asked.wanted_logprobs()))
-        reader = exchange.reader(eager=asked.stream)
-        writer = ChatWriter(self.name, self.tokens.decode, [len(ids)], asked.logprobs, reader)
+        params = form.params(asked.params(wanted, asked.wanted_logprobs()))
+        reader = form.reader(eager=asked.stream)
+        writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader)
         return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
 
-    async def _conversation(self, messages: Sequence[Any], tools: Any, kwargs: dict[str, Any]) -> list[int]:
-        size = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
+    async def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), **kwargs: Any
+    ) -> list[int]:
+        """Tokens of a conversation, by its template. kwargs: for the template."""
+        as_text = arguments_as_text(self.tokens.chat_template)
+        said = [message_for_template(message.plain(), as_text=as_text) for message in messages]
+        offered = tools_for_template(tools)
+        size = sum(len(message["content"]) for message in said) + len(json.dumps(offered or []))
         self._check_room(size // self.tokens.longest)
         if size > LONG_TEXT:
-            return await asyncio.to_thread(self.tokens.chat, messages, tools, **kwargs)
-        return self.tokens.chat(messages, tools, **kwargs)
+            return await asyncio.to_thread(self.tokens.chat, said, offered, **kwargs)
+        return self.tokens.chat(said, offered, **kwargs)
+
+    def _word(self, ids: Sequence[int]) -> str:
+        """A token as log-probabilities name it: special ones too, for the end may well be among the likeliest."""
+        return self._tokens.decode(ids, None) if self._tokens else ""
 
     def _ask(self, asked: Sampling, prompt: list[int], params: SamplingParams) -> Ask:
         if asked.priority and self.settings.scheduling != PRIORITY:
@@ -202,7 +206,10 @@ class Api:
         """Refuses what cannot fit, however it will be made into tokens, before that costs anything."""
         ready = self.client.ready
         if ready and tokens > ready.max_context:
-            raise too_long(tokens, ready.max_context)
+            raise PromptTooLong(
+                f"the prompt is too long: it has {tokens} tokens at least, and this model's maximum context length is "
+                f"{ready.max_context} tokens"
+            )
 
     async def _encoded(self, text: str) -> list[int]:
         self._check_room(len(text) // self.tokens.longest)
@@ -214,18 +221,12 @@ class Api:
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
         times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
-        timers = [
-            self.meters.request(len(ask.prompt), ask.params.n) for ask in asks
-        ]  # the gate's wait counts
         exchange = exchange_of(request.scope)
-        exchange.timers = timers
+        exchange.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
         writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
-        if asks[0].params.grammar is not None and self.client.ready:
-            await self.grammars.passed(asks[0].params.grammar, self.client.ready.vocab_size)
         choices = self._choices(writer, asks, timers, min(times, default=None))
-        if not asked.stream:
-            return await unless_gone(request, self._collected(writer, choices))
-        return await unless_gone(request, self._stream(writer, choices, asked))
+        work = self._stream(writer, choices, asked) if asked.stream else self._collected(writer, choices)
+        return await unless_gone(request, work)
 
     async def _stream(
         self, writer: Writer, choices: AsyncGenerator[list[dict[str, Any]]], asked: Sampling
@@ -242,11 +243,16 @@ class Api:
     async def _choices(
         self, writer: Writer, asks: Sequence[Ask], timers: Sequence[Timer], timeout: float | None
     ) -> AsyncGenerator[list[dict[str, Any]]]:
-        """Choices of chunks, as they come; usage is the writer's."""
+        """Choices of chunks, as they come; usage is the writer's. timeout: in seconds, all waiting included."""
         caches: dict[int, int] = {}
-        async with self.gate.passed(len(asks)):
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        grammar = asks[0].params.grammar
+        if grammar is not None and self.client.ready:
+            async with asyncio.timeout_at(deadline):
+                await self.grammars.passed(grammar, self.client.ready.vocab_size)
+        async with self.gate.passed(len(asks), deadline):
             sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
-            async with aclosing(merged(sources, timeout)) as found:
+            async with aclosing(merged(sources, deadline)) as found:
                 async for which, pieces in found:
                     caches[which] = pieces[-1].cached
                     writer.cached = sum(caches.values())
@@ -276,15 +282,15 @@ class Api:
                     yield events.of(several)
                 if usage:
                     yield event(writer.last())
-            except (NibbleError, TimeoutError) as error:  # the status has been sent: the stream says it
+            except Exception as error:  # the status has been sent: the stream says it
                 yield b"data: " + bytes(error_of(error).body) + b"\n\n"
             yield b"data: [DONE]\n\n"
 
 
 def _sound(piece: Piece) -> Delta:
-    """What a piece adds; raises EngineDiedError where the engine could not go on with its answer."""
+    """What a piece adds; raises RequestError where the engine could not go on with its answer."""
     if piece.delta.error:
-        raise EngineDiedError(piece.delta.error)
+        raise RequestError(piece.delta.error, 500)
     return piece.delta
 
 
@@ -321,6 +327,6 @@ def make_app(
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
-    app.add_middleware(CountHttp, meters=api.meters)
-    app.add_middleware(Journal, sinks=[partial(access_log, texts=settings.log_requests), *sinks])
+    told: list[Sink] = [api.meters.exchanged, partial(access_log, texts=settings.log_requests), *sinks]
+    app.add_middleware(Journal, sinks=told)
     return app

@@ -1,7 +1,8 @@
 """How a model writes what is not plain text: reasoning, tool calls, and answers that a grammar holds to a form.
 
-Owns Dialect: it knows a model's formats by its chat template or by name, and says for each conversation which special
-tokens are text, what grammar the answer follows, and what reads it. Must not know of HTTP or engines.
+Owns Dialect, which knows a model's formats by its chat template or by name, and AnswerFormat, which says for one
+conversation which special tokens are text, what grammar the answer follows, and what reads it. Must not know of HTTP or
+engines.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOOKED_AT = 16
 
 
 class Tokens(Protocol):
-    """What is asked of a tokenizer."""
+    """What is asked of a tokenizer here."""
 
     def decode(self, ids: Sequence[int], shown: frozenset[int] | None = ...) -> str: ...
     def token_of(self, word: str) -> int | None: ...
@@ -44,7 +45,7 @@ class Dialect:
         self.parser = None if parser == NONE else tools.parser_of(parser)
         self.style = None if style == NONE else reasoning.style_of(style)
 
-    def exchange(self, asked: ToolFields, prompt: Sequence[int]) -> Exchange:
+    def answer_format(self, asked: ToolFields, prompt: Sequence[int]) -> AnswerFormat:
         """What holds for the answers to one conversation. Raises RequestError where there are tools that the model has
         no format for, and may call or not."""
         offered, forced = asked.open_tools(), asked.forced_tools()
@@ -64,13 +65,14 @@ class Dialect:
             *((self.style.start, self.style.end) if self.style else ()),
         )
         marks = {word: token for word in marked if (token := self._tokens.token_of(word)) is not None}
-        return Exchange(parser, self.style, inside, marks, offered, forced, asked.most_calls())
+        return AnswerFormat(parser, self.style, inside, marks, offered, forced, asked.most_calls())
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """The answers to one conversation. parser: of tool calls, where there may be some. inside: the answer begins inside
-    the reasoning. marks: words that are one token. offered, forced: tools that may be called, of which one must be."""
+class AnswerFormat:
+    """How the answers to one conversation are written. parser: of tool calls, where there may be some. inside: the
+    answer begins inside the reasoning. marks: words that are one token. offered, forced: tools that may be called, of
+    which one must be."""
 
     parser: Parser | None
     style: Style | None

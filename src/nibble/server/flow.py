@@ -17,9 +17,9 @@ from fastapi.responses import Response
 
 from nibble.errors import RequestError
 from nibble.server.client import Piece
-from nibble.server.guards import failure
+from nibble.server.exchange import CLIENT_GONE
+from nibble.server.failures import failure
 
-CLIENT_GONE = 499
 Pieces = list[Piece]
 _json = msgspec.json.Encoder()
 
@@ -32,14 +32,16 @@ class Gate:
         self._left = asyncio.Condition()
 
     @asynccontextmanager
-    async def passed(self, count: int) -> AsyncIterator[None]:
-        """For so many requests at once; raises RequestError with status 429 where they are too many."""
+    async def passed(self, count: int, deadline: float | None = None) -> AsyncIterator[None]:
+        """For so many requests at once; raises RequestError with status 429 where they are too many, and TimeoutError
+        where they have waited until `deadline`, by the loop's clock."""
         async with self._left:
             if count > self._most or (self.open + count > self._most and not self._wait):
                 raise RequestError(
                     f"{self.open} requests are open, and {self._most} may be; try again later", 429
                 )
-            await self._left.wait_for(lambda: self.open + count <= self._most)
+            async with asyncio.timeout_at(deadline):
+                await self._left.wait_for(lambda: self.open + count <= self._most)
             self.open += count
         try:
             yield
@@ -50,11 +52,10 @@ class Gate:
 
 
 async def merged(
-    sources: Sequence[AsyncGenerator[Pieces]], timeout: float | None
+    sources: Sequence[AsyncGenerator[Pieces]], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
     """Pieces of several iterators as they come, with the number of each; an error of one ends all. Raises TimeoutError
-    when `timeout` seconds are over."""
-    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+    at `deadline`, by the loop's clock."""
     rest = _one(sources[0], deadline) if len(sources) == 1 else _several(sources, deadline)
     try:
         async for found in rest:

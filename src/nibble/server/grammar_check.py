@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nibble.engine.grammar import Grammars
@@ -23,12 +24,14 @@ class GrammarCheck:
     def __init__(self, tokens: Any) -> None:
         self._tokens, self._grammars = tokens, dict[int, Grammars]()
         self._good: deque[bytes] = deque(maxlen=REMEMBERED)
-        self._lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "grammar-check")
+        """A lock would be free again when the client of what is tried goes away, and the trying go on."""
 
     async def prepare(self, vocabulary: int) -> None:
         """So that the first grammar need not wait. vocabulary: tokens of the model."""
         if self._tokens is not None:
-            await asyncio.to_thread(self._of(vocabulary).prepare)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._of(vocabulary).prepare)
 
     def _of(self, vocabulary: int) -> Grammars:
         if vocabulary not in self._grammars:
@@ -38,8 +41,11 @@ class GrammarCheck:
     async def passed(self, grammar: str, vocabulary: int) -> None:
         """Raises RequestError where the engine could not follow it."""
         digest = hashlib.sha256(grammar.encode(errors="replace")).digest()
-        if self._tokens is None or digest in self._good:
-            return
-        async with self._lock:
-            await asyncio.to_thread(self._of(vocabulary).check, grammar)
-        self._good.append(digest)
+        if self._tokens is not None and digest not in self._good:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._tried, digest, grammar, vocabulary)
+
+    def _tried(self, digest: bytes, grammar: str, vocabulary: int) -> None:
+        if digest not in self._good:  # others may have waited for the same one
+            self._of(vocabulary).check(grammar)
+            self._good.append(digest)

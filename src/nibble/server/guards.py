@@ -1,6 +1,6 @@
-"""What stands before the routes: size of bodies, the key, and errors in OpenAI's shape.
+"""What stands before the routes: size of bodies, how they are read, and the key.
 
-Owns BodyLimit, KeyGuard and the handlers of exceptions. Plain ASGI, so that a stream is never buffered. Must not know
+Owns BodyLimit, KeyGuard and JsonRoute. The first two are plain ASGI, so that a stream is never buffered. Must not know
 of engines.
 """
 
@@ -9,38 +9,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nibble.errors import NibbleError, RequestError
-from nibble.server.client import EngineDiedError
+from nibble.server.failures import error_of, failure
 from nibble.server.pages import PATHS as PAGE_PATHS
 
-log = logging.getLogger("nibble.server")
-TOO_MANY = 429
 BODY_S = 60.0
 BYTES_PER_VALUE, LEAST_VALUES, COSTLY = 8, 1 << 16, 4
 """Of a largest body, on average; what any body may have; what a list, an object or a key weighs, in numbers."""
 OPEN_PATHS = ("/health",)
 """What paths begin with that need no key; the page's own files need none either."""
-KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-}
-CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: "rate_limit_exceeded"}
-"""The word for an error, of its status, where the error has none of its own; clients expect a text or null."""
 
 
 class BodyLimit:
@@ -86,25 +73,25 @@ def refused(status: int, message: str) -> HTTPException:
     return HTTPException(status, message, {"Connection": "close"})
 
 
-def too_long(tokens: int, most: int) -> RequestError:
-    """Of a prompt that cannot fit, in words that clients know."""
-    said = f"it has {tokens} tokens at least, and this model's maximum context length is {most} tokens"
-    return RequestError(f"the prompt is too long: {said}", code="context_length_exceeded")
-
-
 def weight_of(body: bytes) -> int:
     """How much work JSON is to read: a value stands before a comma, and lists, objects and keys cost more."""
     return body.count(b",") + COSTLY * sum(map(body.count, (b"[", b"{", b":")))
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by msgspec, which is quicker and stricter: no NaN, no half of a surrogate pair."""
+    """A route whose body is read by msgspec, which is quicker and stricter: no NaN, no half of a surrogate pair. What
+    its function raises is answered, whatever it is."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            try:
+                return await handler(JsonRequest(request.scope, request.receive))
+            except (HTTPException, RequestValidationError):  # which install_handlers() answers
+                raise
+            except Exception as error:
+                return error_of(error)
 
         return handle
 
@@ -144,88 +131,3 @@ def _open(path: str) -> bool:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def failure(
-    status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
-) -> JSONResponse:
-    """An error as a response."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message = message.encode("utf-8", "replace").decode()
-    error = {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
-    return JSONResponse({"error": error}, status, headers)
-
-
-def error_of(error: Exception) -> JSONResponse:
-    """The response of an error that was raised."""
-    if isinstance(error, RequestError):
-        again = {"Retry-After": "1"} if error.status == TOO_MANY else {}
-        return failure(error.status, str(error), code=error.code, **again)
-    if isinstance(error, EngineDiedError):
-        return failure(503, str(error), **{"Retry-After": "2"})
-    if isinstance(error, TimeoutError):
-        return failure(408, "the request was not answered within its time")
-    if isinstance(error, NibbleError):
-        return failure(400, str(error))
-    if isinstance(error, UnicodeEncodeError):
-        return failure(400, "the request has a text that is no Unicode: it holds half of a surrogate pair")
-    log.exception("a request failed", exc_info=error)
-    return failure(500, "the server made a mistake; its log says more")
-
-
-def complaint(errors: Sequence[Any], body: Any) -> tuple[str, str]:
-    """Where a body is wrong, and how: one error of pydantic's. Of a value that may be of several kinds each kind
-    complains; the one that was probably meant fits on the outside, has least to say, and says it latest."""
-    kinds: dict[tuple[Any, ...], list[tuple[list[Any], bool, str]]] = {}
-    for error in errors:
-        where, kind = _walked(error, body)
-        outside = len(where) < len(kind) and error["type"].endswith(("_type", "literal_error"))
-        kinds.setdefault(kind, []).append((where, outside, str(error["msg"])))
-    first = next(iter(kinds))
-    rivals = [found for kind, found in kinds.items() if first and kind[:-1] == first[:-1]] or [kinds[first]]
-
-    def likely(found: list[tuple[list[Any], bool, str]]) -> tuple[Any, ...]:
-        where, outside, _ = found[0]
-        return outside, len(found), [-part for part in where if isinstance(part, int)]
-
-    where, _, said = min(rivals, key=likely)[0]
-    return ".".join(map(str, where)), said
-
-
-def _walked(error: Any, body: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """The parts of an error's place that are keys of the body; and the parts up to the name of a kind, which is no key,
-    () where there is none."""
-    where: list[Any] = []
-    kind: tuple[Any, ...] = ()
-    *_, last = loc = [part for part in error["loc"] if part != "body"] or [None]
-    for i, part in enumerate(loc):
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
-            body = body[part]
-            where.append(part)
-        elif part is last and error["type"] == "missing":
-            where.append(part)
-        elif part is not None:
-            kind = kind or tuple(loc[: i + 1])
-    return where, kind
-
-
-def install_handlers(app: FastAPI) -> None:
-    """Errors of routes, in OpenAI's shape."""
-
-    async def invalid(_: Request, error: Any) -> JSONResponse:
-        where, said = complaint(error.errors(), error.body)
-        return failure(400, f"{where}: {said}" if where else said, where or None)
-
-    async def raised(request: Request, error: Any) -> JSONResponse:
-        said = str(error.detail)
-        if error.status_code == 404:
-            said = f"nothing is served at {request.url.path}; /openapi.json lists what is"
-        return failure(error.status_code, said, **dict(error.headers or {}))
-
-    async def others(_: Request, error: Exception) -> JSONResponse:
-        return error_of(error)
-
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, raised)
-    for kind in (NibbleError, TimeoutError, UnicodeEncodeError):
-        app.add_exception_handler(kind, others)

@@ -1,7 +1,7 @@
 """What the server counts and times, as Prometheus reads it. Names are vLLM's, with `nibble:` for `vllm:`.
 
-Owns Meters, Timer and CountHttp. Requests and HTTP are counted here, as they go by; what the engine counts is read
-from its client when somebody asks. Must not know of routes, of answers' text or of sockets.
+Owns Meters and Timer. Requests are counted here as they go by, exchanges when they have ended; what the
+engine counts is read from its client when somebody asks. Must not know of routes, of answers' text or of sockets.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,12 +22,14 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import nibble
 from nibble.errors import NibbleError, RequestError
 from nibble.server.client import EngineClient, Piece, State
 from nibble.server.fidelity_view import FidelityCollector
+
+if TYPE_CHECKING:
+    from nibble.server.exchange import Exchange
 
 FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -46,8 +49,6 @@ TOKENS = tuple(
 """Bounds of the histograms' buckets: vLLM's, and finer where small models are."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REASONS = ("stop", "length", "abort", "error")
-NO_STATUS = 499
-"""What is counted of an exchange that ended before there was a status: its client went away."""
 MODEL = "model_name"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Clock = Callable[[], float]
@@ -99,9 +100,10 @@ class Meters:
         """The timer of a request that has just come."""
         return Timer(self, prompt_tokens, answers)
 
-    def http(self, method: str, path: str, status: int) -> None:
-        """Counts an exchange. path: of a route, for every other value is a series of its own."""
-        self._http.labels(self._model, method, path, str(status)).inc()
+    def exchanged(self, exchange: Exchange) -> None:
+        """Counts an exchange that has ended."""
+        method = exchange.method if exchange.method in METHODS else "other"
+        self._http.labels(self._model, method, exchange.route, str(exchange.status)).inc()
 
     def render(self) -> tuple[bytes, str]:
         """All of it as text, and the text's media type: the one that every Prometheus reads."""
@@ -213,47 +215,6 @@ class Timer:
             self._meters.between.observe((now - there.last) / tokens)
         there.last = now
         there.later += tokens
-
-
-class CountHttp:
-    """Counts exchanges by route and status. Outermost, so that what is refused early is counted too."""
-
-    def __init__(self, app: ASGIApp, meters: Meters) -> None:
-        self._app, self._meters = app, meters
-        self._paths: frozenset[str] = frozenset()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = NO_STATUS
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        except Exception:
-            status = 500 if status == NO_STATUS else status
-            raise
-        finally:
-            self._meters.http(_method(scope), self._route(scope), status)
-
-    def _route(self, scope: Scope) -> str:
-        """The path of the route; of what reached none, the path if there is such a route, so that names are few."""
-        found = scope.get("route")
-        if found is not None:
-            return str(found.path)
-        if not self._paths and "app" in scope:
-            self._paths = frozenset(getattr(route, "path", "") for route in scope["app"].routes)
-        return scope["path"] if scope["path"] in self._paths else "other"
-
-
-def _method(scope: Scope) -> str:
-    return scope["method"] if scope["method"] in METHODS else "other"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ are listed. Must not know of engines.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,6 +33,15 @@ RESERVED = {
 """Arguments of Transformers' apply_chat_template, which a template's own must not replace."""
 
 
+def _or_null(schema: dict[str, Any]) -> None:
+    """Tells in a JSON Schema that what may be left out may be null."""
+    for name, said in schema["properties"].items():
+        kinds = said.get("anyOf", [said])
+        if "default" in said and not any(kind.get("type") == "null" for kind in kinds):
+            about = {key: said.pop(key) for key in ("title", "description", "default") if key in said}
+            schema["properties"][name] = {**about, "anyOf": [said, {"type": "null"}]}
+
+
 class StreamOptions(BaseModel):
     """include_usage: a last chunk with usage and no choices."""
 
@@ -41,9 +50,9 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(StructuredFields):
-    """What both kinds of completions share."""
+    """What both kinds of completions share. Null is as good as nothing: clients send it for what they do not set."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_or_null)
 
     model: str
     stream: bool = False
@@ -64,7 +73,9 @@ class Sampling(StructuredFields):
     skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=256)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31, description="Lower ones are served before.")
-    timeout: float | None = Field(None, gt=0, description="Seconds after which the answer ends as it stands.")
+    timeout: float | None = Field(
+        None, gt=0, description="Seconds after which the request ends with an error."
+    )
 
     # said by clients, without a meaning here
     user: str | None = None
@@ -83,6 +94,15 @@ class Sampling(StructuredFields):
                 name = "a request" if what is given else "logit_bias"
                 raise ValueError(f"{name} may have {most} entries at most, not {len(what)}")
         return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value for name, value in given.items() if value is not None or name not in cls.model_fields
+        }
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """How to sample; raises RequestError."""
@@ -122,6 +142,16 @@ class CompletionRequest(Sampling):
     echo: bool = False
     suffix: None = None
     best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not served, unless it is n: ask for n answers")
+        if self.echo and self.logprobs is not None:
+            raise ValueError(
+                "logprobs are told of answers only, and not of a prompt: leave out echo, or logprobs"
+            )
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself; raises RequestError where there is none."""
@@ -185,7 +215,7 @@ class ChatRequest(ToolFields, Sampling):
 class TokenizeRequest(BaseModel):
     """POST /tokenize: of a prompt, or of messages by the chat template."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, max_length=10_000, fail_fast=True)
@@ -194,6 +224,6 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     tokens: Tokens

@@ -11,6 +11,7 @@ import msgspec
 
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
+from nibble.errors import NibbleError, PromptTooLong, RequestError
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +83,16 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 News = Ready | Failed | Accepted | Refused | Pieces | Stats
+
+
+def status_of(error: NibbleError) -> tuple[int, str, str | None]:
+    """What keeps a request from being served: HTTP status, message and code."""
+    if isinstance(error, RequestError):
+        return error.status, str(error), error.code
+    if isinstance(error, PromptTooLong):
+        return 400, str(error), "context_length_exceeded"
+    return 500, str(error), None
+
 
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from nibble.engine.outputs import Delta
-from nibble.errors import NibbleError, PromptTooLong, RequestError
+from nibble.errors import NibbleError, RequestError
 from nibble.server import wire
 from nibble.server.logs import configure
 
@@ -33,8 +33,6 @@ STATS_S = 0.5
 """Between two counts, at least."""
 IDLE_MS = 200
 """How long an engine that has nothing to do waits for an order before it looks after its parent."""
-
-
 MAKING_MS = 2
 """How long it waits for one while a grammar is prepared."""
 MAKERS = 4
@@ -99,13 +97,13 @@ class Worker:
                 known = (
                     error if isinstance(error, NibbleError) else RequestError(f"the grammar fails: {error}")
                 )
-                self._say(wire.Refused(message.id, *status_of(known)))
+                self._say(wire.Refused(message.id, *wire.status_of(known)))
 
     def _admit(self, message: wire.Submit, matcher: Matcher | None) -> None:
         try:
             self._tickets[message.id] = self._submit(message, matcher)
         except NibbleError as error:
-            self._say(wire.Refused(message.id, *status_of(error)))
+            self._say(wire.Refused(message.id, *wire.status_of(error)))
         else:
             self._left[message.id] = message.params.n
             self._say(wire.Accepted(message.id))
@@ -138,15 +136,6 @@ class Worker:
 
     def _say(self, message: wire.News) -> None:
         self._socket.send(wire.encode(message))
-
-
-def status_of(error: NibbleError) -> tuple[int, str, str | None]:
-    """What keeps a request from being served: HTTP status, message and code."""
-    if isinstance(error, RequestError):
-        return error.status, str(error), error.code
-    if isinstance(error, PromptTooLong):
-        return 400, str(error), "context_length_exceeded"
-    return 500, str(error), None
 
 
 def about(llm: LLM) -> wire.Ready:
