@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from nibble.server.settings import Settings
         ("--model=demo --enforce-eager --dtype half", "demo --no-compile --no-graphs --dtype float16"),
         ("demo --kv-format auto --dtype float", "demo --kv-format auto --dtype float32"),
         ("demo --kv-format nvfp4", "demo --kv-format nvfp4"),
+        ("demo --enable-auto-tool-choice=true --port 1", "demo --port 1"),
     ],
 )
 def test_translated(said: str, meant: str) -> None:
@@ -34,6 +36,11 @@ def test_every_flag_stands_for_one_that_is_there() -> None:
         for prefix in ("", "no-")
     }
     assert {word for flag in FLAGS.values() for word in flag.split()} <= known
+
+
+def test_every_flag_is_told_of() -> None:
+    page = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
+    assert [flag for flag in FLAGS if f"`{flag}`" not in page and f"`{flag} " not in page] == []
 
 
 def test_every_format_stands_for_one_that_is_there() -> None:

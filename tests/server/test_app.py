@@ -121,6 +121,13 @@ def test_several_prompts_with_echo() -> None:
             400,
             "'chat_template'",
         ),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"self": 1}}, 400, "'self'"),
+        (
+            "/v1/completions",
+            {"model": "m", "prompt": ["a"] * 1024},
+            400,
+            "1024 prompts are more than the 1000",
+        ),
         (
             "/v1/chat/completions",
             {"model": "m", "messages": [{"role": "user", "content": "x" * 70}]},
@@ -147,7 +154,7 @@ def test_bad_requests_are_told_so(path: str, body: Any, status: int, words: str)
         response = await client.post(path, json=body)
         assert response.status_code == status and words in response.json()["error"]["message"]
 
-    with_app(test)
+    with_app(test, max_queue=1000)
 
 
 @pytest.mark.parametrize(

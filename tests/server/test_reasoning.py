@@ -13,7 +13,8 @@ from test_tools import WEATHER, cut, everywhere, hermes, texts
 from nibble.errors import ConfigError
 from nibble.server import reasoning
 from nibble.server.reasoning import AnswerReader, ReasoningReader, Thought, delta_of, message_of, style_of
-from nibble.server.tools import PARSERS, CallDelta, Text, ToolReader
+from nibble.server.tool_reader import CallDelta, Text, ToolReader
+from nibble.server.tools import PARSERS
 
 
 def test_guesses_the_reasoning_by_the_template() -> None:

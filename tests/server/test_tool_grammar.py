@@ -13,7 +13,8 @@ from tokenizers import AddedToken
 from nibble.engine.grammar import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.server.tool_grammar import Marks, Signature, calls, mixed
-from nibble.server.tools import PARSERS, PLAIN, Parser, ToolReader, gathered
+from nibble.server.tool_reader import Parser, ToolReader, gathered
+from nibble.server.tools import PARSERS, PLAIN
 
 SCHEMA = {
     "type": "object",

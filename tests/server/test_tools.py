@@ -15,7 +15,8 @@ from nibble.errors import ConfigError
 from nibble.server import tools
 from nibble.server.json_scan import ObjectScan
 from nibble.server.tool_args import typed
-from nibble.server.tools import PARSERS, CallDelta, Text, ToolReader, gathered, joined
+from nibble.server.tool_reader import CallDelta, Event, Text, ToolReader, gathered, joined
+from nibble.server.tools import PARSERS
 
 Calls = list[tuple[str, str]]
 WEATHER = '{"location": "San Francisco, CA", "format": "celsius"}'
@@ -89,7 +90,7 @@ TYPED = {"f": SCHEMA, "g": {}}
 
 def read(
     name: str, pieces: Sequence[str], eager: bool = True, **options: Any
-) -> tuple[str, Calls, list[tools.Event]]:
+) -> tuple[str, Calls, list[Event]]:
     """Text, calls, and all events."""
     reader = ToolReader(PARSERS[name], eager=eager, **options)
     events = [event for piece in pieces for event in reader.add(piece)] + reader.finish()

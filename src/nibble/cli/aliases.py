@@ -50,7 +50,7 @@ def translated(words: Sequence[str]) -> list[str]:
     for word in words:
         flag, equals, value = word.partition("=")
         own = FLAGS.get(flag, flag).split()
-        if equals:
+        if equals and own:
             found += [*own[:-1], f"{own[-1]}={VALUES.get(own[-1], {}).get(value, value)}"]
         elif found and found[-1] in VALUES:
             found.append(VALUES[found[-1]].get(word, word))

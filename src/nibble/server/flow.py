@@ -33,10 +33,14 @@ class Gate:
 
     @asynccontextmanager
     async def passed(self, count: int, deadline: float | None = None) -> AsyncIterator[None]:
-        """For so many requests at once; raises RequestError with status 429 where they are too many, and TimeoutError
-        where they have waited until `deadline`, by the loop's clock."""
+        """For so many requests at once; raises RequestError, with status 429 where there is no room now, and
+        TimeoutError where they have waited until `deadline`, by the loop's clock."""
         async with self._left:
-            if count > self._most or (self.open + count > self._most and not self._wait):
+            if count > self._most:
+                raise RequestError(
+                    f"{count} prompts are more than the {self._most} that may be open here: send fewer"
+                )
+            if self.open + count > self._most and not self._wait:
                 raise RequestError(
                     f"{self.open} requests are open, and {self._most} may be; try again later", 429
                 )

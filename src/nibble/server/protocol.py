@@ -27,8 +27,8 @@ Stop = Annotated[list[str], Field(max_length=MOST_STOPS)]
 
 RESERVED = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
-    "truncation",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize", "tokenizer_kwargs",
+    "tools", "truncation",
 }  # fmt: skip
 """Arguments of Transformers' apply_chat_template, which a template's own must not replace."""
 

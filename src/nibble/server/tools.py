@@ -10,32 +10,8 @@ import secrets
 import string
 
 from nibble.errors import ConfigError, unknown
-from nibble.server.tool_reader import (
-    CallDelta,
-    Event,
-    Layout,
-    Malformed,
-    Parser,
-    Steps,
-    Text,
-    ToolReader,
-    gathered,
-    joined,
-)
+from nibble.server.tool_reader import Layout, Malformed, Parser, Steps, ToolReader
 from nibble.server.tool_tags import PYTHON, Tags, python_calls, tagged
-
-__all__ = [
-    "PARSERS",
-    "CallDelta",
-    "Event",
-    "Parser",
-    "Text",
-    "ToolReader",
-    "gathered",
-    "guess",
-    "joined",
-    "parser_of",
-]
 
 
 def _hermes(reader: ToolReader, _: str) -> Steps[None]:

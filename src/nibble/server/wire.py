@@ -54,12 +54,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: str
 
 
-class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """A request was queued."""
-
-    id: int
-
-
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A request cannot be served, with the HTTP status and the code that say so."""
 
@@ -82,7 +76,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     numbers: dict[str, float]
 
 
-News = Ready | Failed | Accepted | Refused | Pieces | Stats
+News = Ready | Failed | Refused | Pieces | Stats
 
 
 def status_of(error: NibbleError) -> tuple[int, str, str | None]:

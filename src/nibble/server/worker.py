@@ -106,7 +106,6 @@ class Worker:
             self._say(wire.Refused(message.id, *wire.status_of(error)))
         else:
             self._left[message.id] = message.params.n
-            self._say(wire.Accepted(message.id))
 
     def _submit(self, message: wire.Submit, matcher: Matcher | None) -> Ticket:
         def take(piece: Delta) -> None:
