@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
+from nibble.engine.outputs import Delta, Logprob
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError
 from nibble.server import wire
@@ -398,6 +399,17 @@ def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
         assert sent[0]["status"] == 499 and not engine.asks and app.state.api.gate.open == 0
 
     asyncio.run(run())
+
+
+def test_the_chosen_token_is_among_the_likeliest() -> None:
+    writer = TextWriter("m", lambda ids: chr(ids[0]), [1], [], True)
+    for token, top in ((97, ((98, -0.1),)), (98, ((98, -0.1), (99, -2.0))), (97, ())):
+        writer.take(
+            0, Delta(0, chr(token), (token,), None, (Logprob(token, -0.1 if token == 98 else -3.0, top),))
+        )
+    found = writer.body()["choices"][0]["logprobs"]
+    assert found["top_logprobs"] == [{"b": -0.1, "a": -3.0}, {"b": -0.1, "c": -2.0}, {"a": -3.0}]
+    assert (found["tokens"], found["text_offset"]) == (["a", "b", "a"], [0, 1, 2])
 
 
 def test_log_probabilities_name_special_tokens() -> None:

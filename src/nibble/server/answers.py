@@ -100,8 +100,9 @@ class TextWriter(Writer):
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in logprobs],
             "top_logprobs": [
-                {self.decode([token]): value for token, value in entry.top} for entry in logprobs
-            ],
+                {self.decode([token]): value for token, value in entry.top} | {text: entry.logprob}
+                for text, entry in zip(texts, logprobs, strict=True)
+            ],  # the token that was chosen is always one of them
             "text_offset": offsets,
         }
 
