@@ -258,6 +258,14 @@ def test_a_key_is_asked_for() -> None:
     with_app(test, api_key="right")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_queue", 0), ("timeout", 0.0), ("drain", -1.0), ("port", 1 << 16)]
+)
+def test_settings_that_make_no_sense(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        Settings(**{name: value})  # type: ignore[arg-type]
+
+
 def test_too_many_requests_are_turned_away() -> None:
     async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         engine.pause = 0.02

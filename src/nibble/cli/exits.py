@@ -30,9 +30,9 @@ _KINDS: tuple[tuple[type[NibbleError], int], ...] = (
 )
 
 
-def code_of(error: Exception) -> int:
-    """The exit code of an error."""
-    return next((code for kind, code in _KINDS if isinstance(error, kind)), FAILED)
+def code_of(error: type[Exception]) -> int:
+    """The exit code of a class of errors."""
+    return next((code for kind, code in _KINDS if issubclass(error, kind)), FAILED)
 
 
 OUTPUT = "Output"
@@ -59,7 +59,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             if debug or isinstance(error, BrokenPipeError):
                 raise
             print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(code_of(error)) from None
+            raise typer.Exit(code_of(type(error))) from None
 
     add_parameters(guarded, function, [_keyword("debug", DebugOption, False)])
     return guarded

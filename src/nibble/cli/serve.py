@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from nibble import errors
 from nibble.cli.aliases import translated
-from nibble.cli.exits import FAILED, JsonOption, code_of
+from nibble.cli.exits import JsonOption, code_of
 from nibble.cli.options import Options, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet
 from nibble.config import Config
@@ -49,8 +49,7 @@ def serve(
         run(served, chosen, find(model), _say_json if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
-        kind = getattr(errors, error.kind, None)
-        raise typer.Exit(code_of(kind.__new__(kind)) if kind else FAILED) from None
+        raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 
 CLASS = Translating

@@ -116,8 +116,6 @@ class Api:
         return Response(text, media_type=kind)
 
     async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
-        if (asked.prompt is None) == (asked.messages is None):
-            raise RequestError("give either prompt or messages")
         if asked.prompt is not None:
             ids = await self._encoded(asked.prompt)
         else:
@@ -153,7 +151,7 @@ class Api:
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         self._opened(request, asked, "chat")
-        ids = await self._conversation(asked.messages, asked.open_tools(), **asked.for_template())
+        ids = await self._conversation(asked.messages, asked.open_tools(), **asked.chat_template_kwargs or {})
         form = self.dialect.answer_format(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
         params = form.params(asked.params(wanted, asked.wanted_logprobs()))

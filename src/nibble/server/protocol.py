@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nibble.config import SamplingParams
-from nibble.errors import RequestError
 from nibble.server.structured import StructuredFields
 from nibble.server.tool_types import ToolFields
 
@@ -145,6 +144,8 @@ class CompletionRequest(Sampling):
 
     @model_validator(mode="after")
     def _served(self) -> Self:
+        if self.prompt == []:
+            raise ValueError("prompt is empty")
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not served, unless it is n: ask for n answers")
         if self.echo and self.logprobs is not None:
@@ -154,14 +155,12 @@ class CompletionRequest(Sampling):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself; raises RequestError where there is none."""
+        """Each prompt by itself."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if isinstance(self.prompt[0], int):
             return [list(self.prompt)]
-        if not self.prompt:
-            raise RequestError("prompt is empty")
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
 
 class TextPart(BaseModel):
@@ -197,18 +196,17 @@ class ChatRequest(ToolFields, Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """What the conversation's template is told; raises RequestError where that would replace the template, which is
-        a program, or how it is called."""
-        asked = self.chat_template_kwargs or {}
-        if wrong := next((name for name in asked if name in RESERVED), None):
-            raise RequestError(f"chat_template_kwargs must not have {wrong!r}")
-        return asked
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        """A template is a program, which no client may replace, nor how it is called."""
+        if wrong := next((name for name in self.chat_template_kwargs or () if name in RESERVED), None):
+            raise ValueError(f"chat_template_kwargs must not have {wrong!r}")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
 
     def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told; raises RequestError."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true")
+        """How many of the likeliest tokens are told."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -219,6 +217,12 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, max_length=10_000, fail_fast=True)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
 
 
 class DetokenizeRequest(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told | N
             settings.host,
             settings.port,
             log_config=None,
-            timeout_graceful_shutdown=int(settings.drain),
+            timeout_graceful_shutdown=math.ceil(settings.drain),
             access_log=False,
             timeout_keep_alive=int(SECONDS),
             http=Patient,

@@ -63,6 +63,10 @@ class Settings:
             )
         if self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, not {self.max_queue}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout must be more than 0 seconds, not {self.timeout}")
+        if not self.drain >= 0:
+            raise ConfigError(f"drain must be at least 0 seconds, not {self.drain}")
 
     @property
     def body_bytes(self) -> int:
