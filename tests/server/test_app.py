@@ -16,10 +16,11 @@ from nibble.engine.outputs import Delta, Logprob
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError
 from nibble.server import wire
-from nibble.server.answers import TextWriter
+from nibble.server.answers import ChatWriter, TextWriter
 from nibble.server.app import Api, make_app
 from nibble.server.client import State
 from nibble.server.guards import BodyLimit
+from nibble.server.reasoning import AnswerReader
 from nibble.server.settings import Settings
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -418,6 +419,19 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
     found = writer.body()["choices"][0]["logprobs"]
     assert found["top_logprobs"] == [{"b": -0.1, "a": -3.0}, {"b": -0.1, "c": -2.0}, {"a": -3.0}]
     assert (found["tokens"], found["text_offset"]) == (["a", "b", "a"], [0, 1, 2])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_streamed_is_not_kept(kept: bool) -> None:
+    readers = AnswerReader(None, None)
+    for writer in (
+        TextWriter("m", lambda ids: "x", [1], [], True, kept),
+        ChatWriter("m", lambda ids: "x", [1], True, lambda: readers, kept),
+    ):
+        for end in (None, "stop"):
+            choice = writer.take(0, Delta(0, "ab", (5,), end, (Logprob(5, -1.0, ()),)))  # type: ignore[arg-type]
+            assert choice and choice["finish_reason"] == end and choice["logprobs"]
+        assert ("abab" in json.dumps(writer.body())) is kept and writer.usage()["completion_tokens"] == 2
 
 
 def test_log_probabilities_name_special_tokens() -> None:

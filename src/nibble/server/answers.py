@@ -18,15 +18,16 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Writer(ABC):
-    """One request's answers. prompts: tokens of its prompts; answers are numbered prompt by prompt."""
+    """One request's answers. prompts: tokens of its prompts; answers are numbered prompt by prompt. kept: for body(),
+    where no chunks are sent."""
 
     prefix: str
     whole: str
     chunk: str
 
-    def __init__(self, model: str, decode: Decode, prompts: Sequence[int]) -> None:
+    def __init__(self, model: str, decode: Decode, prompts: Sequence[int], kept: bool) -> None:
         self.id, self.model, self.created = f"{self.prefix}-{uuid.uuid4().hex}", model, int(time.time())
-        self.decode = decode
+        self.decode, self._kept = decode, kept
         self.prompt_tokens, self.cached = sum(prompts), 0
         self.completion_tokens = 0
         self._choices: dict[int, dict[str, Any]] = {}
@@ -70,9 +71,15 @@ class TextWriter(Writer):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, decode: Decode, prompts: Sequence[int], echoes: Sequence[str], logprobs: bool
+        self,
+        model: str,
+        decode: Decode,
+        prompts: Sequence[int],
+        echoes: Sequence[str],
+        logprobs: bool,
+        kept: bool = True,
     ) -> None:
-        super().__init__(model, decode, prompts)
+        super().__init__(model, decode, prompts, kept)
         self._echoes, self._logprobs = dict(enumerate(echoes)), logprobs
         self._offsets: dict[int, int] = {}
 
@@ -81,6 +88,8 @@ class TextWriter(Writer):
         found = self._listed(index, delta.logprobs) if self._logprobs else None
         choice = {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
         there = self._choices.get(index)
+        if not self._kept:
+            return choice
         if there is None:
             self._choices[index] = {**choice, "logprobs": found and {k: list(v) for k, v in found.items()}}
         else:
@@ -119,8 +128,9 @@ class ChatWriter(Writer):
         prompts: Sequence[int],
         logprobs: bool,
         reader: Callable[[], AnswerReader],
+        kept: bool = True,
     ) -> None:
-        super().__init__(model, decode, prompts)
+        super().__init__(model, decode, prompts, kept)
         self._logprobs, self._reader = logprobs, reader
         self._readers: dict[int, AnswerReader] = {}
         self._events: dict[int, list[Any]] = {}
@@ -129,15 +139,17 @@ class ChatWriter(Writer):
         first = index not in self._readers
         if first:
             self._begin(index)
-        reader, there = self._readers[index], self._choices[index]
+        reader = self._readers[index]
         events = reader.add(delta.text, last=delta.finish_reason is not None)
-        self._events[index] += events
         if reason == "stop" and reader.called:
             reason = "tool_calls"
-        there["finish_reason"] = reason
         found = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._logprobs else None
-        if found:
-            there["logprobs"]["content"] += found["content"]
+        if self._kept:
+            there = self._choices[index]
+            there["finish_reason"] = reason
+            self._events[index] += events
+            if found:
+                there["logprobs"]["content"] += found["content"]
         said = delta_of(events)
         if first:
             said = {"role": "assistant", "content": "", **said}

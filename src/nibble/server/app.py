@@ -144,7 +144,7 @@ class Api:
         texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if asked.echo else []
         echoes = [text for text in texts for _ in range(params.n)]
         lens = [len(prompt) for prompt in ids]
-        writer = TextWriter(self.name, self._word, lens, echoes, asked.logprobs is not None)
+        writer = TextWriter(self.name, self._word, lens, echoes, asked.logprobs is not None, not asked.stream)
         return await self._answer(
             request, asked, writer, [self._ask(asked, prompt, params) for prompt in ids]
         )
@@ -156,7 +156,7 @@ class Api:
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
         params = form.params(asked.params(wanted, asked.wanted_logprobs()))
         reader = form.reader(eager=asked.stream)
-        writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader)
+        writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader, not asked.stream)
         return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
 
     async def _conversation(
