@@ -66,6 +66,11 @@ def test_answers_whole_and_in_pieces() -> None:
             texts[choice["index"]] += choice["delta"].get("content", "")
         assert texts == ["hello", "hello"] and found[-1]["choices"] == []
         assert found[-1]["usage"]["completion_tokens"] == 10
+        assert all(chunk["usage"] is None for chunk in found[:-1])
+        asked["stream_options"]["continuous_usage_stats"] = True
+        again = events(await client.post("/v1/chat/completions", json=asked))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in again]
+        assert counts == sorted(counts) and counts[-1] == 10 and counts[0] < 10
 
     with_app(test)
 

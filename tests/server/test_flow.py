@@ -45,7 +45,7 @@ def test_a_slow_reader_does_not_make_the_engine_look_slow() -> None:
 
     async def source() -> AsyncGenerator[list[Piece]]:
         now[0] = 99.0  # when somebody gets round to reading
-        yield [Piece(Delta(0, "abc", (1, 2, 3), "stop"), 0, ((10.5, 1), (10.7, 1), (11.0, 1)))]
+        yield [Piece(Delta(0, "abc", (1, 2, 3), "stop"), 0, ((10.5, 1), (10.7, 1), (11.0, 1)), 10.2)]
 
     async def run() -> None:
         async for _ in meters.request(4).over(source()):
@@ -54,7 +54,9 @@ def test_a_slow_reader_does_not_make_the_engine_look_slow() -> None:
     asyncio.run(run())
     sums = dict(line.split(" ") for line in meters.render()[0].decode().splitlines() if "_sum" in line)
     for name, value in {
-        "time_to_first_token": 0.5, "inter_token_latency": 0.5, "e2e_request_latency": 1.0
+        "time_to_first_token": 0.5, "inter_token_latency": 0.5, "e2e_request_latency": 1.0,
+        "request_queue_time": 0.2, "request_prefill_time": 0.3, "request_decode_time": 0.5,
+        "request_inference_time": 0.8,
     }.items():  # fmt: skip
         assert float(sums[f'nibble:{name}_seconds_sum{{model_name="m"}}']) == pytest.approx(value)
 
@@ -176,3 +178,29 @@ def test_a_request_to_an_engine_that_has_just_died_ends_at_once() -> None:
         await client.stop()
 
     asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_understood_is_ended() -> None:
+    """Else its requests would wait for ever."""
+
+    async def run() -> list[bool]:
+        killed = []
+
+        class Socket:
+            async def recv(self) -> bytes:
+                return b"no message"
+
+        class Process:
+            returncode = None
+
+            def kill(self) -> None:
+                killed.append(True)
+
+        client = ProcessClient(Config(model="demo"))
+        socket: Any = Socket()
+        process: Any = Process()
+        await client._listen(socket, process)
+        await client.stop()
+        return killed
+
+    assert asyncio.run(run()) == [True]

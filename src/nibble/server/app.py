@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -39,6 +40,7 @@ from nibble.server.protocol import (
     DetokenizeRequest,
     Message,
     Sampling,
+    StreamOptions,
     TokenizeRequest,
 )
 from nibble.server.settings import PRIORITY, Settings
@@ -70,6 +72,7 @@ class Api:
         self.meters = Meters(client, name)
         self.dialect = dialect.Dialect(tokens, settings.tool_format, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokens)
+        self._since = int(time.time())
 
     @property
     def tokens(self) -> Tokens:
@@ -81,7 +84,7 @@ class Api:
 
     async def models(self) -> dict[str, Any]:
         ready = self.client.ready
-        entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "nibble"}
+        entry = {"id": self.name, "object": "model", "created": self._since, "owned_by": "nibble"}
         sizes = {"max_model_len": ready and ready.max_context, "vocab_size": ready and ready.vocab_size}
         return {"object": "list", "data": [entry | sizes]}
 
@@ -218,7 +221,7 @@ class Api:
     async def _answer(
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
-        times = [time for time in (asked.timeout, self.settings.timeout) if time is not None]
+        times = [limit for limit in (asked.timeout, self.settings.timeout) if limit is not None]
         exchange = exchange_of(request.scope)
         exchange.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
         writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
@@ -235,8 +238,8 @@ class Api:
         except BaseException:
             await choices.aclose()
             raise
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return StreamingResponse(self._events(writer, first, choices, usage), media_type="text/event-stream")
+        told = asked.stream_options or StreamOptions()
+        return StreamingResponse(self._events(writer, first, choices, told), media_type="text/event-stream")
 
     async def _choices(
         self, writer: Writer, asks: Sequence[Ask], timers: Sequence[Timer], timeout: float | None
@@ -270,15 +273,18 @@ class Api:
         writer: Writer,
         first: list[dict[str, Any]],
         choices: AsyncGenerator[list[dict[str, Any]]],
-        usage: bool,
+        told: StreamOptions,
     ) -> AsyncGenerator[bytes]:
-        events = Events(writer.about())
+        so_far = writer.usage if told.continuous_usage_stats else None
+        events = Events(
+            writer.about() | ({"usage": None} if told.include_usage and not so_far else {}), so_far
+        )
         async with aclosing(choices):
             try:
                 yield events.of(first)
                 async for several in choices:
                     yield events.of(several)
-                if usage:
+                if told.include_usage:
                     yield event(writer.last())
             except Exception as error:  # the status has been sent: the stream says it
                 yield b"data: " + bytes(error_of(error).body) + b"\n\n"

@@ -13,12 +13,12 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -33,6 +33,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
 STOP_S = 5.0
 """That a process has to end when it is told to."""
+log = logging.getLogger("nibble.server")
+T = TypeVar("T")
 LOST = "the engine's process ended; this request is lost"
 
 
@@ -97,13 +99,12 @@ class Mailbox:
     """Pieces that nobody has fetched yet: those of one answer are joined, so a slow reader costs its answer at most."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, list[Piece]] = {}
         self._error: NibbleError | None = None
         self._filled = asyncio.Event()
 
     def put(self, piece: Piece) -> None:
-        there = self._pieces.get(piece.delta.index)
-        self._pieces[piece.delta.index] = joined(there, piece) if there else piece
+        self._pieces.setdefault(piece.delta.index, []).append(piece)
         self._filled.set()
 
     def fail(self, error: NibbleError) -> None:
@@ -114,7 +115,7 @@ class Mailbox:
         """All that has come; waits for something. Raises what it was told to, after the last piece."""
         await self._filled.wait()
         self._filled.clear()
-        found, self._pieces = list(self._pieces.values()), {}
+        found, self._pieces = [joined(pieces) for pieces in self._pieces.values()], {}
         if self._error:
             if not found:
                 raise self._error
@@ -122,13 +123,23 @@ class Mailbox:
         return found
 
 
-def joined(first: Piece, second: Piece) -> Piece:
-    """Two pieces of one answer as one."""
-    a, b = first.delta, second.delta
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one answer, in their order, as one."""
+    last = pieces[-1]
+    if len(pieces) == 1:
+        return last
+    deltas = [piece.delta for piece in pieces]
     delta = replace(
-        b, text=a.text + b.text, token_ids=a.token_ids + b.token_ids, logprobs=a.logprobs + b.logprobs
+        last.delta,
+        text="".join(delta.text for delta in deltas),
+        token_ids=_chained(delta.token_ids for delta in deltas),
+        logprobs=_chained(delta.logprobs for delta in deltas),
     )
-    return Piece(delta, second.cached, first.marks + second.marks, second.started)
+    return Piece(delta, last.cached, _chained(piece.marks for piece in pieces), last.started)
+
+
+def _chained(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 class ProcessClient:
@@ -214,6 +225,7 @@ class ProcessClient:
         pause = FIRST_PAUSE_S
         for generation in itertools.count():
             served = await self._run(generation)
+            self.stats = {}
             error = EngineDiedError(LOST)
             for mailbox in self._open.values():
                 mailbox.fail(error)
@@ -248,7 +260,7 @@ class ProcessClient:
         tell("engine starts", model=self._config.model, pid=process.pid)
         if self._ending.is_set():  # stop() has not seen this process
             process.kill()
-        listener = asyncio.create_task(self._listen(socket))
+        listener = asyncio.create_task(self._listen(socket, process))
         try:
             assert process.stdin
             process.stdin.write(json.dumps(values_of(self._config)).encode())
@@ -265,9 +277,15 @@ class ProcessClient:
             if not self._failure.error:
                 self._failure = wire.Failed(f"the engine's process ended with code {process.returncode}", "")
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            await self._hear(wire.news(await socket.recv()))
+    async def _listen(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> None:
+        """Hears what the process says. One that cannot be understood is ended, as nobody would hear of its answers."""
+        try:
+            while True:
+                await self._hear(wire.news(await socket.recv()))
+        except Exception:
+            log.exception("what the engine's process says cannot be understood")
+            if process.returncode is None:
+                process.kill()
 
     async def _hear(self, news: wire.News) -> None:
         if isinstance(news, wire.Pieces):

@@ -7,7 +7,7 @@ and what has come meanwhile goes on together. Must not know of routes or of what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -130,14 +130,17 @@ async def _gone(request: Request) -> None:
 
 
 class Events:
-    """Server-sent events of one answer's chunks. about: what all of them say; it is written as JSON once."""
+    """Server-sent events of one answer's chunks. about: what all of them say; it is written as JSON once. usage: what
+    was used so far, if each is to say it."""
 
-    def __init__(self, about: dict[str, Any]) -> None:
+    def __init__(self, about: dict[str, Any], usage: Callable[[], dict[str, Any]] | None = None) -> None:
         self._head = b"data: " + _json.encode(about)[:-1] + b',"choices":'
+        self._usage = usage
 
     def of(self, choices: Sequence[dict[str, Any]]) -> bytes:
         """An event for each choice, to be sent together."""
-        return b"".join(self._head + _json.encode([choice]) + b"}\n\n" for choice in choices)
+        tail = b',"usage":' + _json.encode(self._usage()) if self._usage else b""
+        return b"".join(self._head + _json.encode([choice]) + tail + b"}\n\n" for choice in choices)
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -118,9 +118,8 @@ class KeyGuard:
             sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             scheme, _, key = sent.partition(b" ")
             if not hmac.compare_digest(_digest(key.strip()), self._digest) or scheme.lower() != b"bearer":
-                await failure(401, "a valid API key is needed, as `Authorization: Bearer KEY`")(
-                    scope, receive, send
-                )
+                said = "a valid API key is needed, as `Authorization: Bearer KEY`"
+                await failure(401, said, **{"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -77,6 +77,22 @@ class Meters:
         self.whole = self._histogram(
             "e2e_request_latency_seconds", "Time from a request's arrival to its end.", WHOLE_S
         )
+        self.queued = self._histogram(
+            "request_queue_time_seconds",
+            "Time from a request's arrival until the engine took it up.",
+            WHOLE_S,
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "Time from there to its first token.", WHOLE_S
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "Time from its first token to its last.", WHOLE_S
+        )
+        self.inference = self._histogram(
+            "request_inference_time_seconds",
+            "Time from when the engine took it up to its last token.",
+            WHOLE_S,
+        )
         self.prompt = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request that ended.", TOKENS
         )
@@ -170,9 +186,20 @@ class Timer:
         self._meters.prompt.observe(self.prompt)
         self._meters.generation.observe(self.tokens)
         self._meters.ended[reason].inc()
+        self._phases()
         for answer in self._answers.values():
             if answer.later:
                 self._meters.mean_between.observe((answer.last - answer.first) / answer.later)
+
+    def _phases(self) -> None:
+        """How long it waited, was read, and was answered, as far as it came."""
+        if self.started is None:
+            return
+        self._meters.queued.observe(self.started - self.arrived)
+        if self.first is not None and self.last is not None:
+            self._meters.prefill.observe(self.first - self.started)
+            self._meters.decode.observe(self.last - self.first)
+            self._meters.inference.observe(self.last - self.started)
 
     async def over(self, source: AsyncGenerator[list[Piece]]) -> AsyncGenerator[list[Piece]]:
         """The same pieces, timed. Closed before its end is an abort."""

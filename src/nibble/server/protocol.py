@@ -42,10 +42,12 @@ def _or_null(schema: dict[str, Any]) -> None:
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk with usage and no choices."""
+    """include_usage: a last chunk with usage and no choices, and null in the others. continuous_usage_stats, vLLM's:
+    each chunk tells usage so far."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Sampling(StructuredFields):
