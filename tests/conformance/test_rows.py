@@ -15,6 +15,7 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from nibble.hardware import probe
 
 HARDWARE = probe()
 DEVICE = HARDWARE.device
+DISTRIBUTIONS = metadata.packages_distributions() if not HARDWARE.is_cpu else {}
 DTYPE = "float32" if HARDWARE.is_cpu else "bfloat16"
 
 # Tokens already stored and new tokens of each request, by phase.
@@ -70,8 +72,10 @@ SHAPES = (
     Shape(dim=80, heads=1, group=4, page=1),
     Shape(dim=256, group=2, page=128, softcap=5.0, window=100),
     Shape(group=4, sinks=True, window=20),
+    Shape(dim=128, heads=1, group=4, page=32, window=37),
     Shape(kind="mla", heads=1, dim=128 + 64, group=16, page=64, rope=64),
     Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64),
+    Shape(kind="mla", heads=1, dim=512 + 64, group=16, page=32, rope=64),
     Shape(kind="mla", heads=1, dim=256 + 32, group=3, page=16, rope=32),
     Shape(kind="mla", heads=1, dim=256, group=128, page=32),
     Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24),
@@ -266,12 +270,19 @@ def entry(case: Case, route: Route) -> ledger.Entry:
     """What the ledger says where the case conforms, and all others of its combination do."""
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     name = f"{platform.machine()} CPU" if HARDWARE.is_cpu else HARDWARE.name
-    versions = {"torch": torch.__version__.split("+")[0]}
+    versions = {"torch": torch.__version__.split("+")[0], **vendor_version(case.backend)}
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
     return ledger.Entry(
         case.backend, case.phase, case.shape.kind, stored, HARDWARE.arch, name, today, versions
     )
+
+
+def vendor_version(backend: str) -> dict[str, str]:
+    """The version of the package that brings a backend's kernels, where it is one that somebody installed."""
+    package = (backends.get(backend).package or "").partition(".")[0]
+    found = DISTRIBUTIONS.get(package, ())
+    return {name: metadata.version(name) for name in found[:1]}
 
 
 def test_a_wrong_kernel_is_caught() -> None:

@@ -68,7 +68,7 @@ ACCEPTED = [
     Case("fa4-mha-triton", QWEN3_8B, "b200", pair(MX, "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton", 128),
     # The two others dequantise the whole cache in every step: allowed there unasked, here when asked for.
     Case("fa4-mha-torch_native", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa", **STAGE), f"fa4 {S}, fa4 {S}, sdpa {S}, sdpa {S}", 128),
-    Case("fa4-mha-flex", QWEN3_8B, "b200", pair(MX, "fa4", "flex_attention", **STAGE), f"fa4 {S}, fa4 {S}, flex_attention {S}", 128),
+    Case("fa4-mha-flex", QWEN3_8B, "b200", pair(MX, "fa4", "flex_attention", **STAGE), f"fa4 {S}, fa4 {S}, flex_attention {S}, flex_attention {S}", 128),
     # Prefill fa4 with MLA: cutlass_mla, flashinfer, trtllm_mla. None reads 4 bits, so again when asked for.
     Case("fa4-mla-cutlass_mla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla", **STAGE), f"fa4 {S}, fa4 {S}, cutlass_mla {S}, cutlass_mla {S}", 128),
     Case("fa4-mla-flashinfer", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashinfer", **STAGE), f"fa4 {S}, fa4 {S}, flashinfer {S}, flashinfer {S}"),
@@ -78,8 +78,7 @@ ACCEPTED = [
     Case("fa4-mla-triton", DEEPSEEK_V3, "b200", pair(MX, "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton"),
     Case("same-mha-triton", QWEN3_8B, "b200", both(MX, "triton"), "triton, triton, triton, triton"),
     Case("same-mha-torch_native", QWEN3_8B, "b200", both(MX, "sdpa", **STAGE), f"sdpa, sdpa, sdpa {S}, sdpa {S}"),
-    Case("same-mha-flex", QWEN3_8B, "b200", both(MX, "flex_attention", **STAGE), f"flex_attention {S}, flex_attention {S}, flex_attention {S}"),
-    Case("same-mha-trtllm_mha-nvfp4", QWEN3_8B, "b200", both(NV, "trtllm_mha"), "trtllm_mha, trtllm_mha, trtllm_mha, trtllm_mha", 64, "hnd_v4"),
+    Case("same-mha-flex", QWEN3_8B, "b200", both(MX, "flex_attention", **STAGE), f"flex_attention {S}, flex_attention {S}, flex_attention {S}, flex_attention {S}"),
     # The same backend in both phases, MLA: cutlass_mla, flashinfer, trtllm_mla, flashmla.
     Case("same-mla-flashinfer", DEEPSEEK_V3, "h200", both(MX, "flashinfer", **STAGE), f"flashinfer {S}, flashinfer {S}, flashinfer {S}, flashinfer {S}"),
     Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", both(MX, "trtllm_mla", **STAGE), f"trtllm_mla {S}, trtllm_mla {S}, trtllm_mla {S}, trtllm_mla {S}"),
@@ -91,8 +90,7 @@ ACCEPTED = [
     Case("nvfp4-hopper-triton", QWEN3_8B, "h200", both(NV, "triton"), "triton, triton, triton, triton"),
     Case("nvfp4-hopper-flashinfer", QWEN3_8B, "h200", both(NV, "flashinfer"), "flashinfer, flashinfer, flashinfer, flashinfer"),
     Case("nvfp4-ampere", QWEN3_8B, "a100", both(NV, "triton"), "triton, triton, triton, triton"),
-    # H1: the pair that they recommend for nvfp4 gets past them unchecked. Packings differ, so prefill is staged on SM100.
-    Case("H1-recommended-sm100", QWEN3_8B, "b200", pair(NV, "flashinfer", "trtllm_mha"), f"flashinfer {S}, flashinfer {S}, trtllm_mha, trtllm_mha", 64, "hnd_v4"),
+    # H1: the pair that they recommend for nvfp4 gets past them unchecked. On SM100 we refuse it, see below.
     Case("H1-recommended-sm120", QWEN3_8B, "rtx5090", pair(NV, "flashinfer", "trtllm_mha"), "flashinfer, flashinfer, trtllm_mha, trtllm_mha", 64, "hnd"),
     # H2: the base flag names a backend that cannot, but no phase uses it.
     Case("H2-base-unused", QWEN3_8B, "h200", pair(NV, "triton", "triton", attention_backend="cutlass_mla"), "triton, triton, triton, triton"),
@@ -100,7 +98,7 @@ ACCEPTED = [
     Case("H3-nvfp4-triton", QWEN3_8B, "b200", both(NV, "triton"), "triton, triton, triton, triton"),
     # H5: page size, jointly over phases, and as asked.
     Case("H5-page-from-decode", DEEPSEEK_V3, "b200", pair("fp8_e4m3", "flashinfer", "cutlass_mla"), f"flashinfer {S}, flashinfer {S}, cutlass_mla, cutlass_mla", 128),
-    Case("H5-page-asked", QWEN3_8B, "b200", both(NV, "trtllm_mha", page_size=16), "trtllm_mha, trtllm_mha, trtllm_mha, trtllm_mha", 16, "hnd_v4"),
+    Case("H5-page-asked", QWEN3_8B, "b200", both("bf16", "trtllm_mha", page_size=16), "trtllm_mha, trtllm_mha, trtllm_mha, trtllm_mha", 16, "hnd"),
     # H5: head_dim 80 suits blocks of 16.
     Case("H5-head-80", HEAD_80, "h200", both(NV, "triton"), "triton, triton, triton, triton"),
     # H5: no verify is no obstacle until draft tokens are asked for; the plan has no such route.
@@ -121,7 +119,7 @@ ACCEPTED = [
 REFUSED = [
     # Prefill fa4, MHA: outside their list. trtllm_mha has no block-16 rows, and wants another page size besides.
     Case("fa4-mha-trtllm_mha", QWEN3_8B, "b200", pair(MX, "fa4", "trtllm_mha"), reasons=("trtllm_mha  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
-    Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend triton"),
+    Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
     Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16, fp16}", "--allow-staging"), remedy="--decode-backend triton"),
     Case("fa4-mha-fa3", QWEN3_8B, "b200", pair(MX, "fa4", "fa3"), reasons=("arch SM100 is not in {SM90}",), remedy="--decode-backend triton"),
     # On their list, but every step would dequantise the cache.
@@ -138,7 +136,10 @@ REFUSED = [
     Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend flashinfer"),
     Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
-    Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  arch SM90 is not in {SM100, SM103}",), remedy="--decode-backend cuda"),
+    Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
+    # On their list, and recommended. trtllm-gen wants V's scales interleaved, which our pools do not store.
+    Case("same-mha-trtllm_mha-nvfp4", QWEN3_8B, "b200", both(NV, "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--attention-backend triton"),
+    Case("H1-recommended-sm100", QWEN3_8B, "b200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--decode-backend triton"),
     # H1: mixed pairs.
     Case("H1-mixed-kind", QWEN3_8B, "h200", pair(NV, "triton", "flashmla"), reasons=("kind mha is not in",), remedy="--decode-backend cuda"),
     Case("H1-mixed-gpu", QWEN3_8B, "b200", pair(NV, "fa3", "triton"), reasons=("arch SM100 is not in {SM90}",), remedy="--prefill-backend"),
@@ -148,9 +149,9 @@ REFUSED = [
     Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  format nvfp4 is not in {bf16, fp16, fp8_e4m3}",), remedy="--decode-backend triton"),
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
     # H5: verify, page sizes, head_dim, windows and sinks, GPUs.
-    Case("H5-verify", QWEN3_8B, "h200", pair("bf16", "fa3", "flex_attention"), reasons=("verify of mha", "phase verify is not in {decode, extend, prefill}"), remedy="--decode-backend", keywords={"verify": True}),
+    Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {extend, prefill}"), remedy="--decode-backend", keywords={"verify": True}),
     Case("H5-joint-page", QWEN3_8B, "b200", pair("bf16", "fa4", "trtllm_mha"), reasons=("one page size and one packing", "page must be in {128}", "page must be in {16, 32, 64}"), remedy="--decode-backend"),
-    Case("H5-page-asked", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "flashmla", page_size=16), reasons=("page 16 is not in {64}",), remedy="--decode-backend flashinfer"),
+    Case("H5-page-asked", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "flashmla", page_size=16), reasons=("page 16 is not in {64}",), remedy="--decode-backend fa3"),
     Case("H5-page-asked-of-both", QWEN3_8B, "b200", both("bf16", "fa4", page_size=64), reasons=("page 64 is not in {128}",), remedy="--page-size 128"),
     Case("H5-head-72", HEAD_72, "h200", both(NV, "triton"), reasons=("stream k", "16 values", "heads of 72", "formats that fit", "fp8_e4m3")),
     Case("H5-head-80-block-32", HEAD_80, "h200", both("mxfp4", "triton"), reasons=("stream k", "32 values", "formats that fit", "nvfp4"), remedy="--kv-format"),

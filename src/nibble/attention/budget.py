@@ -191,6 +191,14 @@ def kernel_bytes(plan: Plan, tokens: int) -> int:
     )
 
 
+def held_bytes(plan: Plan) -> int:
+    """What the plan's backends keep on the device for themselves: each once, for all its routes."""
+    held: dict[str, int] = {}
+    for route in (route for group in plan.groups for route in group.routes):
+        held[route.backend] = max(held.get(route.backend, 0), route.row.held)
+    return sum(held.values())
+
+
 def sparse_bytes(config: Config, geometry: Geometry, plan: Plan, tokens: int) -> int:
     """What choosing tokens for a step of `tokens` tokens takes: scores, a bounded number at a time; what was chosen, by
     position and by slot; and the pages of each token's request. 0 without sparse attention."""
@@ -206,10 +214,11 @@ def activation_bytes(config: Config, geometry: Geometry, dtype: str, tokens: int
 
 
 def runtime_bytes(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan, tokens: int) -> int:
-    """What runs the steps on a GPU: libraries, the recorded decode steps with their logits, and a watch, if any."""
+    """What runs the steps on a GPU: libraries, what backends hold, the recorded decode steps with their logits, and a
+    watch, if any."""
     if hardware.is_cpu:
         return 0
-    fixed = LIBRARIES + (WATCH if config.watch_fidelity else 0)
+    fixed = LIBRARIES + held_bytes(plan) + (WATCH if config.watch_fidelity else 0)
     if not config.graphs or obstacle(plan):
         return fixed
     recorded = sizes(most_decodes(config, tokens))

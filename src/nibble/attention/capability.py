@@ -68,8 +68,9 @@ class Row:
     """One combination that a backend supports; None allows any value.
 
     prefer: orders rows that serve the same need, higher first; plain torch is below 0. workspace: tokens of one layer
-    that the kernel dequantises at a time, into the compute dtype. cites: the benchmark
-    report, or the source of the fact, that stands behind the row.
+    that the kernel dequantises at a time, into the compute dtype. held: bytes that the backend keeps on the device from
+    its first call on, whatever the model. cites: the benchmark report, or the source of the fact, that stands behind
+    the row.
     """
 
     phase: frozenset[Phase]
@@ -87,6 +88,7 @@ class Row:
     addressing: frozenset[str] = frozenset({"paged"})
     prefer: int = 0
     workspace: int = 0
+    held: int = 0
     cites: str = ""
 
     def refuses(self, need: Need) -> tuple[str, ...]:
@@ -139,8 +141,9 @@ class BackendInfo:
 
     adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
     None while only its facts are declared. package: what must be importable, and `install` how a user gets
-    it; None for what torch brings. trouble: says what keeps a package that is there from working, None if nothing.
-    graphs: whether a CUDA graph may hold its DECODE: it never waits for the
+    it; None for what torch brings. versions: those of the package that are known to work, for people. trouble: says
+    what keeps a package that is there from working, None if nothing. lack: what this machine lacks for it, with the
+    cure; such a backend has no adapter here. graphs: whether a CUDA graph may hold its DECODE: it never waits for the
     device, and reads lengths from there only.
     """
 
@@ -150,7 +153,9 @@ class BackendInfo:
     adapter: Callable[[], Any] | None = None
     package: str | None = None
     install: str | None = None
+    versions: str | None = None
     trouble: Callable[[], str | None] | None = None
+    lack: str | None = None
     graphs: bool = False
 
     @property

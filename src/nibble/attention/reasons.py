@@ -31,12 +31,15 @@ def refusal(request: Request, part: Part, phase: Phase) -> Unsupported:
     if request.config.backend_for(phase.decodes) == "auto":
         others = (info for name, info in request.backends.items() if name not in considered)
         would_serve = {
-            info.name: ("would serve it, but this version has no adapter for it",)
-            for info in others
-            if info.serves(need)
+            info.name: (f"would serve it, but {_absent(info)}",) for info in others if info.serves(need)
         }
         refusals |= would_serve
     return Unsupported(str(need), refusals)
+
+
+def _absent(info: BackendInfo) -> str:
+    """Why a backend that is known cannot run."""
+    return f"needs {info.lack}" if info.lack else "this version has no adapter for it"
 
 
 def _reasons(request: Request, info: BackendInfo, need: Need) -> Iterator[str]:
@@ -80,7 +83,7 @@ def notes(request: Request, groups: tuple[GroupPlan, ...], page: int, packing: s
     yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
     for group in groups:
         yield from _group_notes(request, group)
-    yield from _declared_notes(groups)
+    yield from _declared_notes(request, groups)
 
 
 def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
@@ -116,7 +119,9 @@ def _route_notes(request: Request, route: Route) -> Iterator[str]:
         yield f"{route.backend} does not read it in this packing, so pages are staged to {route.stage_to}"
 
 
-def _declared_notes(groups: tuple[GroupPlan, ...]) -> Iterator[str]:
+def _declared_notes(request: Request, groups: tuple[GroupPlan, ...]) -> Iterator[str]:
     names = dict.fromkeys(route.backend for group in groups for route in group.routes if not route.runnable)
-    if names:
-        yield f"declared only, this version cannot run it: {', '.join(names)}"
+    lacking = {name: lack for name in names if (lack := request.backends[name].lack)}
+    yield from (f"{name} cannot run here: it needs {lack}" for name, lack in lacking.items())
+    if without := [name for name in names if name not in lacking]:
+        yield f"declared only, this version cannot run it: {', '.join(without)}"

@@ -56,7 +56,9 @@ def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
     yield from _markdown_head("backend", "what it is", "in this version", "package")
     for name, info in table.items():
         runs = "runs" if info.runnable else "declared only"
-        yield _line(f"`{name}`", info.summary, runs, f"`{info.install}`" if info.install else "none")
+        package = f"`{info.install}`" if info.install else "none"
+        known = f"; known to work: {info.versions}" if info.versions else ""
+        yield _line(f"`{name}`", info.summary, runs, package + known)
 
 
 def _matrix(

@@ -60,12 +60,14 @@ def _found(package: str) -> bool:
 
 
 def present() -> Mapping[str, BackendInfo]:
-    """Every backend, with the adapters of those that cannot run here taken away.
+    """Every backend; in place of the adapters of those that cannot run here, what they lack.
 
     What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
     """
-    found = all_backends()
-    return {name: replace(info, adapter=None) if lacks(info) else info for name, info in found.items()}
+    found = {name: (info, lacks(info)) for name, info in all_backends().items()}
+    return {
+        name: replace(info, adapter=None, lack=lack) if lack else info for name, (info, lack) in found.items()
+    }
 
 
 def _discover() -> None:

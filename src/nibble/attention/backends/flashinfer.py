@@ -1,56 +1,395 @@
 """flashinfer: FlashInfer's FA2 and FA3 templates over paged KV, dense MHA and absorbed MLA.
 
-NVFP4 is read by the FA2 template on any of these GPUs, with split-KV switched off by the library, so that few
-requests with long contexts leave most of a GPU idle. Its MLA kernel addresses single tokens: with one head
-per token the storage is flat, and a page table of any page size can be spelt out as one of pages of one
-token.
+A wrapper of the package is planned for a segment, once for all layers of a step that ask the same of it; planning
+happens on the host, so a CUDA graph cannot hold it. On SM90 FA3 serves prompts over 16-bit caches, and MLA; FA2 does
+the rest: over one query token FA3 takes four times as long, and it reads no cache narrower than the query. Over NVFP4
+the library does not split long contexts on SM120. No sinks: the templates that have them are other wrappers. Owns what
+the package needs of a machine, for all backends that call it.
+
+The MLA kernels cut a request's queries, heads and all, into tiles of 64 or 128 rows. A token whose heads are in two
+tiles may lose its last key, and the package refuses to plan that, so the number of heads must divide a tile; and a plan
+has room for 16384 tiles, which a step of 16384 tokens of 128 heads fills.
+
+Shape suffixes: T tokens, B requests, N pages of a request, P pages of all requests in order, H query heads, G KV heads,
+S slots of a page, D values of a head.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
 from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.cache.view import KVView, StreamView
+from nibble.errors import BackendError
+from nibble.geometry import LATENT
+from nibble.kernels.gather import Paged
+
+PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
+OLDEST = (0, 7, 2)
+INSTALL = "pip install 'flashinfer-python>=0.7.2', beside nvcc (the CUDA toolkit) or a flashinfer-jit-cache to match"
+VERSIONS = "0.7.2"
+WORKSPACE = 512 << 20
+"""Results of split contexts, for all wrappers: they run one after the other."""
+PLANS = 128 << 20
+"""What wrappers keep of their plans: 8 MiB each, of up to four phases, a few kinds of layers, and COPIES of each."""
+COPIES = 2
+"""Wrappers of one kind: a step may be planned while the one before runs."""
+RANK, ROPE = 512, 64
+
+
+def package(name: str = PACKAGE) -> ModuleType:
+    """The package or a module of it, or a BackendError that says why it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # of all kinds: what a package's import may do is its own business
+        raise BackendError(
+            f"{name} cannot be imported ({type(error).__name__}: {error}): {INSTALL}"
+        ) from error
+
+
+def trouble() -> str | None:
+    """What the package needs and this machine lacks: a version, a CUDA build of torch, or something that compiles."""
+    try:
+        found = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:  # a copy that nobody installed: it is taken as it is
+        found = VERSIONS
+    wanted = ".".join(map(str, OLDEST))
+    if _numbers(found) < OLDEST:
+        return f"{DISTRIBUTION} {wanted} or later, and {found} is installed"
+    if torch.version.cuda is None:
+        return f"a CUDA build of PyTorch, and {torch.__version__} is installed"
+    if _compiles():
+        return None
+    return f"its kernels compiled, which takes nvcc or the package {_CACHE}, and neither is here"
+
+
+_CACHE = "flashinfer_jit_cache"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`0.7.2.post1` -> 0, 7, 2."""
+    parts = version.split("+", maxsplit=1)[0].split(".")[:3]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _compiles() -> bool:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    found = importlib.util.find_spec(_CACHE) or shutil.which("nvcc") or Path(home, "bin/nvcc").exists()
+    return bool(found)
+
+
+class Scales:
+    """Global scales of streams as numbers, which the package takes: read from the device once for each stream."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Paged, float] = WeakKeyDictionary()
+
+    def of(self, entry: StreamView) -> float:
+        """1.0 for formats without a scale; BackendError where heads have scales of their own."""
+        if not entry.format.needs_scale:
+            return 1.0
+        if entry.scale.dim():
+            raise BackendError(
+                f"{PACKAGE} takes one scale for all heads of {entry.stream.name!r}, and here each head has its own; "
+                "--attention-backend triton reads them, or calibrate with one scale a stream"
+            )
+        if entry.paged not in self._known:
+            self._known[entry.paged] = float(entry.scale)
+        return self._known[entry.paged]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What a wrapper is planned for, beside the segment. stored: dtype of the first plane, in which FP4 is bytes."""
+
+    phase: Phase
+    template: str
+    dtype: torch.dtype
+    stored: torch.dtype
+    packing: str
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def causal(self) -> bool:
+        """One token sees all that is stored, and needs no mask."""
+        return self.phase is not Phase.DECODE
+
+
+class _Planned:
+    """A wrapper and the segment that it is planned for, as long as somebody has that."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._segment: Callable[[], Segment | None] = lambda: None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def segment(self) -> Segment | None:
+        return self._segment()
+
+    def plan(self, segment: Segment, how: Callable[[], None]) -> None:
+        """Plans anew. The host's copy of the last plan may still be on its way to the device, and is waited for."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._segment = lambda: None
+        how()
+        if segment.pages_BN.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._segment = ref(segment)
+
+
+class FlashInfer:
+    """The adapter. Its workspace and wrappers serve one step at a time."""
+
+    def __init__(self) -> None:
+        self._package, self._mla = package(), package(f"{PACKAGE}.mla")
+        self._workspace: Tensor | None = None
+        self._planned: dict[_Ask, list[_Planned]] = {}
+        self._scales = Scales()
+
+    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        if q_THD.stride(-1) != 1:
+            q_THD = q_THD.contiguous()
+        if LATENT in view.streams:
+            return self._latents(q_THD, view, segment, spec)
+        k, v = view.streams["k"], view.streams["v"]
+        ask = _ask(q_THD, k, view.page_size, segment, spec)
+        wrapper = self._wrapper(ask, segment, self._heads_wrapper, _plan_heads)
+        options: dict[str, Any] = {}
+        if k.format.needs_scale:
+            options |= {"k_scale": self._scales.of(k), "v_scale": self._scales.of(v)}
+        if len(k.planes) > 1:
+            options["kv_cache_sf"] = (k.planes[1], v.planes[1])
+        return wrapper.run(q_THD, (k.planes[0], v.planes[0]), **options)
+
+    def _latents(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        latent = view.keys
+        found = (latent.stream.dim - latent.stream.rope, latent.stream.rope)
+        if found != (RANK, ROPE):
+            raise BackendError(
+                f"{PACKAGE} reads latents of {RANK} values and {ROPE} rotary ones, and these have {found[0]} and "
+                f"{found[1]}; --attention-backend triton reads them"
+            )
+        ask = _ask(q_THD, latent, view.page_size, segment, spec)
+        wrapper = self._wrapper(ask, segment, self._latent_wrapper, self._plan_latents)
+        data_PSD = latent.paged.planes_PHS[0][:, 0]
+        return wrapper.run(
+            query=(q_THD[..., :RANK], q_THD[..., RANK:]),
+            kv_cache=(data_PSD[..., :RANK], data_PSD[..., RANK:]),
+        )
+
+    def _wrapper(
+        self,
+        ask: _Ask,
+        segment: Segment,
+        make: Callable[[_Ask, Tensor], Any],
+        plan: Callable[[Any, _Ask, Segment], None],
+    ) -> Any:
+        """The wrapper that is planned for this segment: the same for all layers that ask so."""
+        known = self._planned.setdefault(ask, [])
+        for entry in known:
+            if entry.segment is segment:
+                return entry.wrapper
+        free = next((entry for entry in known if entry.segment is None), None)
+        if free is None:
+            free = (
+                known.pop(0) if len(known) == COPIES else _Planned(make(ask, self._scratch(segment.pages_BN)))
+            )
+        else:
+            known.remove(free)
+        known.append(free)
+        wrapper = free.wrapper
+        free.plan(segment, lambda: plan(wrapper, ask, segment))
+        return wrapper
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        if self._workspace is None:
+            self._workspace = torch.zeros(
+                WORKSPACE if like.is_cuda else 1, dtype=torch.uint8, device=like.device
+            )
+        return self._workspace
+
+    def _heads_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
+        return self._package.BatchPrefillWithPagedKVCacheWrapper(
+            scratch, ask.packing.upper(), backend=ask.template
+        )
+
+    def _latent_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
+        return self._mla.BatchMLAPagedAttentionWrapper(scratch, backend=ask.template)
+
+    def _plan_latents(self, wrapper: Any, ask: _Ask, segment: Segment) -> None:
+        indptr, indices_P, _ = _pages(segment, ask.page)
+        wrapper.plan(
+            metadata=self._mla.MLAPlanMetadata.csr(
+                segment.q_starts_B1, indptr.to(indices_P.device), indices_P, segment.kv_lens_B
+            ),
+            num_heads=ask.heads,
+            head_dim_ckv=RANK,
+            head_dim_kpe=ROPE,
+            page_size=ask.page,
+            causal=True,
+            sm_scale=ask.scale,
+            q_data_type=ask.dtype,
+            kv_data_type=ask.stored,
+            query_layout="split",
+            kv_cache_layout="split",
+        )
+
+
+def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: Segment, spec: AttentionSpec) -> _Ask:
+    stored, narrow = keys.planes[0].dtype, keys.planes[0].dtype != q_THD.dtype
+    latents = keys.stream.name == LATENT
+    fa3 = _hopper(q_THD) and not narrow and (latents or not segment.phase.decodes)
+    return _Ask(
+        segment.phase,
+        "fa3" if fa3 else "fa2",
+        q_THD.dtype,
+        stored,
+        keys.packing.name,
+        q_THD.shape[1],
+        keys.stream.heads,
+        keys.stream.dim,
+        page,
+        spec.scale,
+        spec.window,
+        spec.softcap,
+    )
+
+
+def _hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def _plan_heads(wrapper: Any, ask: _Ask, segment: Segment) -> None:
+    indptr, indices_P, last_B = _pages(segment, ask.page)
+    starts = torch.tensor(tuple(accumulate(segment.q_lens, initial=0)), dtype=torch.int32)
+    wrapper.plan(
+        starts,
+        indptr,
+        indices_P,
+        last_B,
+        ask.heads,
+        ask.kv_heads,
+        ask.dim,
+        ask.page,
+        causal=ask.causal,
+        sm_scale=ask.scale,
+        window_left=-1 if ask.window is None else ask.window - 1,  # theirs does not count the present token
+        logits_soft_cap=ask.softcap or 0.0,
+        q_data_type=ask.dtype,
+        kv_data_type=ask.stored,
+    )
+
+
+def _pages(segment: Segment, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: where each request's pages begin, with the end of the last [B + 1]; the pages of all requests [P]; and how
+    much the last page of each holds [B]. Lengths are on the host, where plans are made; pages stay on the device.
+    """
+    counts = [-(-length // size) for length in segment.kv_lens]
+    indptr = torch.tensor(tuple(accumulate(counts, initial=0)), dtype=torch.int32)
+    last_B = torch.tensor([(length - 1) % size + 1 for length in segment.kv_lens], dtype=torch.int32)
+    total, device = int(indptr[-1]), segment.pages_BN.device
+    counts_B = torch.tensor(counts, device=device)
+    owners_P = torch.repeat_interleave(counts_B, output_size=total)
+    columns_P = torch.arange(total, device=device) - (counts_B.cumsum(0) - counts_B)[owners_P]
+    return indptr, segment.pages_BN[owners_P, columns_P], last_B
+
 
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
-HALVES = frozenset({"bfloat16", "float16"})
+ALL, ONE = frozenset(Phase), frozenset({Phase.DECODE})
+MORE = ALL - ONE
+TILED = frozenset({1, 2, 4, 8, 16, 32, 64, 128})
+PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
+"""A 16-bit cache must have the query's dtype."""
+EXTENDS = "benchmarks/extend.py on one H200, fa3: 8K new on 32K in 9.12 ms, 2K in 0.100 ms"
+UNRECORDED = "its plan is made on the host, so decode steps run without CUDA graphs"
 
 
-def _mha(formats: frozenset[str], prefer: int, cites: str) -> Row:
+def _row(
+    phase: frozenset[Phase],
+    formats: set[str],
+    dtypes: set[str],
+    prefer: int,
+    cites: str,
+    *,
+    mla: bool = False,
+) -> Row:
     return Row(
-        phase=frozenset(Phase),
-        kind=frozenset({"mha"}),
-        format=formats,
-        packing=frozenset({"nhd", "hnd"}),
+        phase=phase,
+        kind=frozenset({"mla" if mla else "mha"}),
+        format=frozenset(formats),
+        packing=frozenset({"nhd"} if mla else {"nhd", "hnd"}),
         arch=GPUS,
-        dim=frozenset({64, 128, 256}),
-        dtype=HALVES,
+        dim=frozenset({RANK + ROPE} if mla else {64, 128, 256}),
+        group=TILED if mla else None,
+        dtype=frozenset(dtypes),
+        window=NEVER if mla else None,
+        softcap=NEVER if mla else None,
         sinks=NEVER,
         prefer=prefer,
+        held=WORKSPACE + PLANS,
         cites=cites,
     )
 
 
+HALVES = {"bfloat16", "float16"}
+FP8 = {"fp8_e4m3", "fp8_e5m2"}
+
 BACKEND = BackendInfo(
     name="flashinfer",
     summary="FlashInfer's FA2 and FA3 templates; its NVFP4 reader also runs outside Blackwell",
-    package="flashinfer",
-    install="pip install flashinfer-python",
+    adapter=FlashInfer,
+    package=PACKAGE,
+    install=INSTALL,
+    versions=VERSIONS,
+    trouble=trouble,
     rows=(
-        _mha(frozenset({"bf16", "fp16"}), 50, "one H200: 64 x 8K in 0.502 ms, 4.28 TB/s"),
-        _mha(frozenset({"fp8_e4m3", "fp8_e5m2"}), 40, "one H200: 64 x 8K in 0.420 ms, 2.56 TB/s"),
-        _mha(frozenset({"nvfp4"}), 10, "one H200: 64 x 8K in 0.675 ms, 0.89 TB/s; slower than bf16"),
-        Row(
-            phase=frozenset(Phase),
-            kind=frozenset({"mla"}),
-            format=frozenset({"bf16", "fp16"}),
-            packing=frozenset({"nhd"}),
-            arch=GPUS,
-            dim=frozenset({576}),
-            dtype=HALVES,
-            window=NEVER,
-            softcap=NEVER,
-            sinks=NEVER,
-            prefer=45,
-            cites="docs.flashinfer.ai, mla: ckv 512 + kpe 64, page_size 1; on one H200 as fast as FlashMLA",
+        *(
+            _row(
+                MORE,
+                {fmt},
+                {dtype},
+                38,
+                EXTENDS,
+            )
+            for fmt, dtype in PLAIN
+        ),
+        *(
+            _row(ONE, {fmt}, {dtype}, 15, f"one H200: 64 x 8K in 0.502 ms, 4.28 TB/s; {UNRECORDED}")
+            for fmt, dtype in PLAIN
+        ),
+        _row(MORE, FP8, HALVES, 35, "flashinfer/prefill.py: fa2 reads both"),
+        _row(ONE, FP8, HALVES, 12, f"one H200: 64 x 8K in 0.420 ms, 2.56 TB/s; {UNRECORDED}"),
+        _row(ALL, {"nvfp4"}, HALVES, 10, "one H200: 64 x 8K in 0.675 ms, 0.89 TB/s; slower than bf16"),
+        *(
+            _row(MORE, {fmt}, {dtype}, 45, "flashinfer/mla: ckv 512 + kpe 64, any page size", mla=True)
+            for fmt, dtype in PLAIN
+        ),
+        *(
+            _row(ONE, {fmt}, {dtype}, 15, f"on one H200 as fast as FlashMLA; {UNRECORDED}", mla=True)
+            for fmt, dtype in PLAIN
         ),
     ),
 )

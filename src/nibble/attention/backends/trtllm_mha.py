@@ -1,65 +1,208 @@
-"""trtllm_mha: TensorRT-LLM's MHA kernels by way of FlashInfer: trtllm-gen on big Blackwell, XQA elsewhere.
+"""trtllm_mha: TensorRT-LLM's MHA kernels by way of FlashInfer: trtllm-gen on big Blackwell, XQA on SM90 and SM120.
 
-For NVFP4, trtllm-gen wants V's block scales interleaved by four tokens: the packing `hnd_v4`, else as
-`hnd`. It also expects a global scale of amax / 448 where checkpoints store amax / (6 * 448); the factor 6
-is the adapter's affair.
+Both read lengths and page tables on the device, so a CUDA graph may hold a decode step. K's global scale goes into what
+scores are multiplied with, V's into what results are. What is left out of the rows, and why:
+
+- FP8 with XQA on SM90: it rounds queries and weights to FP8, and is then further from the definition than twice plain
+  torch. FP8 prompts with trtllm-gen: its context kernels want a query in FP8.
+- NVFP4 with trtllm-gen: it wants V's block scales interleaved by four tokens, a packing that pools do not have, and
+  global scales of amax / 448 where checkpoints store amax / (6 * 448).
+- Sinks with XQA, and more than 16 query heads for a KV head: not tried.
+
+Shape suffixes: T tokens, B requests, N pages of a request, H query heads, D values of a head, W 16-bit words of a mask.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from nibble.attention.backends.flashinfer import (
+    INSTALL,
+    PACKAGE,
+    VERSIONS,
+    WORKSPACE,
+    Scales,
+    package,
+    trouble,
+)
 from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.cache.view import KVView
+
+WORD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Lens:
+    """What the kernels read of a segment, the same for all its layers. lens_B: of padding 1, since nobody says what a
+    kernel does for 0. padding_B11: whose result is to be zeros; None where there is no padding. mask_TW: bits of the
+    draft tokens that each draft token sees.
+    """
+
+    pages_BN: Tensor
+    lens_B: Tensor
+    padding_B11: Tensor | None = None
+    mask_TW: Tensor | None = None
+    kv_starts_B1: Tensor | None = None
+
+
+class TrtllmMha:
+    """The adapter. Its workspace serves one step at a time, and nobody else: kernels keep counters in it."""
+
+    def __init__(self) -> None:
+        self._decode = package(f"{PACKAGE}.decode")
+        self._prefill = package(f"{PACKAGE}.prefill")
+        self._workspace: Tensor | None = None
+        self._known: WeakKeyDictionary[Segment, _Lens] = WeakKeyDictionary()
+        self._scales = Scales()
+
+    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        k, v = view.streams["k"], view.streams["v"]
+        gen = _datacentre_blackwell(q_THD)
+        if segment not in self._known:
+            self._known[segment] = _lens(segment, q_THD.device, masked=not gen)
+        lens = self._known[segment]
+        options: dict[str, Any] = {
+            "query": q_THD.contiguous(),
+            "kv_cache": (k.planes[0], v.planes[0]),
+            "workspace_buffer": self._scratch(q_THD),
+            "block_tables": lens.pages_BN,
+            "seq_lens": lens.lens_B,
+            "bmm1_scale": spec.scale * self._scales.of(k),
+            "bmm2_scale": self._scales.of(v),
+            "window_left": -1
+            if spec.window is None
+            else spec.window - 1,  # theirs does not count the present token
+            "sinks": None if spec.sinks_H is None else spec.sinks_H.float(),
+            "kv_layout": k.packing.name.upper(),
+        }
+        if len(k.planes) > 1:
+            options["kv_cache_sf"] = (k.planes[1], v.planes[1])
+        if segment.phase.decodes:
+            out_THD = self._token(segment, lens, gen, options)
+        else:
+            out_THD = self._prompt(segment, lens, options)
+        return out_THD if lens.padding_B11 is None else out_THD.masked_fill_(lens.padding_B11, 0.0)
+
+    def _token(self, segment: Segment, lens: _Lens, gen: bool, options: dict[str, Any]) -> Tensor:
+        """One new token, or a few: of one number each, or packed."""
+        options["max_seq_len"] = max(segment.kv_lens)
+        most = max(segment.q_lens)
+        ragged = min(segment.q_lens) < most
+        if gen:
+            if ragged:
+                options |= {"q_len_per_req": None, "max_q_len": most, "cum_seq_lens_q": segment.q_starts_B1}
+            else:
+                options["q_len_per_req"] = most
+            return self._decode.trtllm_batch_decode_with_kv_cache(**options, backend="trtllm-gen")
+        options |= {"q_len_per_req": most, "mask": lens.mask_TW}
+        if ragged:
+            options["q_cu_seq_lens"] = segment.q_starts_B1
+        elif most > 1 and lens.mask_TW is not None:
+            options["mask"] = lens.mask_TW.view(-1, most, lens.mask_TW.shape[1])
+        out: Tensor = self._decode.xqa_batch_decode_with_kv_cache(**options)
+        return out.view_as(options["query"])  # of draft tokens it is [B, n, H, D]
+
+    def _prompt(self, segment: Segment, lens: _Lens, options: dict[str, Any]) -> Tensor:
+        return self._prefill.trtllm_batch_context_with_kv_cache(
+            **options,
+            max_q_len=max(segment.q_lens),
+            max_kv_len=max(segment.kv_lens),
+            batch_size=len(segment.q_lens),
+            cum_seq_lens_q=segment.q_starts_B1,
+            cum_seq_lens_kv=lens.kv_starts_B1,
+        )
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        if self._workspace is None:  # of zeros, which the counters begin with
+            self._workspace = torch.zeros(
+                WORKSPACE if like.is_cuda else 1, dtype=torch.uint8, device=like.device
+            )
+        return self._workspace
+
+
+def _datacentre_blackwell(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 10
+
+
+def _lens(segment: Segment, device: torch.device, *, masked: bool) -> _Lens:
+    pages_BN, lens_B = segment.pages_BN.contiguous(), segment.kv_lens_B
+    if (
+        segment.phase is Phase.DECODE
+    ):  # which may be recorded in a CUDA graph: lengths are known to the device alone
+        return _Lens(pages_BN, lens_B.clamp(min=1), (lens_B == 0)[:, None, None])
+    if segment.phase is Phase.VERIFY:
+        return _Lens(pages_BN, lens_B, mask_TW=_causal(segment.q_lens).to(device) if masked else None)
+    starts_B1 = torch.nn.functional.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))
+    return _Lens(pages_BN, lens_B, kv_starts_B1=starts_B1)
+
+
+def _causal(q_lens: tuple[int, ...]) -> Tensor:
+    """uint16 [T, W]: for each draft token a bit for those of its request up to itself, in whole words of 32 bits."""
+    width = -(-max(q_lens) // 32) * 32
+    own_T = torch.cat([torch.arange(count) for count in q_lens])
+    seen_TB = (torch.arange(width) <= own_T[:, None]).view(len(own_T), -1, WORD)
+    return (seen_TB.int() << torch.arange(WORD)).sum(-1).to(torch.uint16)
+
 
 DATACENTRE, CONSUMER, HOPPER = frozenset({100, 103}), frozenset({120, 121}), frozenset({90})
-TOKEN = frozenset({Phase.DECODE, Phase.VERIFY})
+ALL, TOKEN = frozenset(Phase), frozenset({Phase.DECODE, Phase.VERIFY})
 GEN = "vLLM attention_backends.md: FLASHINFER TRTLLM, SM 10.0, pages 16, 32, 64, sinks"
 XQA = "SGLang: trtllm_mha decodes on SM90, SM100 and SM120; FlashInfer's XQA"
+PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
+"""A 16-bit cache must have the query's dtype."""
+HALVES = {"bfloat16", "float16"}
 
 
 def _row(
     phase: frozenset[Phase],
-    formats: frozenset[str],
+    fmt: str,
+    dtypes: set[str],
     arch: frozenset[int],
     prefer: int,
     cites: str,
-    packing: str = "hnd",
-    sinks: frozenset[bool] | None = NEVER,
 ) -> Row:
     return Row(
         phase=phase,
         kind=frozenset({"mha"}),
-        format=formats,
-        packing=frozenset({packing}),
+        format=frozenset({fmt}),
+        packing=frozenset({"hnd"}),
         arch=arch,
         page=frozenset({16, 32, 64}),
         dim=frozenset({64, 128, 256}),
-        dtype=frozenset({"bfloat16", "float16"}),
+        group=None if arch == DATACENTRE else frozenset(range(1, 17)),
+        dtype=frozenset(dtypes),
         softcap=NEVER,
-        sinks=sinks,
+        sinks=None if arch == DATACENTRE else NEVER,
         prefer=prefer,
+        held=WORKSPACE,
         cites=cites,
     )
 
 
 BACKEND = BackendInfo(
     name="trtllm_mha",
-    summary="TensorRT-LLM's MHA kernels through FlashInfer; reads NVFP4 on Blackwell",
-    package="flashinfer",
-    install="pip install flashinfer-python",
+    summary="TensorRT-LLM's MHA kernels through FlashInfer; reads NVFP4 on consumer Blackwell",
+    adapter=TrtllmMha,
+    package=PACKAGE,
+    install=INSTALL,
+    versions=VERSIONS,
+    trouble=trouble,
+    graphs=True,
     rows=(
-        _row(frozenset(Phase), frozenset({"bf16", "fp16", "fp8_e4m3"}), DATACENTRE, 60, GEN, sinks=None),
-        _row(
-            frozenset(Phase),
-            frozenset({"nvfp4"}),
-            DATACENTRE,
-            60,
-            "SGLang 36340: prefill, decode, verify",
-            "hnd_v4",
+        *(_row(ALL, fmt, {dtype}, DATACENTRE, 60, GEN) for fmt, dtype in PLAIN),
+        _row(TOKEN, "fp8_e4m3", {"bfloat16"}, DATACENTRE, 60, f"{GEN}; FlashInfer: bf16 queries over e4m3"),
+        *(
+            _row(TOKEN, fmt, {dtype}, HOPPER, 40, f"{XQA}; one H200: 64 x 8K in 0.575 ms")
+            for fmt, dtype in PLAIN
         ),
-        _row(TOKEN, frozenset({"bf16", "fp16"}), HOPPER, 40, f"{XQA}; one H200: 64 x 8K in 0.575 ms"),
-        _row(
-            TOKEN, frozenset({"fp8_e4m3"}), HOPPER, 55, f"{XQA}; one H200: 64 x 8K in 0.324 ms, the best FP8"
-        ),
-        _row(TOKEN, frozenset({"bf16", "fp16", "fp8_e4m3"}), CONSUMER, 45, XQA),
-        _row(TOKEN, frozenset({"nvfp4"}), CONSUMER, 45, "SGLang 21601: NVFP4 decodes on SM120 with XQA"),
+        *(_row(TOKEN, fmt, {dtype}, CONSUMER, 45, XQA) for fmt, dtype in PLAIN),
+        _row(TOKEN, "fp8_e4m3", HALVES, CONSUMER, 45, XQA),
+        _row(TOKEN, "nvfp4", HALVES, CONSUMER, 45, "SGLang 21601: NVFP4 decodes on SM120 with XQA"),
     ),
 )
