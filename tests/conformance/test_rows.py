@@ -254,6 +254,8 @@ def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
         row += new
 
 
+# vendors' packages warn of what is their business
+@pytest.mark.filterwarnings("error" if HARDWARE.is_cpu else "ignore")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
     route = route_for(case)

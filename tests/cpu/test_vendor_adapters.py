@@ -54,6 +54,7 @@ GPUS = {
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> vendor.Calls:
     monkeypatch.setattr(rows, "DTYPE", "bfloat16")
+    monkeypatch.setattr(rows, "DEVICE", "cpu")
     return vendor.install(monkeypatch)
 
 
@@ -292,6 +293,7 @@ def test_a_wrong_flag_would_be_seen(calls: vendor.Calls, monkeypatch: pytest.Mon
         rows.check(case, route, ((500, 2),))
 
 
+@pytest.mark.filterwarnings("ignore")  # of the package's own
 def test_the_stand_in_asks_for_nothing_that_the_package_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

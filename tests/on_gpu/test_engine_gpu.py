@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from nibble import LLM, SamplingParams
+from nibble.attention import backends
 from nibble.engine.outputs import Delta, Output
+from nibble.hardware import probe
 from tiny import MLA, SPARSE, save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -85,6 +87,35 @@ def test_answers_do_not_depend_on_how_steps_are_run(scheme: str) -> None:
                 f"{name}: {found}"
             )
             assert name != "recorded" or len(found) <= 1
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # what packages say is their business
+@pytest.mark.parametrize(
+    ("scheme", "name", "asked"),
+    [
+        ("bf16", "flashinfer", "attention_backend"),
+        ("fp8_e4m3", "flashinfer", "attention_backend"),
+        ("nvfp4", "flashinfer", "attention_backend"),
+        ("bf16", "trtllm_mha", "decode_backend"),
+        ("bf16", "flex_attention", "attention_backend"),
+    ],
+)
+def test_vendors_kernels_answer_as_ours(scheme: str, name: str, asked: str) -> None:
+    """Steps that run ahead, each planned while the one before runs; and recorded ones, where a backend can be."""
+    info, arch = backends.get(name), probe().arch
+    lack = backends.lacks(info)
+    if lack or not any(arch in (row.arch or ()) for row in info.rows):
+        pytest.skip(lack or f"{name} has no rows for SM{arch}")
+    with engine(scheme) as llm, engine(scheme, **{asked: name}) as other:
+        assert {route.backend for route in other.plan.groups[0].routes} >= {name}
+        assert bool(other.engine.runner.graphs) == info.graphs
+        expected, found = greedy(llm), greedy(other)
+        assert [o.text for o in greedy(other)] == [o.text for o in found], "again"
+        gaps = differences(llm, found, expected)
+    print(f"{name} over {scheme}: {len(PROMPTS) - len(gaps)} of {len(PROMPTS)} answers equal; ties: {gaps}")
+    assert all(gap < (TIE if scheme == "bf16" else QUANTISED_TIE) for gap in gaps), gaps
 
 
 def test_a_prefix_or_its_cut_changes_no_answer() -> None:
