@@ -149,7 +149,7 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
 def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionSpec) -> Tensor:
     k_BGLD, v_BGLD = (_gathered(view, name, part, q_THD.dtype) for name in "kv")
     q_BnHD = _padded(q_THD, part)
-    out, lse = _kernel(q_THD.is_cuda)(
+    found: Any = _kernel(q_THD.is_cuda)(
         q_BnHD.transpose(1, 2),
         k_BGLD,
         v_BGLD,
@@ -157,12 +157,19 @@ def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionSpec) -> Te
         block_mask=part.mask,
         scale=spec.scale,
         enable_gqa=True,
-        return_lse=True,
+        return_lse=spec.sinks_H is not None,
     )
-    if spec.sinks_H is not None:  # the softmax's sum grows by the sink's weight
-        out = (out * torch.sigmoid(lse - spec.sinks_H.float()[:, None]).unsqueeze(-1)).to(q_THD.dtype)
-    out_THD = out.transpose(1, 2).flatten(0, 1)
+    if spec.sinks_H is not None:
+        out_BHnD, lse_BHn = found
+        found = _with_sinks(out_BHnD, lse_BHn, spec.sinks_H)
+    out_THD = found.transpose(1, 2).flatten(0, 1)
     return out_THD if part.taken_T is None else out_THD[part.taken_T]
+
+
+def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
+    """The softmax's sum grows by the sinks' weights."""
+    share_BHn = torch.sigmoid(lse_BHn - sinks_H.float()[:, None])
+    return (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
 
 
 def _gathered(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
