@@ -63,9 +63,9 @@ def test_an_engine_that_is_killed_is_started_again() -> None:
         for thread in threads:
             thread.join(10)
         assert time.monotonic() - killed < 5, "requests did not end"
-        assert len(told) == 6 and all(
-            "process ended" in text and text.endswith("[DONE]\n\n") for text in told
-        )
+        assert len(told) == 6 and all("process ended" in text for text in told)
+        # one that had no piece yet has a status to say it with, a stream has its last event
+        assert all(text.startswith("{") or text.endswith("[DONE]\n\n") for text in told)
         wait_ready(url)
         body = httpx.post(
             f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}, timeout=30

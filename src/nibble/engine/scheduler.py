@@ -189,16 +189,16 @@ class Scheduler:
 
     def check_length(self, length: int) -> None:
         """Raises PromptTooLong where a prompt of `length` tokens can never run."""
+        said = f"the prompt is too long: it has {length} tokens and needs room for at least one more, "
         if length + 1 > self.max_context:
             raise PromptTooLong(
-                f"the prompt has {length} tokens and needs room for at least one more, but this model's maximum "
-                f"context length is {self.max_context} tokens; shorten the prompt or raise --max-context"
+                f"{said}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
+                "raise --max-context"
             )
         if length + 1 > self.manager.capacity:
             raise PromptTooLong(
-                f"the prompt has {length} tokens and needs room for at least one more, which exceeds the "
-                f"available context size: the KV cache holds {self.manager.capacity}; shorten the prompt, raise "
-                "--kv-memory, or choose a --kv-format with fewer bytes per token"
+                f"{said}which exceeds the available context size: the KV cache holds {self.manager.capacity}; shorten "
+                "the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
             )
 
     def _admit(self) -> None:
