@@ -59,6 +59,7 @@ def test_many_answers_each_follow_their_own(llm: LLM) -> None:
         ("no colon", "KIND:BODY"),
         ("xml:<a/>", "KIND:BODY"),
         ("json_schema:{", "cannot be read"),
+        ('lark:leaf ::= "a"', "No 'root' rule"),
         ('json_schema:{"type": "nothing"}', "cannot be"),
         ("regex:(", "cannot be"),
         ("choice:[]", "list of texts"),
@@ -90,5 +91,6 @@ def test_too_complex_in_the_middle_ends_that_answer_alone(llm: LLM, monkeypatch:
         llm.engine.step()
     held, free = pieces
     assert held[-1].finish_reason == "abort" and "cannot be followed on: too complex" in str(held[-1].error)
+    assert held[-1].status == 400, "the request is to blame, and not the server"
     assert len("".join(piece.text for piece in held)) >= 3
     assert free[-1].finish_reason == "length" and sum(len(piece.token_ids) for piece in free) == 12

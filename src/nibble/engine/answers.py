@@ -42,11 +42,11 @@ class Answer:
             return None
         return self._piece(self.request.finish_reason if ended else None)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> Delta:
+    def end(self, reason: FinishReason, error: str | None = None, status: int = 500) -> Delta:
         """The last piece of an answer that ends before its time."""
-        return self._piece(reason, error)
+        return self._piece(reason, error, status)
 
-    def _piece(self, reason: FinishReason | None, error: str | None = None) -> Delta:
+    def _piece(self, reason: FinishReason | None, error: str | None = None, status: int = 500) -> Delta:
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()
@@ -55,7 +55,7 @@ class Answer:
             reason = "stop"
         elif reason in {"stop", "length"}:
             text += self.stops.finish()
-        return Delta(self.index, text, ids, reason, logprobs, error)
+        return Delta(self.index, text, ids, reason, logprobs, error, status)
 
     def _text(self, ids: tuple[int, ...], ended: bool) -> str:
         if self.detokenizer is None:

@@ -219,7 +219,9 @@ class Engine:
             if pick is None:
                 self._end(request, "abort", NOT_A_NUMBER)
             elif request.matcher and request.matcher.error:
-                self._end(request, "abort", f"the grammar cannot be followed on: {request.matcher.error}")
+                self._end(
+                    request, "abort", f"the grammar cannot be followed on: {request.matcher.error}", 400
+                )
         tokens = {request.id: pick.token for request, pick in picks.items() if pick is not None}
         ended = set(self.scheduler.commit(batch, tokens))
         failed: list[Exception] = []
@@ -243,12 +245,14 @@ class Engine:
             del self._answers[answer.request]
         answer.sink(piece)
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None, status: int = 500
+    ) -> None:
         """Ends a request before its time, unless it has ended while a step of it was under way."""
         if request in self._answers:
             self.scheduler.finish(request, reason)
             answer = self._answers.pop(request)
-            answer.sink(answer.end(reason, error))
+            answer.sink(answer.end(reason, error, status))
 
     def _drop(self, request: Request) -> None:
         """Ends a request whose answer nobody takes any more."""

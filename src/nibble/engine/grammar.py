@@ -115,7 +115,7 @@ class Grammars:
 def _compiled(grammar: str) -> str:
     """A grammar in llguidance's own words."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     kind, colon, body = grammar.partition(":")
     if not colon or kind not in KINDS:
@@ -134,7 +134,9 @@ def _compiled(grammar: str) -> str:
             if kind == "regex"
             else LLMatcher.grammar_from_lark(any_to_lark(body))
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, GbnfToLarkError) as error:
+    except RequestError:
+        raise
+    except Exception as error:  # readers of grammars raise whatever their parts do, Exception itself too
         raise RequestError(f"the grammar {kind} cannot be read: {error}") from error
 
 

@@ -51,7 +51,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to answer `index`; `finish_reason` comes with its last piece."""
+    """What one step added to answer `index`; `finish_reason` comes with its last piece. error: why that came before its
+    time; status: what a server says of it in HTTP, 400 where the request is to blame."""
 
     index: int
     text: str
@@ -59,3 +60,4 @@ class Delta:
     finish_reason: FinishReason | None = None
     logprobs: tuple[Logprob, ...] = ()
     error: str | None = None
+    status: int = 500

@@ -294,7 +294,7 @@ class Api:
 def _sound(piece: Piece) -> Delta:
     """What a piece adds; raises RequestError where the engine could not go on with its answer."""
     if piece.delta.error:
-        raise RequestError(piece.delta.error, 500)
+        raise RequestError(piece.delta.error, piece.delta.status)
     return piece.delta
 
 
