@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -247,6 +248,8 @@ def test_litellm_knows_what_went_wrong(litellm: Any, complete: Chat) -> None:
             complete(at=url)
         with pytest.raises(litellm.Timeout):
             complete(at=url, api_key="right")
-    with echo(max_queue=1) as url, pytest.raises(litellm.RateLimitError):
-        text = {"model": "text-completion-openai/demo", "prompt": ["a", "b"], "max_retries": 0}
-        litellm.text_completion(**text, api_base=url, api_key="none")
+    body = {"model": "demo", "prompt": "long enough", "stream": True}
+    with echo(slow, max_queue=1) as url, httpx.stream("POST", f"{url}/completions", json=body) as taken:
+        assert taken.status_code == 200
+        with pytest.raises(litellm.RateLimitError):
+            complete(at=url)

@@ -204,7 +204,7 @@ def test_a_chat(browser: Any) -> None:
         page.wait_for_selector("#send:enabled")
         assert page.locator(".turn").count() == 2
         say(page, "more" * 9)
-        assert page.locator(".turn.assistant .error").text_content() == "the prompt is too long"
+        assert "the prompt is too long" in page.locator(".turn.assistant .error").text_content()
         page.get_by_role("button", name="New chat").click()
         page.fill("#system", "s")
         page.fill("#max_tokens", "3")
