@@ -132,12 +132,12 @@ def _slots(ctx: StepContext, layer: int, spec: AttentionSpec) -> Iterator[Tensor
     if spec.chosen_TK is None:
         yield from [None] * len(ctx.meta.segments)
         return
-    if spec.chooser not in ctx.coming:  # chosen by somebody else than a layer
-        ctx.coming[spec.chooser] = [
-            _begun(ctx, spec.chooser, part, spec.chosen_TK[part.start : part.stop])
-            for part in ctx.meta.segments
+    found = ctx.coming.get(spec.chooser)
+    if found is None:  # chosen by somebody else than a layer, whose choice nobody shares
+        found = [
+            _begun(ctx, layer, part, spec.chosen_TK[part.start : part.stop]) for part in ctx.meta.segments
         ]
-    for coming in ctx.coming[spec.chooser]:
+    for coming in found:
         if ctx.tier:
             ctx.tier.finish(layer, coming)
         yield coming.slots_TK
