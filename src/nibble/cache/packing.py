@@ -12,7 +12,7 @@ Shape suffixes: P pages, S slots in a page, H heads, B requests, N pages of a re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +32,20 @@ class Packing:
     record: bool = False
 
     def allocate(
-        self, planes: Sequence[Plane], pages: int, page_size: int, device: torch.device
+        self,
+        planes: Sequence[Plane],
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        empty: Callable[..., Tensor] = torch.empty,
     ) -> tuple[Tensor, ...]:
-        """Storage of a stream's planes, uninitialised."""
+        """Storage of a stream's planes, uninitialised. empty: who makes it, called as torch.empty is."""
         if self.record:
-            return tuple(_columns(planes, pages, page_size, device))
+            width = sum(plane.bytes_per_token for plane in planes) // planes[0].shape[0]
+            shape = (pages, page_size, planes[0].shape[0], width)
+            return tuple(_columns(planes, empty(shape, dtype=torch.uint8, device=device)))
         return tuple(
-            torch.empty(self._shape(plane, pages, page_size), dtype=plane.torch_dtype, device=device)
+            empty(self._shape(plane, pages, page_size), dtype=plane.torch_dtype, device=device)
             for plane in planes
         )
 
@@ -55,11 +62,10 @@ class Packing:
         return found.reshape(len(pages_BN), -1, *found.shape[2:])
 
 
-def _columns(planes: Sequence[Plane], pages: int, page_size: int, device: torch.device) -> Iterator[Tensor]:
+def _columns(planes: Sequence[Plane], records_PSHB: Tensor) -> Iterator[Tensor]:
     heads = planes[0].shape[0]
     widths = [plane.bytes_per_token // heads for plane in planes]
-    records = torch.empty(pages, page_size, heads, sum(widths), dtype=torch.uint8, device=device)
-    for plane, column in zip(planes, records.split(widths, -1), strict=True):
+    for plane, column in zip(planes, records_PSHB.split(widths, -1), strict=True):
         values = column.view(plane.torch_dtype)
         yield values if len(plane.shape) > 1 else values.squeeze(-1)
 

@@ -1,7 +1,8 @@
 """move: stored tokens of one stream, from pages to other pages, in another format if need be.
 
-What a tier of memory below the device's is made of: one of the stores may lie in pinned host memory. Owns the torch
-reference, and the choice between it and the Triton twin. Must not know of tiers, requests or who decides what moves.
+What a tier of memory below the device's is made of: one of the stores may lie in the host's (host_memory.py). Owns the
+torch reference, and the choice between it and the Triton twin. Must not know of tiers, requests or who decides what
+moves.
 
 Shape suffixes: M tokens that are moved, P pages, H heads, S slots of a page.
 """
@@ -31,9 +32,9 @@ def move(
     values are decoded to float32 and encoded anew. Slots of to_M that are not negative differ from each other, and from
     those that are read if both stores are one.
 
-    On a GPU slots lie there, and a store that does not is pinned. The first move between two stores may wait for the
-    device, no other does: after it a CUDA graph may hold one. count: int32 [1] on the device, how many entries count.
-    programs: how many blocks of the GPU it may take at a time, None for as many as are of use.
+    On a GPU slots lie there, and a store that does not is reachable from it. The first move between two stores may wait
+    for the device, no other does: after it a CUDA graph may hold one. count: int32 [1] on the device, how many entries
+    count. programs: how many blocks of the GPU it may take at a time, None for as many as are of use.
     """
     if from_M.is_cuda and triton_present():
         from nibble.kernels.triton import move as twin

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nibble.formats.base import raw
 from nibble.kernels.gather import Paged
+from nibble.kernels.host_memory import reachable
 from nibble.kernels.move import alike
 from nibble.kernels.triton import encoders_latent as encoders
 from nibble.kernels.triton.decoders import Decoder, plain
@@ -222,7 +223,7 @@ def _way(source: Paged, target: Paged, device: torch.device) -> _Way:
 
 
 def _worked_out(source: Paged, target: Paged, device: torch.device) -> _Way:
-    if not all(_reached(plane, device) for pages in (source, target) for plane in pages.planes_PHS):
+    if not all(reachable(plane, device) for pages in (source, target) for plane in pages.planes_PHS):
         return None
     if source.heads != 1 or max(_slots(source), _slots(target)) >= 1 << 31:
         return None
@@ -233,10 +234,6 @@ def _worked_out(source: Paged, target: Paged, device: torch.device) -> _Way:
 
 def _slots(pages: Paged) -> int:
     return pages.planes_PHS[0].shape[0] * pages.page_size
-
-
-def _reached(plane: Tensor, device: torch.device) -> bool:
-    return plane.device.type == device.type or plane.is_pinned()
 
 
 def _copied(source: Paged, target: Paged) -> Copied:
