@@ -282,8 +282,8 @@ def entry(case: Case, route: Route) -> ledger.Entry:
 
 def vendor_version(backend: str) -> dict[str, str]:
     """The version of the package that brings a backend's kernels, where it is one that somebody installed."""
-    package = (backends.get(backend).package or "").partition(".")[0]
-    found = DISTRIBUTIONS.get(package, ())
+    tops = (package.partition(".")[0] for package in backends.get(backend).packages)
+    found = [name for top in tops for name in DISTRIBUTIONS.get(top, ())]
     return {name: metadata.version(name) for name in found[:1]}
 
 

@@ -61,8 +61,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> vendor.Calls:
 def on(patch: pytest.MonkeyPatch, arch: int) -> None:
     """As if tensors were on such a GPU, as far as the adapters ask."""
     patch.setattr(rows, "HARDWARE", GPUS[arch])
-    patch.setattr(flashinfer, "_hopper", lambda x: arch == 90)
-    patch.setattr(trtllm_mha, "_datacentre_blackwell", lambda x: arch == 100)
+    for module in (flashinfer, trtllm_mha):
+        patch.setattr(module, "capability", lambda x: arch)
 
 
 def cases(name: str, arch: int) -> Iterator[tuple[Case, Route]]:

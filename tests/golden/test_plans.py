@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_with_its_install_command() -> None:
         rows=(row,),
         summary="",
         adapter=object,
-        package="no.such_package",
+        packages=("no.such_package",),
         install="pip install it",
     )
     table = {"vendor": info}

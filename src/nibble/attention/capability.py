@@ -140,8 +140,8 @@ class BackendInfo:
     """A backend's file, as data.
 
     adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
-    None while only its facts are declared. package: what must be importable, and `install` how a user gets
-    it; None for what torch brings. versions: those of the package that are known to work, for people. trouble: says
+    None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
+    install: how a user gets one. versions: those of the packages that are known to work, for people. trouble: says
     what keeps a package that is there from working, None if nothing. lack: what this machine lacks for it, with the
     cure; such a backend has no adapter here. graphs: whether a CUDA graph may hold its DECODE: it never waits for the
     device, and reads lengths from there only.
@@ -151,7 +151,7 @@ class BackendInfo:
     rows: tuple[Row, ...]
     summary: str
     adapter: Callable[[], Any] | None = None
-    package: str | None = None
+    packages: tuple[str, ...] = ()
     install: str | None = None
     versions: str | None = None
     trouble: Callable[[], str | None] | None = None

@@ -46,8 +46,8 @@ def all_backends() -> Mapping[str, BackendInfo]:
 
 def lacks(info: BackendInfo) -> str | None:
     """What the backend needs and this machine lacks, with the cure; None where it can run."""
-    if info.package and not _found(info.package):
-        return f"the package {info.package}, which is missing: {info.install}"
+    if info.packages and not any(map(_found, info.packages)):
+        return f"the package {' or '.join(info.packages)}, which is missing: {info.install}"
     trouble = info.trouble() if info.trouble else None
     return f"{trouble}: {info.install}" if trouble else None
 

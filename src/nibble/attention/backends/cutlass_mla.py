@@ -7,7 +7,7 @@ from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 BACKEND = BackendInfo(
     name="cutlass_mla",
     summary="CUTLASS MLA decoding on datacentre Blackwell",
-    package="sgl_kernel",
+    packages=("sgl_kernel",),
     install="pip install sgl-kernel",
     rows=(
         Row(

@@ -29,7 +29,7 @@ WIDE, FP8_DIMS = frozenset({64, 96, 128, 192, 256}), frozenset({64, 128, 256})
 BACKEND = BackendInfo(
     name="fa3",
     summary="FlashAttention 3 on Hopper",
-    package="flash_attn_interface",
+    packages=("flash_attn_interface",),
     install="pip install flash-attn-3",
     rows=(
         _mha(PROMPT, frozenset({"bf16", "fp16"}), WIDE, 60),

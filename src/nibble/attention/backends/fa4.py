@@ -32,7 +32,7 @@ def _mha(phase: frozenset[Phase], arch: frozenset[int], prefer: int) -> Row:
 BACKEND = BackendInfo(
     name="fa4",
     summary="FlashAttention 4 on Hopper and Blackwell, 16-bit caches",
-    package="flash_attn.cute",
+    packages=("flash_attn.cute",),
     install="pip install flash-attn-4",
     rows=(
         _mha(PROMPT, BLACKWELL, 60),

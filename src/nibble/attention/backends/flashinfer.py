@@ -16,28 +16,38 @@ S slots of a page, D values of a head.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from nibble.attention.backends.vendor import (
+    ALL,
+    HALVES,
+    PLAIN,
+    RANK,
+    ROPE,
+    Scales,
+    capability,
+    imported,
+    latents,
+    outdated,
+    row,
+    without_cuda,
+)
 from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView, StreamView
-from nibble.errors import BackendError
 from nibble.geometry import LATENT
-from nibble.kernels.gather import Paged
 
 PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
 OLDEST = (0, 7, 2)
@@ -49,68 +59,28 @@ PLANS = 128 << 20
 """What wrappers keep of their plans: 8 MiB each, of up to four phases, a few kinds of layers, and COPIES of each."""
 COPIES = 2
 """Wrappers of one kind: a step may be planned while the one before runs."""
-RANK, ROPE = 512, 64
 
 
 def package(name: str = PACKAGE) -> ModuleType:
     """The package or a module of it, or a BackendError that says why it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # of all kinds: what a package's import may do is its own business
-        raise BackendError(
-            f"{name} cannot be imported ({type(error).__name__}: {error}): {INSTALL}"
-        ) from error
+    return imported(name, INSTALL)
 
 
 def trouble() -> str | None:
     """What the package needs and this machine lacks: a version, a CUDA build of torch, or something that compiles."""
-    try:
-        found = metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:  # a copy that nobody installed: it is taken as it is
-        found = VERSIONS
-    wanted = ".".join(map(str, OLDEST))
-    if _numbers(found) < OLDEST:
-        return f"{DISTRIBUTION} {wanted} or later, and {found} is installed"
-    if torch.version.cuda is None:
-        return f"a CUDA build of PyTorch, and {torch.__version__} is installed"
-    if _compiles():
-        return None
+    lack = outdated(DISTRIBUTION, OLDEST) or without_cuda()
+    if lack or _compiles():
+        return lack
     return f"its kernels compiled, which takes nvcc or the package {_CACHE}, and neither is here"
 
 
 _CACHE = "flashinfer_jit_cache"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """`0.7.2.post1` -> 0, 7, 2."""
-    parts = version.split("+", maxsplit=1)[0].split(".")[:3]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
-
-
 def _compiles() -> bool:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     found = importlib.util.find_spec(_CACHE) or shutil.which("nvcc") or Path(home, "bin/nvcc").exists()
     return bool(found)
-
-
-class Scales:
-    """Global scales of streams as numbers, which the package takes: read from the device once for each stream."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Paged, float] = WeakKeyDictionary()
-
-    def of(self, entry: StreamView) -> float:
-        """1.0 for formats without a scale; BackendError where heads have scales of their own."""
-        if not entry.format.needs_scale:
-            return 1.0
-        if entry.scale.dim():
-            raise BackendError(
-                f"{PACKAGE} takes one scale for all heads of {entry.stream.name!r}, and here each head has its own; "
-                "--attention-backend triton reads them, or calibrate with one scale a stream"
-            )
-        if entry.paged not in self._known:
-            self._known[entry.paged] = float(entry.scale)
-        return self._known[entry.paged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +137,7 @@ class FlashInfer:
         self._package, self._mla = package(), package(f"{PACKAGE}.mla")
         self._workspace: Tensor | None = None
         self._planned: dict[_Ask, list[_Planned]] = {}
-        self._scales = Scales()
+        self._scales = Scales(PACKAGE)
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
         if q_THD.stride(-1) != 1:
@@ -185,13 +155,7 @@ class FlashInfer:
         return wrapper.run(q_THD, (k.planes[0], v.planes[0]), **options)
 
     def _latents(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        latent = view.keys
-        found = (latent.stream.dim - latent.stream.rope, latent.stream.rope)
-        if found != (RANK, ROPE):
-            raise BackendError(
-                f"{PACKAGE} reads latents of {RANK} values and {ROPE} rotary ones, and these have {found[0]} and "
-                f"{found[1]}; --attention-backend triton reads them"
-            )
+        latent = latents(view, PACKAGE)
         ask = _ask(q_THD, latent, view.page_size, segment, spec)
         wrapper = self._wrapper(ask, segment, self._latent_wrapper, self._plan_latents)
         data_PSD = latent.paged.planes_PHS[0][:, 0]
@@ -261,7 +225,7 @@ class FlashInfer:
 def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: Segment, spec: AttentionSpec) -> _Ask:
     stored, narrow = keys.planes[0].dtype, keys.planes[0].dtype != q_THD.dtype
     latents = keys.stream.name == LATENT
-    fa3 = _hopper(q_THD) and not narrow and (latents or not segment.phase.decodes)
+    fa3 = capability(q_THD) == 90 and not narrow and (latents or not segment.phase.decodes)
     return _Ask(
         segment.phase,
         "fa3" if fa3 else "fa2",
@@ -276,10 +240,6 @@ def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: Segment, spec: Att
         spec.window,
         spec.softcap,
     )
-
-
-def _hopper(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def _plan_heads(wrapper: Any, ask: _Ask, segment: Segment) -> None:
@@ -318,79 +278,51 @@ def _pages(segment: Segment, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
-ALL, ONE = frozenset(Phase), frozenset({Phase.DECODE})
+ONE = frozenset({Phase.DECODE})
 MORE = ALL - ONE
 TILED = frozenset({1, 2, 4, 8, 16, 32, 64, 128})
-PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
-"""A 16-bit cache must have the query's dtype."""
 EXTENDS = "benchmarks/extend.py on one H200, fa3: 8K new on 32K in 9.12 ms, 2K in 0.100 ms"
 UNRECORDED = "its plan is made on the host, so decode steps run without CUDA graphs"
-
-
-def _row(
-    phase: frozenset[Phase],
-    formats: set[str],
-    dtypes: set[str],
-    prefer: int,
-    cites: str,
-    *,
-    mla: bool = False,
-) -> Row:
-    return Row(
-        phase=phase,
-        kind=frozenset({"mla" if mla else "mha"}),
-        format=frozenset(formats),
-        packing=frozenset({"nhd"} if mla else {"nhd", "hnd"}),
-        arch=GPUS,
-        dim=frozenset({RANK + ROPE} if mla else {64, 128, 256}),
-        group=TILED if mla else None,
-        dtype=frozenset(dtypes),
-        window=NEVER if mla else None,
-        softcap=NEVER if mla else None,
-        sinks=NEVER,
-        prefer=prefer,
-        held=WORKSPACE + PLANS,
-        cites=cites,
-    )
-
-
-HALVES = {"bfloat16", "float16"}
 FP8 = {"fp8_e4m3", "fp8_e5m2"}
+
+
+def _heads(phase: frozenset[Phase], formats: set[str], dtypes: Iterable[str], prefer: int, cites: str) -> Row:
+    return row(
+        "mha", phase=phase, format=formats, packing={"nhd", "hnd"}, arch=GPUS, dim={64, 128, 256}, dtype=dtypes,
+        sinks=NEVER, prefer=prefer, held=WORKSPACE + PLANS, cites=cites,
+    )  # fmt: skip
+
+
+def _latents(phase: frozenset[Phase], fmt: str, dtype: str, cites: str) -> Row:
+    return row(
+        "mla", phase=phase, format={fmt}, arch=GPUS, group=TILED, dtype={dtype}, prefer=15, held=WORKSPACE + PLANS,
+        cites=cites,
+    )  # fmt: skip
+
 
 BACKEND = BackendInfo(
     name="flashinfer",
     summary="FlashInfer's FA2 and FA3 templates; its NVFP4 reader also runs outside Blackwell",
     adapter=FlashInfer,
-    package=PACKAGE,
+    packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
     trouble=trouble,
     rows=(
+        *(_heads(MORE, {fmt}, {dtype}, 38, EXTENDS) for fmt, dtype in PLAIN),
         *(
-            _row(
-                MORE,
-                {fmt},
-                {dtype},
-                38,
-                EXTENDS,
-            )
+            _heads(ONE, {fmt}, {dtype}, 15, f"one H200: 64 x 8K in 0.502 ms, 4.28 TB/s; {UNRECORDED}")
+            for fmt, dtype in PLAIN
+        ),
+        _heads(MORE, FP8, HALVES, 35, "flashinfer/prefill.py: fa2 reads both"),
+        _heads(ONE, FP8, HALVES, 12, f"one H200: 64 x 8K in 0.420 ms, 2.56 TB/s; {UNRECORDED}"),
+        _heads(ALL, {"nvfp4"}, HALVES, 10, "one H200: 64 x 8K in 0.675 ms, 0.89 TB/s; slower than bf16"),
+        *(
+            _latents(MORE, fmt, dtype, "flashinfer/mla: any page size; prompts not measured yet")
             for fmt, dtype in PLAIN
         ),
         *(
-            _row(ONE, {fmt}, {dtype}, 15, f"one H200: 64 x 8K in 0.502 ms, 4.28 TB/s; {UNRECORDED}")
-            for fmt, dtype in PLAIN
-        ),
-        _row(MORE, FP8, HALVES, 35, "flashinfer/prefill.py: fa2 reads both"),
-        _row(ONE, FP8, HALVES, 12, f"one H200: 64 x 8K in 0.420 ms, 2.56 TB/s; {UNRECORDED}"),
-        _row(ALL, {"nvfp4"}, HALVES, 10, "one H200: 64 x 8K in 0.675 ms, 0.89 TB/s; slower than bf16"),
-        *(
-            _row(
-                MORE, {fmt}, {dtype}, 15, "flashinfer/mla: any page size; prompts not measured yet", mla=True
-            )
-            for fmt, dtype in PLAIN
-        ),
-        *(
-            _row(ONE, {fmt}, {dtype}, 15, f"on one H200 as fast as FlashMLA; {UNRECORDED}", mla=True)
+            _latents(ONE, fmt, dtype, f"on one H200 as fast as FlashMLA; {UNRECORDED}")
             for fmt, dtype in PLAIN
         ),
     ),

@@ -55,7 +55,7 @@ def _sparse(
 BACKEND = BackendInfo(
     name="flashmla",
     summary="FlashMLA: dense MLA decoding on Hopper, sparse attention on Hopper and Blackwell",
-    package="flash_mla",
+    packages=("flash_mla",),
     install="build deepseek-ai/FlashMLA from source",
     rows=(
         _dense(

@@ -58,7 +58,7 @@ class Triton:
 BACKEND = BackendInfo(
     name="triton",
     summary="Nibble's portable Triton kernels: every format, dequantised in registers",
-    package="triton",
+    packages=("triton",),
     install="pip install triton",
     adapter=Triton,
     graphs=True,

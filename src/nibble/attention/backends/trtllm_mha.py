@@ -14,6 +14,7 @@ Shape suffixes: T tokens, B requests, N pages of a request, H query heads, D val
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,10 +27,10 @@ from nibble.attention.backends.flashinfer import (
     PACKAGE,
     VERSIONS,
     WORKSPACE,
-    Scales,
     package,
     trouble,
 )
+from nibble.attention.backends.vendor import ALL, HALVES, PLAIN, TOKEN, Scales, capability, row
 from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
@@ -59,11 +60,11 @@ class TrtllmMha:
         self._prefill = package(f"{PACKAGE}.prefill")
         self._workspace: Tensor | None = None
         self._known: WeakKeyDictionary[Segment, _Lens] = WeakKeyDictionary()
-        self._scales = Scales()
+        self._scales = Scales(PACKAGE)
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
         k, v = view.streams["k"], view.streams["v"]
-        gen = _datacentre_blackwell(q_THD)
+        gen = capability(q_THD) in DATACENTRE
         if segment not in self._known:
             self._known[segment] = _lens(segment, q_THD.device, masked=not gen)
         lens = self._known[segment]
@@ -126,10 +127,6 @@ class TrtllmMha:
         return self._workspace
 
 
-def _datacentre_blackwell(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 10
-
-
 def _lens(segment: Segment, device: torch.device, *, masked: bool) -> _Lens:
     pages_BN, lens_B = segment.pages_BN.contiguous(), segment.kv_lens_B
     if (
@@ -151,45 +148,30 @@ def _causal(q_lens: tuple[int, ...]) -> Tensor:
 
 
 DATACENTRE, CONSUMER, HOPPER = frozenset({100, 103}), frozenset({120, 121}), frozenset({90})
-ALL, TOKEN = frozenset(Phase), frozenset({Phase.DECODE, Phase.VERIFY})
 GEN = "vLLM attention_backends.md: FLASHINFER TRTLLM, SM 10.0, pages 16, 32, 64, sinks"
 XQA = "SGLang: trtllm_mha decodes on SM90, SM100 and SM120; FlashInfer's XQA"
-PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
-"""A 16-bit cache must have the query's dtype."""
-HALVES = {"bfloat16", "float16"}
 
 
 def _row(
     phase: frozenset[Phase],
     fmt: str,
-    dtypes: set[str],
+    dtypes: Iterable[str],
     arch: frozenset[int],
     prefer: int,
     cites: str,
 ) -> Row:
-    return Row(
-        phase=phase,
-        kind=frozenset({"mha"}),
-        format=frozenset({fmt}),
-        packing=frozenset({"hnd"}),
-        arch=arch,
-        page=frozenset({16, 32, 64}),
-        dim=frozenset({64, 128, 256}),
-        group=None if arch == DATACENTRE else frozenset(range(1, 17)),
-        dtype=frozenset(dtypes),
-        softcap=NEVER,
-        sinks=None if arch == DATACENTRE else NEVER,
-        prefer=prefer,
-        held=WORKSPACE,
-        cites=cites,
-    )
+    own = {} if arch == DATACENTRE else {"group": frozenset(range(1, 17)), "sinks": NEVER}
+    return row(
+        "mha", phase=phase, format={fmt}, packing={"hnd"}, arch=arch, page={16, 32, 64}, dim={64, 128, 256},
+        dtype=dtypes, softcap=NEVER, prefer=prefer, held=WORKSPACE, cites=cites, **own,
+    )  # fmt: skip
 
 
 BACKEND = BackendInfo(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA kernels through FlashInfer; reads NVFP4 on consumer Blackwell",
     adapter=TrtllmMha,
-    package=PACKAGE,
+    packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
     trouble=trouble,

@@ -7,7 +7,7 @@ from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 BACKEND = BackendInfo(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell",
-    package="flashinfer",
+    packages=("flashinfer",),
     install="pip install flashinfer-python",
     rows=(
         Row(

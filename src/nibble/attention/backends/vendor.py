@@ -1,0 +1,171 @@
+"""What adapters of other people's kernels share: finding a package that does, building rows, scales, latents.
+
+A package is imported by an adapter's constructor, or where a plan asks what keeps it from working: `present()` asks on
+machines that have it. So a missing, old or broken package is a reason of the plan, never an error of the first request.
+Must not know of any one package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from nibble.attention.capability import NEVER, Phase, Row
+from nibble.cache.view import KVView, StreamView
+from nibble.errors import BackendError
+from nibble.geometry import LATENT
+from nibble.kernels.gather import Paged
+
+ALL = frozenset(Phase)
+PROMPT, TOKEN = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({Phase.DECODE, Phase.VERIFY})
+HALVES = frozenset({"bfloat16", "float16"})
+PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
+"""A 16-bit cache must have the query's dtype, so each is a row of its own."""
+RANK, ROPE = 512, 64
+"""Latents that vendors' kernels read: DeepSeek's."""
+WIDTH = RANK + ROPE
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Kernels that several packages bring. modules: where they are, best first. install: for people. fault: what the
+    version at hand of a module lacks, if anything.
+    """
+
+    modules: tuple[str, ...]
+    install: str
+    fault: Callable[[ModuleType], str | None]
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.modules))
+
+    def trouble(self) -> str | None:
+        """What keeps all of those that are here from working; None if one does."""
+        lack = without_cuda()
+        if lack:
+            return lack
+        found, faults = self._search()
+        return None if found else f"a package that does, and {'; '.join(faults)}"
+
+    def load(self) -> ModuleType:
+        """The first module that does, or a BackendError."""
+        found, faults = self._search()
+        if found is None:
+            raise BackendError(f"{'; '.join(faults)}: {self.install}")
+        return found
+
+    def _search(self) -> tuple[ModuleType | None, list[str]]:
+        faults = []
+        for name in self.modules:
+            if importlib.util.find_spec(name.partition(".")[0]) is None:
+                continue
+            try:
+                module = imported(name, self.install)
+            except BackendError as error:
+                faults.append(str(error).removesuffix(f": {self.install}"))
+                continue
+            fault = self.fault(module)
+            if fault is None:
+                return module, []
+            faults.append(f"{name} {fault}")
+        return None, faults or [f"none of {', '.join(self.packages)} is here"]
+
+
+def imported(name: str, install: str) -> ModuleType:
+    """A module of a package, or a BackendError that says why it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # of all kinds: what a package's import may do is its own business
+        raise BackendError(
+            f"{name} cannot be imported ({type(error).__name__}: {error}): {install}"
+        ) from error
+
+
+def without_cuda() -> str | None:
+    """What is lacking where PyTorch was built for no GPU."""
+    if torch.version.cuda is None:
+        return f"a CUDA build of PyTorch, and {torch.__version__} is installed"
+    return None
+
+
+def outdated(distribution: str, oldest: tuple[int, ...]) -> str | None:
+    """What is lacking where a distribution is older. A copy that nobody installed is taken as it is."""
+    try:
+        found = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+    if _numbers(found) >= oldest:
+        return None
+    return f"{distribution} {'.'.join(map(str, oldest))} or later, and {found} is installed"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`0.7.2.post1` -> 0, 7, 2."""
+    parts = version.split("+", maxsplit=1)[0].split(".")[:3]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def row(kind: str, *, prefer: int, cites: str, held: int = 0, **allowed: Iterable[Any]) -> Row:
+    """A Row of collections of allowed values. No kernel of latents has windows, caps or sinks, and all want a token's
+    values together."""
+    plain: dict[str, Iterable[Any]] = {
+        "packing": {"nhd"},
+        "dim": {WIDTH},
+        "window": NEVER,
+        "softcap": NEVER,
+        "sinks": NEVER,
+    }
+    found = {name: frozenset(values) for name, values in ((plain if kind != "mha" else {}) | allowed).items()}
+    facts: dict[str, Any] = {"format": None} | found
+    return Row(kind=frozenset({kind}), prefer=prefer, cites=cites, held=held, **facts)
+
+
+def latents(view: KVView, package: str) -> StreamView:
+    """The stream of latents, if it is one of DeepSeek's shape; BackendError otherwise."""
+    found = view.streams[LATENT]
+    rank, rope = found.stream.dim - found.stream.rope, found.stream.rope
+    if (rank, rope) != (RANK, ROPE):
+        raise BackendError(
+            f"{package} reads latents of {RANK} values and {ROPE} rotary ones, and these have {rank} and {rope}; "
+            "--attention-backend triton reads them"
+        )
+    return found
+
+
+def capability(x: Tensor) -> int:
+    """90 on a Hopper GPU; 0 off GPUs."""
+    if not x.is_cuda:
+        return 0
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
+
+
+class Scales:
+    """Global scales of streams as numbers, which packages take: read from the device once for each stream."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._known: WeakKeyDictionary[Paged, float] = WeakKeyDictionary()
+
+    def of(self, entry: StreamView) -> float:
+        """1.0 for formats without a scale; BackendError where heads have scales of their own."""
+        if not entry.format.needs_scale:
+            return 1.0
+        if entry.scale.dim():
+            raise BackendError(
+                f"{self._package} takes one scale for all heads of {entry.stream.name!r}, and here each has its own; "
+                "--attention-backend triton reads them, or calibrate with one scale a stream"
+            )
+        if entry.paged not in self._known:
+            self._known[entry.paged] = float(entry.scale)
+        return self._known[entry.paged]
