@@ -129,12 +129,12 @@ REFUSED = [
     Case("fa4-mla-flashmla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashmla", **STAGE), reasons=("flashmla", "arch SM100 is not in {SM90}"), remedy="--decode-backend trtllm_mla"),
     # The same backend in both phases.
     Case("same-mha-flashinfer", QWEN3_8B, "b200", both(MX, "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
-    Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend cuda"),
+    Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend cuda"),
     # On their list. Its pages are head-major, and staged pages are not.
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
     Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend fa3"),
-    Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend triton"),
+    Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
     Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
     # On their list, and recommended. trtllm-gen wants V's scales interleaved, which our pools do not store.
@@ -160,7 +160,7 @@ REFUSED = [
     Case("k8v4-flashinfer", QWEN3_8B, "h200", both("k8v4", "flashinfer"), reasons=("format fp8_e4m3:nvfp4 is not in",), remedy="--decode-backend cuda"),
     Case("dsa-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "torch_ref", "flashmla"), reasons=("format nvfp4_ds_mla is not in {bf16}", "flashmla"), remedy="--decode-backend triton"),
     # HiSparse: other formats are refused by the peer's kernels, which read them staged at most.
-    Case("hisparse-flat-fp8", DEEPSEEK_V32, "h200", pair("fp8_e4m3", "triton", "flashmla", **HOT), reasons=("flashmla  kind dsa is not in",), remedy="--decode-backend triton"),
+    Case("hisparse-flat-fp8", DEEPSEEK_V32, "h200", pair("fp8_e4m3", "triton", "flashmla", **HOT), reasons=("flashmla  format fp8_e4m3 is not in {bf16}",), remedy="--decode-backend triton"),
     Case("hisparse-nvfp4-flashmla", DEEPSEEK_V32, "h200", pair("nvfp4_ds_mla", "triton", "flashmla", **HOT), reasons=("format nvfp4_ds_mla is not in {bf16}",), remedy="--decode-backend triton"),
     Case("hisparse-staged-prefill", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "flashmla", "triton", **HOT), reasons=("prefill of dsa", "format fp8_ds_mla is not in {bf16}"), remedy="--prefill-backend triton"),
     Case("dsa-latent-of-heads", QWEN3_8B, "h200", {"kv_format": "fp8_ds_mla"}, reasons=("stores the latent of MLA, which k is not", "formats that fit"), remedy="--kv-format"),

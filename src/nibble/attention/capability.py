@@ -141,7 +141,7 @@ class BackendInfo:
 
     adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
     None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
-    install: how a user gets one. versions: those of the packages that are known to work, for people. trouble: says
+    install: how a user gets one. versions: those that the adapter was written for, for people. trouble: says
     what keeps a package that is there from working, None if nothing. lack: what this machine lacks for it, with the
     cure; such a backend has no adapter here. graphs: whether a CUDA graph may hold its DECODE: it never waits for the
     device, and reads lengths from there only.

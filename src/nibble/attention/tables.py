@@ -57,7 +57,7 @@ def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
     for name, info in table.items():
         runs = "runs" if info.runnable else "declared only"
         package = f"`{info.install}`" if info.install else "none"
-        known = f"; known to work: {info.versions}" if info.versions else ""
+        known = f"; written for: {info.versions}" if info.versions else ""
         yield _line(f"`{name}`", info.summary, runs, package + known)
 
 

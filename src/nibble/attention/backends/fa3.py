@@ -1,55 +1,150 @@
-"""fa3: FlashAttention 3, the Hopper kernels. FP8 is E4M3 only, and a quantised query goes with it; no FP4."""
+"""fa3: FlashAttention 3, the Hopper kernels, over pages of 16-bit caches. For MLA they score with values too.
+
+Three packages bring it: FlashAttention's own build (hopper/ of its source; the package index has no wheel), and what
+sglang-kernel and vLLM ship. Left out: FP8, which wants the query in FP8 too and rounds weights to it, and is then
+further from the definition than twice plain torch. --allow-staging serves those caches, and 4-bit ones, in 16 bits.
+
+Attention sinks join by the log-sum-exp that the kernel returns, which is exact: not all packages take them, nor all
+numbers of heads. Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests
+without tokens are zeros, as the kernel leaves them.
+
+Shape suffixes: T tokens, H query heads, D values of a head, P pages, S slots of a page, G KV heads.
+"""
 
 from __future__ import annotations
 
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
-HOPPER = frozenset({90})
-PAGES = frozenset({16, 32, 64, 128, 256})
-PROMPT, TOKEN = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({Phase.DECODE, Phase.VERIFY})
+from torch import Tensor
+
+from nibble.attention.backends.vendor import ALL, PLAIN, PROMPT, RANK, TOKEN, Offer, latents, row
+from nibble.attention.capability import BackendInfo
+from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.cache.view import KVView
+from nibble.geometry import LATENT
+
+OWN = "flash_attn_interface"
+PARTS = ("PAGEDKV", "LOCAL", "SOFTCAP", "SPLIT", "FP16")
+"""What a build may leave out, and rows promise."""
+VLLM_NAMES = {
+    "k_cache": "k",
+    "v_cache": "v",
+    "cache_seqlens": "seqused_k",
+    "page_table": "block_table",
+    "qv": "q_v",
+}
+HELD = 128 << 20
+"""Partial results of split contexts."""
 
 
-def _mha(phase: frozenset[Phase], formats: frozenset[str], dims: frozenset[int], prefer: int) -> Row:
-    return Row(
-        phase=phase,
-        kind=frozenset({"mha"}),
-        format=formats,
-        packing=frozenset({"nhd"}),
-        arch=HOPPER,
-        page=PAGES,
-        dim=dims,
-        dtype=frozenset({"bfloat16", "float16"}),
-        prefer=prefer,
-        cites="vLLM attention_backends.md: FLASH_ATTN FA3, SM 9.x, pages of a multiple of 16, sinks",
-    )
+def _fault(kernels: ModuleType) -> str | None:
+    if not getattr(kernels, "FA3_AVAILABLE", True):  # vLLM's
+        return f"has no FA3 ({kernels.FA3_UNAVAILABLE_REASON})"
+    if not (hasattr(kernels, "flash_attn_with_kvcache") or hasattr(kernels, "FA3_AVAILABLE")):
+        return "has no flash_attn_with_kvcache"
+    if kernels.__name__ == OWN:
+        return _left_out()
+    return None
 
 
-WIDE, FP8_DIMS = frozenset({64, 96, 128, 192, 256}), frozenset({64, 128, 256})
+def _left_out() -> str | None:
+    """What FlashAttention's own build says of itself, in a module beside it."""
+    try:
+        flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    except Exception:  # builds of before August 2025 do not say
+        return None
+    missing = [part for part in PARTS if flags.get(f"FLASHATTENTION_DISABLE_{part}")]
+    return f"was built without {', '.join(missing)}" if missing else None
+
+
+OFFER = Offer(
+    modules=(OWN, "sgl_kernel.flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"),
+    install="pip install sglang-kernel, or vllm, or build hopper/ of Dao-AILab/flash-attention from source",
+    fault=_fault,
+)
+
+
+class FA3:
+    """The adapter."""
+
+    def __init__(self) -> None:
+        self._call = _bound(OFFER.load())
+
+    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        options: dict[str, Any] = {
+            "cache_seqlens": segment.kv_lens_B,
+            "page_table": segment.pages_BN,
+            "cu_seqlens_q": segment.q_starts_B1,
+            "max_seqlen_q": max(segment.q_lens),
+            "softmax_scale": spec.scale,
+            "causal": True,
+            "window_size": (-1, -1) if spec.window is None else (spec.window - 1, 0),
+            "softcap": spec.softcap or 0.0,
+            "return_softmax_lse": spec.sinks_H is not None,
+        }
+        if LATENT in view.streams:
+            data_PSGD = latents(view, "FA3").planes[0]
+            options |= {"q": q_THD[..., RANK:], "qv": q_THD[..., :RANK]}
+            options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
+        else:
+            options |= {
+                "q": q_THD,
+                "k_cache": view.streams["k"].planes[0],
+                "v_cache": view.streams["v"].planes[0],
+            }
+        found = self._call(max(segment.kv_lens), options)
+        if spec.sinks_H is None:
+            return found
+        out_THD, lse_HT, *_ = found
+        # the sink takes its share of what the softmax gave away: exp(lse) of exp(lse) + exp(sink)
+        kept_TH = (lse_HT - spec.sinks_H.float()[:, None]).sigmoid().t()
+        return (out_THD * kept_TH[..., None]).to(out_THD.dtype)
+
+
+def _bound(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
+    """The package's function, under the names that it has for things. The first argument is the longest context."""
+    if hasattr(kernels, "flash_attn_with_kvcache"):
+        return lambda longest, options: kernels.flash_attn_with_kvcache(**options)
+    varlen = kernels.flash_attn_varlen_func
+
+    def vllm(longest: int, options: dict[str, Any]) -> Any:
+        named = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
+        return varlen(**named, max_seqlen_k=longest, fa_version=3)
+
+    return vllm
+
+
+HOPPER = {90}
+PAGES = {16, 32, 64, 128, 256}
+CITES = "flash-attention hopper/flash_api: one dtype for all; vLLM: pages of a multiple of 16; not measured here yet"
 
 BACKEND = BackendInfo(
     name="fa3",
-    summary="FlashAttention 3 on Hopper",
-    packages=("flash_attn_interface",),
-    install="pip install flash-attn-3",
+    summary="FlashAttention 3 on Hopper, 16-bit caches",
+    adapter=FA3,
+    packages=OFFER.packages,
+    install=OFFER.install,
+    versions="vLLM 0.33.0, sglang-kernel 0.4.10",
+    trouble=OFFER.trouble,
+    graphs=True,
     rows=(
-        _mha(PROMPT, frozenset({"bf16", "fp16"}), WIDE, 60),
-        _mha(TOKEN, frozenset({"bf16", "fp16"}), WIDE, 45),
-        _mha(PROMPT, frozenset({"fp8_e4m3"}), FP8_DIMS, 50),
-        _mha(TOKEN, frozenset({"fp8_e4m3"}), FP8_DIMS, 35),
-        Row(
-            phase=frozenset(Phase),
-            kind=frozenset({"mla"}),
-            format=frozenset({"bf16", "fp16"}),
-            packing=frozenset({"nhd"}),
-            arch=HOPPER,
-            page=PAGES,
-            dim=frozenset({576}),
-            dtype=frozenset({"bfloat16", "float16"}),
-            window=NEVER,
-            softcap=NEVER,
-            sinks=NEVER,
-            prefer=40,
-            cites="vLLM attention_backends.md: FLASH_ATTN_MLA, SM 9.x, no FP8; SGLang: no FP8, no FP4",
+        *(
+            row(
+                "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=HOPPER, page=PAGES, dim={64, 96, 128, 192, 256},
+                dtype={dtype}, prefer=prefer, held=HELD, cites=CITES,
+            )
+            for phase, prefer in ((PROMPT, 36), (TOKEN, 30))
+            for fmt, dtype in PLAIN
+        ),
+        *(
+            row(
+                "mla", phase=ALL, format={fmt}, arch=HOPPER, page=PAGES, dtype={dtype}, prefer=25, held=HELD,
+                cites="hopper/flash_api: q_v beside 64 rotary values, 16 bits; not measured here yet",
+            )
+            for fmt, dtype in PLAIN
         ),
     ),
-)
+)  # fmt: skip

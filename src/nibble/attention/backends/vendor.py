@@ -115,18 +115,17 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
+LATENT_FACTS: dict[str, Iterable[Any]] = {
+    "packing": {"nhd"}, "dim": {WIDTH}, "window": NEVER, "softcap": NEVER, "sinks": NEVER,
+}  # fmt: skip
+
+
 def row(kind: str, *, prefer: int, cites: str, held: int = 0, **allowed: Iterable[Any]) -> Row:
     """A Row of collections of allowed values. No kernel of latents has windows, caps or sinks, and all want a token's
     values together."""
-    plain: dict[str, Iterable[Any]] = {
-        "packing": {"nhd"},
-        "dim": {WIDTH},
-        "window": NEVER,
-        "softcap": NEVER,
-        "sinks": NEVER,
-    }
-    found = {name: frozenset(values) for name, values in ((plain if kind != "mha" else {}) | allowed).items()}
-    facts: dict[str, Any] = {"format": None} | found
+    given: dict[str, Iterable[Any]] = {} if kind == "mha" else LATENT_FACTS
+    facts: dict[str, Any] = {"format": None}
+    facts |= {name: frozenset(values) for name, values in (given | allowed).items()}
     return Row(kind=frozenset({kind}), prefer=prefer, cites=cites, held=held, **facts)
 
 
