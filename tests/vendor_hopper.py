@@ -1,4 +1,4 @@
-"""Stand-ins for FlashMLA and FlashAttention 3: the calls that adapters make, held to what the kernels ask, in plain torch.
+"""Stand-ins for FlashMLA and FlashAttention 3 and 4: the calls that adapters make, held to what the kernels ask, in plain torch.
 
 Signatures are those of sgl-flash-mla 1.0.0 (and of FlashMLA's source of April 2026), of FlashAttention's hopper/ of
 August 2026, and of vLLM 0.33.0. What is an error or a wrong answer there is an error here. No number is read from a
@@ -189,7 +189,10 @@ def _flash_mla(calls: Calls, kind: str) -> dict[str, dict[str, Any]]:
     return {where.get(kind, "flash_mla.flash_mla_interface"): content}
 
 
-# FlashAttention 3
+# FlashAttention 3 and 4
+
+TILES = {64: 128, 96: 144, 128: 128, 192: 96, 256: 80}
+"""Keys of a tile, by the width of a head; 64 where values are latents."""
 
 
 class _FA3:
@@ -201,6 +204,17 @@ class _FA3:
         cache_seqlens: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
         max_seqlen_q: int | None = None, softmax_scale: float | None = None, causal: bool = False,
         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, return_softmax_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        return self._attend(
+            q, k_cache, v_cache, qv, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+            window_size, softcap, return_softmax_lse,
+        )  # fmt: skip
+
+    def _attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, qv: Tensor | None, cache_seqlens: Tensor | None,
+        page_table: Tensor | None, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, softmax_scale: float | None,
+        causal: bool, window_size: tuple[int, int], softcap: float, return_softmax_lse: bool,
+        sinks: Tensor | None = None,
     ) -> Any:  # fmt: skip
         assert cache_seqlens is not None and page_table is not None and cu_seqlens_q is not None
         self.calls.ran.append(
@@ -222,6 +236,8 @@ class _FA3:
         q_lens = [1] * count if max_seqlen_q == 1 else cu_seqlens_q.diff().tolist()
         assert sum(q_lens) == len(q) and max(q_lens) == max_seqlen_q
         longest, row = page_table.shape[1] * k_cache.shape[1], 0
+        tile = 64 if width == 512 else TILES[dim]
+        whole = k_cache.shape[1] % tile == 0 and window_size == (-1, -1)
         out, lse = q.new_empty(*q.shape[:2], width), torch.empty(q.shape[1], len(q))
         for i, n in enumerate(q_lens):
             seen = (
@@ -232,8 +248,11 @@ class _FA3:
                 key = torch.arange(longest)
                 seen = seen & (key >= at - window_size[0]) & (key <= at + window_size[1])
             keys, values = (vendor._tokens(x, page_table[i], longest) for x in (k_cache, v_cache))
+            assert not whole or values.isfinite().all(), (
+                "a whole tile is fetched, and what lies beyond the end with it"
+            )
             own = slice(row, row + n)
-            found = vendor._attend(q[own], keys, values, softmax_scale, seen, softcap)
+            found = vendor._attend(q[own], keys, values, softmax_scale, seen, softcap, sinks)
             out[own] = _zeros_where_blind(found, seen)
             lse[:, own] = _lse(q[own], keys, softmax_scale, seen, softcap)
             row += n
@@ -252,6 +271,23 @@ class _FA3:
             q, k, v, None, None, q_v, seqused_k, block_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
             window_size, softcap, return_softmax_lse,
         )  # fmt: skip
+
+    def fa4_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_k: Tensor | None = None,
+        page_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int | None, int | None] = (None, None), learnable_sink: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """FlashAttention 4's."""
+        left, right = window_size
+        assert max_seqlen_k and page_table is not None and max_seqlen_k <= page_table.shape[1] * k.shape[1]
+        assert (left is None) == (right is None)
+        out = self._attend(
+            q, k, v, qv, seqused_k, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+            (-1 if left is None else left, -1 if right is None else right), softcap, False, learnable_sink,
+        )  # fmt: skip
+        return out, None
 
 
 def _lse(q_nHD: Tensor, k_LGD: Tensor, scale: float, seen: Tensor, cap: float) -> Tensor:
@@ -284,6 +320,8 @@ def install(patch: pytest.MonkeyPatch, backend: str, kind: str, calls: Calls | N
     """Puts a stand-in where a package would be, parents included."""
     calls = calls or Calls()
     modules = _flash_mla(calls, kind) if backend == "flashmla" else _fa3(calls, kind)
+    if backend == "fa4":
+        modules = {"flash_attn.cute": {"flash_attn_varlen_func": _FA3(calls).fa4_varlen_func}}
     for name, content in modules.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):

@@ -104,7 +104,7 @@ def test_a_small_model_stages_no_more_than_it_has() -> None:
     staged, plan = made(
         SMALL, named("b200"), kv_format="nvfp4", prefill_backend="fa4", decode_backend="triton", max_running=3
     )
-    assert plan.page_size == 128
+    assert plan.page_size == 64
     assert staged.staging == 3 * 512 * (2 * 8 * 64 * 2 + 8 * 64 * 4)
 
 

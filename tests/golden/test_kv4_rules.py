@@ -65,24 +65,24 @@ HOT = {"hisparse": "on"}
 
 ACCEPTED = [
     # Prefill fa4 with MHA. They list triton, torch_native and flex_attention for decoding.
-    Case("fa4-mha-triton", QWEN3_8B, "b200", pair(MX, "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton", 128),
+    Case("fa4-mha-triton", QWEN3_8B, "b200", pair(MX, "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton"),
     # The two others dequantise the whole cache in every step: allowed there unasked, here when asked for.
-    Case("fa4-mha-torch_native", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa", **STAGE), f"fa4 {S}, fa4 {S}, sdpa {S}, sdpa {S}", 128),
-    Case("fa4-mha-flex", QWEN3_8B, "b200", pair(MX, "fa4", "flex_attention", **STAGE), f"fa4 {S}, fa4 {S}, flex_attention {S}, flex_attention {S}", 128),
+    Case("fa4-mha-torch_native", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa", **STAGE), f"fa4 {S}, fa4 {S}, sdpa {S}, sdpa {S}"),
+    Case("fa4-mha-flex", QWEN3_8B, "b200", pair(MX, "fa4", "flex_attention", **STAGE), f"fa4 {S}, fa4 {S}, flex_attention {S}, flex_attention {S}"),
     # Prefill fa4 with MLA: cutlass_mla, flashinfer, trtllm_mla. None reads 4 bits, so again when asked for.
-    Case("fa4-mla-cutlass_mla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla", **STAGE), f"fa4 {S}, fa4 {S}, cutlass_mla {S}, cutlass_mla {S}", 128),
-    Case("fa4-mla-flashinfer", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashinfer", **STAGE), f"fa4 {S}, fa4 {S}, flashinfer {S}, flashinfer {S}"),
-    Case("fa4-mla-trtllm_mla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "trtllm_mla", **STAGE), f"fa4 {S}, fa4 {S}, trtllm_mla {S}, trtllm_mla {S}"),
+    Case("fa4-mla-cutlass_mla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla", **STAGE), f"fa4 {S}, fa4 {S}, cutlass_mla {S}, cutlass_mla {S}", 32),
+    Case("fa4-mla-flashinfer", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashinfer", **STAGE), f"fa4 {S}, fa4 {S}, flashinfer {S}, flashinfer {S}", 32),
+    Case("fa4-mla-trtllm_mla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "trtllm_mla", **STAGE), f"fa4 {S}, fa4 {S}, trtllm_mla {S}, trtllm_mla {S}", 32),
     # The same backend in both phases, MHA: triton, torch_native, flex_attention, trtllm_mha.
     # refused by the peer, whose Triton kernel for MLA reads no 4-bit latents; ours does
-    Case("fa4-mla-triton", DEEPSEEK_V3, "b200", pair(MX, "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton"),
+    Case("fa4-mla-triton", DEEPSEEK_V3, "b200", pair(MX, "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton", 32),
     Case("same-mha-triton", QWEN3_8B, "b200", both(MX, "triton"), "triton, triton, triton, triton"),
     Case("same-mha-torch_native", QWEN3_8B, "b200", both(MX, "sdpa", **STAGE), f"sdpa, sdpa, sdpa {S}, sdpa {S}"),
     Case("same-mha-flex", QWEN3_8B, "b200", both(MX, "flex_attention", **STAGE), f"flex_attention {S}, flex_attention {S}, flex_attention {S}, flex_attention {S}"),
     # The same backend in both phases, MLA: cutlass_mla, flashinfer, trtllm_mla, flashmla.
     Case("same-mla-flashinfer", DEEPSEEK_V3, "h200", both(MX, "flashinfer", **STAGE), f"flashinfer {S}, flashinfer {S}, flashinfer {S}, flashinfer {S}"),
-    Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", both(MX, "trtllm_mla", **STAGE), f"trtllm_mla {S}, trtllm_mla {S}, trtllm_mla {S}, trtllm_mla {S}"),
-    # flashmla and cutlass_mla only decode; there another backend prefills behind the same name, here it is named.
+    Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", pair(MX, "flashinfer", "trtllm_mla", **STAGE), f"flashinfer {S}, flashinfer {S}, trtllm_mla {S}, trtllm_mla {S}"),
+    # flashmla, cutlass_mla and trtllm_mla only decode; there another backend prefills behind the same name, here it is named.
     Case("same-mla-flashmla", DEEPSEEK_V3, "h200", pair(MX, "flashinfer", "flashmla", **STAGE), f"flashinfer {S}, flashinfer {S}, flashmla {S}, flashmla {S}"),
     # They refuse all that is not CUDA. The reference serves a CPU.
     Case("non-cuda", QWEN3_8B, "cpu", {"kv_format": NV}, "torch_ref, torch_ref, torch_ref, torch_ref", 16),
@@ -97,14 +97,14 @@ ACCEPTED = [
     # H3: nvfp4 with triton passes their list but has no access method there. Here triton reads it.
     Case("H3-nvfp4-triton", QWEN3_8B, "b200", both(NV, "triton"), "triton, triton, triton, triton"),
     # H5: page size, jointly over phases, and as asked.
-    Case("H5-page-from-decode", DEEPSEEK_V3, "b200", pair("fp8_e4m3", "flashinfer", "cutlass_mla"), f"flashinfer {S}, flashinfer {S}, cutlass_mla, cutlass_mla", 128),
+    Case("H5-page-from-decode", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "fa3"), "flashinfer, flashinfer, fa3, fa3", 32),
     Case("H5-page-asked", QWEN3_8B, "b200", both("bf16", "trtllm_mha", page_size=16), "trtllm_mha, trtllm_mha, trtllm_mha, trtllm_mha", 16, "hnd"),
     # H5: head_dim 80 suits blocks of 16.
     Case("H5-head-80", HEAD_80, "h200", both(NV, "triton"), "triton, triton, triton, triton"),
     # H5: no verify is no obstacle until draft tokens are asked for; the plan has no such route.
-    Case("H5-no-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), "fa4, fa4, fa4", 128),
+    Case("H5-no-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), "fa4, fa4, fa4"),
     # H6: their older name for the block-16 recipe is accepted by the parser and refused later. Here it is an alias.
-    Case("H6-alias", QWEN3_8B, "b200", pair("fp4_e2m1", "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton", 128),
+    Case("H6-alias", QWEN3_8B, "b200", pair("fp4_e2m1", "fa4", "triton"), f"fa4 {S}, fa4 {S}, triton, triton"),
     # DSA: sparse kernels by format, as the peer routes them: bf16 to the flat one, FP8 to the one that reads records
     Case("dsa-bf16", DEEPSEEK_V32, "h200", both("bf16", "flashmla"), "flashmla, flashmla, flashmla, flashmla"),
     Case("dsa-fp8", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "torch_ref", "flashmla"), "torch_ref, torch_ref, flashmla, flashmla", 64, "record"),
@@ -120,11 +120,11 @@ REFUSED = [
     # Prefill fa4, MHA: outside their list. trtllm_mha has no block-16 rows, and wants another page size besides.
     Case("fa4-mha-trtllm_mha", QWEN3_8B, "b200", pair(MX, "fa4", "trtllm_mha"), reasons=("trtllm_mha  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
     Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
-    Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16, fp16}", "--allow-staging"), remedy="--decode-backend triton"),
+    Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16}", "--allow-staging"), remedy="--decode-backend triton"),
     Case("fa4-mha-fa3", QWEN3_8B, "b200", pair(MX, "fa4", "fa3"), reasons=("arch SM100 is not in {SM90}",), remedy="--decode-backend triton"),
     # On their list, but every step would dequantise the cache.
     Case("fa4-mha-torch_native-unasked", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa"), reasons=("it could read pages staged to bf16, with --allow-staging",), remedy="--decode-backend triton"),
-    Case("fa4-mla-cutlass_mla-unasked", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla"), reasons=("cutlass_mla  format fp4_mx16 is not in {bf16, fp16, fp8_e4m3}", "--allow-staging"), remedy="--decode-backend triton"),
+    Case("fa4-mla-cutlass_mla-unasked", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla"), reasons=("cutlass_mla  format fp4_mx16 is not in {bf16}", "--allow-staging"), remedy="--decode-backend triton"),
     # Prefill fa4, MLA: outside their list. flashmla's dense kernel is Hopper's.
     Case("fa4-mla-flashmla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashmla", **STAGE), reasons=("flashmla", "arch SM100 is not in {SM90}"), remedy="--decode-backend trtllm_mla"),
     # The same backend in both phases.
@@ -133,7 +133,8 @@ REFUSED = [
     # On their list. Its pages are head-major, and staged pages are not.
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
-    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend fa3"),
+    Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", both(MX, "trtllm_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
+    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
     Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
     Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
@@ -146,13 +147,13 @@ REFUSED = [
     # H2: the base flag names one that can, the phases do not use it.
     Case("H2-pair-cannot", QWEN3_8B, "h200", pair(NV, "fa3", "fa3", attention_backend="triton"), reasons=("decode of mha in nvfp4", "fa3"), remedy="--decode-backend cuda"),
     # H3: nvfp4 with MLA passes their list, and nothing there reads it.
-    Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  format nvfp4 is not in {bf16, fp16, fp8_e4m3}",), remedy="--decode-backend triton"),
+    Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("format nvfp4 is not in {bf16}",), remedy="--attention-backend triton"),
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
     # H5: verify, page sizes, head_dim, windows and sinks, GPUs.
     Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {extend, prefill}"), remedy="--decode-backend", keywords={"verify": True}),
-    Case("H5-joint-page", QWEN3_8B, "b200", pair("bf16", "fa4", "trtllm_mha"), reasons=("one page size and one packing", "page must be in {128}", "page must be in {16, 32, 64}"), remedy="--decode-backend"),
+    Case("H5-joint-page", DEEPSEEK_V3, "h200", pair("bf16", "fa3", "flashmla"), reasons=("one page size and one packing", "page must be in {16, 32}", "page must be in {64}"), remedy="--decode-backend"),
     Case("H5-page-asked", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "flashmla", page_size=16), reasons=("page 16 is not in {64}",), remedy="--decode-backend fa3"),
-    Case("H5-page-asked-of-both", QWEN3_8B, "b200", both("bf16", "fa4", page_size=64), reasons=("page 64 is not in {128}",), remedy="--page-size 128"),
+    Case("H5-page-asked-of-both", QWEN3_8B, "b200", both("bf16", "fa4", page_size=128), reasons=("page 128 is not in {16, 32, 64}",), remedy="--page-size 16"),
     Case("H5-head-72", HEAD_72, "h200", both(NV, "triton"), reasons=("stream k", "16 values", "heads of 72", "formats that fit", "fp8_e4m3")),
     Case("H5-head-80-block-32", HEAD_80, "h200", both("mxfp4", "triton"), reasons=("stream k", "32 values", "formats that fit", "nvfp4"), remedy="--kv-format"),
     Case("H5-sinks", GPT_OSS, "h200", both(NV, "flashinfer"), reasons=("no sinks",), remedy="--attention-backend triton"),

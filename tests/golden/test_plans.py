@@ -191,12 +191,12 @@ def test_explanations_of_a_mixed_staged_plan() -> None:
     content = json.loads(json.dumps(as_dict(made, money)))
     assert content["groups"][1]["routes"]["prefill"]["stage_to"] == "bf16"
     assert content["bytes_per_token"] == 8 * (256 + 35 * 144)
-    assert content["budget"]["pool"] == content["budget"]["pages"] * 128 * content["bytes_per_token"]
+    assert content["budget"]["pool"] == content["budget"]["pages"] * 64 * content["bytes_per_token"]
     text = as_text(made, money)
     for part in (
         "full: layers 0 in fp8_e4m3",
         "fa4 (staged to bf16)",
-        "pages of 128 tokens",
+        "pages of 64 tokens",
         "3.48 x fewer",
         "note: ",
     ):

@@ -55,7 +55,7 @@ def lacks(info: BackendInfo) -> str | None:
 def _found(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a dotted name whose parent is missing
+    except Exception:  # a dotted name whose parent is missing, or breaks when it is imported
         return False
 
 

@@ -4,6 +4,10 @@ Three packages bring it: FlashAttention's own build (hopper/ of its source; the 
 sglang-kernel and vLLM ship. Left out: FP8, which wants the query in FP8 too and rounds weights to it, and is then
 further from the definition than twice plain torch. --allow-staging serves those caches, and 4-bit ones, in 16 bits.
 
+A page that holds a whole tile of keys may be fetched whole, rows beyond a request's end with it, and a NaN that lies
+there gets into the sum of values: pages in rows are no multiple of a tile (64 keys for MLA, 80 to 192 otherwise), and
+are read row by row.
+
 Attention sinks join by the log-sum-exp that the kernel returns, which is exact: not all packages take them, nor all
 numbers of heads. Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests
 without tokens are zeros, as the kernel leaves them.
@@ -118,8 +122,10 @@ def _bound(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
 
 
 HOPPER = {90}
-PAGES = {16, 32, 64, 128, 256}
-CITES = "flash-attention hopper/flash_api: one dtype for all; vLLM: pages of a multiple of 16; not measured here yet"
+PAGES, LATENT_PAGES = {16, 32, 64}, {16, 32}
+CITES = (
+    "flash-attention hopper/flash_api: one dtype for all; tile_size.h: tiles of keys; not measured here yet"
+)
 
 BACKEND = BackendInfo(
     name="fa3",
@@ -141,7 +147,7 @@ BACKEND = BackendInfo(
         ),
         *(
             row(
-                "mla", phase=ALL, format={fmt}, arch=HOPPER, page=PAGES, dtype={dtype}, prefer=25, held=HELD,
+                "mla", phase=ALL, format={fmt}, arch=HOPPER, page=LATENT_PAGES, dtype={dtype}, prefer=25, held=HELD,
                 cites="hopper/flash_api: q_v beside 64 rotary values, 16 bits; not measured here yet",
             )
             for fmt, dtype in PLAIN

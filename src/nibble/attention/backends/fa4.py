@@ -1,57 +1,97 @@
-"""fa4: FlashAttention 4 (CuTe DSL) on Hopper and Blackwell. It reads 16-bit caches only; all else is staged.
+"""fa4: FlashAttention 4 (CuTe DSL) on Hopper and Blackwell, over pages of 16-bit caches. All else is staged.
 
-MHA wants pages of 128. MLA addresses single tokens, which one head per token makes possible over any page
-size. Decoding on Hopper has no split-KV, so it slows down with the context.
+A kernel is compiled at its first use. A page that holds a whole tile of keys is fetched whole, rows beyond a request's
+end with it, and a NaN there gets into the sum of values, as the package says; so pages are smaller than a tile. MLA is
+for big Blackwell. Decoding has no split-KV unless it is asked for, so it slows down with the context.
 """
 
 from __future__ import annotations
 
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from typing import Any
 
-HOPPER, BLACKWELL = frozenset({90}), frozenset({100, 103})
-PROMPT, TOKEN = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({Phase.DECODE})
-CITES = "SGLang attention_backend.mdx: FA4 on SM90 and SM100; MHA page 128, MLA page 1; vLLM: no sinks"
+from torch import Tensor
+
+from nibble.attention.backends.vendor import (
+    PLAIN,
+    PROMPT,
+    RANK,
+    imported,
+    latents,
+    outdated,
+    row,
+    without_cuda,
+)
+from nibble.attention.capability import BackendInfo, Phase
+from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.cache.view import KVView
+from nibble.geometry import LATENT
+
+PACKAGE, DISTRIBUTION, OLDEST = "flash_attn.cute", "flash-attn-4", "4.0.0b36"
+INSTALL = f"pip install '{DISTRIBUTION}[cu13]>={OLDEST}'"
 
 
-def _mha(phase: frozenset[Phase], arch: frozenset[int], prefer: int) -> Row:
-    return Row(
-        phase=phase,
-        kind=frozenset({"mha"}),
-        format=frozenset({"bf16", "fp16"}),
-        packing=frozenset({"nhd"}),
-        arch=arch,
-        page=frozenset({128}),
-        dim=frozenset({64, 96, 128}),
-        dtype=frozenset({"bfloat16", "float16"}),
-        sinks=NEVER,
-        prefer=prefer,
-        cites=CITES,
-    )
+def trouble() -> str | None:
+    """What the package needs and this machine lacks. Its import takes seconds, and is left to the adapter."""
+    return outdated(DISTRIBUTION, OLDEST) or without_cuda()
 
+
+class FA4:
+    """The adapter."""
+
+    def __init__(self) -> None:
+        self._package = imported(PACKAGE, INSTALL)
+
+    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        options: dict[str, Any] = {
+            "cu_seqlens_q": segment.q_starts_B1,
+            "max_seqlen_q": max(segment.q_lens),
+            "max_seqlen_k": max(segment.kv_lens),
+            "seqused_k": segment.kv_lens_B,
+            "page_table": segment.pages_BN,
+            "softmax_scale": spec.scale,
+            "causal": True,
+            "window_size": (None, None) if spec.window is None else (spec.window - 1, 0),
+            "learnable_sink": spec.sinks_H,
+            "softcap": spec.softcap or 0.0,
+        }
+        if LATENT in view.streams:
+            data_PSGD = latents(view, "FA4").planes[0]
+            options |= {"q": q_THD[..., RANK:], "qv": q_THD[..., :RANK]}
+            options |= {"k": data_PSGD[..., RANK:], "v": data_PSGD[..., :RANK]}
+        else:
+            options |= {"q": q_THD, "k": view.streams["k"].planes[0], "v": view.streams["v"].planes[0]}
+        out_THD, *_ = self._package.flash_attn_varlen_func(**options)
+        return out_THD
+
+
+HOPPER, BLACKWELL = {90}, {100, 103}
+ONE = {Phase.DECODE}
+MHA = ((PROMPT, BLACKWELL, 36), (PROMPT, HOPPER, 35), (ONE, BLACKWELL, 25), (ONE, HOPPER, 15))
+CITES = "flash-attn-4 4.0.0b36 interface.py: one dtype for all, pages that are no whole tile; not measured here yet"
 
 BACKEND = BackendInfo(
     name="fa4",
     summary="FlashAttention 4 on Hopper and Blackwell, 16-bit caches",
-    packages=("flash_attn.cute",),
-    install="pip install flash-attn-4",
+    adapter=FA4,
+    packages=(PACKAGE,),
+    install=INSTALL,
+    versions=OLDEST,
+    trouble=trouble,
     rows=(
-        _mha(PROMPT, BLACKWELL, 60),
-        _mha(PROMPT, HOPPER, 45),
-        _mha(TOKEN, BLACKWELL, 35),
-        _mha(TOKEN, HOPPER, 15),
-        Row(
-            phase=PROMPT,
-            kind=frozenset({"mla"}),
-            format=frozenset({"bf16", "fp16"}),
-            packing=frozenset({"nhd"}),
-            arch=BLACKWELL,
-            dim=frozenset({576}),
-            dtype=frozenset({"bfloat16", "float16"}),
-            window=NEVER,
-            softcap=NEVER,
-            sinks=NEVER,
-            prefer=50,
-            cites=CITES,
+        *(
+            row(
+                "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=arch, page={16, 32, 64}, dim={64, 96, 128},
+                dtype={dtype}, prefer=prefer, cites=CITES,
+            )
+            for phase, arch, prefer in MHA
+            for fmt, dtype in PLAIN
+        ),
+        *(
+            row(
+                "mla", phase=PROMPT, format={fmt}, arch=BLACKWELL, page={16, 32}, group={1, 2, 4, 8, 16, 32, 64, 128},
+                dtype={dtype}, prefer=18, cites=CITES,
+            )
+            for fmt, dtype in PLAIN
         ),
     ),
-)
+)  # fmt: skip

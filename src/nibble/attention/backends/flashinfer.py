@@ -50,7 +50,7 @@ from nibble.cache.view import KVView, StreamView
 from nibble.geometry import LATENT
 
 PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
-OLDEST = (0, 7, 2)
+OLDEST = "0.7.2"
 INSTALL = "pip install 'flashinfer-python>=0.7.2', beside nvcc (the CUDA toolkit) or a flashinfer-jit-cache to match"
 VERSIONS = "0.7.2"
 WORKSPACE = 512 << 20

@@ -30,7 +30,7 @@ from nibble.attention.backends.flashinfer import (
     package,
     trouble,
 )
-from nibble.attention.backends.vendor import ALL, HALVES, PLAIN, TOKEN, Scales, capability, row
+from nibble.attention.backends.vendor import ALL, HALVES, PLAIN, TOKEN, Scales, capability, row, some_tokens
 from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
@@ -132,7 +132,7 @@ def _lens(segment: Segment, device: torch.device, *, masked: bool) -> _Lens:
     if (
         segment.phase is Phase.DECODE
     ):  # which may be recorded in a CUDA graph: lengths are known to the device alone
-        return _Lens(pages_BN, lens_B.clamp(min=1), (lens_B == 0)[:, None, None])
+        return _Lens(pages_BN, *some_tokens(lens_B))
     if segment.phase is Phase.VERIFY:
         return _Lens(pages_BN, lens_B, mask_TW=_causal(segment.q_lens).to(device) if masked else None)
     starts_B1 = torch.nn.functional.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,29 +1,92 @@
-"""trtllm_mla: TensorRT-LLM's MLA kernels through FlashInfer, for big Blackwell. They read no block scale."""
+"""trtllm_mla: TensorRT-LLM's MLA kernels by way of FlashInfer, for big Blackwell. One new token to a request, or a few.
+
+Lengths and page tables are read on the device, so a CUDA graph may hold a decode step. What is left out of the rows:
+
+- FP8: the kernels want the query in it too, and are then further from the definition than twice plain torch. FP16: what
+  they write is BF16. Both, and 4 bits, by --allow-staging.
+- Prompts: FlashInfer's tests are of a few tokens to a request.
+- From 65 to 127 heads, which FlashInfer refuses.
+"""
 
 from __future__ import annotations
 
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
+from nibble.attention.backends.vendor import RANK, ROPE, TOKEN, latents, row, some_tokens
+from nibble.attention.capability import BackendInfo, Phase
+from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.cache.view import KVView
+
+WORKSPACE = 256 << 20
+UNUSED = 128
+"""The width of a head before absorption, which nothing here has, and only checks of other kernels read."""
+
+
+class TrtllmMla:
+    """The adapter. Its workspace serves one step at a time, and nobody else: kernels keep counters in it."""
+
+    def __init__(self) -> None:
+        self._mla = package(f"{PACKAGE}.mla")
+        self._workspace: Tensor | None = None
+        self._known: WeakKeyDictionary[Segment, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+        latent = latents(view, "trtllm-gen")
+        if segment not in self._known:
+            self._known[segment] = some_tokens(segment.kv_lens_B)
+        lens_B, padding_B11 = self._known[segment]
+        most = max(segment.q_lens)
+        options: dict[str, Any] = {}
+        if min(segment.q_lens) == most:
+            query = q_THD.unflatten(0, (-1, most))
+        else:
+            query, options = q_THD, {"cum_seq_lens_q": segment.q_starts_B1, "max_q_len": most}
+        out: Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
+            query=query.contiguous(),
+            kv_cache=latent.planes[0][:, :, 0],
+            workspace_buffer=self._scratch(q_THD),
+            qk_nope_head_dim=UNUSED,
+            kv_lora_rank=RANK,
+            qk_rope_head_dim=ROPE,
+            block_tables=segment.pages_BN.contiguous(),
+            seq_lens=lens_B,
+            max_seq_len=max(segment.kv_lens),
+            bmm1_scale=spec.scale,
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+            **options,
+        )
+        out_THD = out.view(*q_THD.shape[:2], RANK)
+        # only a step of one token each may have padding
+        return out_THD.masked_fill_(padding_B11, 0.0) if segment.phase is Phase.DECODE else out_THD
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        if self._workspace is None:  # of zeros, which the counters begin with
+            self._workspace = torch.zeros(
+                WORKSPACE if like.is_cuda else 1, dtype=torch.uint8, device=like.device
+            )
+        return self._workspace
+
 
 BACKEND = BackendInfo(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell",
-    packages=("flashinfer",),
-    install="pip install flashinfer-python",
+    adapter=TrtllmMla,
+    packages=(PACKAGE,),
+    install=INSTALL,
+    versions=VERSIONS,
+    trouble=trouble,
+    graphs=True,
     rows=(
-        Row(
-            phase=frozenset(Phase),
-            kind=frozenset({"mla"}),
-            format=frozenset({"bf16", "fp16", "fp8_e4m3"}),
-            packing=frozenset({"nhd"}),
-            arch=frozenset({100, 103}),
-            page=frozenset({32, 64}),
-            dim=frozenset({576}),
-            dtype=frozenset({"bfloat16", "float16"}),
-            window=NEVER,
-            softcap=NEVER,
-            sinks=NEVER,
-            prefer=60,
-            cites="vLLM attention_backends.md: FLASHINFER_MLA, pages 32, 64; FlashInfer 4644: no FP4 scales",
+        row(
+            "mla", phase=TOKEN, format={"bf16"}, arch={100, 103}, page={32, 64}, group={*range(1, 65), 128},
+            dtype={"bfloat16"}, prefer=60, held=WORKSPACE,
+            cites="flashinfer/mla/_core.py: trtllm-gen, pages of 32 and 64, to 64 heads or 128; FlashInfer 4644",
         ),
     ),
-)
+)  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from nibble.attention.capability import NEVER, Phase, Row
@@ -98,21 +99,15 @@ def without_cuda() -> str | None:
     return None
 
 
-def outdated(distribution: str, oldest: tuple[int, ...]) -> str | None:
+def outdated(distribution: str, oldest: str) -> str | None:
     """What is lacking where a distribution is older. A copy that nobody installed is taken as it is."""
     try:
         found = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-    if _numbers(found) >= oldest:
+    if Version(found) >= Version(oldest):
         return None
-    return f"{distribution} {'.'.join(map(str, oldest))} or later, and {found} is installed"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`0.7.2.post1` -> 0, 7, 2."""
-    parts = version.split("+", maxsplit=1)[0].split(".")[:3]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+    return f"{distribution} {oldest} or later, and {found} is installed"
 
 
 LATENT_FACTS: dict[str, Iterable[Any]] = {
@@ -139,6 +134,12 @@ def latents(view: KVView, package: str) -> StreamView:
             "--attention-backend triton reads them"
         )
     return found
+
+
+def some_tokens(lens_B: Tensor) -> tuple[Tensor, Tensor]:
+    """For kernels of which nobody says what they do for a request of 0 tokens, which is padding: lengths of at least 1,
+    and whose rows are to be zeros, bool [B, 1, 1]."""
+    return lens_B.clamp(min=1), (lens_B == 0)[:, None, None]
 
 
 def capability(x: Tensor) -> int:
