@@ -8,6 +8,7 @@ tensor where a CUDA graph may be recorded: one token to a request.
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -316,8 +317,26 @@ def _fa3(calls: Calls, kind: str) -> dict[str, dict[str, Any]]:
     return {"flash_attn_interface": content, "flash_attn_config": {"CONFIG": {"build_flags": flags}}}
 
 
+PACKAGES = frozenset({"flash_mla", "flash_attn", "flash_attn_interface", "sgl_kernel", "vllm"})
+
+
+def _hide(patch: pytest.MonkeyPatch) -> None:
+    """As if none of the packages were here, where some are."""
+    real = importlib.util.find_spec
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in PACKAGES and not hasattr(module, "stand_in"):
+            patch.delitem(sys.modules, name)
+
+    def find(name: str, package: str | None = None) -> Any:
+        top = name.partition(".")[0]
+        return None if top in PACKAGES and top not in sys.modules else real(name, package)
+
+    patch.setattr(importlib.util, "find_spec", find)
+
+
 def install(patch: pytest.MonkeyPatch, backend: str, kind: str, calls: Calls | None = None) -> Calls:
-    """Puts a stand-in where a package would be, parents included."""
+    """Puts a stand-in where a package would be, parents included, and hides the packages themselves."""
+    _hide(patch)
     calls = calls or Calls()
     modules = _flash_mla(calls, kind) if backend == "flashmla" else _fa3(calls, kind)
     if backend == "fa4":
@@ -329,6 +348,7 @@ def install(patch: pytest.MonkeyPatch, backend: str, kind: str, calls: Calls | N
             module = ModuleType(path)
             module.__spec__ = importlib.machinery.ModuleSpec(path, None)
             module.__path__ = []
+            vars(module)["stand_in"] = True
             patch.setitem(sys.modules, path, module)
         vars(module).update(content)
     return calls

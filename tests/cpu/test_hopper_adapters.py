@@ -7,9 +7,12 @@ tests/conformance`.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,7 +283,7 @@ def test_what_is_lacking_is_named_with_its_cure(
 
 def test_a_package_that_breaks_when_imported_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     vendor_hopper.install(monkeypatch, "flashmla", "sgl")
-    monkeypatch.setitem(vendor_hopper.sys.modules, "flash_mla.flash_mla_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", None)
     asked = Config(model="m", kv_format="bf16", decode_backend="flashmla")
     made = resolve(asked, DEEPSEEK_V3, named("h200"), backends.present())
     reason = "flashmla cannot run here: it needs a package that does, and flash_mla.flash_mla_interface cannot be imported"
@@ -294,6 +297,27 @@ def test_another_package_is_tried_where_one_will_not_do(monkeypatch: pytest.Monk
     case, route = find("flashmla", phase=Phase.DECODE, shape=MLA)
     rows.check(case, route, rows.BATCHES[Phase.DECODE][0])
     assert calls.ran
+
+
+def test_of_an_engine_only_the_kernels_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "vllm" / "vllm_flash_attn"
+    folder.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('an engine starts')")
+    (folder / "__init__.py").write_text("")
+    (folder / "flash_attn_interface.py").write_text(
+        "FA3_AVAILABLE = True\ndef flash_attn_varlen_func(): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("vllm", "vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert lacks(backends.get("fa3")) is None
+    assert fa3.OFFER.load().__file__ == str(folder / "flash_attn_interface.py")
+    assert "vllm" not in sys.modules
+    with pytest.raises(RuntimeError, match="an engine starts"):
+        importlib.import_module("vllm")
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def test_without_a_gpu_build_of_torch_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ OFFER = Offer(
     modules=(OWN, "sgl_kernel.flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"),
     install="pip install sglang-kernel, or vllm, or build hopper/ of Dao-AILab/flash-attention from source",
     fault=_fault,
+    aside=frozenset({"vllm"}),
 )
 
 

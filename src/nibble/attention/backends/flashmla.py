@@ -60,6 +60,7 @@ OFFER = Offer(
     ),
     install="pip install sgl-flash-mla",
     fault=_fault,
+    aside=frozenset({"vllm"}),
 )
 
 

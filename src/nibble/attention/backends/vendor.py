@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
@@ -39,12 +41,13 @@ WIDTH = RANK + ROPE
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Kernels that several packages bring. modules: where they are, best first. install: for people. fault: what the
-    version at hand of a module lacks, if anything.
+    version at hand of a module lacks, if anything. aside: packages of which only that module is imported.
     """
 
     modules: tuple[str, ...]
     install: str
     fault: Callable[[ModuleType], str | None]
+    aside: frozenset[str] = frozenset()
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -68,10 +71,12 @@ class Offer:
     def _search(self) -> tuple[ModuleType | None, list[str]]:
         faults = []
         for name in self.modules:
-            if importlib.util.find_spec(name.partition(".")[0]) is None:
+            package = name.partition(".")[0]
+            if importlib.util.find_spec(package) is None:
                 continue
             try:
-                module = imported(name, self.install)
+                with _aside(package) if package in self.aside else nullcontext():
+                    module = imported(name, self.install)
             except BackendError as error:
                 faults.append(str(error).removesuffix(f": {self.install}"))
                 continue
@@ -80,6 +85,24 @@ class Offer:
                 return module, []
             faults.append(f"{name} {fault}")
         return None, faults or [f"none of {', '.join(self.packages)} is here"]
+
+
+@contextmanager
+def _aside(package: str) -> Iterator[None]:
+    """Within, modules of a package can be imported and its own `__init__` does not run: an engine's changes how torch
+    compiles, and the environment, which is no business of somebody who wants a kernel. Afterwards the package is as if
+    nobody had imported it.
+    """
+    spec = importlib.util.find_spec(package)
+    if package in sys.modules or spec is None or spec.submodule_search_locations is None:
+        yield
+        return
+    hollow = importlib.util.module_from_spec(spec)
+    sys.modules[package] = hollow
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def imported(name: str, install: str) -> ModuleType:
