@@ -1,11 +1,11 @@
 """MLA decode with absorbed projections: Nibble's kernel against FlashInfer's fa3, over the same pages of latents.
 
-    python benchmarks/mla_decode.py [--heads 16,64,128] [--shapes 64x8K] [--formats bf16,nvfp4_ds_mla] [--no-peers]
-        [--tiny] [--out FOLDER] [--report]
+    python benchmarks/mla_decode.py [--heads 16,64,128] [--shapes 64x8K] [--formats bf16,nvfp4_ds_mla]
+        [--backends flashmla] [--no-peers] [--tiny] [--out FOLDER] [--report]
 
 Latents of 512 values and 64 rotary ones, pages of 64 tokens in random order. Nibble's side is kernels/mla.py, as a
-backend calls it; FlashInfer (optional) reads the bf16 pages in place, and its host planning is not timed. Each time is
-the median replay of a CUDA graph of several calls, divided by their number; the calls go round several layers where one
+backend calls it, and the adapters of --backends; FlashInfer (optional) reads the bf16 pages in place, and its host
+planning is not timed. Each time is the median replay of a CUDA graph of several calls, divided by their number; the calls go round several layers where one
 would fit into the L2 cache. Gate: outputs of the last replay, poisoned before, against float64 over the dequantised
 latents, at most twice the error of torch in bfloat16.
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import gpu
+import latents as made_up
 import paged
 import peers
 import torch
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.attention.capability import Phase
-from nibble.attention.metadata import Segment
+from nibble.attention.layer import Attend
+from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.geometry import LATENT, Stream
 from nibble.kernels import mla
 from nibble.kernels.gather import Paged
@@ -93,6 +95,11 @@ def own(segment: Segment) -> Attention:
     return lambda q_THD, latents: mla.attend(q_THD, latents, ROPE, segment, SCALE)
 
 
+def through(adapter: Attend, segment: Segment) -> Attention:
+    spec = AttentionSpec(SCALE)
+    return lambda q_THD, latents: adapter.attend(q_THD, made_up.view(latents, STREAM, "nhd"), segment, spec)
+
+
 def flashinfer(segment: Segment, heads: int) -> Attention:
     """FlashInfer's planned wrapper over the same pages, its two halves views of them."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
@@ -154,7 +161,9 @@ def error_of(q_THD: Tensor, out_THD: Tensor, latents: Paged, segment: Segment, r
     return paged.Error(relative(out_THD[row]), relative(same))
 
 
-def cells(fmt: str, shape: str, heads: Sequence[int], with_peers: bool) -> Iterator[Cell]:
+def cells(
+    fmt: str, shape: str, heads: Sequence[int], names: Sequence[str], with_peers: bool
+) -> Iterator[Cell]:
     """Every kernel over one format's latents."""
     segment = segment_of(paged.requests(shape))
     count = int(segment.pages_BN.max()) + 1
@@ -163,6 +172,8 @@ def cells(fmt: str, shape: str, heads: Sequence[int], with_peers: bool) -> Itera
     layers = [pages_of(fmt, count) for _ in range(many)]
     for each in heads:
         yield measure(OWN, shape, segment, layers, each, own(segment))
+        for name, adapter in made_up.adapters(names, "mla", layers[0], "nhd", each):
+            yield measure(name, shape, segment, layers, each, through(adapter, segment))
         if with_peers and fmt == "bf16":
             yield measure(FA3, shape, segment, layers, each, flashinfer(segment, each))
 
@@ -201,7 +212,7 @@ def main() -> None:
     heads = [int(each) for each in (TINY_HEADS if options.tiny else options.heads).split(",")]
     for shape in (TINY_SHAPES if options.tiny else options.shapes).split(","):
         for fmt in options.formats.split(","):
-            for cell in cells(fmt, shape, heads, with_peers):
+            for cell in cells(fmt, shape, heads, options.backends.split(","), with_peers):
                 found.append(cell)
                 print(f"{cell.kernel} {cell.format} {cell.heads} heads {shape}: {cell.text(copy)}, "
                       f"error {cell.error:.1e} (torch {cell.plain:.1e})", flush=True)  # fmt: skip
@@ -217,6 +228,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--heads", default=HEADS)
     parser.add_argument("--shapes", default=SHAPES, help="requests x stored tokens, as 64x8K,1x128K+31x4K")
+    gpu.add_backends_option(parser, "")
     gpu.add_common_options(parser, FORMATS)
     return parser
 

@@ -1,12 +1,12 @@
 """Sparse MLA decode over chosen tokens, with absorbed projections: Nibble's kernel over the pages of a pool.
 
     python benchmarks/sparse_decode.py [--heads 16,64,128] [--batches 8,64,128] [--formats bf16,fp8_ds_mla]
-        [--top-k 2048] [--packings nhd,record] [--pool 4096K] [--tiny] [--out FOLDER] [--report]
+        [--top-k 2048] [--packings nhd,record] [--pool 4096K] [--backends flashmla] [--tiny] [--out FOLDER] [--report]
 
 Latents of 512 values and 64 rotary ones, pages of 64 tokens. One query token a request, each with top-k slots of its
-own, random ones of the whole pool. Nibble's side is kernels/sparse.py, as a backend calls it. Each time is the median
-replay of a CUDA graph of several calls, divided by their number; the calls go round several lists, which do not all fit
-into the L2 cache. Gate: outputs of the last replay, poisoned before, against float64 over the dequantised latents, at
+own, random ones of the whole pool. Nibble's side is kernels/sparse.py, as a backend calls it, and the adapters of
+--backends. Each time is the median replay of a CUDA graph of several calls, divided by their number; the calls go round
+several lists, which do not all fit into the L2 cache. Gate: outputs of the last replay, poisoned before, against float64 over the dequantised latents, at
 most twice the error of torch in bfloat16.
 
 TFLOP/s counts 2 x heads x (576 + 512) operations a chosen token; TB/s its bytes, once, however many heads there are.
@@ -15,16 +15,20 @@ TFLOP/s counts 2 x heads x (576 + 512) operations a chosen token; TB/s its bytes
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import gpu
+import latents
 import paged
 import torch
 from report import Aim, aims_table, markdown
 from torch import Tensor
 
 from nibble import formats
+from nibble.attention.capability import Phase
+from nibble.attention.layer import Attend
+from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.formats.base import raw
 from nibble.geometry import LATENT, Stream
 from nibble.kernels import sparse
@@ -39,14 +43,17 @@ TINY_HEADS, TINY_BATCHES, TINY_TOP_K, TINY_POOL = "16", "2", "40", "1K"
 GLOBAL_SCALE = 0.02
 CHUNK = 1024
 """Pages that are made up at a time."""
+OWN = "Nibble"
 MOST_BYTES = 48 << 30
 """Of a pool; a format in which it is larger gets fewer pages."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. bytes: what must be read, but for what several requests chose; error, plain: paged.Error."""
+    """One measurement. kernel: OWN, or a backend's name. bytes: what must be read, but for what several requests chose;
+    error, plain: paged.Error."""
 
+    kernel: str
     format: str
     packing: str
     batch: int
@@ -102,8 +109,27 @@ def chosen(pool: Paged, batch: int, top_k: int) -> Tensor:
     return found.sort(1).values
 
 
-def measure(pool: Paged, packing: str, batch: int, heads: int, top_k: int) -> Cell:
-    """Times the kernel and checks what it wrote."""
+Attention = Callable[[Tensor, Tensor], Tensor]
+
+
+def own(pool: Paged) -> Attention:
+    return lambda q_THD, slots_TK: sparse.attend(q_THD, pool, ROPE, slots_TK, SCALE)
+
+
+def through(adapter: Attend, pool: Paged, packing: str, batch: int) -> Attention:
+    """An adapter over the pool. Slots say where tokens lie, so that requests have no pages here."""
+    view = latents.view(pool, STREAM, packing)
+    pages_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
+    segment = Segment.of(Phase.DECODE, 0, [1] * batch, [1] * batch, pages_BN)
+    return lambda q_THD, slots_TK: adapter.attend(
+        q_THD, view, segment, AttentionSpec(SCALE, slots_TK=slots_TK)
+    )
+
+
+def measure(
+    name: str, attention: Attention, pool: Paged, packing: str, batch: int, heads: int, top_k: int
+) -> Cell:
+    """Times a kernel and checks what it wrote."""
     read = batch * top_k * pool.format.bytes_per_token(STREAM)
     many = min(max(-(-gpu.L2_TIMES * gpu.l2_bytes() // read), 2), gpu.CALLS)
     calls = max(gpu.calls_for(read), many)
@@ -112,16 +138,17 @@ def measure(pool: Paged, packing: str, batch: int, heads: int, top_k: int) -> Ce
     queries = [torch.randn(shape_THD, dtype=paged.dtype(), device=gpu.device()) for _ in lists]
 
     def step() -> list[Tensor]:
-        return [sparse.attend(queries[i % many], pool, ROPE, lists[i % many], SCALE) for i in range(calls)]
+        return [attention(queries[i % many], lists[i % many]) for i in range(calls)]
 
     took = gpu.timed(step, calls)
     last = (calls - 1) % many
     rows = sorted({0, batch - 1})
     errors = [error_of(queries[last], took.outputs[-1], pool, lists[last], row) for row in rows]
     for found in errors:
-        found.gate(f"{pool.format.name}, {packing}, {batch} x {heads} heads")
+        found.gate(f"{name}, {pool.format.name}, {packing}, {batch} x {heads} heads")
     error = paged.biggest(errors)
     return Cell(
+        name,
         pool.format.name,
         packing,
         batch,
@@ -152,12 +179,16 @@ def cells(fmt: str, packing: str, options: argparse.Namespace) -> Iterator[Cell]
     pool = pool_of(fmt, packing, paged.tokens(options.pool) // PAGE)
     for batch in map(int, options.batches.split(",")):
         for heads in map(int, options.heads.split(",")):
-            yield measure(pool, packing, batch, heads, options.top_k)
+            yield measure(OWN, own(pool), pool, packing, batch, heads, options.top_k)
+            for name, adapter in latents.adapters(options.backends.split(","), "dsa", pool, packing, heads):
+                attention = through(adapter, pool, packing, batch)
+                yield measure(name, attention, pool, packing, batch, heads, options.top_k)
 
 
 def find(found: Sequence[Cell], fmt: str, batch: int, heads: int) -> float | None:
     """The slowest packing's TFLOP/s."""
-    cases = [c.tflops for c in found if (c.format, c.batch, c.heads) == (fmt, batch, heads) and c.captured]
+    same = [c for c in found if (c.kernel, c.format, c.batch, c.heads) == (OWN, fmt, batch, heads)]
+    cases = [c.tflops for c in same if c.captured]
     return min(cases, default=None)
 
 
@@ -173,10 +204,13 @@ def table(found: Sequence[Cell], copy: float) -> str:
     """Formats down, shapes across."""
     columns = list(dict.fromkeys((cell.batch, cell.heads) for cell in found))
     rows = []
-    for fmt, packing in dict.fromkeys((cell.format, cell.packing) for cell in found):
-        line = {(c.batch, c.heads): c for c in found if (c.format, c.packing) == (fmt, packing)}
-        rows.append((fmt, packing, *(line[key].text(copy) if key in line else "" for key in columns)))
-    return markdown(("latents", "packing", *(f"{batch} x {heads} heads" for batch, heads in columns)), rows)
+    for kernel, fmt, packing in dict.fromkeys((cell.kernel, cell.format, cell.packing) for cell in found):
+        same = [c for c in found if (c.kernel, c.format, c.packing) == (kernel, fmt, packing)]
+        line = {(c.batch, c.heads): c for c in same}
+        rows.append((kernel, fmt, packing, *(line[key].text(copy) if key in line else "" for key in columns)))
+    return markdown(
+        ("kernel", "latents", "packing", *(f"{batch} x {heads} heads" for batch, heads in columns)), rows
+    )
 
 
 def main() -> None:
@@ -189,7 +223,7 @@ def main() -> None:
         for packing in options.packings.split(","):
             for cell in cells(fmt, packing, options):
                 found.append(cell)
-                print(f"{fmt} {packing} {cell.batch} x {cell.heads} heads: {cell.text(copy)}, "
+                print(f"{cell.kernel} {fmt} {packing} {cell.batch} x {cell.heads} heads: {cell.text(copy)}, "
                       f"error {cell.error:.1e} (torch {cell.plain:.1e})", flush=True)  # fmt: skip
     texts = [f"Copy bandwidth {copy:.2f} TB/s.", table(found, copy), aims_table(aims(found))]
     figures = {"copy_tbps": copy, "cells": [*map(asdict, found)]}
@@ -209,6 +243,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tiny", action="store_true", help="a few tokens, to try the benchmark itself on a CPU"
     )
+    gpu.add_backends_option(parser, "")
     gpu.add_output_options(parser)
     return parser
 
