@@ -192,8 +192,8 @@ def _flash_mla(calls: Calls, kind: str) -> dict[str, dict[str, Any]]:
 
 # FlashAttention 3 and 4
 
-TILES = {64: 128, 96: 144, 128: 128, 192: 96, 256: 80}
-"""Keys of a tile, by the width of a head; 64 where values are latents."""
+TILES = {64: (128, 192), 96: (128, 144), 128: (128, 176), 192: (96, 112, 128), 256: (64, 80)}
+"""Keys of a tile, by the width of a head, of all kernels; 64 where values are latents."""
 
 
 class _FA3:
@@ -237,8 +237,8 @@ class _FA3:
         q_lens = [1] * count if max_seqlen_q == 1 else cu_seqlens_q.diff().tolist()
         assert sum(q_lens) == len(q) and max(q_lens) == max_seqlen_q
         longest, row = page_table.shape[1] * k_cache.shape[1], 0
-        tile = 64 if width == 512 else TILES[dim]
-        whole = k_cache.shape[1] % tile == 0 and window_size == (-1, -1)
+        tiles = (64,) if width == 512 else TILES[dim]
+        whole = any(k_cache.shape[1] % tile == 0 for tile in tiles)
         out, lse = q.new_empty(*q.shape[:2], width), torch.empty(q.shape[1], len(q))
         for i, n in enumerate(q_lens):
             seen = (

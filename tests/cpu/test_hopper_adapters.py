@@ -286,7 +286,7 @@ def test_a_package_that_breaks_when_imported_is_a_reason_of_the_plan(monkeypatch
     monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", None)
     asked = Config(model="m", kv_format="bf16", decode_backend="flashmla")
     made = resolve(asked, DEEPSEEK_V3, named("h200"), backends.present())
-    reason = "flashmla cannot run here: it needs a package that does, and flash_mla.flash_mla_interface cannot be imported"
+    reason = "flashmla cannot run here: it needs kernels that work here, and flash_mla.flash_mla_interface cannot be imported"
     assert any(note.startswith(reason) and "pip install sgl-flash-mla" in note for note in made.notes)
 
 

@@ -5,8 +5,8 @@ sglang-kernel and vLLM ship. Left out: FP8, which wants the query in FP8 too and
 further from the definition than twice plain torch. --allow-staging serves those caches, and 4-bit ones, in 16 bits.
 
 A page that holds a whole tile of keys may be fetched whole, rows beyond a request's end with it, and a NaN that lies
-there gets into the sum of values: pages in rows are no multiple of a tile (64 keys for MLA, 80 to 192 otherwise), and
-are read row by row.
+there gets into the sum of values. Pages in rows are no multiple of a tile, and so are read row by row; a tile is of 64
+keys for MLA and for windows over heads of 256 values, and of 80 to 192 otherwise.
 
 Attention sinks join by the log-sum-exp that the kernel returns, which is exact: not all packages take them, nor all
 numbers of heads. Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests
@@ -123,10 +123,10 @@ def _bound(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
 
 
 HOPPER = {90}
-PAGES, LATENT_PAGES = {16, 32, 64}, {16, 32}
-CITES = (
-    "flash-attention hopper/flash_api: one dtype for all; tile_size.h: tiles of keys; not measured here yet"
-)
+CITES = "flash-attention hopper: one dtype for all (flash_api), pages that are no tile (tile_size.h); not measured yet"
+SMALL, MORE = {16, 32}, {16, 32, 64}
+HEADS = (({64, 96, 128, 192}, MORE), ({256}, SMALL))
+"""Widths of heads, and the pages that none of their kernels fetches whole."""
 
 BACKEND = BackendInfo(
     name="fa3",
@@ -140,15 +140,16 @@ BACKEND = BackendInfo(
     rows=(
         *(
             row(
-                "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=HOPPER, page=PAGES, dim={64, 96, 128, 192, 256},
-                dtype={dtype}, prefer=prefer, held=HELD, cites=CITES,
+                "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=HOPPER, page=pages, dim=dims, dtype={dtype},
+                prefer=prefer, held=HELD, cites=CITES,
             )
             for phase, prefer in ((PROMPT, 36), (TOKEN, 30))
+            for dims, pages in HEADS
             for fmt, dtype in PLAIN
         ),
         *(
             row(
-                "mla", phase=ALL, format={fmt}, arch=HOPPER, page=LATENT_PAGES, dtype={dtype}, prefer=25, held=HELD,
+                "mla", phase=ALL, format={fmt}, arch=HOPPER, page=SMALL, dtype={dtype}, prefer=25, held=HELD,
                 cites="hopper/flash_api: q_v beside 64 rotary values, 16 bits; not measured here yet",
             )
             for fmt, dtype in PLAIN

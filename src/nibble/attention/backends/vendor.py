@@ -59,7 +59,7 @@ class Offer:
         if lack:
             return lack
         found, faults = self._search()
-        return None if found else f"a package that does, and {'; '.join(faults)}"
+        return None if found else f"kernels that work here, and {'; '.join(faults)}"
 
     def load(self) -> ModuleType:
         """The first module that does, or a BackendError."""
