@@ -118,28 +118,28 @@ ACCEPTED = [
 
 REFUSED = [
     # Prefill fa4, MHA: outside their list. trtllm_mha has no block-16 rows, and wants another page size besides.
-    Case("fa4-mha-trtllm_mha", QWEN3_8B, "b200", pair(MX, "fa4", "trtllm_mha"), reasons=("trtllm_mha  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
-    Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
-    Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16, fp16}", "--allow-staging"), remedy="--decode-backend triton"),
-    Case("fa4-mha-fa3", QWEN3_8B, "b200", pair(MX, "fa4", "fa3"), reasons=("arch SM100 is not in {SM90}",), remedy="--decode-backend triton"),
+    Case("fa4-mha-trtllm_mha", QWEN3_8B, "b200", pair(MX, "fa4", "trtllm_mha"), reasons=("trtllm_mha  format fp4_mx16 is not in",), remedy="--decode-backend cuda"),
+    Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend cuda"),
+    Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16, fp16}", "--allow-staging"), remedy="--decode-backend cuda"),
+    Case("fa4-mha-fa3", QWEN3_8B, "b200", pair(MX, "fa4", "fa3"), reasons=("arch SM100 is not in {SM90}",), remedy="--decode-backend cuda"),
     # On their list, but every step would dequantise the cache.
-    Case("fa4-mha-torch_native-unasked", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa"), reasons=("it could read pages staged to bf16, with --allow-staging",), remedy="--decode-backend triton"),
+    Case("fa4-mha-torch_native-unasked", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa"), reasons=("it could read pages staged to bf16, with --allow-staging",), remedy="--decode-backend cuda"),
     Case("fa4-mla-cutlass_mla-unasked", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla"), reasons=("cutlass_mla  format fp4_mx16 is not in {bf16, fp16, fp8_e4m3}", "--allow-staging"), remedy="--decode-backend triton"),
     # Prefill fa4, MLA: outside their list. flashmla's dense kernel is Hopper's.
-    Case("fa4-mla-flashmla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashmla", **STAGE), reasons=("flashmla", "arch SM100 is not in {SM90}"), remedy="--decode-backend trtllm_mla"),
+    Case("fa4-mla-flashmla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashmla", **STAGE), reasons=("flashmla", "arch SM100 is not in {SM90}"), remedy="--decode-backend triton"),
     # The same backend in both phases.
-    Case("same-mha-flashinfer", QWEN3_8B, "b200", both(MX, "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
+    Case("same-mha-flashinfer", QWEN3_8B, "b200", both(MX, "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in",), remedy="--decode-backend cuda"),
     Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend cuda"),
     # On their list. Its pages are head-major, and staged pages are not.
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
-    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend fa3"),
+    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend triton"),
     Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16, fp16}",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
     Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
     # On their list, and recommended. trtllm-gen wants V's scales interleaved, which our pools do not store.
     Case("same-mha-trtllm_mha-nvfp4", QWEN3_8B, "b200", both(NV, "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--attention-backend triton"),
-    Case("H1-recommended-sm100", QWEN3_8B, "b200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--decode-backend triton"),
+    Case("H1-recommended-sm100", QWEN3_8B, "b200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--decode-backend cuda"),
     # H1: mixed pairs.
     Case("H1-mixed-kind", QWEN3_8B, "h200", pair(NV, "triton", "flashmla"), reasons=("kind mha is not in",), remedy="--decode-backend cuda"),
     Case("H1-mixed-gpu", QWEN3_8B, "b200", pair(NV, "fa3", "triton"), reasons=("arch SM100 is not in {SM90}",), remedy="--prefill-backend"),

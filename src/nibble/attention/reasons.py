@@ -115,6 +115,8 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
 def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if request.config.backend_for(route.phase.decodes) == "auto" and route.phase in ROUTED:
         yield f"{route.backend}, the most preferred of those that serve it ({route.row.cites})"
+    if route.row.prefer < 0 and not request.hardware.is_cpu:
+        yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
         yield f"{route.backend} does not read it in this packing, so pages are staged to {route.stage_to}"
 

@@ -18,7 +18,7 @@ from nibble.attention import needs, options, reasons, remedy, tiering
 from nibble.attention.backends import all_backends, lacks
 from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.needs import Part, UnstorableError
-from nibble.attention.options import ROUTED, Ask, Option, Options, Request
+from nibble.attention.options import ROUTED, WEIGHTS, Ask, Option, Options, Request
 from nibble.attention.plan import GroupPlan, Plan, Route
 from nibble.attention.reasons import UnservedError
 from nibble.cache import packing as packings
@@ -27,8 +27,6 @@ from nibble.errors import ConfigError, Unsupported
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
 
-WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
-"""How much a phase's preference counts when one page size must suit all."""
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
 """Page sizes by preference where rows leave the choice: kernels like 64 tokens, prefixes like small pages."""
