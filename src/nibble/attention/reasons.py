@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from nibble.attention import price
 from nibble.attention.capability import BackendInfo, Need, Phase, listed
 from nibble.attention.needs import Part
 from nibble.attention.options import ROUTED, Options, Request
@@ -27,7 +28,7 @@ def refusal(request: Request, part: Part, phase: Phase) -> Unsupported:
     """Nobody serves `part` in `phase`: the nearest row's reasons of each backend that was considered."""
     need = request.need(part, phase)
     considered = request.considered(phase)
-    refusals = {name: tuple(_reasons(request, info, need)) for name, info in considered.items()}
+    refusals = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
     if request.config.backend_for(phase.decodes) == "auto":
         others = (info for name, info in request.backends.items() if name not in considered)
         would_serve = {
@@ -42,7 +43,7 @@ def _absent(info: BackendInfo) -> str:
     return f"needs {info.lack}" if info.lack else "this version has no adapter for it"
 
 
-def _reasons(request: Request, info: BackendInfo, need: Need) -> Iterator[str]:
+def _reasons(request: Request, info: BackendInfo, need: Need, part: Part) -> Iterator[str]:
     native, staged = info.nearest(need), request.staged(need)
     yield from native
     if staged is None:
@@ -51,7 +52,9 @@ def _reasons(request: Request, info: BackendInfo, need: Need) -> Iterator[str]:
     if request.may_stage(need.phase):
         yield from (f"staged to {staged.format}: {reason}" for reason in rest)
     elif info.serves(staged):
-        yield f"it could read pages staged to {staged.format}, with --allow-staging"
+        cost = price.of_layer(part.group, part.stored(0), staged.format, request.geometry.max_context)
+        moved = f"moving {cost.factor:.1f} x the bytes in each step"
+        yield f"it could read pages staged to {staged.format}, with --allow-staging, {moved}"
 
 
 def no_common_storage(request: Request, options: Options) -> Unsupported:

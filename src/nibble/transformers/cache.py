@@ -18,13 +18,13 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nibble.attention import explain
-from nibble.attention.budget import in_words
 from nibble.attention.layer import StepContext
 from nibble.attention.metadata import AttentionSpec
 from nibble.cache.scales import KVScales
 from nibble.config import parse_bytes
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
+from nibble.hardware import in_words
 from nibble.models.forward import plain
 from nibble.transformers.design import Prompt, design, scales_for
 from nibble.transformers.step import Step, counted, pack
