@@ -113,6 +113,9 @@ ACCEPTED = [
     Case("hisparse-fp8", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "triton", "flashmla", **HOT), "triton, triton, flashmla", 64, "record"),
     Case("hisparse-nvfp4", DEEPSEEK_V32, "h200", {"kv_format": "nvfp4_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
     Case("hisparse-ampere", DEEPSEEK_V32, "a100", {"kv_format": "fp8_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
+    # H1: mixed pairs share one storage. What is staged is repacked on its way, so only page sizes must agree.
+    Case("H1-pair-one-page", QWEN3_8B, "h200", pair(NV, "fa3", "cuda"), f"fa3 {S}, fa3 {S}, cuda", 64, "hnd"),
+    Case("H1-pair-one-packing", DEEPSEEK_V32, "h200", pair("bf16", "flashmla", "triton"), "flashmla, flashmla, triton, triton"),
     Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, triton", 64, "hnd"),
 ]  # fmt: skip
 
@@ -150,7 +153,10 @@ REFUSED = [
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
     # H5: verify, page sizes, head_dim, windows and sinks, GPUs.
     Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {extend, prefill}"), remedy="--decode-backend", keywords={"verify": True}),
-    Case("H5-joint-page", QWEN3_8B, "b200", pair("bf16", "fa4", "trtllm_mha"), reasons=("one page size and one packing", "page must be in {128}", "page must be in {16, 32, 64}"), remedy="--decode-backend"),
+    Case("H5-joint-page", QWEN3_8B, "b200", pair("bf16", "fa4", "trtllm_mha"), reasons=("one page size and one packing", "no page size and no packing in common", "fa4 (prefill, extend)  page must be in {128}", "page must be in {16, 32, 64}"), remedy="--decode-backend fa4"),
+    Case("H5-joint-packing", QWEN3_8B, "h200", pair("bf16", "fa3", "cuda"), reasons=(": no packing in common", "packing must be in {nhd}", "packing must be in {hnd}"), remedy="--decode-backend fa3"),
+    Case("H5-joint-page-mla", DEEPSEEK_V3, "b200", pair("fp8_e4m3", "trtllm_mla", "cutlass_mla"), reasons=(": no page size in common", "page must be in {32, 64}", "page must be in {128}"), remedy="--decode-backend trtllm_mla"),
+    Case("H5-joint-page-staged", DEEPSEEK_V3, "b200", pair(NV, "trtllm_mla", "cutlass_mla", **STAGE), reasons=(": no page size in common", "page must be in {32, 64}", "page must be in {128}"), remedy="--decode-backend triton"),
     Case("H5-page-asked", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "flashmla", page_size=16), reasons=("page 16 is not in {64}",), remedy="--decode-backend fa3"),
     Case("H5-page-asked-of-both", QWEN3_8B, "b200", both("bf16", "fa4", page_size=64), reasons=("page 64 is not in {128}",), remedy="--page-size 128"),
     Case("H5-head-72", HEAD_72, "h200", both(NV, "triton"), reasons=("stream k", "16 values", "heads of 72", "formats that fit", "fp8_e4m3")),
