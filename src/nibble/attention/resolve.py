@@ -5,6 +5,7 @@ over the backends' rows: nothing here names a backend or a format. Must not impo
 touch a GPU.
 
     resolve            Config, Geometry, Hardware -> Plan, or Unsupported with reasons and a command
+    attempt            the same, or None
     require_runnable   what an engine asks before it starts: are the plan's backends here?
 """
 
@@ -47,23 +48,48 @@ def resolve(
     verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says
     so.
     """
-    table = dict(sorted((all_backends() if backends is None else backends).items()))
-    request = Request(config, geometry, hardware, table, declared, verify)
-
-    def attempt(edited: Config) -> Plan | None:
-        try:
-            return _resolve(replace(request, config=edited))
-        except ConfigError:
-            return None
-
+    request = _request(config, geometry, hardware, backends, declared, verify)
     try:
         return _resolve(request)
     except UnservedError as unserved:
         error = unserved.explain()
-        raise Unsupported(error.need, error.refusals, remedy.find(request, attempt)) from None
+        raise Unsupported(
+            error.need, error.refusals, remedy.find(request, partial(_attempt, request))
+        ) from None
     except UnstorableError as error:
-        way_out = remedy.find(request, attempt)
+        way_out = remedy.find(request, partial(_attempt, request))
         raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
+
+
+def attempt(
+    config: Config,
+    geometry: Geometry,
+    hardware: Hardware,
+    backends: Mapping[str, BackendInfo] | None = None,
+    *,
+    declared: bool = False,
+) -> Plan | None:
+    """As resolve(), but None where there is no plan, with no search for what would work."""
+    return _attempt(_request(config, geometry, hardware, backends, declared, False), config)
+
+
+def _request(
+    config: Config,
+    geometry: Geometry,
+    hardware: Hardware,
+    backends: Mapping[str, BackendInfo] | None,
+    declared: bool,
+    verify: bool,
+) -> Request:
+    table = dict(sorted((all_backends() if backends is None else backends).items()))
+    return Request(config, geometry, hardware, table, declared, verify)
+
+
+def _attempt(request: Request, edited: Config) -> Plan | None:
+    try:
+        return _resolve(replace(request, config=edited))
+    except ConfigError:
+        return None
 
 
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
