@@ -48,46 +48,29 @@ def resolve(
     verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says
     so.
     """
-    request = _request(config, geometry, hardware, backends, declared, verify)
+    table = dict(sorted((all_backends() if backends is None else backends).items()))
+    request = Request(config, geometry, hardware, table, declared, verify)
+
+    def attempt(edited: Config) -> Plan | None:
+        try:
+            return _resolve(replace(request, config=edited))
+        except ConfigError:
+            return None
+
     try:
         return _resolve(request)
     except UnservedError as unserved:
         error = unserved.explain()
-        raise Unsupported(
-            error.need, error.refusals, remedy.find(request, partial(_attempt, request))
-        ) from None
+        raise Unsupported(error.need, error.refusals, remedy.find(request, attempt)) from None
     except UnstorableError as error:
-        way_out = remedy.find(request, partial(_attempt, request))
+        way_out = remedy.find(request, attempt)
         raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
 
 
-def attempt(
-    config: Config,
-    geometry: Geometry,
-    hardware: Hardware,
-    backends: Mapping[str, BackendInfo] | None = None,
-    *,
-    declared: bool = False,
-) -> Plan | None:
+def attempt(config: Config, geometry: Geometry, hardware: Hardware, *, declared: bool = False) -> Plan | None:
     """As resolve(), but None where there is no plan, with no search for what would work."""
-    return _attempt(_request(config, geometry, hardware, backends, declared, False), config)
-
-
-def _request(
-    config: Config,
-    geometry: Geometry,
-    hardware: Hardware,
-    backends: Mapping[str, BackendInfo] | None,
-    declared: bool,
-    verify: bool,
-) -> Request:
-    table = dict(sorted((all_backends() if backends is None else backends).items()))
-    return Request(config, geometry, hardware, table, declared, verify)
-
-
-def _attempt(request: Request, edited: Config) -> Plan | None:
     try:
-        return _resolve(replace(request, config=edited))
+        return _resolve(Request(config, geometry, hardware, all_backends(), declared, False))
     except ConfigError:
         return None
 
