@@ -287,11 +287,13 @@ def test_plan_of_a_pair_of_backends() -> None:
     assert "staging, extend of" in run("plan", "demo", "--kv-format", "nvfp4", *pair).stdout
 
 
-def test_plan_explains_every_backend(model: str) -> None:
-    found = data("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain")["backends"]
-    by_name = {entry["backend"]: entry["reasons"] for entry in found if entry["ask"].startswith("decode")}
-    assert by_name["torch_ref"] == [] and any("nvfp4" in reason for reason in by_name["fa3"])
-    assert "reads it" in run("plan", model, "--gpu", "h200", "--explain").stdout
+def test_plan_explains_every_cell(model: str) -> None:
+    found = data("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain")["cells"]
+    decode = {entry["backend"]: entry for entry in found if entry["phase"] == "decode"}
+    assert decode["triton"]["verified"]["gpu"] == "NVIDIA H200" and decode["triton"]["reasons"] == []
+    assert decode["flashinfer"]["status"] == "refused" and "dim 32" in decode["flashinfer"]["reasons"][0]
+    text = run("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain").stdout
+    assert "  verified on NVIDIA H200, 2026-" in text and "cutlass_mla: only for mla" in text
 
 
 # formats, docs

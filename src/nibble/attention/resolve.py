@@ -80,7 +80,7 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
     table = all_backends() if backends is None else backends
     for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
         info = table[name]
-        if lack := lacks(info):
+        if lack := info.lack or (lacks(info) if info.runnable else None):
             raise ConfigError(f"backend {name} needs {lack}")
         if not info.runnable:
             able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
