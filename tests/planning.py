@@ -66,17 +66,16 @@ def dense(
     every: int = 0,
     **options: Any,
 ) -> Geometry:
-    """Layers of heads; with `every`, each every-th looks at all tokens, and the others at a window."""
-    streams, whole = gqa(dim, kv_heads), dict(options)
+    """Layers of heads, with a window or without; with `every`, each every-th looks at all tokens, the others at a window."""
+    streams = gqa(dim, kv_heads)
     if not every:
-        return geometry(
-            LayerGroup("full", "mha", streams, tuple(range(layers)), q_heads, **whole), weights=gib * GIB
-        )
+        group = LayerGroup("full", "mha", streams, tuple(range(layers)), q_heads, window=window, **options)
+        return geometry(group, weights=gib * GIB)
     full = tuple(range(every - 1, layers, every))
     rest = tuple(layer for layer in range(layers) if layer not in full)
     return geometry(
-        LayerGroup("window", "mha", streams, rest, q_heads, window=window, **whole),
-        LayerGroup("full", "mha", streams, full, q_heads, **whole),
+        LayerGroup("window", "mha", streams, rest, q_heads, window=window, **options),
+        LayerGroup("full", "mha", streams, full, q_heads, **options),
         weights=gib * GIB,
     )  # fmt: skip
 
@@ -97,7 +96,7 @@ MODELS = {
     "gemma-2-9b": dense(42, 16, 8, 256, 17, window=4096, every=2, softcap=True),
     "gemma-3-12b": dense(48, 16, 8, 256, 22, window=1024, every=6),
     "gpt-oss-120b": dense(36, 64, 8, 64, 217, window=128, every=2, sinks=True),
-    "phi-3-mini": dense(32, 32, 32, 96, 7),
+    "phi-3-mini-4k": dense(32, 32, 32, 96, 7, window=2047),
     "phi-2": dense(32, 32, 32, 80, 5),
     "deepseek-v2-lite": latent(27, 16, 29),
     "deepseek-v3": latent(61, 128, 1250),

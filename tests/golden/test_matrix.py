@@ -37,8 +37,8 @@ MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
 EDGES = "nvfp4;edges=fp8_e4m3"
 SCHEMES = (*schemes.names(), EDGES)
 EVERY, BARE = "every backend", "bare"
-WITH_TORCH = (None, "triton")
-"""Packages that torch brings on Linux."""
+WITH_TORCH = (None, "pip install triton")
+"""How to get what torch brings on Linux."""
 
 
 def config(scheme: str) -> Config:
@@ -49,9 +49,7 @@ def config(scheme: str) -> Config:
 def bare() -> dict[str, BackendInfo]:
     """The backends where no optional package is installed."""
     return {
-        name: info
-        if info.package in WITH_TORCH
-        else replace(info, adapter=None, lack=f"the package {info.package}")
+        name: info if info.install in WITH_TORCH else replace(info, adapter=None, lack=info.install)
         for name, info in all_backends().items()
     }
 
