@@ -44,9 +44,9 @@ def test_what_agrees(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     assert one(path).agrees and one(path).ours == "y"
     assert not one(path, theirs="n").agrees
-    only_hopper = one(path, format="fp8_e4m3", decode="fa3")
+    only_hopper = one(path, format="bf16", decode="fa3")
     assert only_hopper.agrees and only_hopper.ours == "y on SM90"
-    assert not one(path, format="fp8_e4m3", decode="fa3", on=["h200", "b200"]).agrees
+    assert not one(path, format="bf16", decode="fa3", on=["h200", "b200"]).agrees
 
 
 def test_what_staging_would_cost_is_in_the_cell(tmp_path: Path) -> None:
