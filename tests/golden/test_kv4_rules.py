@@ -149,7 +149,7 @@ REFUSED = [
     # H2: the base flag names one that can, the phases do not use it.
     Case("H2-pair-cannot", QWEN3_8B, "h200", pair(NV, "fa3", "fa3", attention_backend="triton"), reasons=("decode of mha in nvfp4", "fa3"), remedy="--decode-backend cuda"),
     # H3: nvfp4 with MLA passes their list, and nothing there reads it.
-    Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  ", "format nvfp4 is not in {bf16"), remedy=""),
+    Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  ", "format nvfp4 is not in {bf16"), remedy="-backend triton"),
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
     # H5: verify, page sizes, head_dim, windows and sinks, GPUs.
     Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {extend, prefill}"), remedy="--decode-backend", keywords={"verify": True}),
