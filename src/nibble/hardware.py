@@ -17,6 +17,11 @@ CPU_ARCH = 0
 """The `arch` of a machine without a CUDA GPU."""
 
 
+def in_words(size: int) -> str:
+    """Bytes for people: `1.50 GiB`, `12.0 MiB`, `0.2 MiB`."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: for weights and cache. host: free memory

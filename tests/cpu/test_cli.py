@@ -269,11 +269,31 @@ def test_plan_refused_names_a_command_that_works(model: str) -> None:
     assert answer["works"] == f"nibble {command}" and "fa3" in answer["reasons"]
 
 
-def test_plan_explains_every_backend(model: str) -> None:
-    found = data("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain")["backends"]
-    by_name = {entry["backend"]: entry["reasons"] for entry in found if entry["ask"].startswith("decode")}
-    assert by_name["torch_ref"] == [] and any("nvfp4" in reason for reason in by_name["fa3"])
-    assert "reads it" in run("plan", model, "--gpu", "h200", "--explain").stdout
+def test_plan_of_a_pair_of_backends() -> None:
+    """One storage that both read, or a refusal that says what divides them and a command that works."""
+    pair = ("--prefill-backend", "fa3", "--decode-backend", "trtllm_mha", "--gpu", "h200")
+    refused = run("plan", "demo", "--kv-format", "bf16", *pair)
+    assert refused.exit_code == 3 and "no packing in common" in refused.stderr
+    assert run(*shlex.split(refused.stderr.partition("what works: nibble ")[2])).exit_code == 0
+    pair = ("--prefill-backend", "fa4", "--decode-backend", "triton", "--gpu", "b200")
+    found = data("plan", "demo", "--kv-format", "nvfp4", *pair)
+    routes = found["groups"][0]["routes"]
+    assert (routes["extend"]["stage_to"], routes["decode"]["stage_to"], found["page_size"]) == (
+        "bf16",
+        None,
+        128,
+    )
+    assert [entry["phase"] for entry in found["staging"]] == ["extend"]
+    assert "staging, extend of" in run("plan", "demo", "--kv-format", "nvfp4", *pair).stdout
+
+
+def test_plan_explains_every_cell(model: str) -> None:
+    found = data("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain")["cells"]
+    decode = {entry["backend"]: entry for entry in found if entry["phase"] == "decode"}
+    assert decode["triton"]["verified"]["gpu"] == "NVIDIA H200" and decode["triton"]["reasons"] == []
+    assert decode["flashinfer"]["status"] == "refused" and "dim 32" in decode["flashinfer"]["reasons"][0]
+    text = run("plan", model, "--gpu", "h200", "--kv-format", "nvfp4", "--explain").stdout
+    assert "  verified on NVIDIA H200, 2026-" in text and "cutlass_mla: only for mla" in text
 
 
 # formats, docs

@@ -27,7 +27,9 @@ from nibble.kernels.triton import mla as twin
 from nibble.kernels.triton.mla import Shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16")
+FORMATS = (
+    "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16", "mxfp4",
+)  # fmt: skip
 NARROW = Shape(rows=16, latents=32, warps=4, stages=2, programs=2)
 WIDE = Shape(rows=32, latents=16, warps=4, stages=2, programs=2)
 

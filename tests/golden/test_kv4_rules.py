@@ -113,45 +113,49 @@ ACCEPTED = [
     Case("hisparse-fp8", DEEPSEEK_V32, "h200", pair("fp8_ds_mla", "triton", "flashmla", **HOT), "triton, triton, flashmla", 64, "record"),
     Case("hisparse-nvfp4", DEEPSEEK_V32, "h200", {"kv_format": "nvfp4_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
     Case("hisparse-ampere", DEEPSEEK_V32, "a100", {"kv_format": "fp8_ds_mla", **HOT}, "triton, triton, triton", 64, "record"),
+    # H1: mixed pairs share one storage. What is staged is repacked on its way, so only page sizes must agree.
+    Case("H1-pair-one-page", QWEN3_8B, "h200", pair(NV, "fa3", "cuda"), f"fa3 {S}, fa3 {S}, cuda", 64, "hnd"),
+    Case("H1-pair-one-packing", DEEPSEEK_V32, "h200", pair("bf16", "flashmla", "triton"), "flashmla, flashmla, triton, triton"),
     Case("k8v4", QWEN3_8B, "h200", {"kv_format": "k8v4"}, "sdpa, sdpa, cuda, triton", 64, "hnd"),
 ]  # fmt: skip
 
 REFUSED = [
     # Prefill fa4, MHA: outside their list. trtllm_mha has no block-16 rows, and wants another page size besides.
-    Case("fa4-mha-trtllm_mha", QWEN3_8B, "b200", pair(MX, "fa4", "trtllm_mha"), reasons=("trtllm_mha  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
-    Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
-    Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16}", "--allow-staging"), remedy="--decode-backend triton"),
-    Case("fa4-mha-fa3", QWEN3_8B, "b200", pair(MX, "fa4", "fa3"), reasons=("arch SM100 is not in {SM90}",), remedy="--decode-backend triton"),
+    Case("fa4-mha-trtllm_mha", QWEN3_8B, "b200", pair(MX, "fa4", "trtllm_mha"), reasons=("trtllm_mha  format fp4_mx16 is not in",), remedy="--decode-backend cuda"),
+    Case("fa4-mha-flashinfer", QWEN3_8B, "b200", pair(MX, "fa4", "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend cuda"),
+    Case("fa4-mha-fa4", QWEN3_8B, "b200", pair(MX, "fa4", "fa4"), reasons=("fa4  format fp4_mx16 is not in {bf16", "--allow-staging"), remedy="--decode-backend cuda"),
+    Case("fa4-mha-fa3", QWEN3_8B, "b200", pair(MX, "fa4", "fa3"), reasons=("arch SM100 is not in {SM90}",), remedy="--decode-backend cuda"),
     # On their list, but every step would dequantise the cache.
-    Case("fa4-mha-torch_native-unasked", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa"), reasons=("it could read pages staged to bf16, with --allow-staging",), remedy="--decode-backend triton"),
-    Case("fa4-mla-cutlass_mla-unasked", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla"), reasons=("cutlass_mla  format fp4_mx16 is not in {bf16}", "--allow-staging"), remedy="--decode-backend triton"),
+    Case("fa4-mha-torch_native-unasked", QWEN3_8B, "b200", pair(MX, "fa4", "sdpa"), reasons=("it could read pages staged to bf16, with --allow-staging",), remedy="--decode-backend cuda"),
+    Case("fa4-mla-cutlass_mla-unasked", DEEPSEEK_V3, "b200", pair(MX, "fa4", "cutlass_mla"), reasons=("cutlass_mla  format fp4_mx16 is not in {bf16", "--allow-staging"), remedy="--decode-backend triton"),
     # Prefill fa4, MLA: outside their list. flashmla's dense kernel is Hopper's.
-    Case("fa4-mla-flashmla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashmla", **STAGE), reasons=("flashmla", "arch SM100 is not in {SM90}"), remedy="--decode-backend trtllm_mla"),
+    Case("fa4-mla-flashmla", DEEPSEEK_V3, "b200", pair(MX, "fa4", "flashmla", **STAGE), reasons=("flashmla", "arch SM100 is not in {SM90}"), remedy="--decode-backend triton"),
     # The same backend in both phases.
-    Case("same-mha-flashinfer", QWEN3_8B, "b200", both(MX, "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in",), remedy="--decode-backend triton"),
-    Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend cuda"),
+    Case("same-mha-flashinfer", QWEN3_8B, "b200", both(MX, "flashinfer"), reasons=("flashinfer  format fp4_mx16 is not in",), remedy="--decode-backend cuda"),
+    Case("same-mha-fa3", QWEN3_8B, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16",), remedy="--decode-backend cuda"),
     # On their list. Its pages are head-major, and staged pages are not.
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
     Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", both(MX, "trtllm_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
-    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
-    Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16}",), remedy="--decode-backend triton"),
+    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend triton"),
+    Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
     Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
     # On their list, and recommended. trtllm-gen wants V's scales interleaved, which our pools do not store.
     Case("same-mha-trtllm_mha-nvfp4", QWEN3_8B, "b200", both(NV, "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--attention-backend triton"),
-    Case("H1-recommended-sm100", QWEN3_8B, "b200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--decode-backend triton"),
+    Case("H1-recommended-sm100", QWEN3_8B, "b200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in",), remedy="--decode-backend cuda"),
     # H1: mixed pairs.
     Case("H1-mixed-kind", QWEN3_8B, "h200", pair(NV, "triton", "flashmla"), reasons=("kind mha is not in",), remedy="--decode-backend cuda"),
     Case("H1-mixed-gpu", QWEN3_8B, "b200", pair(NV, "fa3", "triton"), reasons=("arch SM100 is not in {SM90}",), remedy="--prefill-backend"),
     # H2: the base flag names one that can, the phases do not use it.
     Case("H2-pair-cannot", QWEN3_8B, "h200", pair(NV, "fa3", "fa3", attention_backend="triton"), reasons=("decode of mha in nvfp4", "fa3"), remedy="--decode-backend cuda"),
     # H3: nvfp4 with MLA passes their list, and nothing there reads it.
-    Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("format nvfp4 is not in {bf16}",), remedy="--attention-backend triton"),
+    Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  ", "format nvfp4 is not in {bf16"), remedy="-backend triton"),
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
     # H5: verify, page sizes, head_dim, windows and sinks, GPUs.
     Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {extend, prefill}"), remedy="--decode-backend", keywords={"verify": True}),
-    Case("H5-joint-page", DEEPSEEK_V3, "h200", pair("bf16", "fa3", "flashmla"), reasons=("one page size and one packing", "page must be in {16, 32}", "page must be in {64}"), remedy="--decode-backend"),
+    Case("H5-joint-page", QWEN3_8B, "b200", pair("bf16", "fa4", "trtllm_mha"), reasons=("one page size and one packing", "packing in common", "fa4 (prefill, extend)  page must be in", "page must be in {16, 32, 64}"), remedy="--decode-backend fa4"),
+    Case("H5-joint-packing", QWEN3_8B, "h200", pair("bf16", "fa3", "cuda"), reasons=(": no packing in common", "packing must be in {nhd}", "packing must be in {hnd}"), remedy="--decode-backend fa3"),
     Case("H5-page-asked", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "flashmla", page_size=16), reasons=("page 16 is not in {64}",), remedy="--decode-backend fa3"),
     Case("H5-page-asked-of-both", QWEN3_8B, "b200", both("bf16", "fa4", page_size=128), reasons=("page 128 is not in {16, 32, 64}",), remedy="--page-size 16"),
     Case("H5-head-72", HEAD_72, "h200", both(NV, "triton"), reasons=("stream k", "16 values", "heads of 72", "formats that fit", "fp8_e4m3")),
@@ -215,6 +219,37 @@ def test_H5_a_backend_that_cannot_extend_is_refused() -> None:
         Unsupported, match=r"extend of mha in nvfp4[^\n]*\n  cold  phase extend is not in \{prefill\}"
     ):
         resolve(Config(model="m", **pair(NV, "cold", "triton")), QWEN3_8B, named("h200"), table)
+
+
+@pytest.mark.parametrize(
+    ("pages", "packings", "divided"),
+    [
+        ((64, 128), ("nhd", "nhd"), "no page size in common"),
+        ((64, 64), ("nhd", "hnd"), "no packing in common"),
+        ((64, 128), ("nhd", "hnd"), "no page size and no packing in common"),
+    ],
+)
+def test_H5_what_divides_a_pair_is_named(
+    pages: tuple[int, int], packings: tuple[str, str], divided: str
+) -> None:
+    phases = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({Phase.DECODE})
+    table = {
+        name: BackendInfo(name=name, rows=(row,), summary="", adapter=object)
+        for name, row in (
+            (
+                name,
+                Row(
+                    phase=phase, kind=frozenset({"mha"}), format=frozenset({"bf16"}),
+                    page=frozenset({page}), packing=frozenset({packing}),
+                ),
+            )
+            for name, phase, page, packing in zip(("early", "late"), phases, pages, packings, strict=True)
+        )
+    }  # fmt: skip
+    with pytest.raises(Unsupported, match=f": {divided}\n") as caught:
+        resolve(Config(model="m", **pair("bf16", "early", "late")), QWEN3_8B, named("h200"), table)
+    assert list(caught.value.refusals) == ["early (prefill, extend)", "late (decode)"]
+    assert caught.value.refusals["late (decode)"][0] == f"page must be in {{{pages[1]}}}"
 
 
 def test_H5_the_prefix_cache_changes_no_route() -> None:

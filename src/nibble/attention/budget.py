@@ -26,7 +26,7 @@ from nibble.cache.layout import LayerLayout
 from nibble.config import Config, parse_bytes
 from nibble.errors import CapacityError
 from nibble.geometry import Geometry
-from nibble.hardware import GIB, Hardware
+from nibble.hardware import GIB, Hardware, in_words
 
 RESERVE = 0.05
 """Part of the memory that nothing is planned into: what allocators waste, and what the formulas here miss."""
@@ -60,7 +60,8 @@ LOGIT_COPIES = 3
 class Budget:
     """Bytes, by what they are for. tokens: what the pool holds. limit: what decided the size of the pool.
 
-    runtime: libraries, compiled code and recorded steps. step_tokens: most tokens that one step computes. tier: what
+    runtime: libraries, compiled code and recorded steps. step_tokens: most tokens that one step computes. context: of
+    the longest request. tier: what
     the device remembers of hot buffers; frames: pages that have room on the device, all but with a host tier; host: of
     the host's memory.
     """
@@ -77,6 +78,7 @@ class Budget:
     bytes_per_token: int
     limit: str
     step_tokens: int
+    context: int
     frames: int
     tier: int = 0
     host: int = 0
@@ -98,6 +100,7 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
         runtime_bytes(config, geometry, hardware, plan, tokens),
     )
     tables = tiering.state_bytes(plan.layout, plan.tier, config.max_running + 2)
+    longest = context(config, geometry)
     used = geometry.weight_bytes + staging + activations + runtime + tables
     room, limit = _room(config, geometry, hardware, plan, used, reserve)
     layout = plan.layout
@@ -108,7 +111,8 @@ def budget(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
         tables = 0
     result = Budget(
         hardware.memory, geometry.weight_bytes, staging, activations, runtime, reserve, pool, shared.pages,
-        shared.pages * layout.page_size, layout.bytes_per_token, limit, tokens, shared.frames, tables, shared.host,
+        shared.pages * layout.page_size, layout.bytes_per_token, limit, tokens, longest, shared.frames, tables,
+        shared.host,
     )  # fmt: skip
     _check(config, geometry, plan, result)
     return result
@@ -162,24 +166,20 @@ def staging_bytes(config: Config, geometry: Geometry, plan: Plan) -> int:
     longest = _whole_pages(context(config, geometry), plan.page_size)
     tokens = min(config.max_running * longest, max(MAX_TOKENS, longest))
     return tokens * max(
-        (_staged(entry, plan.dtype) for entry in plan.layout.layers if entry.layer in owners), default=0
+        (_staged(entry, plan.dtype) for entry in plan.layout.attended.layers if entry.layer in owners),
+        default=0,
     )
 
 
 def _staged(layer: LayerLayout, dtype: str) -> int:
-    return _plain(layer, dtype) + 4 * max(entry.stream.values for entry in layer.streams)
-
-
-def _plain(layer: LayerLayout, dtype: str) -> int:
-    """Bytes of a token's streams in the compute dtype."""
-    return sum(formats.plain(dtype).bytes_per_token(entry.stream) for entry in layer.streams)
+    return layer.bytes_in(formats.plain(dtype).name) + 4 * max(entry.stream.values for entry in layer.streams)
 
 
 def kernel_bytes(plan: Plan, tokens: int) -> int:
     """What a kernel that dequantises prompts piece by piece has beside its output: pages in the compute dtype, and the
     results of two parts in float32, of a step of `tokens` tokens; of the group that needs most, 0 where there is none.
     """
-    widest = max(_plain(entry, plan.dtype) for entry in plan.layout.layers)
+    widest = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
     return max(
         (
             route.row.workspace * widest + 2 * 4 * tokens * group.group.q_heads * group.group.head_dim
@@ -288,8 +288,3 @@ def _holds(geometry: Geometry, used: int) -> str:
 
 def _ceil_mib(size: int) -> str:
     return f"{ceil(size / (1 << 20))}MiB"
-
-
-def in_words(size: int) -> str:
-    """Bytes for people: `1.50 GiB`, `12.0 MiB`, `0.2 MiB`."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

@@ -93,11 +93,11 @@ class Row:
 
     def refuses(self, need: Need) -> tuple[str, ...]:
         """The reasons why this row does not serve `need`; empty where it does."""
-        return tuple(
-            _reason(name, getattr(need, name), getattr(self, name))
-            for name in _FIELDS
-            if not _allows(self, name, need)
-        )
+        return tuple(_reason(name, getattr(need, name), getattr(self, name)) for name in self.misses(need))
+
+    def misses(self, need: Need) -> tuple[str, ...]:
+        """The fields of `need` that this row does not allow."""
+        return tuple(name for name in _FIELDS if not _allows(self, name, need))
 
     def serves(self, need: Need) -> bool:
         """Whether there is no reason to refuse `need`."""

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from nibble import formats
-from nibble.attention.budget import Budget, in_words
+from nibble.attention import price
+from nibble.attention.budget import Budget
 from nibble.attention.needs import compact
 from nibble.attention.plan import GroupPlan, Plan, Route, Tier
+from nibble.attention.price import Staged
 from nibble.cache.layout import CacheLayout, LayerLayout
+from nibble.hardware import in_words
 
 BASELINE = "bfloat16"
 """The dtype whose plain format sizes are compared with."""
@@ -48,7 +51,9 @@ def as_dict(plan: Plan, budget: Budget) -> dict[str, Any]:
             "tokens": budget.tokens,
             "limit": budget.limit,
             "step_tokens": budget.step_tokens,
+            "context": budget.context,
         },
+        "staging": [_staged(entry) for entry in price.staged(plan, budget.context)],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget.host else None,
         "notes": list(plan.notes),
     }
@@ -62,6 +67,20 @@ def _tier(tier: Tier, budget: Budget) -> dict[str, Any]:
         "host": budget.host,
         "host_bytes_per_token": tier.layout.bytes_per_token,
         "host_format": sorted({layer.format_key for layer in tier.layout.layers}),
+    }
+
+
+def _staged(entry: Staged) -> dict[str, Any]:
+    return {
+        "group": entry.group,
+        "scheme": entry.scheme,
+        "phase": str(entry.route.phase),
+        "backend": entry.route.backend,
+        "tokens": entry.cost.tokens,
+        "bytes": entry.cost.staged,
+        "direct": entry.cost.direct,
+        "factor": round(entry.cost.factor, 2),
+        "words": str(entry),
     }
 
 
@@ -148,6 +167,7 @@ def _memory(plan: Plan, budget: Budget) -> Iterator[str]:
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
+    yield from map(str, price.staged(plan, budget.context))
 
 
 def _host(tier: Tier, budget: Budget) -> Iterator[str]:

@@ -162,7 +162,7 @@ def _segment(
     slots_TK: Tensor | None,
 ) -> Iterator[Tensor]:
     route = ctx.plan.route(layer, segment.phase)
-    parts = staged(view, segment, route.stage_to) if route.stage_to else ((view, segment),)
+    parts = staged(view, segment, route.stage_to, spec.window) if route.stage_to else ((view, segment),)
     for part_view, part in parts:
         rows, own = slice(part.start, part.stop), spec
         if spec.chosen_TK is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import nibble
 from nibble.errors import ConfigError
 
 SCHEMA = 1
@@ -36,6 +37,11 @@ class Entry:
     def key(self) -> tuple[str, str, str, str, int]:
         """What a later run of the same combination replaces."""
         return self.backend, self.phase, self.kind, self.format, self.arch
+
+    def __str__(self) -> str:
+        """`NVIDIA H200, 2026-11-20 (torch 2.11.0)`."""
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        return f"{self.gpu}, {self.date}" + (f" ({versions})" if versions else "")
 
 
 def read(path: Path) -> tuple[Entry, ...]:
@@ -60,3 +66,10 @@ def update(path: Path, confirmed: Iterable[Entry], disproved: Iterable[Entry] = 
     known = {entry.key: entry for entry in (*read(path), *confirmed)}
     content = {"schema": SCHEMA, "entries": [asdict(known[key]) for key in sorted(known) if key not in wrong]}
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def shipped() -> Path:
+    """The ledger that came with this installation: in the package, or beside it in a checkout."""
+    package = Path(nibble.__file__).parent
+    inside = package / "_ledger.json"
+    return inside if inside.exists() else package.parents[1] / "docs" / "ledger.json"

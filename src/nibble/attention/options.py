@@ -13,7 +13,7 @@ from nibble import formats
 from nibble.attention import needs
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.needs import Part
-from nibble.attention.plan import STAGED_PACKING, Route
+from nibble.attention.plan import STAGED_PACKING, Plan, Route
 from nibble.config import Config, parse_hisparse
 from nibble.errors import ConfigError, unknown
 from nibble.geometry import Geometry
@@ -21,6 +21,8 @@ from nibble.hardware import Hardware
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 """Phases that every plan serves. VERIFY follows DECODE's backend."""
+WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
+"""How much a phase's preference counts where one choice must suit all."""
 STAGING_PENALTY = 50
 """What staging costs in units of Row.prefer: more than the gap between a portable kernel and a vendor's.
 Measured on one H200, 64 requests of 8K tokens: dequantising 2.10 ms a layer, then 0.50 ms for attention."""
@@ -115,7 +117,20 @@ def serving(request: Request, part: Part, phase: Phase) -> tuple[Option, ...]:
 
 
 def _staged(info: BackendInfo, row: Row, need: Need) -> Option:
-    return Option(info, row, row.prefer - STAGING_PENALTY, row.page, None, need.format)
+    return Option(info, row, _preference(row, need.format), row.page, None, need.format)
+
+
+def _preference(row: Row, stage_to: str | None) -> int:
+    return row.prefer - STAGING_PENALTY if stage_to else row.prefer
+
+
+def worth(plan: Plan) -> int:
+    """The preferences of all that a plan chose, by weight and number of layers."""
+    return sum(
+        _preference(route.row, route.stage_to) * WEIGHTS.get(route.phase, 0) * len(group.layers)
+        for group in plan.groups
+        for route in group.routes
+    )
 
 
 def follow(options: Options, part: Part, decode: Option, page: int, packing: str) -> Option | None:

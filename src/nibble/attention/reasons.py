@@ -6,10 +6,12 @@ Must not decide anything; resolve.py does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from nibble.attention import price
 from nibble.attention.capability import BackendInfo, Need, Phase, listed
 from nibble.attention.needs import Part
-from nibble.attention.options import ROUTED, Options, Request
+from nibble.attention.options import ROUTED, Option, Options, Request
 from nibble.attention.plan import GroupPlan, Route
 from nibble.config import parse_hisparse
 from nibble.errors import ConfigError, Unsupported
@@ -27,7 +29,7 @@ def refusal(request: Request, part: Part, phase: Phase) -> Unsupported:
     """Nobody serves `part` in `phase`: the nearest row's reasons of each backend that was considered."""
     need = request.need(part, phase)
     considered = request.considered(phase)
-    refusals = {name: tuple(_reasons(request, info, need)) for name, info in considered.items()}
+    refusals = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
     if request.config.backend_for(phase.decodes) == "auto":
         others = (info for name, info in request.backends.items() if name not in considered)
         would_serve = {
@@ -42,7 +44,7 @@ def _absent(info: BackendInfo) -> str:
     return f"needs {info.lack}" if info.lack else "this version has no adapter for it"
 
 
-def _reasons(request: Request, info: BackendInfo, need: Need) -> Iterator[str]:
+def _reasons(request: Request, info: BackendInfo, need: Need, part: Part) -> Iterator[str]:
     native, staged = info.nearest(need), request.staged(need)
     yield from native
     if staged is None:
@@ -51,24 +53,54 @@ def _reasons(request: Request, info: BackendInfo, need: Need) -> Iterator[str]:
     if request.may_stage(need.phase):
         yield from (f"staged to {staged.format}: {reason}" for reason in rest)
     elif info.serves(staged):
-        yield f"it could read pages staged to {staged.format}, with --allow-staging"
+        cost = price.of_layer(part.group, part.stored(0), staged.format, request.geometry.max_context)
+        moved = f"moving {cost.factor:.1f} x the bytes in each step"
+        yield f"it could read pages staged to {staged.format}, with --allow-staging, {moved}"
 
 
 def no_common_storage(request: Request, options: Options) -> Unsupported:
     """Each ask is served by somebody, but not all on one page size and packing."""
-    refusals: dict[str, tuple[str, ...]] = {}
-    for (_, phase), choice in options.items():
-        if phase in ROUTED:
-            for option in choice:
-                wants = tuple(_wants("page", option.pages)) + tuple(_wants("packing", option.packings))
-                refusals.setdefault(f"{option.backend.name} ({phase})", wants or ("any page and packing",))
+    asks = [choice for (_, phase), choice in options.items() if phase in ROUTED]
+    divided = [
+        name
+        for name, field in (("page size", "pages"), ("packing", "packings"))
+        if not _common([_allowed(choice, field) for choice in asks])
+    ]
     page = f"page {request.config.page_size}" if request.config.page_size else "one page size"
-    return Unsupported(f"{page} and one packing in all phases on {request.hardware}", refusals)
+    why = (
+        f"no {' and no '.join(divided)} in common" if divided else "no page size and packing that go together"
+    )
+    return Unsupported(
+        f"all phases over {page} and one packing on {request.hardware}: {why}", dict(_storages(options))
+    )
 
 
-def _wants(name: str, allowed: Iterable[object] | None) -> Iterator[str]:
+def _allowed(choice: Iterable[Option], field: str) -> frozenset[Any] | None:
+    """What any of the options reads; None for all."""
+    values = [getattr(option, field) for option in choice]
+    return None if None in values else frozenset().union(*values)
+
+
+def _common(allowed: Iterable[frozenset[Any] | None]) -> bool:
+    """Whether one value is in all of the sets."""
+    bound = [values for values in allowed if values is not None]
+    return not bound or bool(frozenset.intersection(*bound))
+
+
+def _storages(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """`backend (its phases)`, and the page sizes and packings that it reads there."""
+    phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for (_, phase), choice in options.items():
+        for name in dict.fromkeys(option.backend.name for option in choice if phase in ROUTED):
+            mine = [option for option in choice if option.backend.name == name]
+            wants = (*_wants("page", _allowed(mine, "pages")), *_wants("packing", _allowed(mine, "packings")))
+            phases.setdefault((name, wants or ("any page and packing",)), {})[str(phase)] = None
+    yield from ((f"{name} ({', '.join(found)})", wants) for (name, wants), found in phases.items())
+
+
+def _wants(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
     if allowed is not None:
-        yield f"{name} must be in {{{', '.join(map(str, sorted(allowed, key=str)))}}}"
+        yield f"{name} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
 
 
 def notes(request: Request, groups: tuple[GroupPlan, ...], page: int, packing: str) -> Iterator[str]:
@@ -115,6 +147,8 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
 def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if request.config.backend_for(route.phase.decodes) == "auto" and route.phase in ROUTED:
         yield f"{route.backend}, the most preferred of those that serve it ({route.row.cites})"
+    if route.row.prefer < 0 and not request.hardware.is_cpu:
+        yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
         yield f"{route.backend} does not read it in this packing, so pages are staged to {route.stage_to}"
 

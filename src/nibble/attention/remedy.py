@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
-from nibble.attention.options import Request
+from nibble.attention.options import Request, worth
 from nibble.attention.plan import Plan
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError
@@ -85,8 +85,7 @@ def _apply(config: Config, edits: Iterable[Edit]) -> Config:
 
 def _cost(request: Request, plan: Plan) -> tuple[bool, int]:
     """Of two edits of one kind the better: one that can run, then the one whose routes are preferred."""
-    prefer = sum(route.row.prefer for group in plan.groups for route in group.routes)
-    return not (request.declared or _runs(plan)), -prefer
+    return not (request.declared or _runs(plan)), -worth(plan)
 
 
 def _edits(request: Request) -> Iterator[Iterator[Edit]]:

@@ -5,6 +5,7 @@ over the backends' rows: nothing here names a backend or a format. Must not impo
 touch a GPU.
 
     resolve            Config, Geometry, Hardware -> Plan, or Unsupported with reasons and a command
+    attempt            the same, or None
     require_runnable   what an engine asks before it starts: are the plan's backends here?
 """
 
@@ -18,7 +19,7 @@ from nibble.attention import needs, options, reasons, remedy, tiering
 from nibble.attention.backends import all_backends, lacks
 from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.needs import Part, UnstorableError
-from nibble.attention.options import ROUTED, Ask, Option, Options, Request
+from nibble.attention.options import ROUTED, WEIGHTS, Ask, Option, Options, Request
 from nibble.attention.plan import GroupPlan, Plan, Route
 from nibble.attention.reasons import UnservedError
 from nibble.cache import packing as packings
@@ -27,8 +28,6 @@ from nibble.errors import ConfigError, Unsupported
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
 
-WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
-"""How much a phase's preference counts when one page size must suit all."""
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
 """Page sizes by preference where rows leave the choice: kernels like 64 tokens, prefixes like small pages."""
@@ -68,12 +67,20 @@ def resolve(
         raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
 
 
+def attempt(config: Config, geometry: Geometry, hardware: Hardware, *, declared: bool = False) -> Plan | None:
+    """As resolve(), but None where there is no plan, with no search for what would work."""
+    try:
+        return _resolve(Request(config, geometry, hardware, all_backends(), declared, False))
+    except ConfigError:
+        return None
+
+
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
     """Raises ConfigError where a backend of the plan has no adapter, or its package is missing."""
     table = all_backends() if backends is None else backends
     for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
         info = table[name]
-        if lack := lacks(info):
+        if lack := info.lack or (lacks(info) if info.runnable else None):
             raise ConfigError(f"backend {name} needs {lack}")
         if not info.runnable:
             able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"

@@ -1,7 +1,8 @@
 """Staging: dequantising pages into a workspace, for a backend that cannot read the cache's format.
 
-The only place where that happens, always declared by a route and priced by the plan. The workspace is made for
-the requests at hand, never for the whole pool. Must not know of any one backend or format.
+The only place where that happens, always declared by a route and priced by the plan (price.py). The workspace is made
+for the requests at hand, never for the whole pool; pages that a window has left behind are not staged. Must not know of
+any one backend or format.
 
 Shape suffixes: B requests, N pages of a request, L tokens (N * page_size).
 """
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nibble import formats
 from nibble.attention.metadata import Segment
@@ -25,9 +27,11 @@ MAX_TOKENS = 1 << 17
 """Bound of the workspace: tokens staged at once, unless a single request has more."""
 
 
-def staged(view: KVView, segment: Segment, target: str) -> Iterator[tuple[KVView, Segment]]:
+def staged(
+    view: KVView, segment: Segment, target: str, window: int | None = None
+) -> Iterator[tuple[KVView, Segment]]:
     """Cuts `segment` into parts of at most MAX_TOKENS, each with a view of its pages in the plain format `target`."""
-    for part in _parts(segment, view.page_size):
+    for part in _parts(_within(segment, view.page_size, window), view.page_size):
         count, width = part.pages_BN.shape
         own = torch.arange(count * width, dtype=torch.int32, device=part.pages_BN.device).view(count, width)
         streams = {
@@ -44,6 +48,20 @@ def _stage(stream: StreamView, pages_BN: Tensor, page_size: int, target: str) ->
     values_BLHD = stream.values(pages_BN, plane.torch_dtype)
     pages = values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size))
     return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (pages,), stream.scale)
+
+
+def _within(segment: Segment, page_size: int, window: int | None) -> Segment:
+    """Without the leading pages that no new token sees. Masks look at distances only, so tokens may be counted anew."""
+    if window is None:
+        return segment
+    lens = zip(segment.q_lens, segment.kv_lens, strict=True)
+    skipped = [max(0, stored - new - window + 1) // page_size for new, stored in lens]
+    if not any(skipped):
+        return segment
+    kv_lens = [stored - skip * page_size for stored, skip in zip(segment.kv_lens, skipped, strict=True)]
+    rows = [row[skip:] for row, skip in zip(segment.pages_BN, skipped, strict=True)]
+    pages_BN = pad_sequence(rows, batch_first=True)[:, : -(-max(kv_lens) // page_size)]
+    return Segment.of(segment.phase, segment.start, segment.q_lens, kv_lens, pages_BN)
 
 
 def _parts(segment: Segment, page_size: int) -> Iterator[Segment]:

@@ -131,9 +131,7 @@ def _evidence(backend: str, kind: str, fmt: str, arch: int, phase: Phase, entrie
     seen = [entry for entry in found if entry is not None]
     if len(seen) < len(wanted):
         return None
-    oldest = min(seen, key=lambda entry: entry.date)
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(oldest.versions.items()))
-    return f"verified on {oldest.gpu}, {oldest.date}" + (f" ({versions})" if versions else "")
+    return f"verified on {min(seen, key=lambda entry: entry.date)}"
 
 
 def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:

@@ -44,6 +44,10 @@ class LayerLayout:
     def bytes_per_token(self) -> int:
         return sum(stream.bytes_per_token for stream in self.streams)
 
+    def bytes_in(self, name: str) -> int:
+        """Bytes that a token of the same streams takes in the format `name`."""
+        return sum(formats.get(name).bytes_per_token(entry.stream) for entry in self.streams)
+
     @property
     def attended(self) -> LayerLayout:
         """Without what only an indexer reads."""

@@ -17,13 +17,16 @@ CheckOption = Annotated[
     bool,
     typer.Option("--check", help="Write nothing; exit with 1 and name the pages that are not up to date."),
 ]
-OutOption = Annotated[Path, typer.Option(help="The folder of the pages, which also holds the ledger.")]
+OutOption = Annotated[
+    Path,
+    typer.Option(help="The folder of the pages, which also holds the ledger and peers.json."),
+]
 
 
 def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: JsonOption = False) -> None:
-    """Write capabilities.md, formats.md and cli.md from the rows, the formats and these commands.
+    """Write capabilities.md, formats.md, kv4.md and cli.md from the rows, the formats and these commands.
 
-    The pages are the same on every machine.
+    The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say.
     """
     made = pages(out)
     stale = [name for name, text in made.items() if _read(out / name) != text]
@@ -43,11 +46,13 @@ nibble docs --check
 
 
 def pages(folder: Path) -> Mapping[str, str]:
-    """The text of each page by file name. folder: where the ledger lies."""
-    from nibble.attention import tables
+    """The text of each page by file name. folder: where the ledger lies, and what other engines say."""
+    from nibble.attention import peers, tables
     from nibble.cli.reference import reference
 
+    said = folder / peers.PEERS.name
     return {
+        **({"kv4.md": peers.page(said)} if said.exists() else {}),
         "capabilities.md": tables.capability_table(path=folder / tables.LEDGER.name),
         "formats.md": tables.formats_table(),
         "cli.md": reference(),

@@ -15,6 +15,7 @@ from nibble.config import Config
 from nibble.errors import Unsupported
 
 if TYPE_CHECKING:
+    from nibble.attention.options import Request
     from nibble.engine.build import Blueprint
 
 GpuOption = Annotated[
@@ -27,7 +28,10 @@ DeclaredOption = Annotated[
 ]
 ExplainOption = Annotated[
     bool,
-    typer.Option("--explain", help="Say of every backend whether it can read this cache, and if not, why."),
+    typer.Option(
+        "--explain",
+        help="Say of every backend and phase: verified (where and when), declared, staged, or why not.",
+    ),
 ]
 
 
@@ -62,10 +66,11 @@ def plan(
             }
         )
         raise typer.Exit(REFUSED) from None
+    asked = _asked(made, gpu, declared) if explain else None
     if as_json:
-        print_json(_as_dict(made, explain))
+        print_json(_as_dict(made, asked))
     else:
-        print("\n".join(_lines(made, explain)))
+        print("\n".join(_lines(made, asked)))
 
 
 EXAMPLES = """
@@ -76,44 +81,31 @@ nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
 """
 
 
-def _as_dict(made: Blueprint, explain: bool) -> dict[str, Any]:
-    from nibble.attention import explain as words
+def _as_dict(made: Blueprint, asked: Request | None) -> dict[str, Any]:
+    from nibble.attention import cells, explain
 
     found = {
         "model": made.config.model,
         "hardware": asdict(made.hardware),
-        **words.as_dict(made.plan, made.budget),
+        **explain.as_dict(made.plan, made.budget),
     }
-    if explain:
-        found["backends"] = [
-            {"ask": ask, "backend": name, "reasons": why} for ask, name, why in _judged(made)
-        ]
-    return found
+    return {**found, "cells": cells.as_dicts(cells.cells(asked, made.plan))} if asked else found
 
 
-def _lines(made: Blueprint, explain: bool) -> Iterator[str]:
+def _lines(made: Blueprint, asked: Request | None) -> Iterator[str]:
+    from nibble.attention import cells
     from nibble.attention.explain import as_text
 
     yield f"{made.config.model} ({made.geometry.family}) on {made.hardware}"
     yield as_text(made.plan, made.budget)
-    shown = ""
-    for ask, name, reasons in _judged(made) if explain else ():
-        if ask != shown:
-            yield f"\n{ask}"
-            shown = ask
-        yield f"  {name:<16} {'; '.join(reasons) or 'reads it'}"
+    if asked:
+        yield from cells.as_lines(cells.cells(asked, made.plan), asked)
 
 
-def _judged(made: Blueprint) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(what is asked, backend, its nearest row's reasons; none where it reads the cache as it is stored)."""
-    from nibble.attention import needs
-    from nibble.attention.backends import all_backends
-    from nibble.attention.capability import Phase
+def _asked(made: Blueprint, gpu: str | None, declared: bool) -> Request:
+    """What the plan was made of: on this machine, backends whose packages are missing are known to be."""
+    from nibble.attention import backends
+    from nibble.attention.options import Request
 
-    for part in needs.parts(made.config, made.geometry):
-        for phase in Phase:
-            need = part.need(
-                phase, made.hardware, made.plan.dtype, made.plan.page_size, made.plan.layout.packing
-            )
-            for name, info in all_backends().items():
-                yield str(need), name, info.nearest(need)
+    known = backends.all_backends() if gpu else backends.present()
+    return Request(made.config, made.geometry, made.hardware, known, declared, False)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nibble import formats
-from nibble.attention import backends
+from nibble.attention import backends, price
 from nibble.attention.budget import Budget, budget
 from nibble.attention.capture import obstacle
 from nibble.attention.needs import compute_dtype
@@ -125,6 +125,7 @@ def build(
     watch = _watch(made)  # before the start looks at the memory that is left, and used after it
     prepare(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
     engine.runner.watch = watch
+    startup.notes += price.warnings(made.plan, made.budget.context)
     engine.startup = startup
     return engine, made
 

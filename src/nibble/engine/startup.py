@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from nibble.attention.budget import KEPT, Budget, in_words, most_decodes
+from nibble.attention.budget import KEPT, Budget, most_decodes
 from nibble.attention.capture import obstacle, sizes
 from nibble.cache.manager import CacheManager
 from nibble.config import Config
@@ -23,6 +23,7 @@ from nibble.engine.request import Request
 from nibble.engine.runner import Runner
 from nibble.engine.selftest import self_test, tier_test
 from nibble.errors import CapacityError
+from nibble.hardware import in_words
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""

@@ -27,7 +27,7 @@ from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import wire
-from nibble.server.logs import plan_in_short, tell
+from nibble.server.logs import decode_costs, plan_in_short, tell
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
@@ -301,6 +301,8 @@ class ProcessClient:
         elif isinstance(news, wire.Ready):
             self.ready = news
             tell("engine ready", **plan_in_short(news.about))
+            for cost in decode_costs(news.about):
+                tell("decode is staged", logging.WARNING, **cost)
             await self._become(State.READY)
         elif isinstance(news, wire.Failed):
             self._failure = news

@@ -89,6 +89,15 @@ def plan_in_short(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def decode_costs(about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every generated token pays for a backend that cannot read the cache; nothing where all can."""
+    return [
+        {name: cost[name] for name in ("group", "scheme", "backend", "factor", "words")}
+        for cost in about.get("staging", ())
+        if cost["phase"] == "decode"
+    ]
+
+
 def access_log(exchange: Exchange, *, texts: bool) -> None:
     """The line of an exchange. texts: with what was asked, prompts and all."""
     quiet = exchange.method in QUIET and not 400 <= exchange.status < 500

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nibble.attention import explain
-from nibble.attention.budget import in_words
+from nibble.attention import explain, price
 from nibble.attention.layer import StepContext
 from nibble.attention.metadata import AttentionSpec
 from nibble.cache.scales import KVScales
 from nibble.config import parse_bytes
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
+from nibble.hardware import in_words
 from nibble.models.forward import plain
 from nibble.transformers.design import Prompt, design, scales_for
 from nibble.transformers.step import Step, counted, pack
@@ -93,8 +93,9 @@ class NibbleCache(Cache):  # type: ignore[misc]
 
     @property
     def words(self) -> str:
-        """The plan, and how full it is, for people."""
-        return f"{explain.as_text(self.plan)}\n{self!r}"
+        """The plan, what staging costs if there is any, and how full it is, for people."""
+        staged = map(str, price.staged(self.plan, self._limit))
+        return "\n".join((explain.as_text(self.plan), *staged, repr(self)))
 
     def __repr__(self) -> str:
         held, total = self._store.held, self._store.pages.total

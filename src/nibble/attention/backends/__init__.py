@@ -64,7 +64,7 @@ def present() -> Mapping[str, BackendInfo]:
 
     What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
     """
-    found = {name: (info, lacks(info)) for name, info in all_backends().items()}
+    found = {name: (info, lacks(info) if info.runnable else None) for name, info in all_backends().items()}
     return {
         name: replace(info, adapter=None, lack=lack) if lack else info for name, (info, lack) in found.items()
     }

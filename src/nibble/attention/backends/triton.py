@@ -13,7 +13,9 @@ from nibble.cache.view import KVView
 from nibble.geometry import LATENT
 from nibble.kernels import mla, sparse
 
-LATENT_FORMATS = frozenset({"bf16", "fp8_e4m3", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16"})
+LATENT_FORMATS = frozenset(
+    {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16", "mxfp4"}
+)
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
 
 

@@ -1,0 +1,83 @@
+"""What `nibble plan --explain` says: every backend in every phase, with what stands behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibble.attention import backends, cells, ledger
+from nibble.attention.capability import Phase
+from nibble.attention.cells import Cell, Status
+from nibble.attention.ledger import Entry, update
+from nibble.attention.options import Request
+from nibble.attention.resolve import resolve
+from nibble.config import Config
+from nibble.geometry import Geometry
+from nibble.hardware import named
+from planning import DEEPSEEK_V3, GPT_OSS, MODELS, QWEN3_8B
+
+SEEN = Entry(
+    "cuda", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0", "triton": "3.6"}
+)
+
+
+@pytest.fixture(autouse=True)
+def only_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update(tmp_path / "ledger.json", [SEEN])
+    monkeypatch.setattr(ledger, "shipped", lambda: tmp_path / "ledger.json")
+
+
+def found(geometry: Geometry, gpu: str, **options: Any) -> tuple[list[Cell], list[str]]:
+    request = Request(
+        Config(model="m", **options), geometry, named(gpu), backends.all_backends(), True, False
+    )
+    plan = resolve(request.config, geometry, request.hardware, declared=True)
+    mine = list(cells.cells(request, plan))
+    for group in plan.groups:
+        chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.chosen and cell.group is group}
+        assert chosen == {(route.phase, route.backend) for route in group.routes}
+    return mine, list(cells.as_lines(mine, request))
+
+
+def test_a_cell_is_verified_declared_staged_or_refused() -> None:
+    mine, lines = found(QWEN3_8B, "h200", kv_format="nvfp4")
+    status = {(cell.backend, cell.need.phase): cell.status for cell in mine}
+    assert [key for key, value in status.items() if value is Status.VERIFIED] == [("cuda", Phase.DECODE)]
+    assert status["triton", Phase.DECODE] is Status.DECLARED
+    assert (status["fa3", Phase.EXTEND], status["fa3", Phase.DECODE]) == (Status.STAGED, Status.ASKED)
+    assert status["cutlass_mla", Phase.DECODE] is Status.REFUSED
+    assert "  verified on NVIDIA H200, 2026-11-20 (torch 2.11.0, triton 3.6): cuda" in lines
+    assert "    cutlass_mla: only for mla" in lines
+    assert "    cuda (prefill, extend): only for decode, verify" in lines
+    head = "full: layers 0-35 in nvfp4 (mha, packing hnd), page 64, head_dim 128, group 4, bfloat16 on SM90"
+    assert head in lines
+
+
+def test_every_refusal_has_a_reason_and_nothing_else_does() -> None:
+    for geometry, gpu, kv_format in (
+        (QWEN3_8B, "a100", "k8v4"), (DEEPSEEK_V3, "b200", "fp8_e4m3"), (MODELS["glm-5"], "h200", "fp8_ds_mla"),
+        (GPT_OSS, "rtx5090", "mxfp4"),
+    ):  # fmt: skip
+        for cell in found(geometry, gpu, kv_format=kv_format)[0]:
+            assert bool(cell.reasons) == (cell.status not in {Status.VERIFIED, Status.DECLARED}), cell
+
+
+def test_staging_that_was_allowed_need_not_be_asked_for() -> None:
+    mine, lines = found(QWEN3_8B, "h200", kv_format="nvfp4", allow_staging=True)
+    assert not any(cell.status is Status.ASKED for cell in mine)
+    (line,) = (line for line in lines if line.startswith("  fa3 "))
+    assert line.split() == ["fa3", "staged", "staged", "staged", "staged"]
+
+
+def test_each_group_and_scheme_has_a_table() -> None:
+    _, lines = found(GPT_OSS, "h200", kv_format="nvfp4", kv_layers="0=fp8_e4m3")
+    heads = [line.partition(" (")[0] for line in lines if ": layers " in line]
+    assert heads == ["window: layers 0 in fp8_e4m3", "window: layers 2,4,6,8,10,12,14,16,18,20,22 in nvfp4",
+                     "full: layers 1,3,5,7,9,11,13,15,17,19,21,23 in nvfp4"]  # fmt: skip
+
+
+def test_the_ledger_that_ships_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert ledger.read(ledger.shipped())

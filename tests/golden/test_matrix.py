@@ -1,0 +1,193 @@
+"""Plans of published models on every generation of GPUs, in every scheme, held against tests/golden/plans.txt.
+
+Two views of the table of facts: as declared, as if every adapter and package were here; and bare, with what torch
+brings. A line is a plan: schemes, page size and packing, and who serves P(refill), E(xtend), D(ecode), V(erify); or a
+refusal: its first line, and the options of the command that works. To accept a change, read the difference after
+
+    NIBBLE_UPDATE_GOLDEN=1 python -m pytest tests/golden/test_matrix.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import groupby, product
+from pathlib import Path
+
+import pytest
+
+from nibble.attention.backends import all_backends
+from nibble.attention.capability import BackendInfo
+from nibble.attention.plan import GroupPlan, Plan
+from nibble.attention.resolve import resolve
+from nibble.config import Config
+from nibble.errors import ConfigError
+from nibble.formats import scheme as schemes
+from nibble.geometry import Geometry
+from nibble.hardware import GIB, Hardware, named
+from planning import MODELS, parse_command
+
+GOLDEN = Path(__file__).with_name("plans.txt")
+MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
+    name: named(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
+}
+EDGES = "nvfp4;edges=fp8_e4m3"
+SCHEMES = (*schemes.names(), EDGES)
+EVERY, BARE = "every backend", "bare"
+WITH_TORCH = (None, "pip install triton")
+"""How to get what torch brings on Linux."""
+
+
+def config(scheme: str) -> Config:
+    kv_format, _, edges = scheme.partition(";edges=")
+    return Config(model="m", kv_format=kv_format, kv_layers=f"0,-1={edges}" if edges else "")
+
+
+def bare() -> dict[str, BackendInfo]:
+    """The backends where no optional package is installed."""
+    return {
+        name: info if info.install in WITH_TORCH else replace(info, adapter=None, lack=info.install)
+        for name, info in all_backends().items()
+    }
+
+
+def made(view: str, geometry: Geometry, machine: Hardware, asked: Config) -> Plan:
+    if view == BARE:
+        return resolve(asked, geometry, machine, bare())
+    return resolve(asked, geometry, machine, declared=not machine.is_cpu)
+
+
+def routes(group: GroupPlan) -> str:
+    """`P,E sdpa; D cuda; V triton`."""
+    served = groupby(group.routes, key=str)
+    return "; ".join(f"{','.join(route.phase[0].upper() for route in same)} {who}" for who, same in served)
+
+
+def plan_line(plan: Plan) -> str:
+    by_routes: dict[str, dict[str, None]] = {}
+    for group in plan.groups:
+        name = group.group.name if len({entry.scheme for entry in plan.groups}) == 1 else group.scheme
+        by_routes.setdefault(routes(group), {})[name] = None
+    alike = len(by_routes) == 1
+    where = [text if alike else f"{'+'.join(names)}: {text}" for text, names in by_routes.items()]
+    return f"{plan.page_size} {plan.layout.packing}  {' | '.join(where)}"
+
+
+def refusal_line(error: ConfigError, machine: Hardware) -> str:
+    first = re.sub(r" \(layers [0-9,-]+\)|; formats that fit.*", "", str(error).partition("\n")[0])
+    remedy = str(error).partition("what works: ")[2] or "NOTHING"
+    for word in ("nibble plan m ", f" --gpu {machine.name}", " --declared"):
+        remedy = remedy.replace(word, "")
+    return f"refused: {first} -> {remedy}"
+
+
+def line(view: str, geometry: Geometry, machine: Hardware, scheme: str) -> str:
+    try:
+        return plan_line(made(view, geometry, machine, config(scheme)))
+    except ConfigError as error:
+        return refusal_line(error, machine)
+
+
+def section(view: str, model: str) -> Iterator[str]:
+    """The plans of one model. What is so on all machines comes first; then machines with the same plans share a block,
+    and schemes with the same plan a line."""
+    cells = {
+        (name, scheme): line(view, MODELS[model], machine, scheme)
+        for (name, machine), scheme in product(MACHINES.items(), SCHEMES)
+    }
+    same = [scheme for scheme in SCHEMES if len({cells[name, scheme] for name in MACHINES}) == 1]
+    blocks: dict[str, list[str]] = {}
+    for name in MACHINES:
+        rest = {scheme: cells[name, scheme] for scheme in SCHEMES if scheme not in same}
+        blocks.setdefault("\n".join(block(rest)), []).append(name)
+    yield f"== {model}, {view}"
+    yield from block({scheme: cells["cpu", scheme] for scheme in same})
+    for text, machines in blocks.items():
+        yield f"  {', '.join(machines)}\n{text}"
+
+
+def block(lines: Mapping[str, str]) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for scheme, text in lines.items():
+        found.setdefault(text, []).append(scheme)
+    yield from (f"    {' '.join(names)} | {text}" for text, names in found.items())
+
+
+def sizes(model: str) -> str:
+    """Bytes a token in all layers, by scheme."""
+    found = []
+    for scheme in SCHEMES:
+        try:
+            plan = made(EVERY, MODELS[model], MACHINES["h200"], config(scheme))
+        except ConfigError:
+            continue
+        found.append(f"{scheme} {plan.layout.bytes_per_token}")
+    return f"== {model}, bytes a token\n    {'; '.join(found)}"
+
+
+@cache
+def everything() -> str:
+    lines = [sizes(model) for model in MODELS]
+    lines += [text for view, model in product((EVERY, BARE), MODELS) for text in section(view, model)]
+    return "\n".join(lines) + "\n"
+
+
+def by_section(text: str) -> Mapping[str, str]:
+    parts = [part.partition("\n") for part in text.split("== ")[1:]]
+    return {head: body for head, _, body in parts}
+
+
+def test_plans_are_as_recorded() -> None:
+    if os.environ.get("NIBBLE_UPDATE_GOLDEN"):
+        GOLDEN.write_text(everything())
+    recorded, now = by_section(GOLDEN.read_text()), by_section(everything())
+    assert list(now) == list(recorded)
+    changed = [head for head in now if now[head] != recorded[head]]
+    assert not changed, "\n".join(f"{head}\nwas\n{recorded[head]}is\n{now[head]}" for head in changed)
+
+
+ASKED = ("attention_backend", "prefill_backend", "decode_backend")
+GPUS = ("h200", "b200", "rtx5090")
+ASKING = ("llama-3.1-8b", "gpt-oss-120b", "deepseek-v3", "deepseek-v3.2")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("view", [EVERY, BARE])
+def test_every_refusal_of_a_scheme_names_a_command_that_works(model: str, view: str) -> None:
+    for machine, scheme in product(MACHINES.values(), SCHEMES):
+        try:
+            made(view, MODELS[model], machine, config(scheme))
+        except ConfigError as error:
+            follow(str(error), model, bare() if view == BARE else all_backends())
+
+
+@pytest.mark.parametrize("model", ASKING)
+@pytest.mark.parametrize("backend", all_backends())
+def test_every_refusal_of_a_backend_names_a_command_that_works(model: str, backend: str) -> None:
+    """What it names neither stages pages nor falls to plain torch, but where that was asked for."""
+    for gpu, scheme, option in product(GPUS, ("bf16", "nvfp4"), ASKED):
+        asked = replace(config(scheme), **{option: backend})
+        try:
+            made(EVERY, MODELS[model], MACHINES[gpu], asked)
+        except ConfigError as error:
+            for route in follow(str(error), model, all_backends()).groups[0].routes:
+                slow = route.stage_to is not None or route.row.prefer < 0
+                assert not slow or route.backend == backend, f"{asked}: {error}"
+
+
+def follow(refusal: str, model: str, table: Mapping[str, BackendInfo]) -> Plan:
+    """The plan of the command that a refusal names."""
+    command = refusal.partition("what works: ")[2]
+    assert command, refusal
+    asked, machine, declared = parse_command(command)
+    return resolve(asked, MODELS[model], machine, table, declared=declared)
+
+
+def test_plain_torch_on_a_gpu_is_said_to_be_slow() -> None:
+    plan = resolve(config("fp32"), MODELS["minicpm3-4b"], MACHINES["h200"])
+    assert any("torch_ref gathers pages in plain torch, many times slower" in note for note in plan.notes)
+    plan = resolve(config("nvfp4"), MODELS["minicpm3-4b"], MACHINES["h200"])
+    assert not any("plain torch" in note for note in plan.notes)
