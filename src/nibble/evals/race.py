@@ -38,10 +38,8 @@ from nibble.evals.workloads import Workload
 
 STEP_MS, FEW = 20.0, 4
 """A step has as many calls as a model has layers, fewer where they take longer than this together; FEW at least."""
-BYTES_PER_MS, FLOPS_PER_MS = 4e9, 4e11
-"""What a fast kernel does: for a guess at how long a call takes."""
-ON_CPU = 2
-"""Calls of a step on a CPU."""
+LONG_MS = 50.0
+"""A call that takes longer is a step of its own: what a backend plans for it is little beside it."""
 HOPELESS = 6.0
 """An entrant that takes so many times as long as the best so far is timed by one call."""
 BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -65,7 +63,7 @@ class Entrant:
 @dataclass(frozen=True, slots=True)
 class Result:
     """How an entrant did. ms: a call, None where it failed; error: relative; failure: why it did not finish. captured:
-    in a CUDA graph. chosen: whether the plan has it. rough: timed by one call."""
+    in a CUDA graph. chosen: whether the plan has it. rough: timed by one call. read_bytes: of the cache, at least."""
 
     backend: str
     stage_to: str | None
@@ -80,6 +78,7 @@ class Result:
     error: float | None = None
     captured: bool = False
     rough: bool = False
+    read_bytes: int = 0
     failure: str = ""
 
     @property
@@ -161,8 +160,8 @@ def _run(request: Request, scene: Scene, entrant: Entrant, result: Result, best:
     error = _checked(scene, 0, attend(0, replace(scene.segment)), request)
     once = _once_ms(request, lambda: attend(0, replace(scene.segment)))
     if best is not None and once > HOPELESS * best + 1:
-        return replace(result, ms=once, error=error, rough=True)
-    calls = _calls(request, scene)
+        return replace(result, ms=once, error=error, rough=True, read_bytes=scene.read_bytes)
+    calls = _calls(scene, once)
 
     def step() -> list[Tensor]:
         segment = replace(scene.segment)  # the same tensors, and nothing that a backend may remember
@@ -173,7 +172,7 @@ def _run(request: Request, scene: Scene, entrant: Entrant, result: Result, best:
     recorded = result.graphs and result.phase is Phase.DECODE and request.config.graphs
     took = clock.timed(step, calls, graph=recorded, device=request.hardware.device, spend_ms=40, fewest=3)
     error = max(error, _checked(scene, (calls - 1) % scene.layers, took.outputs[-1], request))
-    return replace(result, ms=took.ms, error=error, captured=took.captured)
+    return replace(result, ms=took.ms, error=error, captured=took.captured, read_bytes=scene.read_bytes)
 
 
 def _attend(
@@ -219,11 +218,10 @@ def _once_ms(request: Request, call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _calls(request: Request, scene: Scene) -> int:
-    if request.hardware.is_cpu:
-        return max(ON_CPU, scene.layers)
-    guess = max(scene.read_bytes / BYTES_PER_MS, scene.flops / FLOPS_PER_MS)
-    return max(min(max(int(STEP_MS / guess), FEW), clock.CALLS), scene.layers)
+def _calls(scene: Scene, once_ms: float) -> int:
+    """Calls of a step, given how long one takes."""
+    few = 1 if once_ms > LONG_MS else FEW
+    return max(min(max(int(STEP_MS / max(once_ms, 1e-3)), few), clock.CALLS), scene.layers)
 
 
 def _synchronise(request: Request) -> None:

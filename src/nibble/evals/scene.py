@@ -8,6 +8,7 @@ Shape suffixes: T tokens, B requests, N pages of a request, H heads, D values of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -36,7 +37,7 @@ SEED = 7
 @dataclass(frozen=True)
 class Scene:
     """Requests in a pool, and what they ask. samples: rows whose answers are checked, each with a segment of their own.
-    read_bytes, flops: what one call must at least read and compute."""
+    read_bytes: what one call must read of the cache."""
 
     pool: PagedPool
     segment: Segment
@@ -44,7 +45,6 @@ class Scene:
     spec: AttentionSpec
     samples: tuple[tuple[slice, Segment], ...]
     read_bytes: int
-    flops: float
 
     @property
     def layers(self) -> int:
@@ -64,7 +64,9 @@ def make_scene(part: Part, workload: Workload, page: int, packing: str, dtype: s
     size = sum(entry.bytes_per_token for entry in entries)
     seen = min(work.stored, work.new + group.window) if group.window else work.stored
     read = work.requests * seen * size
-    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // read), 1), clock.CALLS)
+    shape = (work.requests * work.new, group.q_heads, group.head_dim)
+    asked = math.prod(shape) * getattr(torch, dtype).itemsize
+    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + asked)), 1), clock.CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
     pages = -(-work.stored // page)
     pool = PagedPool(layout, work.requests * pages, ONE, device)
@@ -79,9 +81,7 @@ def make_scene(part: Part, workload: Workload, page: int, packing: str, dtype: s
     sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
     spec = AttentionSpec(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
     segment = Segment.of(work.phase, 0, [work.new] * work.requests, [work.stored] * work.requests, pages_BN)
-    pairs = work.requests * work.new * min(seen, work.stored - (work.new - 1) / 2)
-    flops = 4.0 * group.q_heads * group.head_dim * pairs
-    return Scene(pool, segment, queries, spec, _samples(work, pages_BN), read, flops)
+    return Scene(pool, segment, queries, spec, _samples(work, pages_BN), read)
 
 
 def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator) -> None:
