@@ -84,6 +84,8 @@ def notes(request: Request, groups: tuple[GroupPlan, ...], page: int, packing: s
     for group in groups:
         yield from _group_notes(request, group)
     yield from _declared_notes(request, groups)
+    if request.measured.warning:
+        yield request.measured.warning
 
 
 def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
@@ -114,7 +116,12 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
 
 def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if request.config.backend_for(route.phase.decodes) == "auto" and route.phase in ROUTED:
-        yield f"{route.backend}, the most preferred of those that serve it ({route.row.cites})"
+        first = (
+            "the best of those that serve it"
+            if route.measured
+            else "the most preferred of those that serve it"
+        )
+        yield f"{route.backend}, {first} ({route.why})"
     if route.stage_to:
         yield f"{route.backend} does not read it in this packing, so pages are staged to {route.stage_to}"
 

@@ -54,11 +54,6 @@ class Entrant:
     page: int
     packing: str
 
-    @property
-    def key(self) -> tuple[str, str | None]:
-        """Who it is: rows of one backend share their code."""
-        return self.option.backend.name, self.option.stage_to
-
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -99,7 +94,7 @@ def entrants(
         page, packing = _place(request, plan, option)
         entrant = Entrant(option, page, packing)
         if not names or option.backend.name in names:
-            found.setdefault(entrant.key, entrant)
+            found.setdefault(entrant.option.key, entrant)
     everybody = tuple(found.values())
     if names or request.hardware.is_cpu:
         return everybody
@@ -145,7 +140,7 @@ def _blank(plan: Plan, part: Part, entrant: Entrant, workload: Workload) -> Resu
     routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
     return Result(
         option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.prefer, option.route(phase).graphs, entrant.key in routes,
+        option.prefer, option.route(phase).graphs, entrant.option.key in routes,
     )  # fmt: skip
 
 

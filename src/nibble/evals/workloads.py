@@ -9,8 +9,8 @@ Owns Workload, its spelling, and the workloads that stand for their phases. Must
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from nibble.attention.capability import Phase
 from nibble.errors import ConfigError
@@ -81,3 +81,36 @@ def usual(on_cpu: bool) -> tuple[Workload, ...]:
     """The workloads that stand for their phases on such a machine."""
     table = ON_CPU if on_cpu else ON_GPU
     return tuple(parse(phase, text) for phase, texts in table.items() for text in texts)
+
+
+def within(works: Iterable[Workload], context: int, tokens: int) -> tuple[Workload, ...]:
+    """Workloads cut down to requests of at most `context` tokens, and to `tokens` tokens in all; each once."""
+    found: dict[tuple[Phase, str], Workload] = {}
+    for work in works:
+        cut = _cut(work, min(context, tokens))
+        cut = cut if cut.tokens <= tokens else _renamed(cut, requests=max(tokens // cut.stored, 1))
+        found.setdefault((cut.phase, cut.name), cut)
+    return tuple(found.values())
+
+
+def _cut(work: Workload, most: int) -> Workload:
+    """A workload whose requests have at most `most` tokens, new ones in proportion."""
+    if work.stored <= most:
+        return work
+    new = {Phase.PREFILL: most, Phase.EXTEND: max(work.new * most // work.stored, 1)}.get(
+        work.phase, work.new
+    )
+    return _renamed(work, stored=most, new=min(new, most))
+
+
+def _renamed(work: Workload, **changed: int) -> Workload:
+    made = replace(work, **changed)  # type: ignore[arg-type]
+    name = f"{made.requests}x{_short(made.stored)}"
+    if made.phase is Phase.EXTEND:
+        name = f"{_short(made.new)}+{_short(made.stored - made.new)}"
+    return replace(made, name=name)
+
+
+def _short(count: int) -> str:
+    """8192 -> `8K`."""
+    return str(count) if count % 1024 else f"{count // 1024}K"
