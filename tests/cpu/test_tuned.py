@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from nibble.attention import backends, measured, needs
+from nibble.attention import backends, ledger, measured, needs, tables
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.explain import as_text
 from nibble.attention.measured import Measured, Timing
@@ -217,6 +217,29 @@ def test_versions_are_those_of_what_brings_the_kernels(monkeypatch: pytest.Monke
     assert versions([known["sdpa"]]) == {"torch": "2.11.0"}
 
 
+def test_the_ledger_says_versions_and_reads_entries_of_old(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.json"
+    entry = ledger.Entry(
+        "triton",
+        "decode",
+        "mha",
+        "nvfp4",
+        90,
+        "NVIDIA H200",
+        "2026-11-21",
+        {"torch": "2.11.0", "CUDA": "13.0"},
+    )
+    ledger.update(path, [entry])
+    assert ledger.read(path) == (entry,)
+    said = "verified on NVIDIA H200, 2026-11-21 (CUDA 13.0, torch 2.11.0)\n"
+    assert said in tables.capability_table(path=path)
+    content = json.loads(path.read_text())
+    del content["entries"][0]["versions"]
+    path.write_text(json.dumps(content))
+    assert ledger.read(path) == (replace(entry, versions={}),)
+    assert "verified on NVIDIA H200, 2026-11-21\n" in tables.capability_table(path=path)
+
+
 def test_workloads_are_read_and_cut() -> None:
     parse = workloads.parse
     assert parse(Phase.DECODE, "64x8K") == Workload(Phase.DECODE, "64x8K", 64, 1, 8192)
@@ -250,6 +273,7 @@ def test_tune_measures_and_plan_follows(place: Path, monkeypatch: pytest.MonkeyP
     assert set(timings[1][0]["ms"]) == {"2x40", "1x60"}
     shown = RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4"])
     assert "torch_ref" in shown.output and "measured on this machine:" in shown.output
+    assert RUN.invoke(app, ["tune", "demo", "--backends", "tritn"]).exit_code == 2
     without = RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4", "--no-tuned"])
     other = RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4", "--gpu", "h200"])
     assert "measured" not in without.output and "measured on this machine" not in other.output
@@ -259,17 +283,14 @@ def test_tune_says_what_changes_and_a_stale_file_is_named(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nibble.evals import tune
+    from nibble.evals.race import Result, entrants
 
-    def results(what: Any, trial: Any) -> Any:
-        for option in tune.race.__globals__["entrants"](
-            what.request, what.made.plan, trial.part, trial.phase
-        ):
+    def results(what: Any, trial: Any, names: Any) -> Any:
+        for option in entrants(what.request, what.made.plan, trial.part, trial.phase):
             ms = 0.1 if option.option.backend.name == "sdpa" else 1.0
             yield blank(option, trial, ms)
 
     def blank(entrant: Any, trial: Any, ms: float) -> Any:
-        from nibble.evals.race import Result
-
         info = entrant.option
         return Result(
             info.backend.name, info.stage_to, entrant.page, entrant.packing, trial.phase, "w", 0, False, ms=ms

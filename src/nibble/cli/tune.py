@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
@@ -17,11 +19,20 @@ if TYPE_CHECKING:
     from nibble.evals.race import Result
     from nibble.evals.tune import Trial
 
+BackendsOption = Annotated[
+    str | None, typer.Option(help="Time only these, as cuda,triton; all that may serve if left out.")
+]
 CHOSEN_BY_TIMES = ("attention_backend", "prefill_backend", "decode_backend", "tuned")
 
 
 @takes("config", Config, "Model and cache", without=("model", "seed", *CHOSEN_BY_TIMES))
-def tune(model: ModelArgument = "demo", as_json: JsonOption = False, *, config: Options) -> None:
+def tune(
+    model: ModelArgument = "demo",
+    backends: BackendsOption = None,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+) -> None:
     """Time every backend that may serve a model's layers on this machine, and keep the times for `auto`.
 
     Each backend attends over made-up pages of the shapes that the model asks for, in every phase, after its answer was
@@ -31,10 +42,14 @@ def tune(model: ModelArgument = "demo", as_json: JsonOption = False, *, config: 
     bits depend on what else is in a step.
     """
     quiet(model)
+    from nibble.attention import backends as registry
     from nibble.attention import measured
     from nibble.evals.race import DeviceLostError
     from nibble.evals.tune import run, tuning
 
+    names = [name for name in (backends or "").split(",") if name]
+    for name in names:
+        registry.get(name)
     what = tuning(Config(model=model, **config))
     found: dict[str, tuple[Timing, ...]] = {}
     lost = None
@@ -42,7 +57,7 @@ def tune(model: ModelArgument = "demo", as_json: JsonOption = False, *, config: 
         results: list[Result] = []
         try:
             with err().status(f"timing {trial.subject}"):
-                results += run(what, trial)
+                results += run(what, trial, names)
         except DeviceLostError as error:  # what was measured before is worth keeping
             lost = error
             break

@@ -10,7 +10,6 @@ Shape suffixes: T tokens, H query heads, D values of a head.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -116,21 +115,19 @@ def race(
     field = entrants(request, plan, part, workload.phase, names)
     best: float | None = None
     for place in dict.fromkeys((entrant.page, entrant.packing) for entrant in field):
-        scene: Scene | None = None
+        judge: _Judge | None = None
         for entrant in (entrant for entrant in field if (entrant.page, entrant.packing) == place):
             result = _blank(plan, part, entrant, workload)
-            try:
-                scene = scene or make_scene(part, workload, *place, request.dtype, request.hardware.device)
-                result = _run(request, scene, entrant, result, best)
-            except (
-                Exception
-            ) as error:  # of all kinds: what kernels and their compilers do is their own business
+            try:  # kernels and their compilers fail in all manners, which is their own business
+                judge = judge or _Judge(request, part, workload, entrant)
+                result = _run(request, judge, entrant, result, best)
+            except Exception as error:
                 result = replace(result, failure=_in_words(error))
             _require_device(request, result)
             if result.ms is not None:
                 best = min(result.ms, best or result.ms)
             yield result
-        scene = None
+        judge = None
         _free(request)
 
 
@@ -144,15 +141,15 @@ def _blank(plan: Plan, part: Part, entrant: Entrant, workload: Workload) -> Resu
     )  # fmt: skip
 
 
-def _run(request: Request, scene: Scene, entrant: Entrant, result: Result, best: float | None) -> Result:
-    make = entrant.option.backend.adapter
+def _run(request: Request, judge: _Judge, entrant: Entrant, result: Result, best: float | None) -> Result:
+    scene, make = judge.scene, entrant.option.backend.adapter
     assert make is not None, "an entrant can run"
     adapter, stage_to = make(), entrant.option.stage_to
 
     def attend(layer: int, segment: Segment) -> Tensor:
         return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)
 
-    error = _checked(scene, 0, attend(0, replace(scene.segment)), request)
+    error = judge.error(0, attend(0, replace(scene.segment)))
     once = _once_ms(request, lambda: attend(0, replace(scene.segment)))
     if best is not None and once > HOPELESS * best + 1:
         return replace(result, ms=once, error=error, rough=True, read_bytes=scene.read_bytes)
@@ -166,7 +163,8 @@ def _run(request: Request, scene: Scene, entrant: Entrant, result: Result, best:
 
     recorded = result.graphs and result.phase is Phase.DECODE and request.config.graphs
     took = clock.timed(step, calls, graph=recorded, device=request.hardware.device, spend_ms=40, fewest=3)
-    error = max(error, _checked(scene, (calls - 1) % scene.layers, took.outputs[-1], request))
+    if took.captured:  # a graph may hold something else than what was called
+        error = max(error, judge.error((calls - 1) % scene.layers, took.outputs[-1]))
     return replace(result, ms=took.ms, error=error, captured=took.captured, read_bytes=scene.read_bytes)
 
 
@@ -180,28 +178,43 @@ def _attend(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _checked(scene: Scene, layer: int, out_THD: Tensor, request: Request) -> float:
-    """The relative error against the reference; raises where the answer is wrong."""
-    error = max(_errors(scene, layer, out_THD))
-    bound = BOUNDS[getattr(torch, request.dtype)]
-    if error > bound:
-        raise WrongAnswerError(
-            f"relative error {error:.1e}, and {bound:g} is the most: a wrong answer has no speed"
-        )
-    return error
+class _Judge:
+    """A scene, and what the reference answers in it: the same for all entrants, so it is asked once."""
+
+    def __init__(self, request: Request, part: Part, workload: Workload, entrant: Entrant) -> None:
+        where = entrant.page, entrant.packing, request.dtype, request.hardware.device
+        self.scene: Scene = make_scene(part, workload, *where)
+        self._bound = BOUNDS[getattr(torch, request.dtype)]
+        self._known: dict[int, list[Tensor]] = {}
+
+    def error(self, layer: int, out_THD: Tensor) -> float:
+        """The relative error of a layer's answer; raises where it is wrong."""
+        pairs = zip(self.scene.samples, self._wanted(layer), strict=True)
+        error = max(_relative(out_THD[rows], wanted) for (rows, _), wanted in pairs)
+        if error > self._bound:
+            raise WrongAnswerError(
+                f"relative error {error:.1e}, and {self._bound:g} is the most: a wrong answer has no speed"
+            )
+        return error
+
+    def _wanted(self, layer: int) -> list[Tensor]:
+        if layer not in self._known:
+            scene, reference = self.scene, TorchRef()
+            self._known[layer] = [
+                reference.attend(scene.queries[layer][rows].float(), scene.view(layer), segment, scene.spec)
+                for rows, segment in scene.samples
+            ]
+        return self._known[layer]
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    """||found - wanted|| / ||wanted||; infinite where it is not a number."""
+    error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return math.inf if math.isnan(error) else error
 
 
 class WrongAnswerError(NibbleError):
     """A backend's answer is not the reference's."""
-
-
-def _errors(scene: Scene, layer: int, out_THD: Tensor) -> Iterator[float]:
-    reference = TorchRef()
-    for rows, segment in scene.samples:
-        wanted = reference.attend(scene.queries[layer][rows].float(), scene.view(layer), segment, scene.spec)
-        found = out_THD[rows].double()
-        error = float((found - wanted.double()).norm() / wanted.double().norm())
-        yield float("inf") if math.isnan(error) else error
 
 
 def _once_ms(request: Request, call: Callable[[], object]) -> float:
@@ -239,7 +252,6 @@ class DeviceLostError(NibbleError):
 
 
 def _free(request: Request) -> None:
-    gc.collect()
     if not request.hardware.is_cpu:
         torch.cuda.empty_cache()
 

@@ -6,7 +6,7 @@ Owns tune(), which races each layer group of a plan in every phase that is route
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,10 +78,10 @@ def tuning(config: Config) -> Tuning:
     return Tuning(made, request, tuple(trials))
 
 
-def run(what: Tuning, trial: Trial) -> Iterator[Result]:
-    """Races a trial, workload by workload."""
+def run(what: Tuning, trial: Trial, names: Collection[str] = ()) -> Iterator[Result]:
+    """Races a trial, workload by workload. names: only these backends."""
     for work in trial.works:
-        yield from race(what.request, what.made.plan, trial.part, work)
+        yield from race(what.request, what.made.plan, trial.part, work, names)
 
 
 def _works(made: Blueprint, part: Part, phase: Phase) -> tuple[Workload, ...]:
