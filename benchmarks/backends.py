@@ -1,7 +1,8 @@
 """Backends: all that may serve a need on this machine, checked and timed, and what `auto` chooses among them.
 
     python benchmarks/backends.py [--only gqa,mla16/bf16/decode] [--formats bf16,nvfp4] [--backends cuda,triton]
-        [--model demo] [--phases decode] [--list] [--small] [--tiny] [--out FOLDER] [--report]
+        [--without flex_attention] [--limit 540] [--model demo] [--phases decode] [--list] [--small] [--tiny]
+        [--out FOLDER] [--report]
 
 The entrants are the resolver's own options, from the cache's own bytes or over pages dequantised first (`staged`). Each
 is called as the engine calls it, through its adapter over the pool, pages of random tokens in random order, several
@@ -47,6 +48,7 @@ HEAD = ("job", "auto", "best (recordable)", "ratio", "best of all", "ratio")
 BOUND = 1.05
 """How much slower than the best `auto` may be."""
 LAYERS = 2
+REFERENCE = "torch_ref"
 
 
 def heads(kv: int, dim: int) -> tuple[Stream, Stream]:
@@ -219,13 +221,13 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
 
 def main() -> None:
     options = arguments().parse_args()
-    names = options.backends.split(",") if options.backends else []
+    names = chosen(options)
     found = list(jobs(options))
     print(compiled(found, names), flush=True)
     if options.list:
         print("\n".join(job.name for job in found))
         return
-    results, trouble = run(found, names)
+    results, trouble = run(found, names, options.limit)
     verdicts = [verdict(job, group) for job, group in results.items()]
     copy = f"All times in ms a call. Copy bandwidth {gpu.copy_tbps():.2f} TB/s."
     texts = [trouble, copy, *tables(results), table(verdicts), summary(verdicts)]
@@ -233,11 +235,24 @@ def main() -> None:
     gpu.publish("backends", options, str(__doc__), texts, peers.versions(), cells=cells)
 
 
-def run(found: Sequence[Job], names: Sequence[str]) -> tuple[dict[str, list[Result]], str]:
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The backends that race; none stands for all that may."""
+    without = options.without.split(",") if options.without else []
+    names = options.backends.split(",") if options.backends else []
+    for name in (*names, *without):
+        backends.get(name)
+    if without and not names:
+        names = [name for name in backends.all_backends() if options.tiny or name != REFERENCE]
+    return [name for name in names if name not in without]
+
+
+def run(found: Sequence[Job], names: Sequence[str], limit: float) -> tuple[dict[str, list[Result]], str]:
     """The results of each job, and what ended the run early."""
     results: dict[str, list[Result]] = {}
     began = time.perf_counter()
     for job in found:
+        if time.perf_counter() - began > limit:
+            return results, f"**The run ended early**, before {job.name}: {limit:g} s were over"
         group = results.setdefault(job.name, [])
         try:
             for result in race.race(job.request, job.plan, job.part, job.work, names):
@@ -313,6 +328,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--formats", help=f"KV schemes; usually {FORMATS}, of latents {LATENTS}")
     add("--phases", default=",".join(Phase), help="phases")
     add("--backends", help="race only these; `auto` still chooses among all")
+    add("--without", help="let these not race, as flex_attention, which compiles for long")
+    add("--limit", type=float, default=540, help="seconds after which no other job begins")
     add("--model", help="a model's layer groups instead of the shapes; a folder or a name")
     add("--list", action="store_true", help="only say what would be measured")
     add(
