@@ -308,6 +308,22 @@ def test_tune_says_what_changes_and_a_stale_file_is_named(
     assert shown.exit_code == 0 and f"are not used: {path}: it was measured with torch 0." in shown.output
 
 
+def test_what_was_measured_before_the_device_broke_is_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nibble.evals import race, tune
+
+    def run(what: Any, trial: Any, names: Any) -> Any:
+        if trial.phase is Phase.DECODE:
+            raise race.DeviceLostError("fast in decode 64x8K broke the device")
+        yield race.Result("sdpa", None, 16, "nhd", trial.phase, "w", 0, False, ms=1.0)
+
+    monkeypatch.setattr(tune, "run", run)
+    told = RUN.invoke(app, ["tune", "demo", "--kv-format", "fp32"])
+    assert told.exit_code == 1 and "broke the device" in told.output
+    assert len(json.loads(next(place.iterdir()).read_text())["measured"]) == 2
+
+
 def test_sparse_attention_is_not_timed(place: Path) -> None:
     told = RUN.invoke(app, ["tune", "demo-mla"])
     assert told.exit_code == 2 and "there is nothing to time" in told.output and not list(place.iterdir())
