@@ -20,6 +20,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -230,7 +231,8 @@ def main() -> None:
     results, trouble = run(found, names, options.limit)
     verdicts = [verdict(job, group) for job, group in results.items()]
     copy = f"All times in ms a call. Copy bandwidth {gpu.copy_tbps():.2f} TB/s."
-    texts = [trouble, copy, *tables(results), table(verdicts), summary(verdicts)]
+    texts = [trouble, copy, *tables(results), table(verdicts), orders(results)]
+    texts += [summary(verdicts)]
     cells = [{"job": job, **asdict(result)} for job, group in results.items() for result in group]
     gpu.publish("backends", options, str(__doc__), texts, peers.versions(), cells=cells)
 
@@ -297,6 +299,39 @@ def tables(results: dict[str, list[Result]]) -> Iterator[str]:
             ]
         yield f"## {shape}"
         yield markdown(("cache", "backend", *(" ".join(column) for column in columns)), rows)
+
+
+def orders(results: dict[str, list[Result]]) -> str:
+    """For each need, over its workloads together: backends by time, with the `prefer` that they have."""
+    needs_of: dict[str, dict[str, list[Result]]] = {}
+    for job, group in results.items():
+        for result in group:
+            needs_of.setdefault(job.rpartition("/")[0], {}).setdefault(result.name, []).append(result)
+    rows = []
+    for need, by_name in needs_of.items():
+        slowness = {name: _slowness(group, results, need) for name, group in by_name.items()}
+        ranked = sorted(by_name, key=lambda name: slowness[name])
+        prefers = [by_name[name][0].prefer for name in ranked if slowness[name] < math.inf]
+        rows.append((need, "; ".join(_ranked(by_name[name][0], slowness[name]) for name in ranked),
+                     "" if prefers == sorted(prefers, reverse=True) else "other than prefer"))  # fmt: skip
+    about = "Times over those of the fastest, geometric means of a need's workloads; `prefer` of the row in brackets."
+    return f"## Order of backends\n\n{about}\n\n{markdown(('need', 'backends', ''), rows)}"
+
+
+def _slowness(group: Sequence[Result], results: dict[str, list[Result]], need: str) -> float:
+    """The geometric mean of time / best time; infinite where one workload was not finished."""
+    logs = []
+    for result in group:
+        best = fastest(results[f"{need}/{result.workload}"])
+        if result.ms is None or best is None or best.ms is None:
+            return math.inf
+        logs.append(math.log(result.ms / best.ms))
+    return math.exp(sum(logs) / len(logs))
+
+
+def _ranked(result: Result, slowness: float) -> str:
+    eager = ", eager" if result.phase is Phase.DECODE and not result.graphs else ""
+    return f"{result.name} {slowness:.2f} ({result.prefer}{eager})"
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +147,17 @@ def test_what_auto_chose_is_judged_by_those_that_can_be_recorded() -> None:
     assert found.ratio == pytest.approx(1.2) and found.best == rival and found.any == eager
     text = backends.summary([found, backends.verdict("mqa", [rival])])
     assert "1 of 1 jobs are above 1.05" in text and "not raced in: mqa" in text and "c 0.200 | 1.50" in text
+
+
+def test_the_order_of_backends_is_held_against_prefer() -> None:
+    fast, slow, eager = raced("a", 0.2), raced("b", 0.4), raced("c", 0.1, graphs=False)
+    other = {
+        "gqa/bf16/decode/1x32K": [replace(x, workload="1x32K", ms=y) for x, y in ((fast, 0.8), (slow, 0.2))]
+    }
+    text = backends.orders({"gqa/bf16/decode/64x8K": [fast, slow], **other})
+    assert "b 1.41 (1); a 2.00 (1) |  |" in text  # by the means of both workloads
+    text = backends.orders({"x/64x8K": [replace(fast, prefer=0), slow, eager, raced("d", None)]})
+    assert "c 1.00 (1, eager); a 2.00 (0); b 4.00 (1); d inf (1) | other than prefer |" in text
 
 
 def test_jobs_are_selected_and_one_failure_ends_nothing(
