@@ -1,44 +1,26 @@
-"""What the GPU benchmarks share: the time of a CUDA graph's replay, the copy bandwidth, the clock, the machine.
+"""What the GPU benchmarks share: the copy bandwidth, the clock, the machine, options, and how results are published.
 
-A step is a function that makes several calls, as the layers of a model would, and returns their outputs. It is
-captured once and replayed; the median replay, over the number of calls, is the time of one call. So the gap between
-two launches counts as it does in an engine, and nothing that the host does in between. On a CPU the step is just run,
-which checks the benchmark and measures nothing.
+Times are taken by nibble.evals.clock. On a CPU a step is just run, which checks the benchmark and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from report import REPORTS, command_line, cpu, write_figures, write_report
-from torch import Tensor
 
-Step = Callable[[], Sequence[Tensor]]
-SPEND_MS = 60.0
-"""What the replays of one measurement may take together; at least FEWEST and at most MOST are made."""
-FEWEST, MOST = 5, 60
-L2_TIMES = 4
-"""A measurement goes through at least so many times the L2 cache before it comes back to the same bytes."""
-CALLS = 32
-"""Calls of a step: the layers of a model. Fewer where they take long: FEW at least, STEP_MS in all."""
+from nibble.evals.clock import CALLS, L2_TIMES, Step, Timed, here, l2_bytes, timed
+
+__all__ = ["CALLS", "L2_TIMES", "Step", "Timed", "device", "l2_bytes", "timed"]
+device = here
+
 FEW, STEP_MS, BYTES_PER_MS = 8, 8.0, 4e9
-
-
-@dataclass(frozen=True)
-class Timed:
-    """ms: median time of one call. outputs: what the replays wrote. captured: False where it could not be a graph."""
-
-    ms: float
-    outputs: Sequence[Tensor]
-    captured: bool
+"""Fewer than CALLS calls make a step where they take long: FEW at least, STEP_MS in all."""
 
 
 def calls_for(size: int) -> int:
@@ -46,52 +28,6 @@ def calls_for(size: int) -> int:
     if not torch.cuda.is_available():
         return 1
     return min(max(int(STEP_MS * BYTES_PER_MS / size), FEW), CALLS)
-
-
-def timed(step: Step, calls: int, *, graph: bool = True) -> Timed:
-    """The time of one of `calls` calls. Outputs are poisoned before the last replay, so that what is not written shows.
-
-    graph: False for steps that talk to the host, whose time then counts too.
-    """
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        outputs = step()
-        return Timed((time.perf_counter() - start) * 1e3 / calls, outputs, False)
-    outputs, replay, captured = _captured(step) if graph else _eager(step)
-    once = _replay_ms(replay)
-    repeats = min(max(int(SPEND_MS / max(once, 1e-3)), FEWEST), MOST)
-    ms = statistics.median(_replay_ms(replay) for _ in range(repeats)) / calls
-    if captured:
-        for output in outputs:
-            output.fill_(float("nan"))
-        replay()
-    torch.cuda.synchronize()
-    return Timed(ms, outputs, captured)
-
-
-def _captured(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles, tunes and allocates what a capture may not
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
-    return outputs, graph.replay, True
-
-
-def _eager(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]:
-    return step(), step, False
-
-
-def _replay_ms(replay: Callable[[], object]) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
 
 
 def copy_tbps(size: int = 2 << 30) -> float:
@@ -116,15 +52,6 @@ def sm_clock(step: Step) -> int | None:
         torch.cuda.synchronize()
     answer = asked.communicate()[0].split()
     return int(answer[0]) if answer and answer[0].isdigit() else None
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def l2_bytes() -> int:
-    """The size of the L2 cache; on a CPU, where nothing is measured, next to nothing."""
-    return torch.cuda.get_device_properties(0).L2_cache_size if torch.cuda.is_available() else 1
 
 
 def machine() -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nibble.hardware import processor as cpu
+
 REPORTS = Path(__file__).parent / "reports"
 
 
@@ -65,13 +67,6 @@ def worst(values: Iterable[float | None], *, least: bool = True) -> float | None
     if not known or None in known:
         return None
     return (min if least else max)(value for value in known if value is not None)
-
-
-def cpu() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def report_path(what: str, machine: str | None = None, folder: Path = REPORTS) -> Path:

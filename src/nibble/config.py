@@ -59,6 +59,9 @@ class Config:
     attention_backend: str = _option("auto", "Attention backend of all phases.")
     prefill_backend: str | None = _option(None, "Backend of PREFILL and EXTEND, where it differs.")
     decode_backend: str | None = _option(None, "Backend of DECODE and VERIFY, where it differs.")
+    tuned: bool = _option(
+        True, "Let `auto` follow the times that `nibble tune` measured on this machine, where there are some."
+    )
     allow_staging: bool = _option(False, "Allow a decode backend that needs pages dequantised first (slow).")
     dtype: str = _option("auto", "Compute dtype: auto (float32 on a CPU, else the checkpoint's), or a name.")
     device: str = _option("auto", "auto, cpu or cuda.")

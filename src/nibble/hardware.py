@@ -1,12 +1,13 @@
 """What the machine is: the only capability query in the code, and the table of GPUs that plans may name.
 
-Owns Hardware, probe() and GPUS. Must not know of formats, backends or models. torch is imported by probe()
-only.
+Owns Hardware, probe() and GPUS, and where this machine keeps what can be made again. Must not know of formats, backends
+or models. torch is imported by functions that ask it only.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,3 +120,27 @@ def probe(device: str = "auto") -> Hardware:
     if device == "cuda":
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
     return cpu()
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, "") or platform.processor() or platform.machine()
+
+
+def cuda_version() -> str | None:
+    """The CUDA toolkit that torch was built with; None for a CPU build."""
+    import torch
+
+    return torch.version.cuda
+
+
+def cache_folder() -> Path:
+    """$NIBBLE_CACHE, or nibble/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."""
+    if named := os.environ.get("NIBBLE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"

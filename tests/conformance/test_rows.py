@@ -15,7 +15,6 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
 from nibble.attention.plan import STAGED_PACKING, GroupPlan, Plan, Route
+from nibble.attention.versions import versions
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
@@ -37,7 +37,6 @@ from nibble.hardware import probe
 
 HARDWARE = probe()
 DEVICE = HARDWARE.device
-DISTRIBUTIONS = metadata.packages_distributions() if not HARDWARE.is_cpu else {}
 DTYPE = "float32" if HARDWARE.is_cpu else "bfloat16"
 
 # Tokens already stored and new tokens of each request, by phase.
@@ -47,6 +46,9 @@ BATCHES: dict[Phase, tuple[tuple[tuple[int, int], ...], ...]] = {
     Phase.DECODE: (((0, 1), (15, 1), (16, 1), (257, 1)), ((530, 1),)),
     Phase.VERIFY: (((40, 4), (7, 4), (300, 4)), ((33, 2), (12, 8))),
 }
+
+
+VERSIONS = {name: versions([info]) for name, info in backends.present().items() if info.adapter is not None}
 
 
 @dataclass(frozen=True)
@@ -273,19 +275,11 @@ def entry(case: Case, route: Route) -> ledger.Entry:
     """What the ledger says where the case conforms, and all others of its combination do."""
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     name = f"{platform.machine()} CPU" if HARDWARE.is_cpu else HARDWARE.name
-    versions = {"torch": torch.__version__.split("+")[0], **vendor_version(case.backend)}
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
     return ledger.Entry(
-        case.backend, case.phase, case.shape.kind, stored, HARDWARE.arch, name, today, versions
+        case.backend, case.phase, case.shape.kind, stored, HARDWARE.arch, name, today, VERSIONS[case.backend]
     )
-
-
-def vendor_version(backend: str) -> dict[str, str]:
-    """The version of the package that brings a backend's kernels, where it is one that somebody installed."""
-    tops = (package.partition(".")[0] for package in backends.get(backend).packages)
-    found = [name for top in tops for name in DISTRIBUTIONS.get(top, ())]
-    return {name: metadata.version(name) for name in found[:1]}
 
 
 def test_a_wrong_kernel_is_caught() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,17 @@ HOME = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(HOME))
 
 import append  # noqa: E402
+import backends  # noqa: E402
 import decode_attention as decode  # noqa: E402
 import engine_load  # noqa: E402
 import extend  # noqa: E402
 import paged  # noqa: E402
 import serve_overhead  # noqa: E402
+import torch  # noqa: E402
 from report import Aim, aims_table, worst  # noqa: E402
+
+from nibble.attention.capability import Phase  # noqa: E402
+from nibble.evals import race  # noqa: E402
 
 
 def test_shapes_and_heads_are_read() -> None:
@@ -112,6 +118,7 @@ def test_a_workload_is_computed_by_the_scheduler() -> None:
         (decode, ["--backends", "torch_ref", "--formats", "nvfp4,bf16"], "**torch_ref** | nvfp4"),
         (append, ["--formats", "nvfp4+rot,bf16"], "Nibble | nvfp4+rot"),
         (extend, ["--backends", "torch_ref,sdpa", "--formats", "nvfp4,bf16"], "sdpa, staged | nvfp4"),
+        (backends, ["--only", "gqa/nvfp4,mla16//decode,sinks-window/bf16"], "| nvfp4 | sdpa, staged |"),
     ],
 )
 def test_a_benchmark_runs(
@@ -127,6 +134,40 @@ def test_a_benchmark_runs(
     assert expected in capsys.readouterr().out
     assert json.loads(next(tmp_path.glob("*.json")).read_text())["cells"]
     assert expected in next(tmp_path.glob("*.md")).read_text()
+
+
+def raced(backend: str, ms: float | None, *, graphs: bool = True, chosen: bool = False) -> race.Result:
+    return race.Result(backend, None, 64, "hnd", Phase.DECODE, "64x8K", 1, graphs, chosen, ms, 1e-3)
+
+
+def test_what_auto_chose_is_judged_by_those_that_can_be_recorded() -> None:
+    auto, rival = raced("a", 0.30, chosen=True), raced("b", 0.25)
+    eager, broken = raced("c", 0.20, graphs=False), raced("d", None)
+    found = backends.verdict("gqa/bf16/decode/64x8K", [auto, rival, eager, broken])
+    assert found.ratio == pytest.approx(1.2) and found.best == rival and found.any == eager
+    text = backends.summary([found, backends.verdict("mqa", [rival])])
+    assert "1 of 1 jobs are above 1.05" in text and "not raced in: mqa" in text and "c 0.200 | 1.50" in text
+
+
+def test_the_order_of_backends_is_held_against_prefer() -> None:
+    fast, slow, eager = raced("a", 0.2), raced("b", 0.4), raced("c", 0.1, graphs=False)
+    other = {
+        "gqa/bf16/decode/1x32K": [replace(x, workload="1x32K", ms=y) for x, y in ((fast, 0.8), (slow, 0.2))]
+    }
+    text = backends.orders({"gqa/bf16/decode/64x8K": [fast, slow], **other})
+    assert "b 1.41 (1); a 2.00 (1) |  |" in text  # by the means of both workloads
+    text = backends.orders({"x/64x8K": [replace(fast, prefer=0), slow, eager, raced("d", None)]})
+    assert "c 1.00 (1, eager); a 2.00 (0); b 4.00 (1); d inf (1) | other than prefer |" in text
+
+
+def test_jobs_are_selected_and_one_failure_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(race, "BOUNDS", {torch.float32: -1.0})
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--only", "gqa/bf16/decode"])
+    backends.main()
+    out = capsys.readouterr().out
+    assert "1 jobs" in out and out.count("a wrong answer has no speed") >= 2 and "auto failed" in out
 
 
 def test_a_wrong_kernel_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ BASE = {"geometry", "hardware", "config", "errors"}
 TORCH_FREE = (
     "errors", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "cache/residency", "attention/capability",
     "attention/plan", "attention/resolve", "attention/needs", "attention/options", "attention/reasons",
-    "attention/remedy", "attention/price", "attention/peers", "attention/cells", "attention/budget", "attention/capture", "attention/tiering", "engine/request", "engine/batch", "engine/scheduler",
+    "attention/remedy", "attention/price", "attention/peers", "attention/cells", "attention/budget", "attention/capture",
+    "attention/tiering", "attention/measured", "attention/versions", "engine/request", "engine/batch", "engine/scheduler",
     "engine/outputs", "engine/answers",
 )  # fmt: skip
 BOOKS = (

@@ -108,6 +108,7 @@ def _route(route: Route) -> dict[str, Any]:
         "runnable": route.runnable,
         "prefer": route.row.prefer,
         "cites": route.row.cites,
+        **({"measured": route.measured} if route.measured else {}),
     }
 
 
@@ -131,7 +132,7 @@ def _routes(plan: Plan) -> Iterator[str]:
         width = max(len(str(route)) for route in group.routes)
         for route in group.routes:
             mark = "" if route.runnable else "declared only; "
-            yield f"  {route.phase:<8} {route!s:<{width}}  {mark}{route.row.cites}"
+            yield f"  {route.phase:<8} {route!s:<{width}}  {mark}{route.why}"
 
 
 def _bytes(plan: Plan) -> Iterator[str]:

@@ -4,15 +4,16 @@ Owns Entry and the file's schema. Must not know of rows or backends beyond their
 
     {"schema": 1, "entries": [
       {"backend": NAME, "phase": "decode", "kind": "mha", "format": NAME, "arch": 90,
-       "gpu": "NVIDIA H200", "date": "2026-11-20", "versions": {"torch": "2.11.0"}}]}
+       "gpu": "NVIDIA H200", "date": "2026-11-20", "versions": {"torch": "2.11.0", "CUDA": "13.0", "triton": "3.6.0"}}]}
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import nibble
 from nibble.errors import ConfigError
@@ -22,7 +23,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One combination that passed. date: ISO 8601. versions: package -> version of what it rests on."""
+    """One combination that passed. date: ISO 8601. versions: package -> version of what it rests on; empty in entries
+    of old, which did not say."""
 
     backend: str
     phase: str
@@ -31,7 +33,7 @@ class Entry:
     arch: int
     gpu: str
     date: str
-    versions: Mapping[str, str]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
@@ -52,12 +54,14 @@ def read(path: Path) -> tuple[Entry, ...]:
         content = json.loads(path.read_text())
         if content["schema"] != SCHEMA:
             raise ConfigError(f"{path} has schema {content['schema']}, and this version reads {SCHEMA}")
-        return tuple(
-            Entry(**{field.name: entry[field.name] for field in fields(Entry)})
-            for entry in content["entries"]
-        )
+        return tuple(map(_entry, content["entries"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error
+
+
+def _entry(found: Mapping[str, Any]) -> Entry:
+    values = {entry.name: found[entry.name] for entry in fields(Entry) if entry.name != "versions"}
+    return Entry(**values, versions=dict(found.get("versions") or {}))
 
 
 def update(path: Path, confirmed: Iterable[Entry], disproved: Iterable[Entry] = ()) -> None:

@@ -1,7 +1,7 @@
 """Which rows serve a need: every way to serve each layer group in each phase, best first.
 
-Owns Request (the arguments of resolve() as one), Option and the price of staging. What is picked from the
-options is resolve.py's business. Must not name any backend or format.
+Owns Request (the arguments of resolve() as one), Option, the price of staging, and what measured times change. What is
+picked from the options is resolve.py's business. Must not name any backend or format.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from nibble import formats
 from nibble.attention import needs
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
+from nibble.attention.measured import NOTHING, Measured, subject
 from nibble.attention.needs import Part
 from nibble.attention.plan import STAGED_PACKING, Plan, Route
 from nibble.config import Config, parse_hisparse
@@ -38,6 +39,7 @@ class Request:
     backends: Mapping[str, BackendInfo]
     declared: bool
     verify: bool
+    measured: Measured = NOTHING
 
     @property
     def dtype(self) -> str:
@@ -77,7 +79,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A row that serves a need, on these page sizes and packings of the cache; None is any."""
+    """A row that serves a need, on these page sizes and packings of the cache; None is any. measured: its time on this
+    machine in words, where that has a say in its `prefer`."""
 
     backend: BackendInfo
     row: Row
@@ -85,6 +88,12 @@ class Option:
     pages: frozenset[int] | None
     packings: frozenset[str] | None
     stage_to: str | None = None
+    measured: str = ""
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Who serves, and how: rows of one backend share their code."""
+        return self.backend.name, self.stage_to
 
     def fits(self, page: int, packing: str) -> bool:
         return (self.pages is None or page in self.pages) and (
@@ -95,7 +104,9 @@ class Option:
         graphs = (
             self.backend.graphs and self.stage_to is None
         )  # staging makes its workspace by lengths on the host
-        return Route(phase, self.backend.name, self.row, self.stage_to, self.backend.runnable, graphs)
+        return Route(
+            phase, self.backend.name, self.row, self.stage_to, self.backend.runnable, graphs, self.measured
+        )
 
 
 Ask = tuple[Part, Phase]
@@ -113,7 +124,40 @@ def serving(request: Request, part: Part, phase: Phase) -> tuple[Option, ...]:
         ]
         if staged:
             found += [_staged(info, row, staged) for row in info.rows if row.serves(staged)]
-    return tuple(sorted(found, key=lambda option: -option.prefer))
+    return _as_measured(request, part, phase, tuple(sorted(found, key=lambda option: -option.prefer)))
+
+
+def _as_measured(request: Request, part: Part, phase: Phase, found: tuple[Option, ...]) -> tuple[Option, ...]:
+    """The options with the preferences of those that were measured on this machine handed out anew among them, the
+    fastest first; nothing changes for the others, nor where a backend was named."""
+    if request.config.backend_for(phase.decodes) != "auto":
+        return found
+    page = request.config.page_size
+    timings = request.measured.ranked(subject(part, phase, request.dtype))
+    times = {timing.key: timing for timing in timings if page in {None, timing.page}}
+    first = {option.key: option for option in reversed(found) if option.key in times}
+    if not first:
+        return found
+    ranked = sorted(
+        (key for key in times if key in first), key=lambda key: _waits(request, phase, first[key])
+    )
+    preferences = sorted((option.prefer for option in first.values()), reverse=True)
+    given = dict(zip(ranked, preferences, strict=True))
+    renewed = [
+        replace(option, prefer=given[option.key], measured=times[option.key].words)
+        if option.key in given
+        else option
+        for option in found
+    ]
+    return tuple(
+        sorted(renewed, key=lambda o: (-o.prefer, ranked.index(o.key) if o.key in given else len(ranked)))
+    )
+
+
+def _waits(request: Request, phase: Phase, option: Option) -> bool:
+    """Whether an option keeps decode steps from being recorded, which costs the whole model more than any attention."""
+    recording = phase is Phase.DECODE and request.config.graphs and not request.hardware.is_cpu
+    return recording and not option.route(phase).graphs
 
 
 def _staged(info: BackendInfo, row: Row, need: Need) -> Option:

@@ -24,6 +24,7 @@ class Route:
     stage_to: the plain format its pages are dequantised into first, in STAGED_PACKING.
     runnable: whether this version has an adapter for the backend, or only knows its facts.
     graphs: whether a CUDA graph may hold it, in DECODE.
+    measured: its time on this machine in words, where that had a say in the choice.
     """
 
     phase: Phase
@@ -32,6 +33,12 @@ class Route:
     stage_to: str | None = None
     runnable: bool = True
     graphs: bool = False
+    measured: str = ""
+
+    @property
+    def why(self) -> str:
+        """What stands behind it: a measurement here, or the row's source."""
+        return self.measured or self.row.cites
 
     def __str__(self) -> str:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend

@@ -116,6 +116,8 @@ def notes(request: Request, groups: tuple[GroupPlan, ...], page: int, packing: s
     for group in groups:
         yield from _group_notes(request, group)
     yield from _declared_notes(request, groups)
+    if request.measured.warning:
+        yield request.measured.warning
 
 
 def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
@@ -146,7 +148,12 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
 
 def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if request.config.backend_for(route.phase.decodes) == "auto" and route.phase in ROUTED:
-        yield f"{route.backend}, the most preferred of those that serve it ({route.row.cites})"
+        first = (
+            "the best of those that serve it"
+            if route.measured
+            else "the most preferred of those that serve it"
+        )
+        yield f"{route.backend}, {first} ({route.why})"
     if route.row.prefer < 0 and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:

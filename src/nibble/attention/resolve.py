@@ -18,6 +18,7 @@ from functools import partial
 from nibble.attention import needs, options, reasons, remedy, tiering
 from nibble.attention.backends import all_backends, lacks
 from nibble.attention.capability import BackendInfo, Phase
+from nibble.attention.measured import NOTHING, Measured
 from nibble.attention.needs import Part, UnstorableError
 from nibble.attention.options import ROUTED, WEIGHTS, Ask, Option, Options, Request
 from nibble.attention.plan import GroupPlan, Plan, Route
@@ -41,15 +42,16 @@ def resolve(
     *,
     declared: bool = False,
     verify: bool = False,
+    measured: Measured = NOTHING,
 ) -> Plan:
     """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
 
     declared: let `auto` also choose backends that this version knows but cannot run yet.
     verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says
-    so.
+    so. measured: times on this machine (attention/measured.py), by which `auto` orders backends before their `prefer`.
     """
     table = dict(sorted((all_backends() if backends is None else backends).items()))
-    request = Request(config, geometry, hardware, table, declared, verify)
+    request = Request(config, geometry, hardware, table, declared, verify, measured)
 
     def attempt(edited: Config) -> Plan | None:
         try:

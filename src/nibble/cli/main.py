@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import nibble
-from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, top
+from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, top, tune
 from nibble.cli.exits import EXIT_CODES, command
 
 
@@ -49,6 +49,7 @@ COMMANDS = (
     Command("top", top.top, top),
     Command("bench", bench.bench, bench),
     Command("plan", plan.plan, plan),
+    Command("tune", tune.tune, tune),
     Command("formats", formats.formats, formats),
     Command("eval", evaluate.evaluate, evaluate),
     Command("calibrate", calibrate.calibrate, calibrate),

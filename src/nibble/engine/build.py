@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nibble import formats
-from nibble.attention import backends, price
+from nibble.attention import backends, measured, price
 from nibble.attention.budget import Budget, budget
 from nibble.attention.capture import obstacle
 from nibble.attention.needs import compute_dtype
@@ -68,25 +68,30 @@ class Design:
 
 @dataclass(frozen=True)
 class Blueprint(Design):
-    """Everything that is decided before weights load."""
+    """Everything that is decided before weights load. warning: why times that were measured are not used."""
 
     model_config: Any
     budget: Budget
+    warning: str = ""
 
 
 def blueprint(config: Config, hardware: Hardware | None = None, *, declared: bool = False) -> Blueprint:
     """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
 
-    On this machine, `auto` chooses among backends whose packages are here; on another, among all that have adapters.
+    On this machine, `auto` chooses among backends whose packages are here, and follows times that were measured on
+    it; on another, among all that have adapters.
     """
-    known = backends.present() if hardware is None else backends.all_backends()
+    here = hardware is None
+    known = backends.present() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     model_config = load_config(config.model, config.index_topk)
     geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
-    plan = resolve(config, geometry, hardware, known, declared=declared)
+    times = measured.load(hardware, known) if here and config.tuned else measured.NOTHING
+    plan = resolve(config, geometry, hardware, known, declared=declared, measured=times)
     note = obstacle(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    return Blueprint(config, hardware, geometry, plan, model_config, budget(config, geometry, hardware, plan))
+    room = budget(config, geometry, hardware, plan)
+    return Blueprint(config, hardware, geometry, plan, model_config, room, times.warning)
 
 
 def build(
@@ -102,6 +107,7 @@ def build(
     make the start-up test.
     """
     made, startup = blueprint(config), Startup()
+    startup.notes += filter(None, [made.warning])
     require_runnable(made.plan)
     tokenizer = tokenizer_of(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate

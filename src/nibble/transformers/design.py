@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nibble.attention import backends
+from nibble.attention import backends, measured
 from nibble.attention.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
@@ -27,7 +27,7 @@ from nibble.models.observe import BYTES, observed, skeleton
 
 OPTIONS = (
     "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
-    "decode_backend", "allow_staging", "max_context",
+    "decode_backend", "allow_staging", "max_context", "tuned",
 )  # fmt: skip
 """Fields of Config that say something of a cache alone; the others are about an engine, or are facts of the model."""
 
@@ -46,7 +46,9 @@ def design(model: Any, options: dict[str, Any]) -> Design:
             f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
         )
     geometry = observed(bare, config.model, config.dtype, config.max_context)
-    plan = resolve(config, geometry, hardware, backends.present())
+    known = backends.present()
+    times = measured.load(hardware, known) if config.tuned else measured.NOTHING
+    plan = resolve(config, geometry, hardware, known, measured=times)
     require_runnable(plan)
     return Design(config, hardware, geometry, plan)
 

@@ -3,14 +3,13 @@
 Owns cubin() and Kernel. Needs the package cuda-bindings, which finds NVRTC among the packages that torch brings.
 Compiling needs no GPU; loading does. Must not know what a kernel computes.
 
-The cache is $NIBBLE_CACHE, or nibble/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
+The cache is kernels/ in Nibble's cache folder (hardware.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -21,6 +20,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 
 from nibble.errors import BackendError
+from nibble.hardware import cache_folder
 
 CUBINS = "kernels"
 ELF = b"\x7fELF"
@@ -42,13 +42,6 @@ def trouble() -> str | None:
 def archs() -> tuple[int, ...]:
     """Compute capabilities that NVRTC compiles for, as 90 for 9.0."""
     return tuple(_checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    if named := os.environ.get("NIBBLE_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"
 
 
 def cubin(source: Path, arch: int, macros: Mapping[str, str | int]) -> bytes:

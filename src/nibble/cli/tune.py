@@ -1,0 +1,109 @@
+"""`nibble tune`: the backends that may serve a model, timed on this machine, so that `auto` takes the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nibble.cli.exits import JsonOption
+from nibble.cli.options import Options, takes
+from nibble.cli.terminal import ModelArgument, err, print_json, quiet
+from nibble.config import Config
+
+if TYPE_CHECKING:
+    from nibble.attention.measured import Timing
+    from nibble.attention.plan import Plan
+    from nibble.evals.race import Result
+    from nibble.evals.tune import Trial
+
+BackendsOption = Annotated[
+    str | None, typer.Option(help="Time only these, as cuda,triton; all that may serve if left out.")
+]
+CHOSEN_BY_TIMES = ("attention_backend", "prefill_backend", "decode_backend", "tuned")
+
+
+@takes("config", Config, "Model and cache", without=("model", "seed", *CHOSEN_BY_TIMES))
+def tune(
+    model: ModelArgument = "demo",
+    backends: BackendsOption = None,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+) -> None:
+    """Time every backend that may serve a model's layers on this machine, and keep the times for `auto`.
+
+    Each backend attends over made-up pages of the shapes that the model asks for, in every phase, after its answer was
+    checked; no weights are needed. From then on `auto` takes the fastest, and `nibble plan` says so. The times are kept
+    in the user's cache folder, for this device, these versions of packages and this version of Nibble. A backend that
+    is named is used all the same, and --no-tuned leaves the times aside. On a CPU the fastest may be one whose last
+    bits depend on what else is in a step.
+    """
+    quiet(model)
+    from nibble.attention import backends as registry
+    from nibble.attention import measured
+    from nibble.evals.race import DeviceLostError
+    from nibble.evals.tune import run, tuning
+
+    names = [name for name in (backends or "").split(",") if name]
+    for name in names:
+        registry.get(name)
+    what = tuning(Config(model=model, **config))
+    found: dict[str, tuple[Timing, ...]] = {}
+    lost = None
+    for trial in what.trials:
+        results: list[Result] = []
+        try:
+            with err().status(f"timing {trial.subject}"):
+                results += run(what, trial, names)
+        except DeviceLostError as error:  # what was measured before is worth keeping
+            lost = error
+            break
+        found[trial.subject] = what.timings(results)
+        if not as_json:
+            print("\n".join(_lines(trial, found[trial.subject])))
+    path = measured.save(what.made.hardware, what.request.backends, found)
+    if lost:
+        raise lost
+    after = what.planned(found)
+    if as_json:
+        times = {subject: [asdict(timing) for timing in timings] for subject, timings in found.items()}
+        print_json({"path": str(path), "measured": times, "changed": list(_changes(what.made.plan, after))})
+    else:
+        print("\n".join(_changes(what.made.plan, after)) or "auto chooses what it chose before")
+        print(f"wrote {path}; `nibble plan {model}` shows the choice, --no-tuned leaves it aside")
+
+
+EXAMPLES = """
+nibble tune demo --kv-format nvfp4
+nibble tune ./my-model --kv-format nvfp4 --max-context 32768
+nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
+"""
+
+
+def _lines(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
+    """A trial as a small table: backends down, workloads across."""
+    works = [work.name for work in trial.works]
+    names = [f"{t.backend} (staged)" if t.stage_to else t.backend for t in timings]
+    width = max(map(len, names))
+    yield f"{trial.subject}, ms"
+    yield f"  {'':<{width}}  " + "  ".join(f"{work:>9}" for work in works)
+    for name, timing in zip(names, timings, strict=True):
+        times = "  ".join(_ms(timing, work) for work in works)
+        yield f"  {name:<{width}}  {times}  {timing.failure}".rstrip()
+
+
+def _ms(timing: Timing, work: str) -> str:
+    return f"{timing.ms[work]:9.3f}" if work in timing.ms else f"{'failed':>9}"
+
+
+def _changes(before: Plan, after: Plan) -> Iterator[str]:
+    """What `auto` chooses otherwise than it did."""
+    for old, new in zip(before.groups, after.groups, strict=True):
+        for was, now in zip(old.routes, new.routes, strict=False):
+            if (was.backend, was.stage_to) != (now.backend, now.stage_to):
+                yield f"{now.phase} of {new.group.name} in {new.scheme}: {now}, and not {was}; {now.why}"
+    if (before.page_size, before.layout.packing) != (after.page_size, after.layout.packing):
+        yield f"pages of {after.page_size}, {after.layout.packing}, and not {before.page_size}, {before.layout.packing}"
