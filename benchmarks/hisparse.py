@@ -1,6 +1,6 @@
 """HiSparse on one GPU: how many more requests of sparse attention a host tier serves, and what it costs without need.
 
-    python benchmarks/hisparse.py [--context 32K] [--answer 256] [--fits 32] [--asked 256] [--likeness 0.93,0]
+    python benchmarks/hisparse.py [--context 32K] [--answer 2048] [--fits 32] [--asked 256] [--likeness 0.93,0]
         [--tiny] [--out FOLDER] [--report]
 
 A model of DeepSeek V3.2's shape, cut to four layers, three of which have its 256 experts, with random weights, through
@@ -345,7 +345,7 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--context", default="32K")
-    parser.add_argument("--answer", type=int, default=256)
+    parser.add_argument("--answer", type=int, default=2048)
     parser.add_argument("--fits", type=int, default=32, help="requests that the plain engine has room for")
     parser.add_argument("--asked", type=int, default=256, help="requests that the others are asked at once")
     parser.add_argument(

@@ -281,7 +281,7 @@ def test_plan_of_a_pair_of_backends() -> None:
     assert (routes["extend"]["stage_to"], routes["decode"]["stage_to"], found["page_size"]) == (
         "bf16",
         None,
-        128,
+        64,
     )
     assert [entry["phase"] for entry in found["staging"]] == ["extend"]
     assert "staging, extend of" in run("plan", "demo", "--kv-format", "nvfp4", *pair).stdout
