@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.attention.backends.vendor import ALL, PLAIN, PROMPT, RANK, TOKEN, Offer, latents, row
-from nibble.attention.capability import BackendInfo
+from nibble.attention.backends.vendor import PLAIN, PROMPT, RANK, TOKEN, Offer, latents, row
+from nibble.attention.capability import NEVER, BackendInfo, Phase
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 from nibble.geometry import LATENT
@@ -123,9 +123,24 @@ def _bound(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
 
 
 HOPPER = {90}
-CITES = "flash-attention hopper: one dtype for all (flash_api), pages that are no tile (tile_size.h); not measured yet"
+RACE = "benchmarks/backends.py on one H200"
 SMALL, MORE = {16, 32}, {16, 32, 64}
 HEADS = (({64, 96, 128, 192}, MORE), ({256}, SMALL))
+EITHER, WITH = {False, True}, {True}
+HEAD_ROWS = (
+    ({Phase.PREFILL}, EITHER, 39, "1x8K in 0.957 ms, sdpa 0.985; groups of 8, 1.07 x sdpa"),
+    ({Phase.EXTEND}, EITHER, 42, "2K on 32K in 1.75 ms, sdpa 1.89"),
+    (TOKEN, NEVER, 32, "64x8K in 0.491 ms, 4.37 TB/s"),
+    (TOKEN, WITH, 15, "sinks cost a pass of their own: 1.18 x triton in decode, though 0.83 x in verify"),
+)
+"""Phases, sinks, prefer."""
+FEW, MANY = range(1, 33), range(33, 129)
+LATENT_ROWS = (
+    (PROMPT, range(1, 129), 35, "2K on 32K in 3.8 ms with 16 heads, flashinfer 1.12 x, triton 1.7 x"),
+    (TOKEN, FEW, 18, "16 heads: 1.07 x the best, triton 1.03 x"),
+    (TOKEN, MANY, 54, "128 heads: 1.14 x flashmla, triton 1.58 x"),
+)
+"""Phases, query heads, prefer."""
 """Widths of heads, and the pages that none of their kernels fetches whole."""
 
 BACKEND = BackendInfo(
@@ -141,17 +156,18 @@ BACKEND = BackendInfo(
         *(
             row(
                 "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=HOPPER, page=pages, dim=dims, dtype={dtype},
-                prefer=prefer, held=HELD, cites=CITES,
+                sinks=sinks, prefer=prefer, held=HELD, cites=f"{RACE}: {cites}",
             )
-            for phase, prefer in ((PROMPT, 36), (TOKEN, 30))
+            for phase, sinks, prefer, cites in HEAD_ROWS
             for dims, pages in HEADS
             for fmt, dtype in PLAIN
         ),
         *(
             row(
-                "mla", phase=ALL, format={fmt}, arch=HOPPER, page=SMALL, dtype={dtype}, prefer=25, held=HELD,
-                cites="hopper/flash_api: q_v beside 64 rotary values, 16 bits; not measured here yet",
+                "mla", phase=phase, format={fmt}, arch=HOPPER, page=SMALL, group=groups, dtype={dtype}, prefer=prefer,
+                held=HELD, cites=f"{RACE}: {cites}",
             )
+            for phase, groups, prefer, cites in LATENT_ROWS
             for fmt, dtype in PLAIN
         ),
     ),

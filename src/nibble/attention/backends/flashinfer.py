@@ -34,6 +34,7 @@ from nibble.attention.backends.vendor import (
     ALL,
     HALVES,
     PLAIN,
+    PROMPT,
     RANK,
     ROPE,
     Scales,
@@ -280,24 +281,41 @@ def _pages(segment: Segment, size: int) -> tuple[Tensor, Tensor, Tensor]:
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
 ONE = frozenset({Phase.DECODE})
 MORE = ALL - ONE
+VERIFY = frozenset({Phase.VERIFY})
+RACE = "benchmarks/backends.py on one H200"
 TILED = frozenset({1, 2, 4, 8, 16, 32, 64, 128})
 EXTENDS = "benchmarks/extend.py on one H200, fa3: 8K new on 32K in 9.12 ms, 2K in 0.100 ms"
 UNRECORDED = "its plan is made on the host, so decode steps run without CUDA graphs"
 FP8 = {"fp8_e4m3", "fp8_e5m2"}
 
 
-def _heads(phase: frozenset[Phase], formats: set[str], dtypes: Iterable[str], prefer: int, cites: str) -> Row:
+def _heads(
+    phase: frozenset[Phase],
+    formats: set[str],
+    dtypes: Iterable[str],
+    prefer: int,
+    cites: str,
+    dims: Iterable[int] = (64, 128, 256),
+) -> Row:
     return row(
-        "mha", phase=phase, format=formats, packing={"nhd", "hnd"}, arch=GPUS, dim={64, 128, 256}, dtype=dtypes,
+        "mha", phase=phase, format=formats, packing={"nhd", "hnd"}, arch=GPUS, dim=dims, dtype=dtypes,
         sinks=NEVER, prefer=prefer, held=WORKSPACE + PLANS, cites=cites,
     )  # fmt: skip
 
 
-def _latents(phase: frozenset[Phase], fmt: str, dtype: str, cites: str) -> Row:
+def _latents(phase: frozenset[Phase], fmt: str, dtype: str, prefer: int, cites: str) -> Row:
     return row(
-        "mla", phase=phase, format={fmt}, arch=GPUS, group=TILED, dtype={dtype}, prefer=15, held=WORKSPACE + PLANS,
-        cites=cites,
+        "mla", phase=phase, format={fmt}, arch=GPUS, group=TILED, dtype={dtype}, prefer=prefer,
+        held=WORKSPACE + PLANS, cites=cites,
     )  # fmt: skip
+
+
+LATENT_ROWS = (
+    (PROMPT, 28, f"any page size; {RACE}: 1.1 to 1.4 x fa3, triton 1.7 x"),
+    (VERIFY, 5, f"{RACE}: planning for a few tokens takes many times as long as attention"),
+    (ONE, 15, f"on one H200 as fast as FlashMLA; {UNRECORDED}"),
+)
+"""Phases, prefer."""
 
 
 BACKEND = BackendInfo(
@@ -309,20 +327,26 @@ BACKEND = BackendInfo(
     versions=VERSIONS,
     trouble=trouble,
     rows=(
-        *(_heads(MORE, {fmt}, {dtype}, 38, EXTENDS) for fmt, dtype in PLAIN),
+        *(_heads(MORE, {fmt}, {dtype}, 30, EXTENDS) for fmt, dtype in PLAIN),
         *(
             _heads(ONE, {fmt}, {dtype}, 15, f"one H200: 64 x 8K in 0.502 ms, 4.28 TB/s; {UNRECORDED}")
             for fmt, dtype in PLAIN
         ),
-        _heads(MORE, FP8, HALVES, 35, "flashinfer/prefill.py: fa2 reads both"),
+        _heads(
+            MORE, FP8, HALVES, 12, f"flashinfer/prefill.py: fa2 reads both; {RACE}: 2.3 x sdpa, triton 1.6 x"
+        ),
         _heads(ONE, FP8, HALVES, 12, f"one H200: 64 x 8K in 0.420 ms, 2.56 TB/s; {UNRECORDED}"),
-        _heads(ALL, {"nvfp4"}, HALVES, 10, "one H200: 64 x 8K in 0.675 ms, 0.89 TB/s; slower than bf16"),
-        *(
-            _latents(MORE, fmt, dtype, "flashinfer/mla: any page size; prompts not measured yet")
-            for fmt, dtype in PLAIN
+        _heads(
+            ALL,
+            {"nvfp4"},
+            HALVES,
+            10,
+            f"{RACE}: 64 x 8K in 0.706 ms, cuda 0.160; wrong over heads of 64",
+            (128, 256),
         ),
         *(
-            _latents(ONE, fmt, dtype, f"on one H200 as fast as FlashMLA; {UNRECORDED}")
+            _latents(phase, fmt, dtype, prefer, f"flashinfer/mla: {cites}")
+            for phase, prefer, cites in LATENT_ROWS
             for fmt, dtype in PLAIN
         ),
     ),

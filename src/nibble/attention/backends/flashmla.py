@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.vendor import ALL, PLAIN, RANK, TOKEN, Offer, latents, row
-from nibble.attention.capability import BackendInfo
+from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView, StreamView
 
@@ -163,6 +163,13 @@ README = "deepseek-ai/FlashMLA README"
 HOPPER, BIG = {90}, {90, 100, 103}
 UP_TO_128 = range(1, HEADS[-1] + 1)
 
+DENSE = (
+    ({Phase.DECODE}, range(1, 33), 14, "16 heads: 1.12 x the best, one request of 32K 1.57 x"),
+    ({Phase.DECODE}, range(33, 129), 60, "128 heads: the fastest, fa3 1.14 x, triton 1.58 x"),
+    ({Phase.VERIFY}, range(1, 129), 60, "the fastest, fa3 1.1 x, triton 2 to 3 x"),
+)
+"""Phases, query heads, prefer."""
+
 BACKEND = BackendInfo(
     name="flashmla",
     summary="FlashMLA: dense MLA decoding on Hopper, sparse attention on Hopper and Blackwell",
@@ -175,9 +182,10 @@ BACKEND = BackendInfo(
     rows=(
         *(
             row(
-                "mla", phase=TOKEN, format={fmt}, arch=HOPPER, page={64}, dtype={dtype}, prefer=60, held=HELD,
-                cites=f"{README}: dense decoding, SM90; one H200: 64 x 8K, 128 heads in 0.253 ms",
+                "mla", phase=phase, format={fmt}, arch=HOPPER, page={64}, group=groups, dtype={dtype}, prefer=prefer,
+                held=HELD, cites=f"{README}: dense decoding, SM90; benchmarks/backends.py on one H200: {cites}",
             )
+            for phase, groups, prefer, cites in DENSE
             for fmt, dtype in PLAIN
         ),
         row(
