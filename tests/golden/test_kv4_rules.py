@@ -137,7 +137,7 @@ REFUSED = [
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
     Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", both(MX, "trtllm_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
-    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend triton"),
+    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode}",), remedy="--prefill-backend triton"),
     Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
     Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
