@@ -284,6 +284,7 @@ class _FA3:
         left, right = window_size
         assert max_seqlen_k and page_table is not None and max_seqlen_k <= page_table.shape[1] * k.shape[1]
         assert (left is None) == (right is None)
+        assert learnable_sink is None or learnable_sink.dtype is torch.bfloat16
         out = self._attend(
             q, k, v, qv, seqused_k, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
             (-1 if left is None else left, -1 if right is None else right), softcap, False, learnable_sink,

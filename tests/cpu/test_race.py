@@ -88,6 +88,40 @@ def test_who_is_much_slower_is_called_once() -> None:
     assert found["slow"].rough and found["slow"].ms and found["slow"].ms > 100 and not found["right"].rough
 
 
+def test_who_plans_long_for_a_step_is_not_hopeless_at_a_layer() -> None:
+    class Plans(TorchRef):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known: set[Segment] = set()
+
+        def attend(self, q: Tensor, view: Any, segment: Segment, spec: Any) -> Tensor:
+            if segment not in self.known:
+                self.known.add(segment)
+                time.sleep(0.1)
+            return super().attend(q, view, segment, spec)
+
+    found = raced({"plans": backend("plans", Plans, 10), "right": backend("right", TorchRef, 30)})
+    assert found["plans"].ms and not found["plans"].rough
+
+
+def test_staging_leaves_out_what_no_window_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an engine: a race over all pages would price staging too high."""
+    seen: list[int] = []
+
+    class Noting(TorchRef):
+        def attend(self, q: Tensor, view: Any, segment: Segment, spec: Any) -> Tensor:
+            seen.append(max(segment.kv_lens))
+            return super().attend(q, view, segment, spec)
+
+    row = Row(phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"fp32"}), prefer=10)
+    plain = BackendInfo(name="plain", rows=(row,), summary="", adapter=Noting)
+    windowed = geometry(LayerGroup("window", "mha", STREAMS, (0, 1), 4, window=20))
+    work = workloads.parse(Phase.EXTEND, "8+200")
+    table = {"plain": plain, "right": backend("right", TorchRef, 30)}
+    found = raced(table, work, scheme="nvfp4", of=windowed)["plain, staged"]
+    assert found.ms and not found.failure and max(seen) <= 8 + 20 + 16
+
+
 def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Segment] = []
 

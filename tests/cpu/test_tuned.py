@@ -101,6 +101,7 @@ def test_who_is_named_wins() -> None:
 
 def test_what_failed_is_last_and_what_cannot_be_recorded_waits() -> None:
     assert decode(times(Phase.DECODE, first=None, second=0.5)) == "second"
+    assert decode(times(Phase.DECODE, first=None, third=0.5)) == "third"  # slow steps are better than none
     eager = times(Phase.DECODE, first=0.3, third=0.1)
     assert decode(eager) == "first"
     assert decode(eager, replace(NVFP4, graphs=False)) == "third"
@@ -146,6 +147,17 @@ def test_what_is_written_is_read_and_other_subjects_are_kept(place: Path) -> Non
     )
 
 
+def test_other_backends_of_a_subject_are_kept_where_they_can_be_compared(place: Path) -> None:
+    saved(first=0.3, second=0.25)
+    saved(first=0.2)
+    ((subject, timings),) = measured.load(H200, table()).subjects.items()
+    assert [(timing.backend, timing.ms) for timing in timings] == [
+        ("first", {"64x8K": 0.2}), ("second", {"64x8K": 0.25})
+    ]  # fmt: skip
+    measured.save(H200, table(), {subject: (Timing("first", None, 64, "hnd", {"64x4K": 0.1}),)})
+    assert [timing.backend for timing in measured.load(H200, table()).subjects[subject]] == ["first"]
+
+
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
@@ -156,6 +168,8 @@ def test_what_is_written_is_read_and_other_subjects_are_kept(place: Path) -> Non
         ({"rows": "x"}, "other backends"), ({"measured": {"a": [{"backend": "first"}]}}, "not what nibble tune writes"),
         ({"measured": {"a": [{"backend": "first", "stage_to": None, "page": 64, "packing": "hnd", "ms": {"w": -1}, "failure": ""}]}},
          "has times that are none"),
+        ({"measured": {"a": [{"backend": "first", "stage_to": None, "page": 1e999, "packing": "hnd", "ms": {}, "failure": ""}]}},
+         "not what nibble tune writes"),
         ({"measured": [1]}, "not what nibble tune writes"),
     ],
 )  # fmt: skip
@@ -322,6 +336,24 @@ def test_what_was_measured_before_the_device_broke_is_kept(
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "fp32"])
     assert told.exit_code == 1 and "broke the device" in told.output
     assert len(json.loads(next(place.iterdir()).read_text())["measured"]) == 2
+
+
+def test_phases_that_nobody_named_serves_are_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nibble.evals import race, tune
+
+    told = RUN.invoke(app, ["tune", "demo", "--backends", "cuda"])
+    assert told.exit_code == 2 and "cuda: none serves this model here" in told.output
+    assert not list(place.iterdir())
+
+    def run(what: Any, trial: Any, names: Any) -> Any:
+        if trial.phase is Phase.DECODE:
+            yield race.Result("sdpa", None, 16, "nhd", trial.phase, "w", 0, False, ms=1.0)
+
+    monkeypatch.setattr(tune, "run", run)
+    told = RUN.invoke(app, ["tune", "demo", "--kv-format", "fp32", "--backends", " sdpa"])
+    assert told.exit_code == 0, told.output
+    (subject,) = json.loads(next(place.iterdir()).read_text())["measured"]
+    assert subject.startswith("decode of")
 
 
 def test_sparse_attention_is_not_timed(place: Path) -> None:

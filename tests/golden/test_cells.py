@@ -16,7 +16,7 @@ from nibble.attention.resolve import resolve
 from nibble.config import Config
 from nibble.geometry import Geometry
 from nibble.hardware import named
-from planning import DEEPSEEK_V3, GPT_OSS, MODELS, QWEN3_8B
+from planning import DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, MODELS, QWEN3_8B
 
 SEEN = Entry(
     "cuda", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0", "triton": "3.6"}
@@ -69,6 +69,17 @@ def test_staging_that_was_allowed_need_not_be_asked_for() -> None:
     assert not any(cell.status is Status.ASKED for cell in mine)
     (line,) = (line for line in lines if line.startswith("  fa3 "))
     assert line.split() == ["fa3", "staged", "staged", "staged", "staged"]
+
+
+def test_nothing_is_to_be_asked_for_where_it_would_not_help() -> None:
+    """A host tier has no staging, allowed or not."""
+    fp8 = {"kv_format": "fp8_ds_mla", "page_size": 64}
+    without, _ = found(DEEPSEEK_V32, "h200", **fp8)
+    hot, lines = found(DEEPSEEK_V32, "h200", **fp8, hisparse="on")
+    status = {(cell.backend, cell.need.phase): cell.status for cell in without}
+    assert status["flashmla", Phase.EXTEND] is Status.STAGED
+    assert not any(cell.status in {Status.STAGED, Status.ASKED} for cell in hot)
+    assert any("flashmla (prefill, extend): " in line for line in lines)
 
 
 def test_each_group_and_scheme_has_a_table() -> None:

@@ -4,7 +4,7 @@ It is managed memory that stays with the host and is mapped into the GPU. Nothin
 driver takes pages of 2 MiB for it and maps them as such, where memory that is allocated as pinned, or pinned later, is
 mapped in pages of 4 KiB. Reading rows from all over many GiB is bound by the look-up of addresses: on one H200 it goes
 at 45 GB/s in place of 26 for rows of 656 bytes, and at 41 in place of 17 for 416. Where a driver cannot share managed
-memory with a GPU at work, memory is pinned.
+memory with a GPU at work, or has none to give, memory is pinned.
 
 Owns empty() and reachable(), and the few calls of the CUDA driver that they need. Must not know what is stored.
 
@@ -39,8 +39,11 @@ def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
     """An uninitialised tensor of the CPU that kernels on `device`, a GPU, reach. Raises CapacityError."""
     size = math.prod(shape) * dtype.itemsize
     index = torch.cuda.current_device() if device.index is None else device.index
-    place = _managed if size and _shares(index) else _pinned
-    return place(size, index).view(dtype).view(*shape)
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()  # the runtime makes a thread's context current, which the driver's calls need
+        found = _managed(size, index) if size and _shares(index) else None
+        found = _pinned(size) if found is None else found
+    return found.view(dtype).view(*shape)
 
 
 def reachable(tensor: Tensor, device: torch.device) -> bool:
@@ -57,7 +60,6 @@ def reachable(tensor: Tensor, device: torch.device) -> bool:
 
 @cache
 def _driver() -> Any:
-    torch.cuda.current_stream()  # makes torch's context current
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -68,21 +70,24 @@ def _shares(index: int) -> bool:
     return not failed and bool(shares.value)
 
 
-def _managed(size: int, index: int) -> Tensor:
-    """Bytes that stay with the host, all of them there already: nothing is left to be found at the first access."""
-    driver, pointer = _driver(), ctypes.c_uint64()
-    _check(driver.cuMemAllocManaged(ctypes.byref(pointer), ctypes.c_size_t(size), ATTACH_GLOBAL), size)
+def _managed(size: int, index: int) -> Tensor | None:
+    """Bytes that stay with the host, all of them there already: nothing is left to be found at the first access.
+    None where the driver gives none, or does not take the advice."""
+    driver, pointer, length = _driver(), ctypes.c_uint64(), ctypes.c_size_t(size)
+    if driver.cuMemAllocManaged(ctypes.byref(pointer), length, ATTACH_GLOBAL):
+        return None
     bytes_ = (ctypes.c_uint8 * size).from_address(pointer.value)
     weakref.finalize(bytes_, driver.cuMemFree_v2, pointer).atexit = False
-    length = ctypes.c_size_t(size)
-    for advice, whose in ((PREFERRED_LOCATION, HOST), (ACCESSED_BY, index)):
-        _check(driver.cuMemAdvise(pointer, length, advice, whose), size)
-    _check(driver.cuMemPrefetchAsync(pointer, length, HOST, None), size)
-    _check(driver.cuStreamSynchronize(None), size)
-    return torch.frombuffer(bytes_, dtype=torch.uint8)
+    failed = (
+        driver.cuMemAdvise(pointer, length, PREFERRED_LOCATION, HOST)
+        or driver.cuMemAdvise(pointer, length, ACCESSED_BY, index)
+        or driver.cuMemPrefetchAsync(pointer, length, HOST, None)
+        or driver.cuStreamSynchronize(None)
+    )
+    return None if failed else torch.frombuffer(bytes_, dtype=torch.uint8)
 
 
-def _pinned(size: int, index: int) -> Tensor:
+def _pinned(size: int) -> Tensor:
     """Bytes of ordinary memory, locked. PyTorch's own pinned memory comes in powers of two."""
     tensor = torch.empty(size, dtype=torch.uint8)
     if size:
