@@ -287,7 +287,8 @@ class _FA3:
         assert learnable_sink is None or learnable_sink.dtype is torch.bfloat16
         out = self._attend(
             q, k, v, qv, seqused_k, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
-            (-1 if left is None else left, -1 if right is None else right), softcap, False, learnable_sink,
+            (-1 if left is None else left, -1 if right is None else right), softcap, False,
+            None if learnable_sink is None else learnable_sink.float(),
         )  # fmt: skip
         return out, None
 

@@ -290,6 +290,13 @@ def test_a_package_that_breaks_when_imported_is_a_reason_of_the_plan(monkeypatch
     assert any(note.startswith(reason) and "pip install sgl-flash-mla" in note for note in made.notes)
 
 
+def test_a_package_of_another_make_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor_hopper.install(monkeypatch, "flashmla", "half")
+    monkeypatch.delattr(sys.modules["flash_mla.flash_mla_interface"], "get_ops")
+    lack = lacks(backends.get("flashmla"))
+    assert lack and "flash_mla.flash_mla_interface is not as expected (AttributeError" in lack
+
+
 def test_another_package_is_tried_where_one_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = vendor_hopper.install(monkeypatch, "flashmla", "late")
     vendor_hopper.install(monkeypatch, "flashmla", "vllm", calls)

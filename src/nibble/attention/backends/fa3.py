@@ -126,6 +126,7 @@ HOPPER = {90}
 RACE = "benchmarks/backends.py on one H200"
 SMALL, MORE = {16, 32}, {16, 32, 64}
 HEADS = (({64, 96, 128, 192}, MORE), ({256}, SMALL))
+"""Widths of heads, and the pages that none of their kernels fetches whole."""
 EITHER, WITH = {False, True}, {True}
 HEAD_ROWS = (
     ({Phase.PREFILL}, EITHER, 39, "1x8K in 0.957 ms, sdpa 0.985; groups of 8, 1.07 x sdpa"),
@@ -141,7 +142,6 @@ LATENT_ROWS = (
     (TOKEN, MANY, 54, "128 heads: 1.14 x flashmla, triton 1.58 x"),
 )
 """Phases, query heads, prefer."""
-"""Widths of heads, and the pages that none of their kernels fetches whole."""
 
 BACKEND = BackendInfo(
     name="fa3",

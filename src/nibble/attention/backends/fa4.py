@@ -51,7 +51,7 @@ class FA4:
             "softmax_scale": spec.scale,
             "causal": True,
             "window_size": (None, None) if spec.window is None else (spec.window - 1, 0),
-            "learnable_sink": spec.sinks_H,
+            "learnable_sink": None if spec.sinks_H is None else spec.sinks_H.bfloat16(),  # they take no other
             "softcap": spec.softcap or 0.0,
         }
         if LATENT in view.streams:

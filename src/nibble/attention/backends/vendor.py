@@ -80,11 +80,17 @@ class Offer:
             except BackendError as error:
                 faults.append(str(error).removesuffix(f": {self.install}"))
                 continue
-            fault = self.fault(module)
+            fault = self._fault(module)
             if fault is None:
                 return module, []
             faults.append(f"{name} {fault}")
         return None, faults or [f"none of {', '.join(self.packages)} is here"]
+
+    def _fault(self, module: ModuleType) -> str | None:
+        try:
+            return self.fault(module)
+        except Exception as error:  # of a version that nobody has seen yet
+            return f"is not as expected ({type(error).__name__}: {error})"
 
 
 @contextmanager
