@@ -65,7 +65,7 @@ def _judged(
     if info.serves(need):
         return (Status.VERIFIED if found else Status.DECLARED), chosen, found, ()
     staged, reasons = request.staged(need), _reasons(info, need)
-    if staged and info.serves(staged):
+    if staged and request.could_stage and info.serves(staged):
         return (Status.STAGED if request.may_stage(need.phase) else Status.ASKED), chosen, None, reasons
     return Status.REFUSED, False, None, reasons
 

@@ -127,7 +127,7 @@ def load(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> Measured:
         if known != here:
             return _unused(path, _difference(known, here))
         found = {str(name): tuple(map(_timing, entries)) for name, entries in content["measured"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         return _unused(path, f"it is not what nibble tune writes ({type(error).__name__}: {error})")
     return Measured(found)
 
@@ -135,9 +135,11 @@ def load(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> Measured:
 def save(
     hardware: Hardware, backends: Mapping[str, BackendInfo], found: Mapping[str, tuple[Timing, ...]]
 ) -> Path:
-    """Writes what was found to the device's file, beside what it knows of other subjects and still holds."""
+    """Writes what was found to the device's file, beside what it knows and still holds: of other subjects, and of
+    other backends in the same workloads."""
     path = path_for(hardware)
-    subjects = {**load(hardware, backends).subjects, **found}
+    subjects = dict(load(hardware, backends).subjects)
+    subjects |= {name: _beside(timings, subjects.get(name, ())) for name, timings in found.items()}
     content = {
         **_identity(hardware, backends),
         "date": datetime.date.today().isoformat(),
@@ -148,6 +150,13 @@ def save(
     written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     written.replace(path)  # nobody reads half a file
     return path
+
+
+def _beside(new: tuple[Timing, ...], old: tuple[Timing, ...]) -> tuple[Timing, ...]:
+    """New timings, and old ones of others that can be compared with them."""
+    keys, works = {timing.key for timing in new}, {work for timing in new for work in timing.ms}
+    others = (timing for timing in old if timing.key not in keys)
+    return (*new, *(timing for timing in others if not works or timing.failure or timing.ms.keys() == works))
 
 
 def _unused(path: Path, why: str) -> Measured:

@@ -55,11 +55,14 @@ class Request:
         return {asked: self.backends[asked]}
 
     def may_stage(self, phase: Phase) -> bool:
-        """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over.
+        """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""
+        return self.could_stage and (self.config.allow_staging or not phase.decodes)
 
-        Not with a host tier: staging reads pages by their numbers, and they may be anywhere.
-        """
-        return not parse_hisparse(self.config.hisparse) and (self.config.allow_staging or not phase.decodes)
+    @property
+    def could_stage(self) -> bool:
+        """Whether --allow-staging could help. Not with a host tier: staging reads pages by their numbers, and they may
+        be anywhere."""
+        return not parse_hisparse(self.config.hisparse)
 
     def need(self, part: Part, phase: Phase) -> Need:
         """What `part` asks for, before page size and packing are chosen."""
@@ -139,7 +142,8 @@ def _as_measured(request: Request, part: Part, phase: Phase, found: tuple[Option
     if not first:
         return found
     ranked = sorted(
-        (key for key in times if key in first), key=lambda key: _waits(request, phase, first[key])
+        (key for key in times if key in first),
+        key=lambda key: (bool(times[key].failure), _waits(request, phase, first[key])),
     )
     preferences = sorted((option.prefer for option in first.values()), reverse=True)
     given = dict(zip(ranked, preferences, strict=True))

@@ -52,7 +52,7 @@ def _reasons(request: Request, info: BackendInfo, need: Need, part: Part) -> Ite
     rest = tuple(reason for reason in info.nearest(staged) if reason not in native)
     if request.may_stage(need.phase):
         yield from (f"staged to {staged.format}: {reason}" for reason in rest)
-    elif info.serves(staged):
+    elif request.could_stage and info.serves(staged):
         cost = price.of_layer(part.group, part.stored(0), staged.format, request.geometry.max_context)
         moved = f"moving {cost.factor:.1f} x the bytes in each step"
         yield f"it could read pages staged to {staged.format}, with --allow-staging, {moved}"

@@ -44,10 +44,11 @@ def tune(
     quiet(model)
     from nibble.attention import backends as registry
     from nibble.attention import measured
+    from nibble.errors import ConfigError
     from nibble.evals.race import DeviceLostError
     from nibble.evals.tune import run, tuning
 
-    names = [name for name in (backends or "").split(",") if name]
+    names = [name for part in (backends or "").split(",") if (name := part.strip())]
     for name in names:
         registry.get(name)
     what = tuning(Config(model=model, **config))
@@ -61,13 +62,21 @@ def tune(
         except DeviceLostError as error:  # what was measured before is worth keeping
             lost = error
             break
+        if not results:  # which none of those that were named serves
+            continue
         found[trial.subject] = what.timings(results)
         if not as_json:
             print("\n".join(_lines(trial, found[trial.subject])))
+    if lost and not found:
+        raise lost
+    if not found:
+        raise ConfigError(
+            f"{', '.join(names)}: none serves this model here; `nibble plan {model} --explain` says why"
+        )
     path = measured.save(what.made.hardware, what.request.backends, found)
     if lost:
         raise lost
-    after = what.planned(found)
+    after = what.planned(measured.load(what.made.hardware, what.request.backends).subjects)
     if as_json:
         times = {subject: [asdict(timing) for timing in timings] for subject, timings in found.items()}
         print_json({"path": str(path), "measured": times, "changed": list(_changes(what.made.plan, after))})

@@ -149,8 +149,11 @@ def _run(request: Request, judge: _Judge, entrant: Entrant, result: Result, best
     def attend(layer: int, segment: Segment) -> Tensor:
         return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)
 
-    error = judge.error(0, attend(0, replace(scene.segment)))
-    once = _once_ms(request, lambda: attend(0, replace(scene.segment)))
+    planned = replace(
+        scene.segment
+    )  # what is worked out once per step is so at the first call, and no layer's time
+    error = judge.error(0, attend(0, planned))
+    once = _once_ms(request, lambda: attend(0, planned))
     if best is not None and once > HOPELESS * best + 1:
         return replace(result, ms=once, error=error, rough=True, read_bytes=scene.read_bytes)
     calls = _calls(scene, once)
@@ -174,7 +177,8 @@ def _attend(
     """One layer's attention as an engine calls it, staging included."""
     if stage_to is None:
         return adapter.attend(q_THD, view, segment, spec)
-    parts = [adapter.attend(q_THD[p.start : p.stop], v, p, spec) for v, p in staged(view, segment, stage_to)]
+    pieces = staged(view, segment, stage_to, spec.window)
+    parts = [adapter.attend(q_THD[p.start : p.stop], v, p, spec) for v, p in pieces]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
