@@ -219,7 +219,17 @@ def test_versions_are_those_of_what_brings_the_kernels(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module.metadata, "version", version)
     monkeypatch.setattr(module, "cuda_version", lambda: "12.8")
-    provided = {"cuda": ["cuda-pathfinder", "cuda-bindings"], "flashinfer": ["flashinfer-python"]}
+    provided = {
+        "cuda": ["cuda-pathfinder", "cuda-bindings"],
+        "flashinfer": ["flashinfer-python"],
+        "flash_attn": ["flash-attn", "flash-attn-4"],
+    }
+    files = {
+        "flash-attn": ["flash_attn/__init__.py", "flash_attn/cuter.py"],
+        "flash-attn-4": ["flash_attn/cute/__init__.py"],
+    }
+    found |= {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36"}
+    monkeypatch.setattr(module.metadata, "files", files.get)
     monkeypatch.setattr(module, "_providers", lambda: provided)
     known = backends.all_backends()
     common = {"torch": "2.11.0", "triton": "3.6.0", "CUDA": "12.8"}
@@ -227,6 +237,7 @@ def test_versions_are_those_of_what_brings_the_kernels(monkeypatch: pytest.Monke
     assert versions([known["cuda"]]) == common | {"cuda-bindings": "13.1"}
     assert versions([known["flashinfer"]]) == common | {"flashinfer-python": "0.7.2"}
     assert versions([known["flashmla"]]) == common  # nobody installed it
+    assert versions([known["fa4"]]) == common | {"flash-attn-4": "4.0.0b36"}  # not its elder sister
     monkeypatch.setattr(module, "cuda_version", lambda: None)
     assert versions([known["sdpa"]]) == {"torch": "2.11.0"}
 

@@ -38,8 +38,21 @@ def _distribution(info: BackendInfo) -> str | None:
         found = _providers().get(package.partition(".")[0], [])
         own = package.replace(".", "-")
         if found:
-            return own if own in found else min(found)
+            return own if own in found else min(_bringing(package, found) or found)
     return None
+
+
+def _bringing(package: str, distributions: Iterable[str]) -> list[str]:
+    """Those that bring the package itself, where others bring another one beside it."""
+    inside = package.replace(".", "/") + "/"
+    return [name for name in distributions if any(str(file).startswith(inside) for file in _files(name))]
+
+
+def _files(distribution: str) -> Iterable[object]:
+    try:
+        return metadata.files(distribution) or ()
+    except metadata.PackageNotFoundError:
+        return ()
 
 
 @cache

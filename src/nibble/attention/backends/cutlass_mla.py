@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
-from nibble.attention.backends.vendor import PLAIN, RANK, ROPE, TOKEN, latents, row, some_tokens
+from nibble.attention.backends.vendor import PLAIN, RANK, ROPE, TOKEN, Workspace, latents, row, some_tokens
 from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
@@ -45,7 +45,7 @@ class CutlassMla:
 
     def __init__(self) -> None:
         self._mla = package(f"{PACKAGE}.mla")
-        self._workspace: Tensor | None = None
+        self._workspace = Workspace(WORKSPACE)
         self._wrappers: dict[tuple[int, int, torch.dtype], Any] = {}
         self._known: WeakKeyDictionary[Segment, _Rows] = WeakKeyDictionary()
 
@@ -69,10 +69,8 @@ class CutlassMla:
         count = len(query)
         key = (count, page, query.dtype)
         if key not in self._wrappers:
-            if self._workspace is None:
-                size = WORKSPACE if query.is_cuda else 1
-                self._workspace = torch.zeros(size, dtype=torch.uint8, device=query.device)
-            made = self._mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="cutlass")
+            scratch = self._workspace.on(query.device)
+            made = self._mla.BatchMLAPagedAttentionWrapper(scratch, backend="cutlass")
             made.plan(
                 metadata=self._mla.MLAPlanMetadata.dense(
                     torch.arange(count + 1, dtype=torch.int32),

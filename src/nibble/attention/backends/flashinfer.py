@@ -38,6 +38,7 @@ from nibble.attention.backends.vendor import (
     RANK,
     ROPE,
     Scales,
+    Workspace,
     capability,
     imported,
     latents,
@@ -136,7 +137,7 @@ class FlashInfer:
 
     def __init__(self) -> None:
         self._package, self._mla = package(), package(f"{PACKAGE}.mla")
-        self._workspace: Tensor | None = None
+        self._workspace = Workspace(WORKSPACE)
         self._planned: dict[_Ask, list[_Planned]] = {}
         self._scales = Scales(PACKAGE)
 
@@ -180,7 +181,9 @@ class FlashInfer:
         free = next((entry for entry in known if entry.segment is None), None)
         if free is None:
             free = (
-                known.pop(0) if len(known) == COPIES else _Planned(make(ask, self._scratch(segment.pages_BN)))
+                known.pop(0)
+                if len(known) == COPIES
+                else _Planned(make(ask, self._workspace.on(segment.pages_BN.device)))
             )
         else:
             known.remove(free)
@@ -188,13 +191,6 @@ class FlashInfer:
         wrapper = free.wrapper
         free.plan(segment, lambda: plan(wrapper, ask, segment))
         return wrapper
-
-    def _scratch(self, like: Tensor) -> Tensor:
-        if self._workspace is None:
-            self._workspace = torch.zeros(
-                WORKSPACE if like.is_cuda else 1, dtype=torch.uint8, device=like.device
-            )
-        return self._workspace
 
     def _heads_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
         return self._package.BatchPrefillWithPagedKVCacheWrapper(

@@ -30,7 +30,17 @@ from nibble.attention.backends.flashinfer import (
     package,
     trouble,
 )
-from nibble.attention.backends.vendor import ALL, HALVES, PLAIN, TOKEN, Scales, capability, row, some_tokens
+from nibble.attention.backends.vendor import (
+    ALL,
+    HALVES,
+    PLAIN,
+    TOKEN,
+    Scales,
+    Workspace,
+    capability,
+    row,
+    some_tokens,
+)
 from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
@@ -58,7 +68,7 @@ class TrtllmMha:
     def __init__(self) -> None:
         self._decode = package(f"{PACKAGE}.decode")
         self._prefill = package(f"{PACKAGE}.prefill")
-        self._workspace: Tensor | None = None
+        self._workspace = Workspace(WORKSPACE)
         self._known: WeakKeyDictionary[Segment, _Lens] = WeakKeyDictionary()
         self._scales = Scales(PACKAGE)
 
@@ -71,7 +81,7 @@ class TrtllmMha:
         options: dict[str, Any] = {
             "query": q_THD.contiguous(),
             "kv_cache": (k.planes[0], v.planes[0]),
-            "workspace_buffer": self._scratch(q_THD),
+            "workspace_buffer": self._workspace.on(q_THD.device),
             "block_tables": lens.pages_BN,
             "seq_lens": lens.lens_B,
             "bmm1_scale": spec.scale * self._scales.of(k),
@@ -118,13 +128,6 @@ class TrtllmMha:
             cum_seq_lens_q=segment.q_starts_B1,
             cum_seq_lens_kv=lens.kv_starts_B1,
         )
-
-    def _scratch(self, like: Tensor) -> Tensor:
-        if self._workspace is None:  # of zeros, which the counters begin with
-            self._workspace = torch.zeros(
-                WORKSPACE if like.is_cuda else 1, dtype=torch.uint8, device=like.device
-            )
-        return self._workspace
 
 
 def _lens(segment: Segment, device: torch.device, *, masked: bool) -> _Lens:

@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
-from nibble.attention.backends.vendor import RANK, ROPE, TOKEN, latents, row, some_tokens
+from nibble.attention.backends.vendor import RANK, ROPE, TOKEN, Workspace, latents, row, some_tokens
 from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
@@ -32,7 +31,7 @@ class TrtllmMla:
 
     def __init__(self) -> None:
         self._mla = package(f"{PACKAGE}.mla")
-        self._workspace: Tensor | None = None
+        self._workspace = Workspace(WORKSPACE)
         self._known: WeakKeyDictionary[Segment, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
     def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
@@ -49,7 +48,7 @@ class TrtllmMla:
         out: Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
             query=query.contiguous(),
             kv_cache=latent.planes[0][:, :, 0],
-            workspace_buffer=self._scratch(q_THD),
+            workspace_buffer=self._workspace.on(q_THD.device),
             qk_nope_head_dim=UNUSED,
             kv_lora_rank=RANK,
             qk_rope_head_dim=ROPE,
@@ -64,13 +63,6 @@ class TrtllmMla:
         out_THD = out.view(*q_THD.shape[:2], RANK)
         # only a step of one token each may have padding
         return out_THD.masked_fill_(padding_B11, 0.0) if segment.phase is Phase.DECODE else out_THD
-
-    def _scratch(self, like: Tensor) -> Tensor:
-        if self._workspace is None:  # of zeros, which the counters begin with
-            self._workspace = torch.zeros(
-                WORKSPACE if like.is_cuda else 1, dtype=torch.uint8, device=like.device
-            )
-        return self._workspace
 
 
 BACKEND = BackendInfo(

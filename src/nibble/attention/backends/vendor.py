@@ -179,6 +179,20 @@ def capability(x: Tensor) -> int:
     return 10 * major + minor
 
 
+class Workspace:
+    """`size` bytes on a GPU, made at first use: of zeros, which counters of kernels begin with. Stand-ins need none."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._bytes: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        if self._bytes is None:
+            size = 1 if device.type == "cpu" else self._size
+            self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        return self._bytes
+
+
 class Scales:
     """Global scales of streams as numbers, which packages take: read from the device once for each stream."""
 
