@@ -70,8 +70,11 @@ def test_kv_memory_that_does_not_fit_is_refused() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(CapacityError, match="nothing is left for the cache"):
+    with pytest.raises(CapacityError, match="nothing is left for the cache") as caught:
         made(replace(QWEN3_8B, weight_bytes=140 * GIB), named("h200"))
+    assert "token-budget" not in str(caught.value)  # which frees nothing of the weights
+    with pytest.raises(CapacityError, match=r"a smaller --token-budget \(now 8192\) would help"):
+        made(replace(QWEN3_8B, weight_bytes=133 * GIB), named("h200"))
 
 
 @pytest.mark.parametrize("options", [{"max_running": 2}, {"max_running": 200, "max_context": 64}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,14 @@ def test_a_file_that_is_a_folder_or_bytes_is_a_warning(place: Path) -> None:
     assert "cannot be read" in measured.load(H200, table()).warning
 
 
+def test_a_folder_that_cannot_be_written_is_an_error_that_says_where_else(place: Path) -> None:
+    path = measured.path_for(H200)
+    path.mkdir()
+    with pytest.raises(ConfigError, match=re.escape(f"cannot be kept in {path}") + ".*in \\$NIBBLE_TUNED"):
+        saved(first=0.3)
+    assert list(place.iterdir()) == [path]  # and nothing half written beside it
+
+
 def test_another_row_makes_times_stale_and_another_opinion_does_not(place: Path) -> None:
     saved(first=0.3, second=0.25)
     known = table()
@@ -299,6 +308,8 @@ def test_tune_measures_and_plan_follows(place: Path, monkeypatch: pytest.MonkeyP
     shown = RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4"])
     assert "torch_ref" in shown.output and "measured on this machine:" in shown.output
     assert RUN.invoke(app, ["tune", "demo", "--backends", "tritn"]).exit_code == 2
+    unable = RUN.invoke(app, ["tune", "demo", "--backends", "trtllm_mla"])
+    assert unable.exit_code == 2 and "trtllm_mla: none serves this model here" in unable.output
     without = RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4", "--no-tuned"])
     other = RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4", "--gpu", "h200"])
     assert "measured" not in without.output and "measured on this machine" not in other.output

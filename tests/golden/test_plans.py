@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nibble import formats
 from nibble.attention import backends, tables
 from nibble.attention.backends import all_backends
 from nibble.attention.budget import budget
@@ -16,6 +17,7 @@ from nibble.attention.ledger import Entry, read, update
 from nibble.attention.resolve import require_runnable, resolve
 from nibble.config import Config
 from nibble.errors import ConfigError
+from nibble.geometry import HEADS
 from nibble.hardware import GIB, Hardware, named
 from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES
 
@@ -150,6 +152,30 @@ def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
     assert "verified[" not in before
     assert "PEV declared; D verified[^1]" in after
     assert "[^1]: verified on NVIDIA H200, 2026-11-20 (torch 2.11.0)" in after
+
+
+def test_a_row_for_any_format_is_verified_by_those_that_fit(tmp_path: Path) -> None:
+    """Formats of latents store no heads, so nobody can verify them there."""
+    ledger = tmp_path / "ledger.json"
+    fitting = [name for name in formats.names() if not any(formats.get(name).refuses(s) for s in HEADS)]
+    update(
+        ledger,
+        [Entry("torch_ref", "decode", "mha", name, 0, "CPU", "2026-11-20", {}) for name in fitting[1:]],
+    )
+    assert "verified[" not in tables.capability_table(path=ledger)
+    update(ledger, [Entry("torch_ref", "decode", "mha", fitting[0], 0, "CPU", "2026-11-20", {})])
+    assert "| `torch_ref` | any | PEV declared; D verified[^1] |" in tables.capability_table(path=ledger)
+
+
+def test_conditions_of_rows_that_differ_in_their_format_are_one_line() -> None:
+    told = [
+        line for line in tables.capability_table().splitlines() if line.startswith("| `trtllm_mla` | DV |")
+    ]
+    assert len(told) == 1 and "| 1 to 64, 128 |" in told[0]
+    lines = [
+        line for line in tables.capability_table().splitlines() if line.startswith("| `cutlass_mla` | DV")
+    ]
+    assert len(lines) == 1 and "bf16, fp16" in lines[0]
 
 
 def test_the_ledger_keeps_the_newest_entry_of_a_combination(tmp_path: Path) -> None:

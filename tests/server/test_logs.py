@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,9 @@ import pytest
 from test_app import CHAT, TEXT, with_app
 
 from conftest import FakeEngine, running  # type: ignore[attr-defined]
+from nibble.attention import measured
 from nibble.errors import ConfigError
+from nibble.hardware import probe
 from nibble.server.logs import Lines, as_json, as_text, plan_in_short
 from nibble.server.settings import Settings
 
@@ -161,14 +164,20 @@ worker.main("ipc://" + sys.argv[1], "json")
     assert (json.loads(line)["level"], json.loads(line)["event"]) == ("warning", "over its limit")
 
 
-def test_a_server_logs_json_from_start_to_end(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_logs_json_from_start_to_end(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What users should know of the start, as that times of this machine are not used, is told too."""
+    monkeypatch.setenv(measured.PLACE, str(tmp_path))
+    measured.path_for(probe()).write_text("{")
     with running("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--log-format", "json") as url:
         asked = {"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
         httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status()
     said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["event"] for line in said] == [
-        "engine starts", "engine ready", "serving", "request", "draining", "drained", "engine ended"
+        "engine starts", "engine ready", "engine note", "serving", "request", "draining", "drained", "engine ended"
     ]  # fmt: skip
-    ready, request = said[1], said[3]
+    ready, noted, request = said[1], said[2], said[4]
+    assert noted["level"] == "warning" and "are not used" in noted["note"]
     assert ready["kv_format"] == "nvfp4" and ready["decode"] and ready["cache_tokens"] > 0
     assert request["output_tokens"] == 4 and 0 < request["queue_s"] <= request["ttft_s"] <= request["total_s"]

@@ -248,10 +248,11 @@ def _room(
         return asked, "kv_memory"
     free = hardware.memory - reserve - used
     if free <= 0:
+        fits = geometry.weight_bytes < hardware.memory - reserve
+        less = f", or a smaller --token-budget (now {step_tokens(config, hardware)})" if fits else ""
         raise CapacityError(
             f"nothing is left for the cache: {hardware}, less {in_words(reserve)} in reserve, must hold "
-            f"{_holds(geometry, used)}; a smaller model, a larger GPU, or a smaller --token-budget (now "
-            f"{step_tokens(config, hardware)}) would help"
+            f"{_holds(geometry, used)}; a smaller model or more memory{less} would help"
         )
     return min(_candidates(config, geometry, hardware, plan, free))
 

@@ -6,10 +6,10 @@ hatch; where a fact does not fit, split the row. Must not know of torch, of any 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 
@@ -126,7 +126,16 @@ def listed(name: str, allowed: frozenset[Any] | None) -> str:
     steps = {high - low for low, high in pairwise(values)} if name == "dim" else set()
     if len(values) > 4 and len(steps) == 1:
         return f"{values[0]} to {values[-1]} by {steps.pop()}"
+    if name == "group":
+        return ", ".join(_runs(values))
     return ", ".join(_show(name, value) for value in values)
+
+
+def _runs(values: list[int]) -> Iterator[str]:
+    """Numbers in order, four and more that follow one another as `1 to 16`."""
+    for _, run in groupby(enumerate(values), lambda entry: entry[1] - entry[0]):
+        found = [value for _, value in run]
+        yield from [f"{found[0]} to {found[-1]}"] if len(found) > 3 else map(str, found)
 
 
 def _show(name: str, value: Any) -> str:

@@ -20,6 +20,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ import nibble
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.needs import Part
 from nibble.attention.versions import versions
+from nibble.errors import ConfigError
 from nibble.hardware import Hardware, cache_folder, processor
 
 SCHEMA = 1
 PLACE = "NIBBLE_TUNED"
-AGAIN = "run `nibble tune` again, or serve with --no-tuned"
+AGAIN = "run `nibble tune` again, or leave it aside with --no-tuned"
 OPINIONS = frozenset({"prefer", "cites", "workspace", "held"})
 """Fields of a row that say nothing of what it serves: they may change, and times stay true."""
 
@@ -120,15 +122,19 @@ def load(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> Measured:
     except FileNotFoundError:
         return NOTHING
     except (OSError, ValueError) as error:
-        return _unused(path, f"it cannot be read ({type(error).__name__}: {error})")
+        return _unused(path, f"it cannot be read ({getattr(error, 'strerror', None) or error})")
     try:
         content = json.loads(text)
+        if not isinstance(content, dict):
+            raise TypeError("it is no JSON object")
         known, here = {name: content[name] for name in _identity(hardware, {})}, _identity(hardware, backends)
         if known != here:
             return _unused(path, _difference(known, here))
         found = {str(name): tuple(map(_timing, entries)) for name, entries in content["measured"].items()}
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        return _unused(path, f"it is not what nibble tune writes ({type(error).__name__}: {error})")
+    except KeyError as error:
+        return _unused(path, f"it is not what nibble tune writes (there is no {error})")
+    except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        return _unused(path, f"it is not what nibble tune writes ({error})")
     return Measured(found)
 
 
@@ -145,10 +151,17 @@ def save(
         "date": datetime.date.today().isoformat(),
         "measured": {name: [asdict(timing) for timing in subjects[name]] for name in sorted(subjects)},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    written.replace(path)  # nobody reads half a file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        written.replace(path)  # nobody reads half a file
+    except OSError as error:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+        raise ConfigError(
+            f"the times cannot be kept in {path}: {error.strerror}; name a folder that can be written in ${PLACE}"
+        ) from error
     return path
 
 

@@ -38,6 +38,11 @@ the footnote names. An empty cell is refused, unless pages are dequantised for i
 itself, in D and V with `--allow-staging`, wherever the backend reads the plain format of the compute dtype.
 """
 
+_CONDITIONS = """\
+Conditions. `group`: query heads to a KV head (of latents, all query heads). Where two lines allow the same, \
+`auto` goes by the one it prefers, and the last column is what that preference stands on.
+"""
+
 
 def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Path = LEDGER) -> str:
     """docs/capabilities.md. path: the ledger; where there is none, nothing is verified."""
@@ -56,7 +61,8 @@ def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
     yield from _markdown_head("backend", "what it is", "in this version", "package")
     for name, info in table.items():
         runs = "runs" if info.runnable else "declared only"
-        package = f"`{info.install}`" if info.install else "none"
+        how, comma, else_ = (info.install or "").partition(",")
+        package = f"`{how}`{comma}{else_}" if info.install else "none"
         known = f"; written for: {info.versions}" if info.versions else ""
         yield _line(f"`{name}`", info.summary, runs, package + known)
 
@@ -125,8 +131,8 @@ def _covers(row: Row, fmt: str, arch: int) -> bool:
 
 
 def _evidence(backend: str, kind: str, fmt: str, arch: int, phase: Phase, entries: Evidence) -> str | None:
-    """Where the combination was verified. A row for any format is verified as far as every format was."""
-    wanted = formats.names() if fmt == "any" else (fmt,)
+    """Where the combination was verified. A row for any format is verified as far as every format that fits was."""
+    wanted = _fitting(kind) if fmt == "any" else (fmt,)
     found = [entries.get((backend, str(phase), kind, name, arch)) for name in wanted]
     seen = [entry for entry in found if entry is not None]
     if len(seen) < len(wanted):
@@ -134,18 +140,33 @@ def _evidence(backend: str, kind: str, fmt: str, arch: int, phase: Phase, entrie
     return f"verified on {min(seen, key=lambda entry: entry.date)}"
 
 
+def _fitting(kind: str) -> tuple[str, ...]:
+    """The formats that can store what a kind of attention caches, index keys aside."""
+    found = schemes.fitting(*(HEADS if kind == "mha" else LATENTS[:1]))
+    return tuple(name for name in found if name not in schemes.MIXED)
+
+
 def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
-    """One line for each row: what else it asks for."""
-    yield "Conditions, row by row:\n"
+    """What else rows ask for; rows that differ in their format only share a line."""
+    yield _CONDITIONS
     yield from _markdown_head(
-        "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "not with", "source"
+        "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "group", "not with", "source"
     )
     for name, info in table.items():
+        alike: dict[tuple[str, ...], list[Row]] = {}
         for row in (row for row in info.rows if kind in row.kind):
-            phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
-            rest = [listed(field, getattr(row, field)) for field in ("arch", "page", "packing", "dim")]
-            formats_read = _shown(_formats([row]))
-            yield _line(f"`{name}`", phases, formats_read, *rest, ", ".join(_not_with(row)) or "-", row.cites)
+            alike.setdefault(_asks(row), []).append(row)
+        for asks, rows in alike.items():
+            yield _line(f"`{name}`", asks[0], _shown(_formats(rows)), *asks[1:])
+
+
+def _asks(row: Row) -> tuple[str, ...]:
+    """The cells of a row, without its format."""
+    phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
+    every = {gpu.arch for gpu in GPUS.values()} - {CPU_ARCH}
+    gpus = "all GPUs" if row.arch and row.arch == every else listed("arch", row.arch)
+    rest = [listed(field, getattr(row, field)) for field in ("page", "packing", "dim", "group")]
+    return phases, gpus, *rest, ", ".join(_not_with(row)) or "-", row.cites
 
 
 def _not_with(row: Row) -> Iterator[str]:

@@ -301,6 +301,8 @@ class ProcessClient:
         elif isinstance(news, wire.Ready):
             self.ready = news
             tell("engine ready", **plan_in_short(news.about))
+            for warning in news.about.get("warnings", ()):
+                tell("engine note", logging.WARNING, note=warning)
             for cost in decode_costs(news.about):
                 tell("decode is staged", logging.WARNING, **cost)
             await self._become(State.READY)

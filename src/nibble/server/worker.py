@@ -139,11 +139,18 @@ class Worker:
 
 def about(llm: LLM) -> wire.Ready:
     """What is served."""
+    from nibble.attention import price
     from nibble.attention.explain import as_dict
     from nibble.models.config import find
 
     scheduler = llm.engine.scheduler
-    plan = {"hardware": asdict(llm.hardware), **as_dict(llm.plan, llm.budget), "startup": dict(llm.startup)}
+    staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
+    plan = {
+        "hardware": asdict(llm.hardware),
+        **as_dict(llm.plan, llm.budget),
+        "startup": dict(llm.startup),
+        "warnings": [note for note in llm.engine.startup.notes if note not in staged],
+    }
     return wire.Ready(find(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
 
 
