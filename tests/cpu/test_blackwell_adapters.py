@@ -57,7 +57,8 @@ def test_what_the_rows_allow_conforms(name: str, monkeypatch: pytest.MonkeyPatch
     calls = vendor_blackwell.install(monkeypatch, name)
     found = list(cases(name))
     for case, route in found:
-        for batch in rows.BATCHES[case.phase]:
+        batches = rows.BATCHES[case.phase]
+        for batch in batches[:1] if route.stage_to else batches:  # dequantising first is tested elsewhere
             rows.check(case, route, batch)
     assert {case.format for case, _ in found} == {"bf16", "nvfp4"}
     assert {case.phase for case, _ in found} == {Phase.DECODE, Phase.VERIFY} and calls.ran

@@ -220,7 +220,7 @@ def test_logits_go_through_the_host(model: Path) -> None:
     assert 0.001 < error < 1
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 16))
 def test_aborts_leave_no_trace(model: Path, hot_and_plain: tuple[LLM, LLM], seed: int) -> None:
     """Requests come and are aborted at random; those that end say what they say alone."""
