@@ -79,7 +79,7 @@ SHAPES = (
     Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64),
     Shape(kind="mla", heads=1, dim=512 + 64, group=16, page=32, rope=64),
     Shape(kind="mla", heads=1, dim=256 + 32, group=3, page=16, rope=32),
-    Shape(kind="mla", heads=1, dim=256, group=128, page=32),
+    Shape(kind="mla", heads=1, dim=256, group=32 if HARDWARE.is_cpu else 128, page=32),
     Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24),
     Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7),
     Shape(kind="dsa", heads=1, dim=512 + 64, group=40, page=64, rope=64, top_k=24),

@@ -17,6 +17,7 @@ from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.capture import obstacle, sizes
 from nibble.engine.graphs import Graphs, live
+from nibble.errors import BackendError, NibbleError
 from tape import record
 from toys import graph_backend
 
@@ -101,7 +102,10 @@ def test_a_kernel_that_waits_for_the_device_cannot_be_recorded(served: Any) -> N
 def test_a_frozen_length_is_noticed(served: Any) -> None:
     """It is right in plain steps, and passes the start-up test; replayed, it reads far past the end of requests."""
     plain = answers(served(kv_format="bf16"))
-    assert answers(recorded(served(kv_format="bf16"))) != plain
+    try:
+        assert answers(recorded(served(kv_format="bf16"))) != plain
+    except NibbleError as error:  # what lies there may be no number
+        assert "not finite" in str(error)
 
 
 def test_wrong_lengths_are_noticed(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
