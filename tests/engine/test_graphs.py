@@ -17,7 +17,7 @@ from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.capture import obstacle, sizes
 from nibble.engine.graphs import Graphs, live
-from nibble.errors import BackendError, NibbleError
+from nibble.errors import NibbleError
 from tape import record
 from toys import graph_backend
 
