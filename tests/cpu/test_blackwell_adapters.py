@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
+import recorded
 import vendor_blackwell
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
@@ -21,7 +21,6 @@ from nibble.attention.layer import attention
 from nibble.attention.metadata import Segment
 from nibble.attention.plan import Route
 from nibble.hardware import Hardware
-from tape import record
 
 BOTH = ("trtllm_mla", "cutlass_mla")
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
@@ -71,26 +70,8 @@ def test_a_recorded_step_reads_lengths_from_the_device(name: str, monkeypatch: p
     case, route = find(name, Phase.DECODE)
     made = rows.scene(case, route, rows.BATCHES[Phase.DECODE][0])
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-    view, adapter, (known,) = made.ctx.pool.view(0), made.ctx.backends[name], made.ctx.meta.segments
-    pages_BN, lens_B = known.pages_BN.clone(), torch.zeros(4, dtype=torch.int32)
-    bound = pages_BN.shape[1] * view.page_size
-    out, starts_B1 = made.q_THD.new_empty(*made.q_THD.shape[:2], 512), torch.arange(5, dtype=torch.int32)
     plans = len(calls.planned)
-
-    def step() -> None:
-        segment = Segment(Phase.DECODE, 0, 4, (1,) * 4, (bound,) * 4, pages_BN, starts_B1, lens_B)
-        out.copy_(adapter.attend(made.q_THD, view, segment, made.spec))
-
-    with torch.inference_mode():
-        replay = record(step)
-        assert not out.any(), "padding"
-        lens_B.copy_(torch.tensor([known.kv_lens[3], 0, known.kv_lens[1], 1]))
-        pages_BN.copy_(known.pages_BN[[3, 1, 1, 0]])
-        replay()
-    later = Segment.of(Phase.DECODE, 0, (1,) * 4, (known.kv_lens[3], 1, known.kv_lens[1], 1), pages_BN)
-    expected = adapter.attend(made.q_THD, view, later, made.spec)
-    assert not out[1].any()
-    assert torch.equal(out[[0, 2, 3]], expected[[0, 2, 3]]) and expected[3].any()
+    recorded.check(name, made, MLA)
     assert len(calls.planned) == plans, "a wrapper is planned for a number of requests, once"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import recorded
 import vendor_hopper
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
@@ -32,7 +33,6 @@ from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, named
 from planning import DEEPSEEK_V3, QWEN3_8B
-from tape import record
 
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
 SMALL = Shape(kind="mla", heads=1, dim=512 + 64, group=16, page=32, rope=64)
@@ -119,38 +119,6 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Mo
     assert len(calls.schedules) == 2 and len(calls.ran) == 5
 
 
-def recorded(name: str, shape: Shape, stored: str) -> None:
-    """A tape in place of a CUDA graph: what changes in place is seen, and a row without tokens is zeros."""
-    case, route = find(name, phase=Phase.DECODE, shape=shape, format=stored)
-    made = rows.scene(case, route, rows.BATCHES[Phase.DECODE][0])
-    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-    view, adapter = made.ctx.pool.view(0), made.ctx.backends[name]
-    (known,) = made.ctx.meta.segments
-    pages_BN, lens_B = known.pages_BN.clone(), torch.zeros(4, dtype=torch.int32)
-    bound = pages_BN.shape[1] * view.page_size
-    width = shape.dim - shape.rope
-    out, starts_B1 = made.q_THD.new_empty(*made.q_THD.shape[:2], width), torch.arange(5, dtype=torch.int32)
-    slots_BK = torch.full((4, 24), -1, dtype=torch.int32) if shape.top_k else None
-    spec = replace(made.spec, slots_TK=slots_BK)
-
-    def step() -> None:
-        segment = Segment(Phase.DECODE, 0, 4, (1,) * 4, (bound,) * 4, pages_BN, starts_B1, lens_B)
-        out.copy_(adapter.attend(made.q_THD, view, segment, spec))
-
-    with torch.inference_mode():
-        replay = record(step)
-        assert not out.any(), "padding"
-        lens_B.copy_(torch.tensor([known.kv_lens[3], 0, known.kv_lens[1], 1]))
-        pages_BN.copy_(known.pages_BN[[3, 1, 1, 0]])
-        if slots_BK is not None:
-            slots_BK[[0, 2, 3], 0] = pages_BN[[0, 2, 3], 0] * view.page_size
-        replay()
-    later = Segment.of(Phase.DECODE, 0, (1,) * 4, (known.kv_lens[3], 1, known.kv_lens[1], 1), pages_BN)
-    expected = adapter.attend(made.q_THD, view, later, spec)
-    assert not out[1].any()
-    assert torch.equal(out[[0, 2, 3]], expected[[0, 2, 3]]) and expected[3].any()
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "stored"),
     [
@@ -165,7 +133,10 @@ def test_a_recorded_step_reads_lengths_from_the_device(
     name: str, shape: Shape, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vendor_hopper.install(monkeypatch, name, "sgl" if name == "flashmla" else "vllm")
-    recorded(name, shape, stored)
+    case, route = find(name, phase=Phase.DECODE, shape=shape, format=stored)
+    made = rows.scene(case, route, rows.BATCHES[Phase.DECODE][0])
+    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+    recorded.check(name, made, shape)
 
 
 def test_drafts_at_the_wrong_end_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import recorded
 import vendor
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
@@ -36,7 +37,6 @@ from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, named
 from planning import DEEPSEEK_V3, QWEN3_8B
-from tape import record
 
 STAND_INS = {
     "flashinfer": [f"BatchPrefillWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")],
@@ -243,33 +243,10 @@ def test_a_recorded_step_reads_lengths_from_the_device(
 ) -> None:
     """A tape in place of a CUDA graph: what changes in place is seen, and a row without tokens is zeros."""
     on(monkeypatch, arch)
-    made = scene(
-        "trtllm_mha",
-        find(
-            "trtllm_mha", phase=Phase.DECODE, format="bf16", shape=Shape(dim=128, heads=1, group=8, page=64)
-        ),
-    )
+    shape = Shape(dim=128, heads=1, group=8, page=64)
+    made = scene("trtllm_mha", find("trtllm_mha", phase=Phase.DECODE, format="bf16", shape=shape))
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-    view, adapter = made.ctx.pool.view(0), made.ctx.backends["trtllm_mha"]
-    (known,) = made.ctx.meta.segments
-    pages_BN, lens_B = known.pages_BN.clone(), torch.zeros(4, dtype=torch.int32)
-    bound = pages_BN.shape[1] * view.page_size
-    out, starts_B1 = torch.empty_like(made.q_THD), torch.arange(5, dtype=torch.int32)
-
-    def step() -> None:
-        segment = Segment(Phase.DECODE, 0, 4, (1,) * 4, (bound,) * 4, pages_BN, starts_B1, lens_B)
-        out.copy_(adapter.attend(made.q_THD, view, segment, made.spec))
-
-    with torch.inference_mode():
-        replay = record(step)
-        assert not out.any(), "padding"
-        lens_B.copy_(torch.tensor([known.kv_lens[3], 0, known.kv_lens[1], 1]))
-        pages_BN.copy_(known.pages_BN[[3, 1, 1, 0]])
-        replay()
-    expected = adapter.attend(made.q_THD, view, Segment.of(
-        Phase.DECODE, 0, (1,) * 4, (known.kv_lens[3], 1, known.kv_lens[1], 1), pages_BN), made.spec)  # fmt: skip
-    assert not out[1].any()
-    assert torch.equal(out[[0, 2, 3]], expected[[0, 2, 3]]) and expected[3].any()
+    recorded.check("trtllm_mha", made, shape)
 
 
 def test_a_wrong_flag_would_be_seen(calls: vendor.Calls, monkeypatch: pytest.MonkeyPatch) -> None:
