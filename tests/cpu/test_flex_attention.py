@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nibble.attention.backends.flex_attention import BLOCK, _block_mask, _whole
+from nibble.attention.backends.flex_attention import BLOCK, PACKED, _block_mask, _options, _whole
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 700), st.integers(1, 300)).map(lambda pair: (pair[0] + pair[1], pair[1])),
@@ -44,3 +44,14 @@ def test_blocks_of_padding_are_in_bounds(window: int | None) -> None:
     mask = _block_mask(torch.tensor([300, 7]), torch.tensor([0, 6]), 300, 384, window)
     assert (mask.kv_num_blocks >= 1).all() and (mask.kv_num_blocks <= 3).all()
     assert (mask.kv_indices >= 0).all() and (mask.kv_indices < 3).all()
+
+
+def test_rows_that_torch_cannot_pack_into_a_block_of_the_mask_are_kept_from_its_decoding_kernel() -> None:
+    """torch/_inductor/kernel/flex/flex_decoding.py: the next power of two of a KV head's rows must divide BLOCK."""
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+    for rows in range(1, 20 * BLOCK):
+        packs = BLOCK % max(1 << (rows - 1).bit_length(), 16) == 0
+        assert packs or _options(rows), rows
+    assert not _options(1) and not _options(PACKED)
+    assert _options(BLOCK + 1).keys() <= FlexKernelOptions.__annotations__.keys()

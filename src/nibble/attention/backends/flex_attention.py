@@ -33,6 +33,9 @@ if TYPE_CHECKING:  # torch's compiler takes a second to import
 
 BLOCK = 128
 """Queries and keys of a block of the mask. Stored tokens are padded to whole blocks, so that there are few shapes."""
+PACKED = BLOCK // 2
+"""Most query rows of a KV head that are left to torch's kernel for decoding, which has all of them in one block of the
+next power of two. That must divide BLOCK: with more torch finds no kernel at all (torch 2.11: NoValidChoicesError)."""
 COPIES = 2
 """Of gathered pages, while what lies behind a request's tokens is cleared."""
 VARIANTS = 64
@@ -158,12 +161,18 @@ def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionSpec) -> Te
         scale=spec.scale,
         enable_gqa=True,
         return_lse=spec.sinks_H is not None,
+        kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
     )
     if spec.sinks_H is not None:
         out_BHnD, lse_BHn = found
         found = _with_sinks(out_BHnD, lse_BHn, spec.sinks_H)
     out_THD = found.transpose(1, 2).flatten(0, 1)
     return out_THD if part.taken_T is None else out_THD[part.taken_T]
+
+
+def _options(rows: int) -> dict[str, bool]:
+    """rows: of the queries, to a KV head. Torch goes by tokens alone, and decodes where a prompt has less than 128."""
+    return {"FORCE_USE_FLEX_ATTENTION": True} if rows > PACKED else {}
 
 
 def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
