@@ -14,7 +14,7 @@ float32. A backend that fails says so in its cell.
 
 `auto` is the plan's choice by `prefer` alone. Its ratio is its time over that of the fastest backend; in decode, the
 fastest of those that can be recorded, and beside it the fastest of all. TB/s counts the bytes of the cache that must be
-read.
+read. What later preferences would choose of the same times says replay.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import gpu
@@ -30,7 +30,7 @@ import peers
 from report import markdown
 
 from nibble.attention import backends, needs
-from nibble.attention.capability import Phase
+from nibble.attention.capability import BackendInfo, Phase
 from nibble.attention.needs import Part
 from nibble.attention.options import Request
 from nibble.attention.plan import Plan
@@ -41,7 +41,7 @@ from nibble.evals import race, workloads
 from nibble.evals.race import Result, fastest
 from nibble.evals.workloads import Workload
 from nibble.geometry import LATENT, Geometry, LayerGroup, Stream
-from nibble.hardware import probe
+from nibble.hardware import Hardware, probe
 
 FORMATS, LATENTS = "bf16,fp8_e4m3,nvfp4", "bf16,fp8_e4m3,nvfp4_ds_mla"
 """Schemes that are measured, of heads and of latents."""
@@ -152,9 +152,8 @@ def verdict(job: str, results: Sequence[Result]) -> Verdict:
     return Verdict(job, auto, fastest(results, recordable=decode), fastest(results))
 
 
-def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Everything to measure, in an order in which neighbours are alike."""
-    hardware, table = probe(), backends.present()
+def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, BackendInfo]) -> Iterator[Job]:
+    """Everything to measure on a machine with these backends, in an order in which neighbours are alike."""
     works = small_works() if options.tiny or options.small else workloads.usual(hardware.is_cpu)
     phases = set(options.phases.split(","))
     for geometry in geometries(options):
@@ -223,7 +222,7 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
 def main() -> None:
     options = arguments().parse_args()
     names = chosen(options)
-    found = list(jobs(options))
+    found = list(jobs(options, probe(), backends.present()))
     print(compiled(found, names), flush=True)
     if options.list:
         print("\n".join(job.name for job in found))
@@ -309,16 +308,16 @@ def orders(results: dict[str, list[Result]]) -> str:
             needs_of.setdefault(job.rpartition("/")[0], {}).setdefault(result.name, []).append(result)
     rows = []
     for need, by_name in needs_of.items():
-        slowness = {name: _slowness(group, results, need) for name, group in by_name.items()}
-        ranked = sorted(by_name, key=lambda name: slowness[name])
-        prefers = [by_name[name][0].prefer for name in ranked if slowness[name] < math.inf]
-        rows.append((need, "; ".join(_ranked(by_name[name][0], slowness[name]) for name in ranked),
+        slow = {name: slowness(group, results, need) for name, group in by_name.items()}
+        ranked = sorted(by_name, key=lambda name: slow[name])
+        prefers = [by_name[name][0].prefer for name in ranked if slow[name] < math.inf]
+        rows.append((need, "; ".join(_ranked(by_name[name][0], slow[name]) for name in ranked),
                      "" if prefers == sorted(prefers, reverse=True) else "other than prefer"))  # fmt: skip
     about = "Times over those of the fastest, geometric means of a need's workloads; `prefer` of the row in brackets."
     return f"## Order of backends\n\n{about}\n\n{markdown(('need', 'backends', ''), rows)}"
 
 
-def _slowness(group: Sequence[Result], results: dict[str, list[Result]], need: str) -> float:
+def slowness(group: Sequence[Result], results: Mapping[str, list[Result]], need: str) -> float:
     """The geometric mean of time / best time; infinite where one workload was not finished."""
     logs = []
     for result in group:

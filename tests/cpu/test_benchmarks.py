@@ -20,6 +20,7 @@ import decode_attention as decode  # noqa: E402
 import engine_load  # noqa: E402
 import extend  # noqa: E402
 import paged  # noqa: E402
+import replay  # noqa: E402
 import serve_overhead  # noqa: E402
 import torch  # noqa: E402
 from report import Aim, aims_table, worst  # noqa: E402
@@ -158,6 +159,31 @@ def test_the_order_of_backends_is_held_against_prefer() -> None:
     assert "b 1.41 (1); a 2.00 (1) |  |" in text  # by the means of both workloads
     text = backends.orders({"x/64x8K": [replace(fast, prefer=0), slow, eager, raced("d", None)]})
     assert "c 1.00 (1, eager); a 2.00 (0); b 4.00 (1); d inf (1) | other than prefer |" in text
+
+
+def test_a_recorded_race_is_judged_by_the_preferences_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cells(need: str, works: tuple[str, ...], **times: float) -> list[dict[str, object]]:
+        return [
+            {"job": f"{need}/{work}", "backend": name, "stage_to": None, "page": 32, "ms": ms}
+            for work in works
+            for name, ms in times.items()
+        ]
+
+    decode = cells("gqa/nvfp4/decode", ("64x8K", "16x8K"), cuda=0.2, triton=0.1, flashinfer=0.01)
+    verify = cells("softcap/nvfp4/verify", ("16x8K",), triton=0.1)
+    later = [{**cell, "page": 64, "ms": 0.12} for cell in decode if cell["backend"] == "triton"]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, found in zip(paths, (decode + verify, later), strict=True):
+        path.write_text(json.dumps({"cells": found}))
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, paths)])
+    replay.main()
+    out = capsys.readouterr().out
+    assert "gqa/nvfp4/decode | cuda | triton | 1.67 | ABOVE |" in out, (
+        "on the plan's pages, by who can be recorded"
+    )
+    assert "softcap/nvfp4/verify | not recorded | triton | inf | ABOVE |" in out and "2 of 2 needs" in out
 
 
 def test_jobs_are_selected_and_one_failure_ends_nothing(

@@ -117,7 +117,7 @@ def race(
     for place in dict.fromkeys((entrant.page, entrant.packing) for entrant in field):
         judge: _Judge | None = None
         for entrant in (entrant for entrant in field if (entrant.page, entrant.packing) == place):
-            result = _blank(plan, part, entrant, workload)
+            result = blank(plan, part, entrant, workload)
             try:  # kernels and their compilers fail in all manners, which is their own business
                 judge = judge or _Judge(request, part, workload, entrant)
                 result = _run(request, judge, entrant, result, best)
@@ -131,7 +131,8 @@ def race(
         _free(request)
 
 
-def _blank(plan: Plan, part: Part, entrant: Entrant, workload: Workload) -> Result:
+def blank(plan: Plan, part: Part, entrant: Entrant, workload: Workload) -> Result:
+    """What is known of an entrant before it runs."""
     option, phase = entrant.option, workload.phase
     group = next(group for group in plan.groups if (group.group, group.layers) == (part.group, part.layers))
     routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}

@@ -1,0 +1,84 @@
+"""Replay: what `auto` chooses today, held against times that races recorded (backends.py --out). Times nothing.
+
+    python benchmarks/replay.py FILE.json ... [--gpu h200] [--only mla16//verify]
+
+Every backend is taken to be there. A need is judged by the geometric means of its workloads: the backend that `auto`
+takes against the best one, in decode the best of those that can be recorded. A later file's time replaces that of an
+earlier one in the same job on the same page size; a time on the page that the plan has comes before all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from backends import BOUND, Job, arguments, jobs, slowness
+from report import markdown
+
+from nibble.attention.backends import all_backends
+from nibble.attention.capability import Phase
+from nibble.evals.race import Result, blank, entrants
+from nibble.hardware import named
+
+Records = dict[tuple[str, str, str | None], dict[int, dict[str, Any]]]
+
+
+def read(paths: list[Path]) -> Records:
+    """Cells by job, backend and what was staged, and by page size."""
+    found: Records = {}
+    for cell in (cell for path in paths for cell in json.loads(path.read_text())["cells"]):
+        found.setdefault((cell["job"], cell["backend"], cell["stage_to"]), {})[cell["page"]] = cell
+    return found
+
+
+def replayed(job: Job, records: Records) -> Iterator[Result]:
+    """The results of a job, with the preferences and the choice of today."""
+    for entrant in entrants(job.request, job.plan, job.part, job.work.phase):
+        pages = records.get((job.name, *entrant.option.key), {})
+        page = entrant.page if entrant.page in pages else next(iter(pages), None)
+        if page is not None:
+            yield replace(blank(job.plan, job.part, entrant, job.work), page=page, ms=pages[page]["ms"])
+
+
+def judge(need: str, results: Mapping[str, list[Result]]) -> tuple[str, str, str, float]:
+    """The need, what `auto` takes, the best, and how much slower the former is; infinite where that is not known."""
+    by_name: dict[str, list[Result]] = {}
+    for job, group in results.items():
+        for result in group if job.rpartition("/")[0] == need else ():
+            by_name.setdefault(result.name, []).append(result)
+    work = max(map(len, by_name.values()))
+    slow = {name: slowness(group, results, need) for name, group in by_name.items() if len(group) == work}
+    able = {n: s for n, s in slow.items() if by_name[n][0].graphs or by_name[n][0].phase is not Phase.DECODE}
+    best = min(able or slow, key=lambda name: slow[name])
+    auto = next((name for name, group in by_name.items() if group[0].chosen), "not recorded")
+    return need, auto, best, slow.get(auto, math.inf) / slow[best]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--gpu", default="h200", help="the machine that the times are of")
+    parser.add_argument("--only", help="as in backends.py")
+    options = parser.parse_args()
+    records, race = read(options.files), arguments().parse_args([])
+    race.only = options.only
+    known = {job for job, _, _ in records}
+    found = [job for job in jobs(race, named(options.gpu), all_backends()) if job.name in known]
+    results = {job.name: list(replayed(job, records)) for job in found}
+    verdicts = [judge(need, results) for need in dict.fromkeys(name.rpartition("/")[0] for name in results)]
+    shown = [(*names, f"{ratio:.2f}", "ABOVE" if ratio > BOUND else "") for *names, ratio in verdicts]
+    print(markdown(("need", "auto", "best", "ratio", f"bound {BOUND}"), shown))
+    worst = max(verdicts, key=lambda verdict: verdict[-1])
+    above = sum(bool(row[-1]) for row in shown)
+    print(f"\nWorst ratio {worst[-1]:.2f} ({worst[0]}); {above} of {len(shown)} needs are above {BOUND}")
+
+
+if __name__ == "__main__":
+    main()
