@@ -99,7 +99,7 @@ def test_other_packages_serve_too(
     name: str, kind: str, phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = vendor_hopper.install(monkeypatch, name, kind)
-    shapes = {"flashmla": (MLA, DSA), "fa3": (SMALL, Shape(group=4, sinks=True, window=20))}
+    shapes = {"flashmla": (MLA, DSA), "fa3": (SMALL, MLA, Shape(group=4, sinks=True, window=20))}
     for shape in shapes[name]:
         case, route = find(name, phase=phase, shape=shape)
         for batch in rows.BATCHES[phase]:
@@ -126,6 +126,7 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Mo
         ("flashmla", DSA, "bf16"),
         ("flashmla", DSA, "fp8_ds_mla"),
         ("fa3", SMALL, "bf16"),
+        ("fa3", MLA, "bf16"),
         ("fa3", Shape(group=4, sinks=True, window=20), "bf16"),
     ],
 )
@@ -177,9 +178,25 @@ def test_fa4_serves_latents_on_blackwell(phase: Phase, monkeypatch: pytest.Monke
 def test_a_page_that_holds_a_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite can fail: what lies beyond a request's end in such a page is fetched with it, and is poison here."""
     vendor_hopper.install(monkeypatch, "fa3", "own")
-    case, route = find("fa3", phase=Phase.EXTEND, shape=SMALL)
+    case, route = find("fa3", phase=Phase.EXTEND, shape=MLA)
+    rows.check(case, route, rows.BATCHES[Phase.EXTEND][0])
+    monkeypatch.setattr(fa3, "_parts", lambda page, dim: 1)
     with pytest.raises(BackendError, match="whole tile"):
-        rows.check(replace(case, shape=MLA), route, rows.BATCHES[Phase.EXTEND][0])
+        rows.check(case, route, rows.BATCHES[Phase.EXTEND][0])
+
+
+def test_pages_in_parts_are_counted_once_for_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor_hopper.install(monkeypatch, "fa3", "own")
+    adapter = fa3.FA3()
+    step = Segment.of(
+        Phase.DECODE, 0, [1, 1], [200, 70], torch.tensor([[4, 0, 2], [7, 3, 0]], dtype=torch.int32)
+    )
+    table = adapter._table(step, 2)
+    assert table.tolist() == [[8, 9, 0, 1, 4, 5], [14, 15, 6, 7, 0, 1]] and table.dtype is torch.int32
+    assert adapter._table(step, 2) is table and adapter._table(step, 1) is step.pages_BN
+    assert [fa3._parts(page, dim) for page, dim in ((64, 128), (128, 192), (32, 256), (64, 256), (128, 576))] == [
+        1, 2, 1, 2, 4,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4"])

@@ -96,8 +96,8 @@ ACCEPTED = [
     Case("H2-base-unused", QWEN3_8B, "h200", pair(NV, "triton", "triton", attention_backend="cutlass_mla"), "triton, triton, triton, triton"),
     # H3: nvfp4 with triton passes their list but has no access method there. Here triton reads it.
     Case("H3-nvfp4-triton", QWEN3_8B, "b200", both(NV, "triton"), "triton, triton, triton, triton"),
-    # H5: page size, jointly over phases, and as asked.
-    Case("H5-page-from-decode", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "fa3"), "flashinfer, flashinfer, fa3, fa3", 32),
+    # H5: page size, jointly over phases, and as asked. fa3 reads pages of 64 as two of 32 each.
+    Case("H5-page-of-both", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "fa3"), "flashinfer, flashinfer, fa3, fa3", 64),
     Case("H5-page-asked", QWEN3_8B, "b200", both("bf16", "trtllm_mha", page_size=16), "trtllm_mha, trtllm_mha, trtllm_mha, trtllm_mha", 16, "hnd"),
     # H5: head_dim 80 suits blocks of 16.
     Case("H5-head-80", HEAD_80, "h200", both(NV, "triton"), "triton, triton, triton, triton"),

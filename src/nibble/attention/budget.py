@@ -151,28 +151,30 @@ def context(config: Config, geometry: Geometry) -> int:
 
 
 def staging_bytes(config: Config, geometry: Geometry, plan: Plan) -> int:
-    """The staging workspace of one layer, the layer that needs most; 0 where no route stages.
-
-    tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
-    decoded). tokens: staging's own bound, or one request if that is longer, but no more than all requests
-    together.
-    """
+    """The staging workspace of one layer, the layer that needs most; 0 where no route stages."""
     owners = {
         plan.owner[layer]
         for group in plan.groups
         for layer in group.layers
         if any(r.stage_to for r in group.routes)
     }
-    longest = _whole_pages(context(config, geometry), plan.page_size)
-    tokens = min(config.max_running * longest, max(MAX_TOKENS, longest))
-    return tokens * max(
-        (_staged(entry, plan.dtype) for entry in plan.layout.attended.layers if entry.layer in owners),
-        default=0,
+    layers = [entry for entry in plan.layout.attended.layers if entry.layer in owners]
+    return max(
+        (staged_bytes(config, geometry, entry, plan.dtype, plan.page_size) for entry in layers), default=0
     )
 
 
-def _staged(layer: LayerLayout, dtype: str) -> int:
-    return layer.bytes_in(formats.plain(dtype).name) + 4 * max(entry.stream.values for entry in layer.streams)
+def staged_bytes(config: Config, geometry: Geometry, layer: LayerLayout, dtype: str, page: int = 1) -> int:
+    """The staging workspace that `layer` needs, on pages of so many tokens.
+
+    tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
+    decoded). tokens: staging's own bound, or one request if that is longer, but no more than all requests
+    together.
+    """
+    longest = _whole_pages(context(config, geometry), page)
+    tokens = min(config.max_running * longest, max(MAX_TOKENS, longest))
+    widest = max(entry.stream.values for entry in layer.streams)
+    return tokens * (layer.bytes_in(formats.plain(dtype).name) + 4 * widest)
 
 
 def kernel_bytes(plan: Plan, tokens: int) -> int:

@@ -33,7 +33,8 @@ class Need:
 
     format: the name of the streams' format, or `k_format:v_format` where they differ.
     packing, page: None while they are still to be chosen; any row will do then.
-    dim: width of a head; group: query heads per KV head; arch: compute capability, 0 for a CPU.
+    dim: width of a head; group: query heads per KV head; arch: compute capability, 0 for a CPU. kv_heads: None where
+    nobody says.
     addressing: how a sparse kernel's indices name tokens; `paged` for everything dense.
     """
 
@@ -50,6 +51,7 @@ class Need:
     softcap: bool = False
     sinks: bool = False
     addressing: str = "paged"
+    kv_heads: int | None = None
 
     def __str__(self) -> str:
         stored = f"{self.format}@{self.packing}" if self.packing else self.format
@@ -67,7 +69,8 @@ NEVER = frozenset({False})
 class Row:
     """One combination that a backend supports; None allows any value.
 
-    prefer: orders rows that serve the same need, higher first; plain torch is below 0. workspace: tokens of one layer
+    prefer: orders rows that serve the same need, higher first; plain torch is below 0. staged: the same where pages are
+    dequantised first; None where that was not found to pay (options.py). workspace: tokens of one layer
     that the kernel dequantises at a time, into the compute dtype. held: bytes that the backend keeps on the device from
     its first call on, whatever the model. cites: the benchmark report, or the source of the fact, that stands behind
     the row.
@@ -86,7 +89,9 @@ class Row:
     softcap: frozenset[bool] | None = None
     sinks: frozenset[bool] | None = None
     addressing: frozenset[str] = frozenset({"paged"})
+    kv_heads: frozenset[int] | None = None
     prefer: int = 0
+    staged: int | None = None
     workspace: int = 0
     held: int = 0
     cites: str = ""
@@ -126,7 +131,7 @@ def listed(name: str, allowed: frozenset[Any] | None) -> str:
     steps = {high - low for low, high in pairwise(values)} if name == "dim" else set()
     if len(values) > 4 and len(steps) == 1:
         return f"{values[0]} to {values[-1]} by {steps.pop()}"
-    if name == "group":
+    if name in {"group", "kv_heads"}:
         return ", ".join(_runs(values))
     return ", ".join(_show(name, value) for value in values)
 

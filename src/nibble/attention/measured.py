@@ -35,7 +35,7 @@ from nibble.hardware import Hardware, cache_folder, processor
 SCHEMA = 1
 PLACE = "NIBBLE_TUNED"
 AGAIN = "run `nibble tune` again, or leave it aside with --no-tuned"
-OPINIONS = frozenset({"prefer", "cites", "workspace", "held"})
+OPINIONS = frozenset({"prefer", "staged", "cites", "workspace", "held"})
 """Fields of a row that say nothing of what it serves: they may change, and times stay true."""
 
 

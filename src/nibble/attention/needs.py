@@ -47,6 +47,7 @@ class Part:
         return Need(
             phase, group.kind, self.stored(0).format_key, packing, hardware.arch, page, group.head_dim,
             group.group_size, dtype, group.window is not None, group.softcap, group.sinks,
+            kv_heads=group.streams[0].heads,
         )  # fmt: skip
 
 

@@ -11,22 +11,27 @@ from dataclasses import dataclass, replace
 
 from nibble import formats
 from nibble.attention import needs
+from nibble.attention.budget import staged_bytes
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.measured import NOTHING, Measured, subject
 from nibble.attention.needs import Part
 from nibble.attention.plan import STAGED_PACKING, Plan, Route
-from nibble.config import Config, parse_hisparse
+from nibble.config import Config, parse_bytes, parse_hisparse
 from nibble.errors import ConfigError, unknown
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
-"""Phases that every plan serves. VERIFY follows DECODE's backend."""
+"""Phases that every plan serves. VERIFY goes to the best of those that read the storage that these chose, if any."""
 WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
 """How much a phase's preference counts where one choice must suit all."""
 STAGING_PENALTY = 50
-"""What staging costs in units of Row.prefer: more than the gap between a portable kernel and a vendor's.
-Measured on one H200, 64 requests of 8K tokens: dequantising 2.10 ms a layer, then 0.50 ms for attention."""
+"""What staging costs in units of Row.prefer, where a row does not say what it is worth then: more than the gap between
+a portable kernel and a vendor's. Measured on one H200, decoding 64 requests of 8K tokens: dequantising 2.10 ms a layer,
+then 0.50 ms for attention."""
+
+SHARE = 0.1
+"""Part of the memory beside weights, and a pool of a given size, that a workspace may take to make prompts faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +125,13 @@ def serving(request: Request, part: Part, phase: Phase) -> tuple[Option, ...]:
     """All options of an ask, best first; ties go by the backend's name, then by order in its file."""
     need = request.need(part, phase)
     staged = request.staged(need) if request.may_stage(phase) else None
-    found: list[Option] = []
+    pays, found = staged is not None and _affordable(request, part), list[Option]()
     for info in request.considered(phase).values():
         found += [
             Option(info, row, row.prefer, row.page, row.packing) for row in info.rows if row.serves(need)
         ]
         if staged:
-            found += [_staged(info, row, staged) for row in info.rows if row.serves(staged)]
+            found += [_staged(info, row, staged, pays) for row in info.rows if row.serves(staged)]
     return _as_measured(request, part, phase, tuple(sorted(found, key=lambda option: -option.prefer)))
 
 
@@ -164,25 +169,26 @@ def _waits(request: Request, phase: Phase, option: Option) -> bool:
     return recording and not option.route(phase).graphs
 
 
-def _staged(info: BackendInfo, row: Row, need: Need) -> Option:
-    return Option(info, row, _preference(row, need.format), row.page, None, need.format)
+def _staged(info: BackendInfo, row: Row, need: Need, pays: bool) -> Option:
+    prefer = row.staged if pays and row.staged is not None else row.prefer - STAGING_PENALTY
+    return Option(info, row, prefer, row.page, None, need.format)
 
 
-def _preference(row: Row, stage_to: str | None) -> int:
-    return row.prefer - STAGING_PENALTY if stage_to else row.prefer
+def _affordable(request: Request, part: Part) -> bool:
+    """Whether a workspace may be had for speed alone. Where nobody reads pages as they are, it is not asked."""
+    config, geometry = request.config, request.geometry
+    left = request.hardware.memory - geometry.weight_bytes
+    left -= parse_bytes(config.kv_memory) if config.kv_memory else 0
+    return staged_bytes(config, geometry, part.stored(0).attended, request.dtype) <= SHARE * left
 
 
 def worth(plan: Plan) -> int:
-    """The preferences of all that a plan chose, by weight and number of layers."""
+    """The preferences of all that a plan chose, by weight and number of layers; staging counts in full, as a command
+    that is proposed should read pages as they are where it can."""
     return sum(
-        _preference(route.row, route.stage_to) * WEIGHTS.get(route.phase, 0) * len(group.layers)
+        (route.row.prefer - STAGING_PENALTY * (route.stage_to is not None))
+        * WEIGHTS.get(route.phase, 0)
+        * len(group.layers)
         for group in plan.groups
         for route in group.routes
     )
-
-
-def follow(options: Options, part: Part, decode: Option, page: int, packing: str) -> Option | None:
-    """How VERIFY is served where `decode` serves DECODE: by the same backend, else by another, or not at all."""
-    fitting = [option for option in options[part, Phase.VERIFY] if option.fits(page, packing)]
-    same = (option for option in fitting if option.backend.name == decode.backend.name)
-    return next(same, next(iter(fitting), None))

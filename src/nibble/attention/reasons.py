@@ -140,9 +140,10 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
     for line, names in phases.items():
         yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
     if all(route.phase is not Phase.VERIFY for route in group.routes):
-        backend = group.route(Phase.DECODE).backend
+        asked = request.config.backend_for(True)
+        who = "no backend that can run here" if asked == "auto" else asked
         hot = parse_hisparse(request.config.hisparse)
-        why = "a hot buffer is for one new token" if hot else f"{backend} does not serve draft tokens"
+        why = "a hot buffer is for one new token" if hot else f"{who} serves draft tokens over this storage"
         yield f"no verify of {group.group.name} in {group.scheme}: {why}"
 
 
@@ -157,7 +158,7 @@ def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if route.row.prefer < 0 and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
-        yield f"{route.backend} does not read it in this packing, so pages are staged to {route.stage_to}"
+        yield f"pages are staged to {route.stage_to}, which {route.backend} reads"
 
 
 def _declared_notes(request: Request, groups: tuple[GroupPlan, ...]) -> Iterator[str]:

@@ -116,23 +116,13 @@ def _choices(request: Request, found: Iterable[Part]) -> Options:
 
 
 def _enough(request: Request, choices: Options, part: Part, phase: Phase) -> bool:
-    if phase is Phase.VERIFY:
-        names = {option.backend.name for option in choices[part, phase]}
-        return not request.verify or any(o.backend.name in names for o in choices[part, Phase.DECODE])
-    return bool(choices[part, phase])
+    optional = phase is Phase.VERIFY and not request.verify
+    return optional or bool(choices[part, phase])
 
 
-def _pick(
-    request: Request, choices: Options, part: Part, phase: Phase, page: int, packing: str
-) -> Option | None:
-    """The best option of an ask on one page size and packing; in DECODE one that can VERIFY, if asked."""
-    must_verify = request.verify and phase is Phase.DECODE
-    for option in choices[part, phase]:
-        if option.fits(page, packing) and not (
-            must_verify and options.follow(choices, part, option, page, packing) is None
-        ):
-            return option
-    return None
+def _pick(choices: Options, part: Part, phase: Phase, page: int, packing: str) -> Option | None:
+    """The best option of an ask on one page size and packing."""
+    return next((option for option in choices[part, phase] if option.fits(page, packing)), None)
 
 
 def _storage(request: Request, choices: Options) -> tuple[int, str]:
@@ -152,11 +142,11 @@ def _score(request: Request, choices: Options, page: int, packing: str) -> int |
     """The preferences of all asks together, by weight and number of layers; None where one is not served."""
     total = 0
     for part, phase in choices:
-        if phase in ROUTED:
-            option = _pick(request, choices, part, phase, page, packing)
+        if phase in ROUTED or request.verify:
+            option = _pick(choices, part, phase, page, packing)
             if option is None:
                 return None
-            total += option.prefer * WEIGHTS[phase] * len(part.layers)
+            total += option.prefer * WEIGHTS.get(phase, 0) * len(part.layers)
     return total
 
 
@@ -178,10 +168,10 @@ def _packings(choices: Options) -> Iterable[str]:
 def _group(request: Request, part: Part, choices: Options, page: int, packing: str) -> GroupPlan:
     routes: list[Route] = []
     for phase in ROUTED:
-        option = _pick(request, choices, part, phase, page, packing)
+        option = _pick(choices, part, phase, page, packing)
         assert option is not None, "the storage that was chosen serves every ask"
         routes.append(option.route(phase))
-        verify = options.follow(choices, part, option, page, packing) if phase is Phase.DECODE else None
-        if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
-            routes.append(verify.route(Phase.VERIFY))
+    verify = _pick(choices, part, Phase.VERIFY, page, packing)
+    if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
+        routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))

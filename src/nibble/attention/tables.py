@@ -39,8 +39,8 @@ itself, in D and V with `--allow-staging`, wherever the backend reads the plain 
 """
 
 _CONDITIONS = """\
-Conditions. `group`: query heads to a KV head (of latents, all query heads). Where two lines allow the same, \
-`auto` goes by the one it prefers, and the last column is what that preference stands on.
+Conditions. `group`: query heads to a KV head (of latents, all query heads). `KV heads`: those of a layer. Where two \
+lines allow the same, `auto` goes by the one it prefers, and the last column is what that preference stands on.
 """
 
 
@@ -150,7 +150,17 @@ def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
     """What else rows ask for; rows that differ in their format only share a line."""
     yield _CONDITIONS
     yield from _markdown_head(
-        "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "group", "not with", "source"
+        "backend",
+        "phases",
+        "formats",
+        "GPUs",
+        "page",
+        "packing",
+        "head_dim",
+        "group",
+        "KV heads",
+        "limits",
+        "source",
     )
     for name, info in table.items():
         alike: dict[tuple[str, ...], list[Row]] = {}
@@ -165,15 +175,17 @@ def _asks(row: Row) -> tuple[str, ...]:
     phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
     every = {gpu.arch for gpu in GPUS.values()} - {CPU_ARCH}
     gpus = "all GPUs" if row.arch and row.arch == every else listed("arch", row.arch)
-    rest = [listed(field, getattr(row, field)) for field in ("page", "packing", "dim", "group")]
-    return phases, gpus, *rest, ", ".join(_not_with(row)) or "-", row.cites
+    rest = [listed(field, getattr(row, field)) for field in ("page", "packing", "dim", "group", "kv_heads")]
+    return phases, gpus, *rest, ", ".join(_limits(row)) or "-", row.cites
 
 
-def _not_with(row: Row) -> Iterator[str]:
+def _limits(row: Row) -> Iterator[str]:
     for name in ("window", "softcap", "sinks"):
         allowed = getattr(row, name)
         if allowed is not None and True not in allowed:
-            yield name
+            yield f"no {name}"
+        if allowed is not None and False not in allowed:
+            yield f"only with {name}"
 
 
 def formats_table() -> str:

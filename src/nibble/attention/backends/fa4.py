@@ -66,7 +66,8 @@ class FA4:
 
 HOPPER, BLACKWELL = {90}, {100, 103}
 ONE = {Phase.DECODE}
-MHA = ((PROMPT, BLACKWELL, 36), (PROMPT, HOPPER, 35), (ONE, BLACKWELL, 25), (ONE, HOPPER, 15))
+MHA = ((PROMPT, BLACKWELL, 36), (PROMPT, HOPPER, 19), (ONE, BLACKWELL, 25), (ONE, HOPPER, 15))
+"""Phases, GPUs, prefer: on Hopper behind everything that was measured there."""
 CITES = "flash-attn-4 4.0.0b36 interface.py: one dtype for all, pages that are no whole tile; not measured here yet"
 
 BACKEND = BackendInfo(

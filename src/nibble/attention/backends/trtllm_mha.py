@@ -163,7 +163,7 @@ def _row(
     prefer: int,
     cites: str,
 ) -> Row:
-    own = {} if arch == DATACENTRE else {"group": frozenset(range(1, 17)), "sinks": NEVER}
+    own: dict[str, Any] = {} if arch == DATACENTRE else {"group": frozenset(range(1, 17)), "sinks": NEVER}
     return row(
         "mha", phase=phase, format={fmt}, packing={"hnd"}, arch=arch, page={16, 32, 64}, dim={64, 128, 256},
         dtype=dtypes, softcap=NEVER, prefer=prefer, held=WORKSPACE, cites=cites, **own,

@@ -144,13 +144,15 @@ LATENT_FACTS: dict[str, Iterable[Any]] = {
 }  # fmt: skip
 
 
-def row(kind: str, *, prefer: int, cites: str, held: int = 0, **allowed: Iterable[Any]) -> Row:
+def row(
+    kind: str, *, prefer: int, cites: str, staged: int | None = None, held: int = 0, **allowed: Iterable[Any]
+) -> Row:
     """A Row of collections of allowed values. No kernel of latents has windows, caps or sinks, and all want a token's
     values together."""
     given: dict[str, Iterable[Any]] = {} if kind == "mha" else LATENT_FACTS
     facts: dict[str, Any] = {"format": None}
     facts |= {name: frozenset(values) for name, values in (given | allowed).items()}
-    return Row(kind=frozenset({kind}), prefer=prefer, cites=cites, held=held, **facts)
+    return Row(kind=frozenset({kind}), prefer=prefer, staged=staged, cites=cites, held=held, **facts)
 
 
 def latents(view: KVView, package: str) -> StreamView:

@@ -1,0 +1,62 @@
+"""What `auto` prefers beyond the plans of test_matrix.py: staged prompts where they pay, and who verifies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nibble.attention.backends import all_backends
+from nibble.attention.budget import budget
+from nibble.attention.plan import Plan
+from nibble.attention.resolve import resolve
+from nibble.config import Config
+from nibble.geometry import Geometry
+from nibble.hardware import named
+from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, geometry, mha
+
+STAGED = "fa3 (staged to bf16)"
+
+
+def plan(model: Geometry, without: str = "", **options: Any) -> Plan:
+    table = {name: info for name, info in all_backends().items() if name != without}
+    return resolve(Config(model="m", **options), model, named("h200"), table)
+
+
+def routes(made: Plan, group: int = 0) -> list[str]:
+    return [str(route) for route in made.groups[group].routes]
+
+
+def test_prompts_are_staged_where_that_was_measured_to_pay() -> None:
+    assert routes(plan(GEMMA2, kv_format="nvfp4")) == [STAGED, STAGED, "cuda", "cuda"]
+    window, full = (routes(plan(GPT_OSS, kv_format="nvfp4"), group) for group in range(2))
+    assert window[:2] == ["triton", "triton"] and full[:2] == [STAGED, STAGED]
+    assert routes(plan(QWEN3_8B, kv_format="nvfp4"))[:2] == ["sdpa", "sdpa"]
+    assert routes(plan(GEMMA2, "fa3", kv_format="nvfp4"))[:2] == ["triton", "triton"]
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": "115GiB"}, {}])
+def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) -> None:
+    model = GEMMA2 if options else replace(GEMMA2, weight_bytes=126 << 30)
+    made = plan(model, kv_format="nvfp4", **options)
+    assert routes(made)[:2] == ["triton", "triton"]
+    assert budget(Config(model="m", kv_format="nvfp4", **options), model, named("h200"), made).staging == 0
+
+
+def test_the_best_verifies_whoever_decodes() -> None:
+    """Over pages of 64, which FlashMLA wants, and FA3 takes for two of 32."""
+    lite = MODELS["deepseek-v2-lite"]
+    made = plan(lite, kv_format="bf16")
+    assert routes(made) == ["fa3", "fa3", "triton", "flashmla"] and made.page_size == 64
+    assert routes(plan(lite, kv_format="bf16", decode_backend="triton"))[2:] == ["triton", "triton"]
+    assert routes(plan(lite, kv_format="bf16", decode_backend="fa3"))[2:] == ["fa3", "fa3"]
+
+
+@pytest.mark.parametrize(("heads", "verify"), [(8, "triton"), (4, "flashinfer"), (1, "flashinfer")])
+def test_few_heads_of_kv_are_verified_by_who_splits_contexts(heads: int, verify: str) -> None:
+    group = mha()
+    few = replace(group, streams=tuple(replace(s, heads=heads) for s in group.streams), q_heads=8 * heads)
+    made = plan(geometry(few), kv_format="nvfp4")
+    assert routes(made)[2:] == ["cuda", verify]
+    assert routes(plan(geometry(few), kv_format="bf16"))[0] == ("fa3" if heads <= 4 else "sdpa")
