@@ -161,7 +161,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
         for name in (options.formats or (LATENTS if latents else FORMATS)).split(","):
             config = Config(model=geometry.model, kv_format=name)
             try:
-                plan = resolve(config, geometry, hardware, table)
+                plan = resolve(config, geometry, hardware, table, verify=Phase.VERIFY in phases)
             except ConfigError as error:
                 print(f"{geometry.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
                 continue

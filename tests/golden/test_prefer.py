@@ -19,9 +19,9 @@ from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, geometry, mha
 STAGED = "fa3 (staged to bf16)"
 
 
-def plan(model: Geometry, without: str = "", **options: Any) -> Plan:
+def plan(model: Geometry, without: str = "", verify: bool = True, **options: Any) -> Plan:
     table = {name: info for name, info in all_backends().items() if name != without}
-    return resolve(Config(model="m", **options), model, named("h200"), table)
+    return resolve(Config(model="m", **options), model, named("h200"), table, verify=verify)
 
 
 def routes(made: Plan, group: int = 0) -> list[str]:
@@ -51,6 +51,13 @@ def test_the_best_verifies_whoever_decodes() -> None:
     assert routes(made) == ["fa3", "fa3", "triton", "flashmla"] and made.page_size == 64
     assert routes(plan(lite, kv_format="bf16", decode_backend="triton"))[2:] == ["triton", "triton"]
     assert routes(plan(lite, kv_format="bf16", decode_backend="fa3"))[2:] == ["fa3", "fa3"]
+
+
+def test_nobody_holds_memory_for_drafts_that_nobody_makes() -> None:
+    assert routes(plan(MODELS["deepseek-v2-lite"], kv_format="bf16", verify=False))[2:] == [
+        "triton",
+        "triton",
+    ]
 
 
 @pytest.mark.parametrize(("heads", "verify"), [(8, "triton"), (4, "flashinfer"), (1, "flashinfer")])

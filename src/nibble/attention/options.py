@@ -22,7 +22,7 @@ from nibble.geometry import Geometry
 from nibble.hardware import Hardware
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
-"""Phases that every plan serves. VERIFY goes to the best of those that read the storage that these chose, if any."""
+"""Phases that every plan serves. VERIFY goes to one of those that read the storage that these chose, if any."""
 WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
 """How much a phase's preference counts where one choice must suit all."""
 STAGING_PENALTY = 50

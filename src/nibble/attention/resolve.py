@@ -47,8 +47,9 @@ def resolve(
     """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
 
     declared: let `auto` also choose backends that this version knows but cannot run yet.
-    verify: refuse where VERIFY cannot be served. Otherwise such a plan has no VERIFY route, and a note says
-    so. measured: times on this machine (attention/measured.py), by which `auto` orders backends before their `prefer`.
+    verify: whether draft tokens will come: refuse where VERIFY cannot be served, and serve it by the best. Otherwise
+    such a plan has no VERIFY route, and a note says so, and no backend holds memory for VERIFY alone. measured: times
+    on this machine (attention/measured.py), by which `auto` orders backends before their `prefer`.
     """
     table = dict(sorted((all_backends() if backends is None else backends).items()))
     request = Request(config, geometry, hardware, table, declared, verify, measured)
@@ -171,7 +172,19 @@ def _group(request: Request, part: Part, choices: Options, page: int, packing: s
         option = _pick(choices, part, phase, page, packing)
         assert option is not None, "the storage that was chosen serves every ask"
         routes.append(option.route(phase))
-    verify = _pick(choices, part, Phase.VERIFY, page, packing)
+    verify = _drafts(request, choices, part, page, packing, {route.backend for route in routes})
     if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
         routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
+
+
+def _drafts(
+    request: Request, choices: Options, part: Part, page: int, packing: str, used: set[str]
+) -> Option | None:
+    """How VERIFY is served. Where nobody asked for it, no backend is brought in that holds memory for it alone."""
+    able = [
+        option
+        for option in choices[part, Phase.VERIFY]
+        if request.verify or not option.row.held or option.backend.name in used
+    ]
+    return next((option for option in able if option.fits(page, packing)), None)
