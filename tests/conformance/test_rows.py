@@ -38,6 +38,7 @@ from nibble.hardware import probe
 HARDWARE = probe()
 DEVICE = HARDWARE.device
 DTYPE = "float32" if HARDWARE.is_cpu else "bfloat16"
+"""Of queries, where the row allows it; on a GPU rows of float16 alone are asked in that."""
 
 # Tokens already stored and new tokens of each request, by phase.
 BATCHES: dict[Phase, tuple[tuple[tuple[int, int], ...], ...]] = {
@@ -116,11 +117,16 @@ def layout(kv_format: str, packing: str, shape: Shape) -> CacheLayout:
     return CacheLayout((LayerLayout(0, entries, chosen.transforms),), shape.page, packing)
 
 
+def dtype_of(case: Case) -> str:
+    allowed = backends.get(case.backend).rows[case.row].dtype
+    return DTYPE if HARDWARE.is_cpu or allowed is None or DTYPE in allowed else min(allowed)
+
+
 def need(case: Case, kv_format: str, packing: str) -> Need:
     shape = case.shape
     return Need(
-        case.phase, shape.kind, kv_format, packing, HARDWARE.arch, shape.page, shape.dim, shape.group, DTYPE,
-        shape.window is not None, shape.softcap is not None, shape.sinks,
+        case.phase, shape.kind, kv_format, packing, HARDWARE.arch, shape.page, shape.dim, shape.group,
+        dtype_of(case),        shape.window is not None, shape.softcap is not None, shape.sinks,
     )  # fmt: skip
 
 
@@ -146,7 +152,7 @@ def route_for(case: Case) -> Route | None:
     """How the row serves the case: as it is, staged, or not at all."""
     row = backends.get(case.backend).rows[case.row]
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
-    plain = formats.plain(DTYPE).name
+    plain = formats.plain(dtype_of(case)).name
     for stored, packing, stage_to in ((key, case.packing, None), (plain, STAGED_PACKING, plain)):
         if not row.refuses(need(case, stored, packing)):
             return Route(case.phase, case.backend, row, stage_to)
@@ -196,7 +202,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     heads = shape.heads * shape.group
 
     def random(tokens: int, width: int) -> Tensor:
-        return torch.randn(tokens, width, shape.dim, generator=rng).to(DEVICE, getattr(torch, DTYPE))
+        return torch.randn(tokens, width, shape.dim, generator=rng).to(DEVICE, getattr(torch, dtype_of(case)))
 
     def slots(i: int, start: int, stop: int) -> list[int]:
         return [pages[i][t // shape.page] * shape.page + t % shape.page for t in range(start, stop)]
@@ -212,7 +218,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     fresh = [slot for i, (stored, count) in enumerate(batch) for slot in slots(i, stored, stored + count)]
     segment = Segment.of(case.phase, 0, new, lens, table.to(DEVICE))
     group = LayerGroup("full", shape.kind, streams(shape), (0,), heads)
-    plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), DTYPE)
+    plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), dtype_of(case))
     adapter = backends.get(case.backend).adapter
     assert adapter is not None
     meta = AttentionMetadata(torch.tensor(fresh, device=DEVICE), (segment,))
