@@ -6,7 +6,7 @@ from nibble.engine.build import blueprint
 from nibble.hardware import named
 
 made = blueprint(Config(model="demo", kv_format="nvfp4"), named("h200"), declared=True)
-print("\n".join(as_text(made.plan, made.budget)))
+print(as_text(made.plan, made.budget))
 try:
     blueprint(Config(model="demo", kv_format="nvfp4", decode_backend="sdpa"), named("h200"))
 except Unsupported as refusal:

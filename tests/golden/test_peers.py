@@ -49,6 +49,12 @@ def test_what_agrees(tmp_path: Path) -> None:
     assert not one(path, format="bf16", decode="fa3", on=["h200", "b200"]).agrees
 
 
+def test_prompts_are_said_to_be_staged_where_they_must_be(tmp_path: Path) -> None:
+    """And not where `auto` stages them for speed, on one GPU of many."""
+    assert one(tmp_path / "peers.json", kind="mla").ours == "y"
+    assert one(tmp_path / "peers.json", prefill="fa4").ours == "y on SM90, SM100, prompts staged"
+
+
 def test_what_staging_would_cost_is_in_the_cell(tmp_path: Path) -> None:
     cell = one(tmp_path / "peers.json", decode="sdpa", theirs="n")
     assert cell.agrees and cell.ours == "asked (8.1 x)"

@@ -141,9 +141,9 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
         yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
     if all(route.phase is not Phase.VERIFY for route in group.routes):
         asked = request.config.backend_for(True)
-        who = "no backend that can run here" if asked == "auto" else asked
+        who = "no backend that can run here serves" if asked == "auto" else f"{asked} does not serve"
         hot = parse_hisparse(request.config.hisparse)
-        why = "a hot buffer is for one new token" if hot else f"{who} serves draft tokens over this storage"
+        why = "a hot buffer is for one new token" if hot else f"{who} draft tokens over this storage"
         yield f"no verify of {group.group.name} in {group.scheme}: {why}"
 
 
