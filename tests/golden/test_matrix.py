@@ -178,6 +178,17 @@ def test_every_refusal_of_a_backend_names_a_command_that_works(model: str, backe
                 assert not slow or route.backend == backend, f"{asked}: {error}"
 
 
+@pytest.mark.parametrize(("page", "instead"), [(256, 128), (8, 16)])
+def test_another_page_size_is_proposed_before_plain_torch(page: int, instead: int) -> None:
+    """Which reads pages of any size, many times slower."""
+    for backend in ("fa3", "triton"):
+        asked = Config(model="m", page_size=page, attention_backend=backend)
+        with pytest.raises(ConfigError, match=f"what works: nibble .*--page-size {instead} ") as refusal:
+            resolve(asked, MODELS["llama-3.1-8b"], MACHINES["h200"])
+        made = follow(str(refusal.value), "llama-3.1-8b", all_backends())
+        assert {route.backend for route in made.groups[0].routes} == {backend}
+
+
 def follow(refusal: str, model: str, table: Mapping[str, BackendInfo]) -> Plan:
     """The plan of the command that a refusal names."""
     command = refusal.partition("what works: ")[2]

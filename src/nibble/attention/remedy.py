@@ -21,23 +21,56 @@ from nibble.hardware import Hardware, named
 
 Attempt = Callable[[Config], Plan | None]
 Edit = Callable[[Config], Config]
+Edits = tuple[Edit, ...]
+Kinds = Iterable[Iterable[Edit]]
+Found = tuple[Config, Plan]
 PAGES = (1, 16, 32, 64, 128, 256)
 
 
 def find(request: Request, attempt: Attempt) -> str | None:
-    """The nearest command that works: one edit if any does, else two; None where two do not help."""
+    """The nearest command that works: one edit if any does, else two; None where two do not help.
+
+    A plan that falls to plain torch on a GPU, unasked, is proposed where nothing else keeps the scheme.
+    """
     kinds = tuple(tuple(kind) for kind in _edits(request))
-    singles: Iterable[Iterable[tuple[Edit, ...]]] = ([(edit,) for edit in kind] for kind in kinds)
-    pairs = (itertools.product(first, second) for first, second in itertools.combinations(kinds, 2))
-    for candidates in itertools.chain(singles, pairs):
-        edited = (_apply(request.config, edits) for edits in candidates)
-        found = [
+    others = tuple(tuple(kind) for kind in _scheme_edits(request.config))
+    found = _first(request, attempt, _singles(kinds))
+    if found and _crawls(request, found[1]):
+        faster = _first(request, attempt, _pairs(kinds))
+        found = faster if faster and not _crawls(request, faster[1]) else found
+    found = found or _first(request, attempt, itertools.chain(_singles(others), _pairs((*kinds, *others))))
+    return command(found[0], request.hardware, declared=request.declared) if found else None
+
+
+def _singles(kinds: Kinds) -> Iterator[Iterable[Edits]]:
+    return ([(edit,) for edit in kind] for kind in kinds)
+
+
+def _pairs(kinds: Kinds) -> Iterator[Iterable[Edits]]:
+    return (itertools.product(first, second) for first, second in itertools.combinations(kinds, 2))
+
+
+def _first(request: Request, attempt: Attempt, kinds: Iterable[Iterable[Edits]]) -> Found | None:
+    """The best of the first kind that has any, or of the first that has any which does not crawl."""
+    slow: Found | None = None
+    for kind in kinds:
+        edited = (_apply(request.config, edits) for edits in kind)
+        able = [
             (config, plan) for config in edited if (plan := attempt(config)) and _acceptable(request, plan)
         ]
-        if found:
-            config, _ = min(found, key=lambda pair: _cost(request, pair[1]))
-            return command(config, request.hardware, declared=request.declared)
-    return None
+        if able:
+            best = min(able, key=lambda pair: _cost(request, pair[1]))
+            if not _crawls(request, best[1]):
+                return best
+            slow = slow or best
+    return slow
+
+
+def _crawls(request: Request, plan: Plan) -> bool:
+    """Whether plain torch gathers pages on a GPU, and nobody asked for it."""
+    asked = {request.config.backend_for(decode) for decode in (False, True)}
+    routes = (route for group in plan.groups for route in group.routes)
+    return not request.hardware.is_cpu and any(r.row.prefer < 0 and r.backend not in asked for r in routes)
 
 
 def _acceptable(request: Request, plan: Plan) -> bool:
@@ -89,20 +122,22 @@ def _cost(request: Request, plan: Plan) -> tuple[bool, int]:
 
 
 def _edits(request: Request) -> Iterator[Iterator[Edit]]:
-    """Kinds of edits, the mildest first."""
+    """Kinds of edits that keep the scheme, the mildest first."""
     config = request.config
     names = tuple(request.backends)
     yield (_set(decode_backend=name) for name in names if name != config.backend_for(True))
     yield (_set(prefill_backend=name) for name in names if name != config.backend_for(False))
-    if config.page_size is not None:
-        yield (_set(page_size=page) for page in PAGES if page != config.page_size)
+    if (asked := config.page_size) is not None:
+        others = (page for page in PAGES if page != asked)
+        yield (
+            _set(page_size=page) for page in sorted(others, key=lambda page: max(page / asked, asked / page))
+        )
     if not config.allow_staging:
         yield iter([_set(allow_staging=True)])
     if config.attention_backend != "auto":
         yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
     if {config.backend_for(True), config.backend_for(False)} != {"auto"}:
         yield iter([_set(attention_backend="auto", prefill_backend=None, decode_backend=None)])
-    yield from _scheme_edits(config)
 
 
 def _set(**values: object) -> Edit:
