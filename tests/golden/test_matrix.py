@@ -77,7 +77,7 @@ def plan_line(plan: Plan) -> str:
 
 
 def refusal_line(error: ConfigError, machine: Hardware) -> str:
-    first = re.sub(r" \(layers [0-9,-]+\)|; formats that fit.*", "", str(error).partition("\n")[0])
+    first = re.sub(r" \(layers [0-9, by-]+\)|; formats that fit.*", "", str(error).partition("\n")[0])
     remedy = str(error).partition("what works: ")[2] or "NOTHING"
     for word in ("nibble plan m ", f" --gpu {machine.name}", " --declared"):
         remedy = remedy.replace(word, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nibble.attention.budget import budget
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.explain import as_dict, as_text
 from nibble.attention.ledger import Entry, read, update
+from nibble.attention.needs import compact
 from nibble.attention.resolve import require_runnable, resolve
 from nibble.config import Config
 from nibble.errors import ConfigError
@@ -219,3 +221,18 @@ def test_a_sparse_kernel_reads_staged_pages_by_offset(addressing: str, works: bo
 def test_a_softcapped_model_keeps_its_scheme_where_it_can() -> None:
     made = resolve(config("nvfp4"), GEMMA2, MACHINES["h200"], declared=True)
     assert {group.scheme for group in made.groups} == {"nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((0, 1, 2, 5), "0-2,5"),
+        ((0, 35, 1, 2), "0-2,35"),
+        (range(0, 42, 2), "0-40 by 2"),
+        ((5, 11, 17), "5,11,17"),
+        ((3,), "3"),
+        ((), ""),
+    ],
+)
+def test_layers_are_listed_in_order_and_in_short(layers: Iterable[int], words: str) -> None:
+    assert compact(layers) == words

@@ -36,6 +36,14 @@ def test_prompts_are_staged_where_that_was_measured_to_pay() -> None:
     assert routes(plan(GEMMA2, "fa3", kv_format="nvfp4"))[:2] == ["triton", "triton"]
 
 
+def test_a_plan_says_that_it_stages_for_speed() -> None:
+    words = "pages are staged to bf16, which fa3 reads"
+    asked, unasked = plan(GEMMA2, kv_format="nvfp4", prefill_backend="fa3"), plan(GEMMA2, kv_format="nvfp4")
+    faster = f"{words}, for speed: kernels that read them as they are stored take longer"
+    assert any(note.endswith(words) for note in asked.notes)
+    assert any(note.endswith(faster) for note in unasked.notes)
+
+
 @pytest.mark.parametrize("options", [{"kv_memory": "115GiB"}, {}])
 def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) -> None:
     model = GEMMA2 if options else replace(GEMMA2, weight_bytes=126 << 30)

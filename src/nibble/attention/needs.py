@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nibble.attention.capability import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
@@ -111,9 +112,12 @@ def _shape(stream: Stream) -> str:
 
 
 def compact(layers: Iterable[int]) -> str:
-    """`0, 1, 2, 5` -> `0-2,5`."""
-    runs: list[list[int]] = []
-    for layer in layers:
+    """`0, 1, 2, 5` -> `0-2,5`; `0, 2, 4, 6` -> `0-6 by 2`."""
+    found, runs = sorted(layers), list[list[int]]()
+    steps = {high - low for low, high in pairwise(found)}
+    if len(found) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{found[0]}-{found[-1]} by {steps.pop()}"
+    for layer in found:
         if runs and runs[-1][-1] == layer - 1:
             runs[-1].append(layer)
         else:

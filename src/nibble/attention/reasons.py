@@ -148,7 +148,8 @@ def _group_notes(request: Request, group: GroupPlan) -> Iterator[str]:
 
 
 def _route_notes(request: Request, route: Route) -> Iterator[str]:
-    if request.config.backend_for(route.phase.decodes) == "auto" and route.phase in ROUTED:
+    auto = request.config.backend_for(route.phase.decodes) == "auto"
+    if auto and route.phase in ROUTED:
         first = (
             "the best of those that serve it"
             if route.measured
@@ -158,7 +159,9 @@ def _route_notes(request: Request, route: Route) -> Iterator[str]:
     if route.row.prefer < 0 and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
-        yield f"pages are staged to {route.stage_to}, which {route.backend} reads"
+        pays = auto and (route.measured or route.row.staged is not None)
+        why = ", for speed: kernels that read them as they are stored take longer" if pays else ""
+        yield f"pages are staged to {route.stage_to}, which {route.backend} reads{why}"
 
 
 def _declared_notes(request: Request, groups: tuple[GroupPlan, ...]) -> Iterator[str]:
