@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -152,8 +153,21 @@ def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
     update(ledger, [entry])
     after = tables.capability_table(path=ledger)
     assert "verified[" not in before
-    assert "PEV declared; D verified[^1]" in after
-    assert "[^1]: verified on NVIDIA H200, 2026-11-20 (torch 2.11.0)" in after
+    (number,) = set(re.findall(r"PEV declared; D verified\[\^(\d+)\]", after))
+    assert f"[^{number}]: verified on NVIDIA H200, 2026-11-20 (torch 2.11.0)" in after
+
+
+def test_a_refused_cell_of_the_capability_table_says_why() -> None:
+    table = tables.capability_table()
+    notes = dict(re.findall(r"^\[\^(\d+)\]: refused: (.*)$", table, re.MULTILINE))
+    lines = {
+        line.split(" | ")[0]: line.split(" | ") for line in table.partition("## mha")[2].splitlines()[::-1]
+    }
+    (_, _, cpu, sm80, *_), (_, _, elsewhere, *_) = lines["| `cuda`"], lines["| `fa3`"]
+    assert notes[re.sub(r"^-\[\^(\d+)\]$", r"\1", cpu)] == "only on GPUs"
+    assert notes[re.sub(r"^DV declared; PE -\[\^(\d+)\]$", r"\1", sm80)] == "only for decode, verify"
+    assert notes[re.sub(r"^-\[\^(\d+)\]$", r"\1", elsewhere)] == "only on SM90"
+    assert "|  |" not in table
 
 
 def test_a_row_for_any_format_is_verified_by_those_that_fit(tmp_path: Path) -> None:
@@ -166,7 +180,7 @@ def test_a_row_for_any_format_is_verified_by_those_that_fit(tmp_path: Path) -> N
     )
     assert "verified[" not in tables.capability_table(path=ledger)
     update(ledger, [Entry("torch_ref", "decode", "mha", fitting[0], 0, "CPU", "2026-11-20", {})])
-    assert "| `torch_ref` | any | PEV declared; D verified[^1] |" in tables.capability_table(path=ledger)
+    assert "| `torch_ref` | any | PEV declared; D verified[^" in tables.capability_table(path=ledger)
 
 
 def test_conditions_of_rows_that_differ_in_their_format_are_one_line() -> None:

@@ -34,8 +34,10 @@ and explain.
 
 A cell names phases: P prefill, E extend (new tokens over a cached prefix), D decode, V verify (draft
 tokens). They are `declared` in the backend's file, or `verified` by the conformance tests on the GPU that
-the footnote names. An empty cell is refused, unless pages are dequantised for it (`staging`): in P and E by
-itself, in D and V with `--allow-staging`, wherever the backend reads the plain format of the compute dtype.
+the footnote names; `-` is refused, for the reason in the footnote, and so are formats that a backend's lines
+do not name. What is refused for its format can be had over pages that are dequantised first (`staging`): in P
+and E by itself, in D and V with `--allow-staging`, wherever the backend reads the plain format of the compute
+dtype.
 """
 
 _CONDITIONS = """\
@@ -121,9 +123,24 @@ def _cell(
     by_evidence: dict[str, str] = {}
     for phase in (phase for phase in Phase if phase in served):
         found = _evidence(backend, kind, fmt, arch, phase, evidence)
-        mark = f"verified[^{notes.setdefault(found, len(notes) + 1)}]" if found else "declared"
+        mark = f"verified{_note(found, notes)}" if found else "declared"
         by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
-    return "; ".join(f"{letters} {mark}" for mark, letters in by_evidence.items())
+    if missing := "".join(LETTERS[phase] for phase in Phase if phase not in served):
+        by_evidence[f"-{_note(_refused(fmt, rows, served), notes)}"] = missing if served else ""
+    return "; ".join(f"{letters} {mark}".strip() for mark, letters in by_evidence.items())
+
+
+def _note(text: str, notes: dict[str, int]) -> str:
+    return f"[^{notes.setdefault(text, len(notes) + 1)}]"
+
+
+def _refused(fmt: str, rows: Iterable[Row], served: set[Phase]) -> str:
+    """Why a cell is not served in all phases: those that are there, or the GPUs that there are."""
+    if served:
+        return f"refused: only for {', '.join(phase for phase in Phase if phase in served)}"
+    able = (row for row in rows if row.format is None or fmt in row.format)
+    gpus = _gpus(frozenset(arch for row in able for arch in row.arch or ()))
+    return f"refused: only on {gpus.removeprefix('all ')}"
 
 
 def _covers(row: Row, fmt: str, arch: int) -> bool:
@@ -173,10 +190,13 @@ def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
 def _asks(row: Row) -> tuple[str, ...]:
     """The cells of a row, without its format."""
     phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
-    every = {gpu.arch for gpu in GPUS.values()} - {CPU_ARCH}
-    gpus = "all GPUs" if row.arch and row.arch == every else listed("arch", row.arch)
     rest = [listed(field, getattr(row, field)) for field in ("page", "packing", "dim", "group", "kv_heads")]
-    return phases, gpus, *rest, ", ".join(_limits(row)) or "-", row.cites
+    return phases, _gpus(row.arch), *rest, ", ".join(_limits(row)) or "-", row.cites
+
+
+def _gpus(archs: frozenset[int] | None) -> str:
+    every = frozenset(gpu.arch for gpu in GPUS.values()) - {CPU_ARCH}
+    return "all GPUs" if archs == every else listed("arch", archs)
 
 
 def _limits(row: Row) -> Iterator[str]:
