@@ -29,9 +29,10 @@ Records = dict[tuple[str, str, str | None], dict[int, dict[str, Any]]]
 
 
 def read(paths: list[Path]) -> Records:
-    """Cells by job, backend and what was staged, and by page size."""
+    """Cells that have a time, by job, backend and what was staged, and by page size."""
     found: Records = {}
-    for cell in (cell for path in paths for cell in json.loads(path.read_text())["cells"]):
+    cells = (cell for path in paths for cell in json.loads(path.read_text())["cells"])
+    for cell in (cell for cell in cells if cell["ms"] is not None):
         found.setdefault((cell["job"], cell["backend"], cell["stage_to"]), {})[cell["page"]] = cell
     return found
 
@@ -71,7 +72,9 @@ def main() -> None:
     race.only = options.only
     known = {job for job, _, _ in records}
     found = [job for job in jobs(race, named(options.gpu), all_backends()) if job.name in known]
-    results = {job.name: list(replayed(job, records)) for job in found}
+    results = {job.name: again for job in found if (again := list(replayed(job, records)))}
+    if not results:
+        parser.error("these files have no time of a need and a backend that are raced today")
     verdicts = [judge(need, results) for need in dict.fromkeys(name.rpartition("/")[0] for name in results)]
     shown = [(*names, f"{ratio:.2f}", "ABOVE" if ratio > BOUND else "") for *names, ratio in verdicts]
     print(markdown(("need", "auto", "best", "ratio", f"bound {BOUND}"), shown))

@@ -184,6 +184,17 @@ def test_a_recorded_race_is_judged_by_the_preferences_of_today(
         "on the plan's pages, by who can be recorded"
     )
     assert "softcap/nvfp4/verify | not recorded | triton | inf | ABOVE |" in out and "2 of 2 needs" in out
+    monkeypatch.setattr(sys, "argv", ["x", str(paths[0]), "--only", "mla16"])
+    with pytest.raises(SystemExit, match="2"):
+        replay.main()
+    assert "these files have no time" in capsys.readouterr().err
+
+
+def test_what_failed_in_a_race_has_no_time(tmp_path: Path) -> None:
+    cell = {"job": "gqa/nvfp4/decode/64x8K", "backend": "cuda", "stage_to": None, "page": 64, "ms": None}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"cells": [cell, {**cell, "page": 32, "ms": 0.1}]}))
+    assert [list(pages) for pages in replay.read([path]).values()] == [[32]]
 
 
 def test_jobs_are_selected_and_one_failure_ends_nothing(
