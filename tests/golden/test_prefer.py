@@ -12,6 +12,7 @@ from nibble.attention.budget import budget
 from nibble.attention.plan import Plan
 from nibble.attention.resolve import resolve
 from nibble.config import Config
+from nibble.errors import CapacityError
 from nibble.geometry import Geometry
 from nibble.hardware import named
 from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, geometry, mha
@@ -50,6 +51,22 @@ def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) 
     made = plan(model, kv_format="nvfp4", **options)
     assert routes(made)[:2] == ["triton", "triton"]
     assert budget(Config(model="m", kv_format="nvfp4", **options), model, named("h200"), made).staging == 0
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v2-lite", "gemma-2-9b"])
+def test_staging_for_speed_leaves_pages_their_room(name: str) -> None:
+    """However much of the GPU weights take: what fits without a workspace fits, with nearly as many tokens."""
+    staged, config = set(), Config(model="m", kv_format="nvfp4")
+    for weights in range(100, 132):
+        model = replace(MODELS[name], weight_bytes=weights << 30)
+        faster, direct = (plan(model, without, kv_format="nvfp4") for without in ("", "fa3"))
+        try:
+            tokens = budget(config, model, named("h200"), direct).tokens
+        except CapacityError:
+            continue
+        assert budget(config, model, named("h200"), faster).tokens > 0.85 * tokens, weights
+        staged.add(any(route.stage_to for group in faster.groups for route in group.routes))
+    assert staged == {True, False}
 
 
 def test_the_best_verifies_whoever_decodes() -> None:

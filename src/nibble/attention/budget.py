@@ -135,6 +135,13 @@ def _worth(config: Config, geometry: Geometry, hardware: Hardware, plan: Plan) -
     return times * config.max_running * _whole_pages(context(config, geometry), plan.page_size), words
 
 
+def left_for_pages(config: Config, geometry: Geometry, hardware: Hardware, dtype: str) -> int:
+    """About what pages can have, before there is a plan: less a pool of a given size, which is theirs already."""
+    taken = activation_bytes(config, geometry, dtype, step_tokens(config, hardware))
+    taken += geometry.weight_bytes + int(hardware.memory * RESERVE) + (0 if hardware.is_cpu else LIBRARIES)
+    return hardware.memory - taken - (parse_bytes(config.kv_memory) if config.kv_memory else 0)
+
+
 def step_tokens(config: Config, hardware: Hardware) -> int:
     """Most tokens that one step computes."""
     return config.token_budget or (TOKENS_CPU if hardware.is_cpu else TOKENS_GPU)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from nibble import formats
 from nibble.attention import needs
-from nibble.attention.budget import staged_bytes
+from nibble.attention.budget import left_for_pages, staged_bytes
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
 from nibble.attention.measured import NOTHING, Measured, subject
 from nibble.attention.needs import Part
 from nibble.attention.plan import STAGED_PACKING, Plan, Route
-from nibble.config import Config, parse_bytes, parse_hisparse
+from nibble.config import Config, parse_hisparse
 from nibble.errors import ConfigError, unknown
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
@@ -31,7 +31,7 @@ a portable kernel and a vendor's. Measured on one H200, decoding 64 requests of 
 then 0.50 ms for attention."""
 
 SHARE = 0.1
-"""Part of the memory beside weights, and a pool of a given size, that a workspace may take to make prompts faster."""
+"""Part of the memory that pages could have that a workspace may take to make prompts faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,7 @@ def _staged(info: BackendInfo, row: Row, need: Need, pays: bool) -> Option:
 def _affordable(request: Request, part: Part) -> bool:
     """Whether a workspace may be had for speed alone. Where nobody reads pages as they are, it is not asked."""
     config, geometry = request.config, request.geometry
-    left = request.hardware.memory - geometry.weight_bytes
-    left -= parse_bytes(config.kv_memory) if config.kv_memory else 0
+    left = left_for_pages(config, geometry, request.hardware, request.dtype)
     return staged_bytes(config, geometry, part.stored(0).attended, request.dtype) <= SHARE * left
 
 
