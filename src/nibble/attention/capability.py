@@ -127,7 +127,7 @@ def listed(name: str, allowed: frozenset[Any] | None) -> str:
     """The values that a row allows in field `name`, for people: `16 to 256 by 16`, `SM90, SM100`, `any`."""
     if allowed is None:
         return "any"
-    values = sorted(allowed)
+    values = sorted(allowed, key=list(Phase).index if name == "phase" else None)
     steps = {high - low for low, high in pairwise(values)} if name == "dim" else set()
     if len(values) > 4 and len(steps) == 1:
         return f"{values[0]} to {values[-1]} by {steps.pop()}"

@@ -137,7 +137,7 @@ def _note(text: str, notes: dict[str, int]) -> str:
 def _refused(fmt: str, rows: Iterable[Row], served: set[Phase]) -> str:
     """Why a cell is not served in all phases: those that are there, or the GPUs that there are."""
     if served:
-        return f"refused: only for {', '.join(phase for phase in Phase if phase in served)}"
+        return f"refused: only for {listed('phase', frozenset(served))}"
     able = (row for row in rows if row.format is None or fmt in row.format)
     gpus = _gpus(frozenset(arch for row in able for arch in row.arch or ()))
     return f"refused: only on {gpus.removeprefix('all ')}"
