@@ -38,6 +38,11 @@ the footnote names; `-` is refused, for the reason in the footnote, and so are f
 do not name. What is refused for its format can be had over pages that are dequantised first (`staging`): in P
 and E by itself, in D and V with `--allow-staging`, wherever the backend reads the plain format of the compute
 dtype.
+
+`--prefill-backend` names who serves P and E, `--decode-backend` who serves D and V, `--attention-backend` both;
+what is left out is `auto`. Both read the same pages, so one page size and one packing must suit them: where none
+does, the refusal says which of the two divides them. The same for one model, and why each backend was or was not
+chosen: `nibble plan MODEL --gpu h200 --explain`.
 """
 
 _CONDITIONS = """\
