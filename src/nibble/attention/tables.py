@@ -41,8 +41,8 @@ dtype.
 
 `--prefill-backend` names who serves P and E, `--decode-backend` who serves D and V, `--attention-backend` both;
 what is left out is `auto`. Both read the same pages, so one page size and one packing must suit them: where none
-does, the refusal says which of the two divides them. The same for one model, and why each backend was or was not
-chosen: `nibble plan MODEL --gpu h200 --explain`.
+does, the refusal says which of the two divides them. The same for one model, with the reasons of every backend that
+cannot serve it: `nibble plan MODEL --gpu h200 --explain`.
 """
 
 _CONDITIONS = """\
