@@ -59,7 +59,7 @@ def test_what_the_rows_allow_conforms(name: str, monkeypatch: pytest.MonkeyPatch
         batches = rows.BATCHES[case.phase]
         for batch in batches[:1] if route.stage_to else batches:  # dequantising first is tested elsewhere
             rows.check(case, route, batch)
-    assert {case.format for case, _ in found} == {"bf16", "nvfp4"}
+    assert {case.format for case, _ in found} == {"bf16", "fp16", "nvfp4"}
     assert {case.phase for case, _ in found} == {Phase.DECODE, Phase.VERIFY} and calls.ran
 
 

@@ -78,11 +78,11 @@ def cases(name: str, arch: int) -> Iterator[tuple[Case, Route]]:
 @pytest.mark.parametrize(
     ("name", "arch", "formats"),
     [
-        ("flashinfer", 90, {"bf16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4"}),
-        ("flashinfer", 120, {"bf16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4"}),
-        ("trtllm_mha", 90, {"bf16"}),
-        ("trtllm_mha", 100, {"bf16", "fp8_e4m3"}),
-        ("trtllm_mha", 120, {"bf16", "fp8_e4m3", "nvfp4"}),
+        ("flashinfer", 90, {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4"}),
+        ("flashinfer", 120, {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "mxfp4"}),
+        ("trtllm_mha", 90, {"bf16", "fp16"}),
+        ("trtllm_mha", 100, {"bf16", "fp16", "fp8_e4m3"}),
+        ("trtllm_mha", 120, {"bf16", "fp16", "fp8_e4m3", "nvfp4"}),
     ],
 )
 def test_what_the_rows_allow_conforms(
