@@ -39,7 +39,8 @@ def cases(name: str) -> Iterator[tuple[Case, Route]]:
     for index, row in enumerate(info.rows):
         for case in rows.cases_of(info, index, row):
             route = rows.route_for(case)
-            if route and (route.stage_to is None or case.format == "nvfp4"):
+            usual = rows.dtype_of(case) == rows.DTYPE  # float16 is left to GPUs
+            if route and usual and (route.stage_to is None or case.format == "nvfp4"):
                 yield case, route
 
 
@@ -59,7 +60,7 @@ def test_what_the_rows_allow_conforms(name: str, monkeypatch: pytest.MonkeyPatch
         batches = rows.BATCHES[case.phase]
         for batch in batches[:1] if route.stage_to else batches:  # dequantising first is tested elsewhere
             rows.check(case, route, batch)
-    assert {case.format for case, _ in found} == {"bf16", "fp16", "nvfp4"}
+    assert {case.format for case, _ in found} == {"bf16", "nvfp4"}
     assert {case.phase for case, _ in found} == {Phase.DECODE, Phase.VERIFY} and calls.ran
 
 
