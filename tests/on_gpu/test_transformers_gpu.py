@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nibble.transformers as nt
-from nibble.models.config import find
+from nibble.models.places import find
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

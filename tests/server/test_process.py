@@ -118,7 +118,29 @@ def test_a_server_that_is_told_to_end_while_it_starts(number: int) -> None:
         assert "serving" not in process.stderr.read() and not Path(f"/proc/{engine}").exists()
 
 
-def test_a_start_that_fails_says_why() -> None:
-    command = [sys.executable, "-m", "nibble", "serve", "demo", "--kv-format", "fp9", "--port", "1"]
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--kv-format", "fp9"), 2, "unknown KV format 'fp9'"),
+        (("--kv-layers", "0=fp9"), 2, "unknown KV format 'fp9'"),
+        (("--decode-backend", "fa33"), 2, "unknown attention backend 'fa33': did you mean 'fa3'?"),
+        (("--decode-backend", "fa3"), 3, "what works: nibble plan demo"),
+    ],
+)
+def test_a_start_that_fails_says_why(options: tuple[str, ...], code: int, says: str) -> None:
+    """What no model is needed for is refused by the server itself, before an engine could; the rest by the engine."""
+    command = [sys.executable, "-m", "nibble", "serve", "demo", "--device", "cpu", *options, "--port", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "fp9" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and says in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert ("engine ended code=1" in done.stderr) == (
+        code == 3
+    )  # the engine itself refused, or was not waited for
+
+
+def test_a_server_waits_for_neither_torch_nor_transformers_before_it_starts_its_engine() -> None:
+    code = (
+        "import sys, nibble.server.run, nibble.models.places as places; places.find('demo');"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

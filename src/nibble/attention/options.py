@@ -34,6 +34,13 @@ SHARE = 0.1
 """Part of the memory that pages could have that a workspace may take to make prompts faster."""
 
 
+def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
+    """The backend that was named; raises ConfigError where none is called so."""
+    if name not in table:
+        raise ConfigError(unknown("attention backend", name, [*table, "auto"]))
+    return table[name]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The arguments of resolve()."""
@@ -55,9 +62,7 @@ class Request:
         asked = self.config.backend_for(phase.decodes)
         if asked == "auto":
             return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
-        if asked not in self.backends:
-            raise ConfigError(unknown("attention backend", asked, [*self.backends, "auto"]))
-        return {asked: self.backends[asked]}
+        return {asked: by_name(asked, self.backends)}
 
     def may_stage(self, phase: Phase) -> bool:
         """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""

@@ -149,7 +149,9 @@ def _set(**values: object) -> Edit:
 
 def _scheme_edits(config: Config) -> Iterator[Iterator[Edit]]:
     """Another scheme in the place of each that is in use, those nearest in bytes first, one kind each."""
-    used = dict.fromkeys(schemes.parse(text) for text in [config.kv_format, *_rule_schemes(config)])
+    used = dict.fromkeys(
+        (schemes.parse(config.kv_format), *(new for _, new in schemes.rules(config.kv_layers)))
+    )
     for old in used:
         if old.transforms:
             yield iter([_rename(old, old.base)])
@@ -158,10 +160,6 @@ def _scheme_edits(config: Config) -> Iterator[Iterator[Edit]]:
         )
         for name in others:
             yield iter([_rename(old, "+".join((name, *old.transforms)))])
-
-
-def _rule_schemes(config: Config) -> list[str]:
-    return [rule.partition("=")[2] for rule in config.kv_layers.split(";") if rule.strip()]
 
 
 def _distance(old: str, new: str) -> float:

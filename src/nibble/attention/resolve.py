@@ -4,6 +4,7 @@ Owns the choice of backends, page size and packing. Choosing, validating and doc
 over the backends' rows: nothing here names a backend or a format. Must not import torch, load weights or
 touch a GPU.
 
+    check_names        what can be refused of a config before there is a model to look at
     resolve            Config, Geometry, Hardware -> Plan, or Unsupported with reasons and a command
     attempt            the same, or None
     require_runnable   what an engine asks before it starts: are the plan's backends here?
@@ -26,12 +27,22 @@ from nibble.attention.reasons import UnservedError
 from nibble.cache import packing as packings
 from nibble.config import Config, parse_hisparse
 from nibble.errors import ConfigError, Unsupported
+from nibble.formats import scheme as schemes
 from nibble.geometry import Geometry
 from nibble.hardware import Hardware
 
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
 """Page sizes by preference where rows leave the choice: kernels like 64 tokens, prefixes like small pages."""
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError where a config names a scheme or a backend that nobody knows, as resolve() would: Transformers
+    need not be imported to hear that."""
+    schemes.parse(config.kv_format)
+    list(schemes.rules(config.kv_layers))
+    for asked in {config.backend_for(True), config.backend_for(False)} - {"auto"}:
+        options.by_name(asked, all_backends())
 
 
 def resolve(

@@ -41,7 +41,7 @@ def serve(
     if chosen.api_key is None:
         chosen = replace(chosen, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet(model)
-    from nibble.models.config import find
+    from nibble.models.places import find
     from nibble.server.client import EngineDiedError
     from nibble.server.run import serve as run
 

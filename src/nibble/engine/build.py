@@ -46,10 +46,11 @@ from nibble.errors import ScaleError
 from nibble.geometry import INDEX, Geometry
 from nibble.hardware import Hardware, probe
 from nibble.models import kv_scales as checkpoint_scales
-from nibble.models.config import find, load_config
+from nibble.models.config import load_config
 from nibble.models.forward import compiled
 from nibble.models.load import folder, load
 from nibble.models.observe import observe
+from nibble.models.places import find
 
 CALIBRATION_TOKENS = 8192
 CHUNK = 512

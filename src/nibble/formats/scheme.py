@@ -10,7 +10,7 @@ its own name. Must not know of pages, backends or models.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nibble import formats
@@ -85,14 +85,19 @@ def parse(text: str) -> Scheme:
 def by_layer(kv_format: str, kv_layers: str, layers: int) -> tuple[Scheme, ...]:
     """The scheme of each of `layers` layers; kv_layers as `0,1,-1=fp8_e4m3; 4-7=k8v4`. Raises ConfigError."""
     schemes = [parse(kv_format)] * layers
+    for where, scheme in rules(kv_layers):
+        for layer in _indices(where, layers):
+            schemes[layer] = scheme
+    return tuple(schemes)
+
+
+def rules(kv_layers: str) -> Iterator[tuple[str, Scheme]]:
+    """The rules of kv_layers in their order: layers, as they are written, and their scheme. Raises ConfigError."""
     for rule in filter(str.strip, kv_layers.split(";")):
         where, equals, name = rule.partition("=")
         if not equals:
             raise ConfigError(f"cannot read the layer rule {rule.strip()!r}; write it as 0,1,-1=fp8_e4m3")
-        scheme = parse(name)
-        for layer in _indices(where, layers):
-            schemes[layer] = scheme
-    return tuple(schemes)
+        yield where, parse(name)
 
 
 def _indices(text: str, layers: int) -> list[int]:

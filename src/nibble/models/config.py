@@ -1,6 +1,6 @@
 """From a model's name to its Transformers config, and the families that are refused, with the reason.
 
-Owns find(), load_config() and the refusals. Runs before any weight is read. Must not know of caches or
+Owns load_config() and the refusals. Runs before any weight is read. Must not know of caches or
 attention.
 """
 
@@ -16,9 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
-import nibble
-from nibble.config import BUNDLED
 from nibble.errors import ConfigError, WeightError
+from nibble.models.places import find
 from nibble.models.quiet import first_line
 
 _RECURRENT = "keep a recurrent state, not keys and values only"
@@ -53,24 +52,6 @@ MODELOPT = "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
 NO_WEIGHTS = (None, "", "NONE", "none")
 """What ModelOpt calls the weights' algorithm where only the KV cache is quantised."""
-
-
-def find(model: str) -> str:
-    """A local folder for bundled models and for folders, else the hub name as it is."""
-    if model in BUNDLED:
-        return str(_bundled(model))
-    path = Path(model).expanduser()
-    return str(path) if path.exists() else model
-
-
-def _bundled(name: str) -> Path:
-    package = Path(nibble.__file__).parent
-    for folder in (package / "_models" / name, package.parents[1] / "models" / name):
-        if (folder / "config.json").exists():
-            return folder
-    raise WeightError(
-        f"the bundled model {name!r} is not part of this installation; name a folder or a hub model"
-    )
 
 
 def load_config(model: str, index_topk: int | None = None) -> PretrainedConfig:

@@ -19,10 +19,11 @@ from nibble.errors import WeightError
 from nibble.geometry import Geometry
 from nibble.models import hook
 from nibble.models.adapt import adapted
-from nibble.models.config import find, named_class
+from nibble.models.config import named_class
 from nibble.models.experts import pack_experts
 from nibble.models.kv_scales import is_scale
 from nibble.models.linear import pack_linears
+from nibble.models.places import find
 from nibble.models.quiet import first_line, quiet
 from nibble.models.rope import fix_rope, tabulate_rope
 from nibble.models.wide import widen

@@ -176,14 +176,13 @@ class ProcessClient:
             raise EngineDiedError(self._failure.error, self._failure.kind)
 
     async def stop(self) -> None:
-        """Ends the process."""
+        """Ends the process; at once where it does not serve yet, and has nothing to end well."""
         self._ending.set()
-        if self._socket and self._process and self._process.returncode is None:
+        serves = self._state is State.READY
+        if serves and self._socket and self._process and self._process.returncode is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
-                    await self._socket.send(
-                        wire.encode(wire.Stop())
-                    )  # waits for one that has not connected yet
+                    await self._socket.send(wire.encode(wire.Stop()))
                     await self._process.wait()
         if self._process and self._process.returncode is None:
             self._process.kill()

@@ -141,7 +141,7 @@ def about(llm: LLM) -> wire.Ready:
     """What is served."""
     from nibble.attention import price
     from nibble.attention.explain import as_dict
-    from nibble.models.config import find
+    from nibble.models.places import find
 
     scheduler = llm.engine.scheduler
     staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
