@@ -226,12 +226,17 @@ def test_exit_codes(error: BaseException, code: int) -> None:
         (("generate", "x", "--model", "MODEL", "--top-p", "3"), 2, "top_p must lie in"),
         (("generate", "x", "--model", "MODEL", "--logit-bias", "x"), 2, "--logit-bias as INT=FLOAT"),
         (("generate", "x", "--model", "MODEL", "--compare"), 2, "--compare needs another cache"),
-        (("generate", "--prompt-file", "/nowhere.txt"), 1, "/nowhere.txt"),
+        (
+            ("generate", "--prompt-file", "/nowhere.txt"),
+            2,
+            "the prompt file /nowhere.txt does not exist; name a",
+        ),
+        (("generate", "--prompt-file", "/"), 2, "the prompt file / cannot be read (Is a directory); name a"),
         (("generate", "x" * 600, "--model", "MODEL"), 1, "context length is 512 tokens"),
         (("chat", "MODEL"), 2, "no chat template"),
         (("eval", "MODEL", "nvfp5"), 2, "did you mean 'nvfp4'?"),
         (("eval", "MODEL", "--window", "8", "--stride", "8"), 2, "stride 8 must be smaller"),
-        (("calibrate", "MODEL", "--text", "/nowhere.txt"), 1, "/nowhere.txt"),
+        (("calibrate", "MODEL", "--text", "/nowhere.txt"), 2, "the text /nowhere.txt does not exist; name a"),
         (("calibrate", "MODEL", "--text", "SHORT"), 2, "at least 64 tokens"),
     ],
 )
@@ -409,6 +414,32 @@ def test_generate_labels_answers_by_position_and_shows_all(model: str) -> None:
     shown = run(*words, "--compare", "--kv-format", "nvfp4", *ONE)
     assert sum(line.strip().startswith("aa") for line in shown.stdout.splitlines()) == 4
     assert "of 2 prompts" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("x", "--compare", "--also", "nope", *ONE), 2, "unknown KV format 'nope'"),
+        (("x", "--also", "nvfp4"), 2, "--kv-scales calibrate"),
+        (("x", "--also", "k8v4@9=bf16", *ONE), 2, "layer 9 is out of range"),
+        (("x", "--decode-backend", "fa3", "--device", "cpu"), 3, "what works: nibble plan"),
+        (("",), 2, "the prompt is empty"),
+        (("x", "--grammar", "nonsense"), 2, "a grammar is written as KIND:BODY"),
+        (("x", "--grammar", "json_schema:{"), 2, "the grammar json_schema cannot be read"),
+        (("x", "--grammar", "regex:("), 2, "grammar"),
+        (("x", "--logit-bias", "1000000=1"), 2, "token 1000000 is out of range"),
+    ],
+)
+def test_generate_refuses_before_it_loads_anything(
+    model: str, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int, message: str
+) -> None:
+    def loaded(*_: Any) -> Any:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("nibble.engine.build.load", loaded)
+    result = run("generate", *words, "--model", model)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr and result.stdout == ""
 
 
 def test_generate_refuses_what_is_not_utf8(tmp_path: Path) -> None:

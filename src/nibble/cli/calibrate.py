@@ -9,7 +9,7 @@ import typer
 
 from nibble.cli.exits import OUTPUT, JsonOption
 from nibble.cli.options import Options, takes
-from nibble.cli.terminal import ModelArgument, err, print_json, quiet
+from nibble.cli.terminal import ModelArgument, err, print_json, quiet, text_of
 from nibble.config import Config
 
 TextOption = Annotated[
@@ -41,7 +41,7 @@ def calibrate(
     from nibble.engine.calibrate import builtin_texts
     from nibble.engine.llm import LLM
 
-    texts = [path.read_text(encoding="utf-8") for path in text or ()] or builtin_texts()
+    texts = [text_of(path, "text") for path in text or ()] or builtin_texts()
     with err().status(f"measuring K and V of {model}"):
         found = LLM(model, **config).measure_scales(texts, save=out)
     if as_json:

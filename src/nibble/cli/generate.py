@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,17 @@ import typer
 
 from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
-from nibble.cli.terminal import MODEL_HELP, bytes_in_words, err, out, print_json, quiet, say_ready
+from nibble.cli.terminal import (
+    MODEL_HELP,
+    bytes_in_words,
+    err,
+    out,
+    print_json,
+    quiet,
+    say_ready,
+    text_of,
+    utf8,
+)
 from nibble.config import Config, SamplingParams, sampling
 from nibble.errors import ConfigError, NibbleError, RequestError
 from nibble.evals.sizes import YARDSTICK, Entry
@@ -99,11 +108,15 @@ def generate(
     chosen = sampling(**params)
     base = Config(model=model, **config)
     entries = _entries(base, compare, also or ())
+    caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     quiet(model)
-    if len(entries) == 1 and len(texts) == chosen.n == 1 and not as_json:
-        _stream(_llm(base, entries[0]), texts[0], chosen)
+    from nibble.engine import ahead
+
+    ahead.check(caches, texts, chosen)
+    if len(caches) == 1 and len(texts) == chosen.n == 1 and not as_json:
+        _stream(_llm(caches[0]), texts[0], chosen)
         return
-    runs = [_batch(base, entry, texts, chosen) for entry in entries]
+    runs = [_batch(cache, texts, chosen) for cache in caches]
     if as_json:
         print_json({"model": model, "runs": [run.as_dict() for run in runs]})
     elif len(runs) > 1:
@@ -135,31 +148,20 @@ def _prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     if given.count(STDIN) > 1:
         raise RequestError("standard input, `-`, can be one prompt only")
     found = [
-        _utf8(sys.stdin.read, "standard input") if text == STDIN else _utf8(text.__str__, "a prompt")
+        utf8(sys.stdin.read, "standard input") if text == STDIN else utf8(text.__str__, "a prompt")
         for text in given
     ]
-    found += [_utf8(partial(path.read_text, "utf-8"), f"the prompt file {path}") for path in files]
+    found += [text_of(path, "prompt file") for path in files]
     if not found:
         raise RequestError('no prompt was given; write it as in: nibble generate "def fibonacci(n):"')
     return found
 
 
-def _utf8(read: Callable[[], str], what: str) -> str:
-    """What `read` gives; raises RequestError where it is not UTF-8 (what the system reads so has surrogates)."""
-    try:
-        text = read()
-        text.encode()
-    except UnicodeError as error:
-        raise RequestError(f"{what} is not UTF-8 ({error}); convert it, as with iconv") from None
-    return text
-
-
-def _llm(base: Config, entry: Entry) -> LLM:
+def _llm(config: Config) -> LLM:
     from nibble.engine.llm import LLM
 
-    values = {name: getattr(base, name) for name in Config.__slots__}
-    with err().status(f"loading {base.model} with a {entry.name} cache"):
-        llm = LLM(**values | {"kv_format": entry.kv_format, "kv_layers": entry.kv_layers})
+    with err().status(f"loading {config.model} with a {_name(config)} cache"):
+        llm = LLM(**{name: getattr(config, name) for name in Config.__slots__})
     say_ready(llm)
     return llm
 
@@ -175,10 +177,8 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
         sys.stdout.flush()
     sys.stdout.write("\n")
     rate = tokens / (time.perf_counter() - started)
-    scheme = Entry(llm.config.kv_format, llm.config.kv_layers).name
-    err().print(
-        f"{bytes_in_words(scheme, llm.plan.layout)}; {tokens} tokens, {rate:.1f} tokens/s", style="dim"
-    )
+    cost = bytes_in_words(_name(llm.config), llm.plan.layout)
+    err().print(f"{cost}; {tokens} tokens, {rate:.1f} tokens/s", style="dim")
     for line in _asides(llm):
         err().print(line, style="dim")
 
@@ -188,8 +188,12 @@ def _asides(llm: LLM) -> list[str]:
     return [part.words for part in (llm.tier, llm.fidelity) if part]
 
 
-def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingParams) -> Run:
-    llm = _llm(base, entry)
+def _name(config: Config) -> str:
+    return Entry(config.kv_format, config.kv_layers).name
+
+
+def _batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
+    llm = _llm(config)
     started = time.perf_counter()
     outputs = llm.generate(texts, params)
     seconds = time.perf_counter() - started
@@ -197,7 +201,7 @@ def _batch(base: Config, entry: Entry, texts: Sequence[str], params: SamplingPar
     if failed:
         raise NibbleError(failed)
     tier, fidelity = (part.words if part else None for part in (llm.tier, llm.fidelity))
-    return Run(entry.name, llm.plan.layout, outputs, seconds, llm.startup, tier, fidelity)
+    return Run(_name(config), llm.plan.layout, outputs, seconds, llm.startup, tier, fidelity)
 
 
 def _listed(run: Run) -> None:

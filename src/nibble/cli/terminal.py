@@ -1,4 +1,4 @@
-"""What commands share in speaking to a terminal: consoles, JSON, quiet libraries, figures in words.
+"""What commands share in speaking to a terminal: consoles, JSON, texts of files, quiet libraries, figures in words.
 
 Must not know of any one command.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nibble.config import BUNDLED
+from nibble.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +54,27 @@ def quiet(model: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if model in BUNDLED or Path(model).exists() or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def utf8(read: Callable[[], str], what: str) -> str:
+    """What `read` gives; raises RequestError where it is not UTF-8 (what the system reads so has surrogates)."""
+    try:
+        text = read()
+        text.encode()
+    except UnicodeError as error:
+        raise RequestError(f"{what} is not UTF-8 ({error}); convert it, as with iconv") from None
+    return text
+
+
+def text_of(path: Path, what: str) -> str:
+    """The text of a file that was named; raises RequestError where it cannot be read."""
+    try:
+        return utf8(partial(path.read_text, "utf-8"), f"the {what} {path}")
+    except OSError as error:
+        why = (
+            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        )
+        raise RequestError(f"the {what} {path} {why}; name a text file in UTF-8") from None
 
 
 def say_ready(llm: LLM) -> None:

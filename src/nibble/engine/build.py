@@ -95,6 +95,31 @@ def blueprint(config: Config, hardware: Hardware | None = None, *, declared: boo
     return Blueprint(config, hardware, geometry, plan, model_config, room, times.warning)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What an engine is made of beside weights. texts: to measure scales with, where `scales` are not those."""
+
+    made: Blueprint
+    tokenizer: Tokenizer | None
+    texts: Sequence[str] | None
+    scales: KVScales
+
+
+def prepared(config: Config, calibrate: Sequence[str] | None = None) -> Prepared:
+    """All that can be found and checked before weights load; raises ConfigError, WeightError or CapacityError."""
+    made = blueprint(config)
+    require_runnable(made.plan)
+    tokenizer = tokenizer_of(config.model)
+    texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
+    scales = kv_scales.NONE if texts is not None else find_scales(made, config.kv_scales)
+    if texts is None:
+        for store in made.plan.stores:
+            kv_scales.require(store, scales)
+    elif tokenizer is None:
+        raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
+    return Prepared(made, tokenizer, texts, scales)
+
+
 def build(
     config: Config,
     calibrate: Sequence[str] | None = None,
@@ -107,17 +132,9 @@ def build(
     poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots. tested:
     make the start-up test.
     """
-    made, startup = blueprint(config), Startup()
+    ready, startup = prepared(config, calibrate), Startup()
+    made, tokenizer, texts, scales = ready.made, ready.tokenizer, ready.texts, ready.scales
     startup.notes += filter(None, [made.warning])
-    require_runnable(made.plan)
-    tokenizer = tokenizer_of(config.model)
-    texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
-    scales = kv_scales.NONE if texts is not None else find_scales(made, config.kv_scales)
-    if texts is None:
-        for store in made.plan.stores:
-            kv_scales.require(store, scales)
-    elif tokenizer is None:
-        raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
     with startup.part("weights"):
         model = load(made.model_config, made.geometry, made.plan.dtype, made.hardware.device)
     if texts is not None and tokenizer is not None:

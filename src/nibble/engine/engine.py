@@ -39,6 +39,19 @@ class Ticket:
     requests: tuple[Request, ...]
 
 
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None
+) -> None:
+    """Raises RequestError where no engine of a model could serve a prompt, whatever its cache holds."""
+    beyond = [token for token in (*prompt, *params.logit_bias) if not 0 <= token < vocabulary]
+    if beyond:
+        raise RequestError(f"token {beyond[0]} is out of range: the vocabulary has {vocabulary} tokens")
+    if not prompt:
+        raise RequestError("the prompt is empty; it must have at least one token")
+    if params.stop and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+
+
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A step that was launched and is not read. requests: those that it samples for, in the order of picks."""
@@ -168,18 +181,8 @@ class Engine:
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Raises RequestError or PromptTooLong where a prompt (with a token of answer) cannot be served."""
-        beyond = [token for token in (*prompt, *params.logit_bias) if not 0 <= token < self.vocab_size]
-        if beyond:
-            raise RequestError(
-                f"token {beyond[0]} is out of range: the vocabulary has {self.vocab_size} tokens"
-            )
-        if not prompt:
-            raise RequestError("the prompt is empty; it must have at least one token")
+        check_request(prompt, params, self.vocab_size, self.tokenizer)
         self.scheduler.check_length(len(prompt) - (not answer))
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids"
-            )
 
     def _launch(self, batch: Batch) -> bool:
         """Sets a batch to work; False where that failed."""

@@ -24,7 +24,7 @@ from nibble.engine.build import build, measure, run_prompt
 from nibble.engine.engine import Engine, Ticket
 from nibble.engine.fidelity import Fidelity
 from nibble.engine.outputs import Completion, Delta, Logprob, Output
-from nibble.engine.tokenizer import Tokenizer
+from nibble.engine.tokenizer import Tokenizer, required
 from nibble.errors import NibbleError, RequestError
 from nibble.hardware import Hardware
 
@@ -77,9 +77,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer: give token ids instead of text")
-        return self.engine.tokenizer
+        return required(self.engine.tokenizer)
 
     def generate(
         self,

@@ -93,6 +93,13 @@ class Tokenizer:
         return frozenset() if found is None else frozenset([found])
 
 
+def required(found: Tokenizer | None) -> Tokenizer:
+    """A tokenizer, where text was given; raises RequestError where a checkpoint has none."""
+    if found is None:
+        raise RequestError("this checkpoint has no tokenizer: give token ids instead of text")
+    return found
+
+
 class Detokenizer:
     """Text of a growing answer, piece by piece. A character whose bytes are not all there yet is held back.
 
