@@ -274,6 +274,19 @@ def test_plan_refused_names_a_command_that_works(model: str) -> None:
     assert answer["works"] == f"nibble {command}" and "fa3" in answer["reasons"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("plan", "MODEL", "--kv-format"), ("tune", "MODEL", "--kv-format"), ("eval", "MODEL")],
+    ids=lambda w: w[0],
+)
+def test_a_command_that_works_has_no_options_that_nobody_gave(model: str, words: tuple[str, ...]) -> None:
+    given = [model if word == "MODEL" else word for word in words]
+    result = run(*given, "fp8_ds_mla", "--device", "cpu", "--max-running", "3")
+    assert result.exit_code == 2, result.output
+    options = re.findall(r" (--[\w-]+)", result.stderr.partition("what works: ")[2])
+    assert sorted(options) == ["--device", "--gpu", "--kv-format", "--max-running"]
+
+
 def test_plan_of_a_pair_of_backends() -> None:
     """One storage that both read, or a refusal that says what divides them and a command that works."""
     pair = ("--prefill-backend", "fa3", "--decode-backend", "trtllm_mha", "--gpu", "h200")

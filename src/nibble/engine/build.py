@@ -76,18 +76,21 @@ class Blueprint(Design):
     warning: str = ""
 
 
-def blueprint(config: Config, hardware: Hardware | None = None, *, declared: bool = False) -> Blueprint:
+def blueprint(
+    config: Config, hardware: Hardware | None = None, *, declared: bool = False, by_times: bool = True
+) -> Blueprint:
     """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
 
     On this machine, `auto` chooses among backends whose packages are here, and follows times that were measured on
-    it; on another, among all that have adapters.
+    it unless `config` or `by_times` says no; on another, among all that have adapters. A refusal's command has what
+    differs from the defaults in `config`: what a caller decides for himself does not belong there.
     """
     here = hardware is None
     known = backends.present() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     model_config = load_config(config.model, config.index_topk)
     geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
-    times = measured.load(hardware, known) if here and config.tuned else measured.NOTHING
+    times = measured.load(hardware, known) if here and by_times and config.tuned else measured.NOTHING
     plan = resolve(config, geometry, hardware, known, declared=declared, measured=times)
     note = obstacle(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan

@@ -74,7 +74,8 @@ class Candidate:
 
     @property
     def config(self) -> Config:
-        return replace(self.made.config, kv_scales=self.kv_scales)
+        """As it is measured: no two questions share a beginning."""
+        return replace(self.made.config, kv_scales=self.kv_scales, prefix_cache=False)
 
     @property
     def bytes_per_token(self) -> int:
@@ -112,7 +113,6 @@ def evaluate(
 
     A scheme that was named and cannot be served raises its error; a default one is skipped, and reported.
     """
-    config = replace(config, prefix_cache=False)  # no two questions share a beginning
     content = text.read(path, config.model)
     candidates, skipped = candidates_of(config, parse(names), parse([sizes.yardstick])[0])
     with tempfile.TemporaryDirectory() as temporary:

@@ -7,7 +7,7 @@ Owns tune(), which races each layer group of a plan in every phase that is route
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -63,7 +63,7 @@ class Tuning:
 
 def tuning(config: Config) -> Tuning:
     """What `config` leaves to choose on this machine; raises ConfigError where nothing can be timed."""
-    made = blueprint(replace(config, tuned=False))
+    made = blueprint(config, by_times=False)
     table = backends.present()
     request = Request(made.config, made.geometry, made.hardware, table, False, False)
     trials = []
