@@ -32,6 +32,7 @@ from nibble.attention.resolve import require_runnable, resolve
 from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, named
+from nibble.kernels import absence
 from planning import DEEPSEEK_V3, QWEN3_8B
 
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
@@ -324,7 +325,7 @@ def test_without_a_gpu_build_of_torch_nothing_is_imported(monkeypatch: pytest.Mo
 
 
 def test_a_missing_package_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_found", lambda package: False)
+    monkeypatch.setattr(backends, "absence", lambda package: "is missing")
     made = resolve(
         Config(model="m", kv_format="bf16", attention_backend="fa3"),
         QWEN3_8B,
@@ -360,7 +361,7 @@ def test_the_stand_in_asks_for_nothing_that_the_package_does_not_know(
     offer: Any, stand_ins: dict[str, Any]
 ) -> None:
     """Where one of the packages itself is installed."""
-    if offer.trouble() or not any(map(backends._found, offer.packages)):
+    if offer.trouble() or all(map(absence, offer.packages)):
         pytest.skip("no such package here")
     real = offer.load()
     for name, ours in stand_ins.items():

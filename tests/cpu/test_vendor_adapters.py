@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
 from nibble.attention import backends
 from nibble.attention.backends import flashinfer, lacks, trtllm_mha
+from nibble.attention.backends.vendor import Offer
 from nibble.attention.budget import budget, held_bytes
 from nibble.attention.capability import Phase
 from nibble.attention.layer import attention
@@ -323,7 +326,9 @@ def test_what_is_lacking_is_named_with_its_cure(
 
 
 def test_a_missing_package_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_found", lambda package: package != "flashinfer")
+    monkeypatch.setattr(
+        backends, "absence", lambda package: "is missing" if package == "flashinfer" else None
+    )
     asked = Config(model="m", kv_format="nvfp4", attention_backend="flashinfer")
     made = resolve(asked, QWEN3_8B, named("h200"), backends.present())
     reason = "flashinfer cannot run here: it needs the package flashinfer, which is missing: pip install 'flashinfer-python>=0.7.2'"
@@ -334,6 +339,42 @@ def test_a_missing_package_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPat
         match=r"flashinfer +would serve it, but needs the package flashinfer, which is missing: pip",
     ):
         resolve(Config(model="m", kv_format="bf16"), DEEPSEEK_V3, named("h200"), alone)
+
+
+BREAKS = {
+    "raise RuntimeError('no driver')": "is broken (RuntimeError: no driver)",
+    "raise SystemExit(3)": "is broken (SystemExit: 3)",
+    "import other_that_is_nowhere": "is broken (ModuleNotFoundError: No module named 'other_that_is_nowhere')",
+    "": "is missing",
+}
+
+
+@pytest.mark.parametrize("code", BREAKS)
+def test_a_broken_parent_of_a_package_is_a_reason_and_not_an_error(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lame_parent").mkdir()
+    (tmp_path / "lame_parent/__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("lame_parent", None)
+    info = replace(backends.get("triton"), packages=("lame_parent.kernels",), install="pip install it")
+    assert lacks(info) == f"the package lame_parent.kernels, which {BREAKS[code]}: pip install it"
+    assert lacks(replace(info, packages=("nowhere_at_all.kernels",))) == (
+        "the package nowhere_at_all.kernels, which is missing: pip install it"
+    )
+    offer = Offer(("lame_parent.kernels",), "pip install it", lambda module: None)
+    with pytest.raises(BackendError, match=r"lame_parent\.kernels cannot be imported .*: pip install it"):
+        offer.load()
+
+
+def test_a_package_that_cannot_be_looked_for_is_a_reason_and_not_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lame = ModuleType("lame")
+    assert lame.__spec__ is None  # for which find_spec raises
+    monkeypatch.setitem(sys.modules, "lame", lame)
+    with pytest.raises(BackendError, match=r"lame is broken \(ValueError: .*\): pip install it"):
+        Offer(("lame.kernels",), "pip install it", lambda module: None).load()
 
 
 @pytest.mark.parametrize("adapter", [flashinfer.FlashInfer, trtllm_mha.TrtllmMha])

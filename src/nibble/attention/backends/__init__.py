@@ -7,13 +7,13 @@ not import its third-party package; that is the adapter's business.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 
 from nibble.attention.capability import BackendInfo
 from nibble.errors import ConfigError, unknown
+from nibble.kernels import absence
 
 __all__ = ["all_backends", "get", "lacks", "present", "register", "unregister"]
 
@@ -46,17 +46,12 @@ def all_backends() -> Mapping[str, BackendInfo]:
 
 def lacks(info: BackendInfo) -> str | None:
     """What the backend needs and this machine lacks, with the cure; None where it can run."""
-    if info.packages and not any(map(_found, info.packages)):
-        return f"the package {' or '.join(info.packages)}, which is missing: {info.install}"
+    away = [absence(package) for package in info.packages]
+    if away and all(away):
+        why = " or ".join(dict.fromkeys(filter(None, away)))
+        return f"the package {' or '.join(info.packages)}, which {why}: {info.install}"
     trouble = info.trouble() if info.trouble else None
     return f"{trouble}: {info.install}" if trouble else None
-
-
-def _found(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except Exception:  # a dotted name whose parent is missing, or breaks when it is imported
-        return False
 
 
 def present() -> Mapping[str, BackendInfo]:

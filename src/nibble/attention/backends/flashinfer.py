@@ -16,7 +16,6 @@ S slots of a page, D values of a head.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -50,6 +49,7 @@ from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView, StreamView
 from nibble.geometry import LATENT
+from nibble.kernels import absence
 
 PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
 OLDEST = "0.7.2"
@@ -81,8 +81,7 @@ _CACHE = "flashinfer_jit_cache"
 
 def _compiles() -> bool:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    found = importlib.util.find_spec(_CACHE) or shutil.which("nvcc") or Path(home, "bin/nvcc").exists()
-    return bool(found)
+    return not absence(_CACHE) or bool(shutil.which("nvcc")) or Path(home, "bin/nvcc").exists()
 
 
 @dataclass(frozen=True, slots=True)

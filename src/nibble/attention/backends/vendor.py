@@ -26,6 +26,7 @@ from nibble.attention.capability import NEVER, Phase, Row
 from nibble.cache.view import KVView, StreamView
 from nibble.errors import BackendError
 from nibble.geometry import LATENT
+from nibble.kernels import MISSING, absence
 from nibble.kernels.gather import Paged
 
 ALL = frozenset(Phase)
@@ -72,7 +73,8 @@ class Offer:
         faults = []
         for name in self.modules:
             package = name.partition(".")[0]
-            if importlib.util.find_spec(package) is None:
+            if why := absence(package):
+                faults += [f"{package} {why}"] * (why != MISSING)
                 continue
             try:
                 with _aside(package) if package in self.aside else nullcontext():
@@ -115,7 +117,10 @@ def imported(name: str, install: str) -> ModuleType:
     """A module of a package, or a BackendError that says why it cannot be imported."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # of all kinds: what a package's import may do is its own business
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # of all kinds: what a package's import may do is its own business
         raise BackendError(
             f"{name} cannot be imported ({type(error).__name__}: {error}): {install}"
         ) from error
