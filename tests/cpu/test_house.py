@@ -18,9 +18,9 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
     "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "formats", "base",
 )  # fmt: skip
-BASE = {"geometry", "hardware", "config", "errors"}
+BASE = {"geometry", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
-    "errors", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "cache/residency", "attention/capability",
+    "errors", "files", "config", "geometry", "cache/pages", "cache/prefix", "cache/manager", "cache/residency", "attention/capability",
     "attention/plan", "attention/resolve", "attention/needs", "attention/options", "attention/reasons",
     "attention/remedy", "attention/price", "attention/peers", "attention/cells", "attention/budget", "attention/capture",
     "attention/tiering", "attention/measured", "attention/versions", "engine/request", "engine/batch", "engine/scheduler",

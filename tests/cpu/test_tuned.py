@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,35 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_where_else(place:
     with pytest.raises(ConfigError, match=re.escape(f"cannot be kept in {path}") + ".*in \\$NIBBLE_TUNED"):
         saved(first=0.3)
     assert list(place.iterdir()) == [path]  # and nothing half written beside it
+
+
+def test_a_run_that_dies_while_it_writes_leaves_the_older_file(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(path: Path, text: str, **_: Any) -> None:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    path, entry = tmp_path / "ledger.json", ledger.Entry("b", "decode", "mha", "f", 90, "GPU", "2026-11-22")
+    ledger.update(path, [entry])
+    saved(first=0.3)
+    kept = measured.load(H200, table())
+    monkeypatch.setattr(Path, "write_text", dies)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.update(path, [replace(entry, phase="prefill")])
+    with pytest.raises(KeyboardInterrupt):
+        saved(first=0.1)
+    assert ledger.read(path) == (entry,) and measured.load(H200, table()) == kept
+    assert {*tmp_path.iterdir(), *place.iterdir()} == {path, measured.path_for(H200)}
+
+
+def test_runs_that_write_a_ledger_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.json"
+    entries = [ledger.Entry("b", "decode", "mha", f"f{i:02}", 90, "GPU", "2026-11-22") for i in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda entry: ledger.update(path, [entry]), entries))
+    assert ledger.read(path) == tuple(entries)
 
 
 def test_another_row_makes_times_stale_and_another_opinion_does_not(place: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nibble
+from nibble import files
 from nibble.errors import ConfigError
 
 SCHEMA = 1
@@ -65,11 +66,16 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 
 
 def update(path: Path, confirmed: Iterable[Entry], disproved: Iterable[Entry] = ()) -> None:
-    """Adds what was confirmed, in place of older entries of the same combination, and takes out what was disproved."""
+    """Adds what was confirmed, in place of older entries of the same combination, and takes out what was disproved.
+    What other runs add meanwhile stays."""
     wrong = {entry.key for entry in disproved}
-    known = {entry.key: entry for entry in (*read(path), *confirmed)}
-    content = {"schema": SCHEMA, "entries": [asdict(known[key]) for key in sorted(known) if key not in wrong]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    with files.alone(path.parent):
+        known = {entry.key: entry for entry in (*read(path), *confirmed)}
+        content = {
+            "schema": SCHEMA,
+            "entries": [asdict(known[key]) for key in sorted(known) if key not in wrong],
+        }
+        files.write(path, json.dumps(content, indent=1) + "\n")
 
 
 def shipped() -> Path:

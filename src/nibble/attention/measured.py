@@ -20,12 +20,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import nibble
+from nibble import files
 from nibble.attention.capability import BackendInfo, Phase, Row
 from nibble.attention.needs import Part
 from nibble.attention.versions import versions
@@ -144,25 +144,27 @@ def save(
     """Writes what was found to the device's file, beside what it knows and still holds: of other subjects, and of
     other backends in the same workloads."""
     path = path_for(hardware)
-    subjects = dict(load(hardware, backends).subjects)
-    subjects |= {name: _beside(timings, subjects.get(name, ())) for name, timings in found.items()}
-    content = {
-        **_identity(hardware, backends),
-        "date": datetime.date.today().isoformat(),
-        "measured": {name: [asdict(timing) for timing in subjects[name]] for name in sorted(subjects)},
-    }
-    written = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        written.replace(path)  # nobody reads half a file
+        with files.alone(path.parent):
+            files.write(path, json.dumps(_content(hardware, backends, found), indent=1) + "\n")
     except OSError as error:
-        with suppress(OSError):
-            written.unlink(missing_ok=True)
         raise ConfigError(
             f"the times cannot be kept in {path}: {error.strerror}; name a folder that can be written in ${PLACE}"
         ) from error
     return path
+
+
+def _content(
+    hardware: Hardware, backends: Mapping[str, BackendInfo], found: Mapping[str, tuple[Timing, ...]]
+) -> dict[str, Any]:
+    subjects = dict(load(hardware, backends).subjects)
+    subjects |= {name: _beside(timings, subjects.get(name, ())) for name, timings in found.items()}
+    return {
+        **_identity(hardware, backends),
+        "date": datetime.date.today().isoformat(),
+        "measured": {name: [asdict(timing) for timing in subjects[name]] for name in sorted(subjects)},
+    }
 
 
 def _beside(new: tuple[Timing, ...], old: tuple[Timing, ...]) -> tuple[Timing, ...]:
