@@ -112,6 +112,16 @@ def test_what_failed_is_last_and_what_cannot_be_recorded_waits() -> None:
     assert route.backend == "third"
 
 
+def test_what_failed_and_serves_all_the_same_is_said_to_have_failed() -> None:
+    plan = resolve(NVFP4, QWEN3_8B, H200, table(), measured=times(Phase.DECODE, first=None))
+    route = plan.route(0, Phase.DECODE)
+    assert (route.backend, route.failed, route.measured) == ("first", "broke", "")
+    assert "first's row; failed when it was timed on this machine: broke" in as_text(plan)
+    assert not plan.route(0, Phase.PREFILL).failed and as_text(plan).count("decode of") == 1
+    finished = resolve(NVFP4, QWEN3_8B, H200, table(), measured=times(Phase.DECODE, first=None, second=0.5))
+    assert "failed" not in as_text(finished)
+
+
 def test_a_time_on_other_pages_than_those_asked_for_says_nothing() -> None:
     found = times(Phase.DECODE, first=0.3, second=0.25)
     assert decode(found, replace(NVFP4, page_size=16)) == "first"
@@ -372,6 +382,26 @@ def test_tune_says_what_changes_and_a_stale_file_is_named(
     path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
     shown = RUN.invoke(app, ["plan", "demo", "--kv-format", "fp32"])
     assert shown.exit_code == 0 and f"are not used: {path}: it was measured with torch 0." in shown.output
+
+
+def test_tune_says_what_failed_and_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nibble.evals import race, tune
+
+    def run(what: Any, trial: Any, names: Any) -> Any:
+        fails = trial.phase is Phase.DECODE
+        result = race.Result("torch_ref", None, 16, "nhd", trial.phase, "w", 0, False)
+        yield replace(result, failure="no room") if fails else replace(result, ms=1.0)
+
+    monkeypatch.setattr(tune, "run", run)
+    said = "decode of full in nvfp4: torch_ref failed: no room; it stays, as it is by default"
+    told = RUN.invoke(app, ["tune", "demo", "--kv-format", "nvfp4"])
+    assert told.exit_code == 0 and told.output.count("it stays") == 1 and said in told.output
+    assert json.loads(RUN.invoke(app, ["tune", "demo", "--kv-format", "nvfp4", "--json"]).output)[
+        "failed"
+    ] == [said]
+    shown = json.loads(RUN.invoke(app, ["plan", "demo", "--kv-format", "nvfp4", "--json"]).output)
+    routes = shown["groups"][0]["routes"]
+    assert routes["decode"]["failed"] == "no room" and "failed" not in routes["prefill"]
 
 
 def test_what_was_measured_before_the_device_broke_is_kept(

@@ -109,6 +109,7 @@ def _route(route: Route) -> dict[str, Any]:
         "prefer": route.row.prefer,
         "cites": route.row.cites,
         **({"measured": route.measured} if route.measured else {}),
+        **({"failed": route.failed} if route.failed else {}),
     }
 
 

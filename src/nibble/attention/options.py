@@ -13,7 +13,7 @@ from nibble import formats
 from nibble.attention import needs
 from nibble.attention.budget import left_for_pages, staged_bytes
 from nibble.attention.capability import BackendInfo, Need, Phase, Row
-from nibble.attention.measured import NOTHING, Measured, subject
+from nibble.attention.measured import NOTHING, Measured, Timing, subject
 from nibble.attention.needs import Part
 from nibble.attention.plan import STAGED_PACKING, Plan, Route
 from nibble.config import Config, parse_hisparse
@@ -93,7 +93,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Option:
     """A row that serves a need, on these page sizes and packings of the cache; None is any. measured: its time on this
-    machine in words, where that has a say in its `prefer`."""
+    machine in words, where that has a say in its `prefer`; failed: why there is none, where it was timed."""
 
     backend: BackendInfo
     row: Row
@@ -102,11 +102,16 @@ class Option:
     packings: frozenset[str] | None
     stage_to: str | None = None
     measured: str = ""
+    failed: str = ""
 
     @property
     def key(self) -> tuple[str, str | None]:
         """Who serves, and how: rows of one backend share their code."""
         return self.backend.name, self.stage_to
+
+    def timed(self, prefer: int, timing: Timing) -> Option:
+        """The option in the place that a timing gives it."""
+        return replace(self, prefer=prefer, measured=timing.words, failed=timing.failure)
 
     def fits(self, page: int, packing: str) -> bool:
         return (self.pages is None or page in self.pages) and (
@@ -117,8 +122,9 @@ class Option:
         graphs = (
             self.backend.graphs and self.stage_to is None
         )  # staging makes its workspace by lengths on the host
+        able = self.backend.runnable
         return Route(
-            phase, self.backend.name, self.row, self.stage_to, self.backend.runnable, graphs, self.measured
+            phase, self.backend.name, self.row, self.stage_to, able, graphs, self.measured, self.failed
         )
 
 
@@ -158,9 +164,7 @@ def _as_measured(request: Request, part: Part, phase: Phase, found: tuple[Option
     preferences = sorted((option.prefer for option in first.values()), reverse=True)
     given = dict(zip(ranked, preferences, strict=True))
     renewed = [
-        replace(option, prefer=given[option.key], measured=times[option.key].words)
-        if option.key in given
-        else option
+        option.timed(given[option.key], times[option.key]) if option.key in given else option
         for option in found
     ]
     return tuple(

@@ -24,7 +24,8 @@ class Route:
     stage_to: the plain format its pages are dequantised into first, in STAGED_PACKING.
     runnable: whether this version has an adapter for the backend, or only knows its facts.
     graphs: whether a CUDA graph may hold it, in DECODE.
-    measured: its time on this machine in words, where that had a say in the choice.
+    measured: its time on this machine in words, where that had a say in the choice. failed: why it did not finish when
+    it was timed here; it is chosen all the same where nobody did better.
     """
 
     phase: Phase
@@ -34,11 +35,13 @@ class Route:
     runnable: bool = True
     graphs: bool = False
     measured: str = ""
+    failed: str = ""
 
     @property
     def why(self) -> str:
-        """What stands behind it: a measurement here, or the row's source."""
-        return self.measured or self.row.cites
+        """What stands behind it: a measurement here, or the row's source; and what speaks against it."""
+        failed = f"; failed when it was timed on this machine: {self.failed}" if self.failed else ""
+        return (self.measured or self.row.cites) + failed
 
     def __str__(self) -> str:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend

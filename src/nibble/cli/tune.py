@@ -79,9 +79,12 @@ def tune(
     after = what.planned(measured.load(what.made.hardware, what.request.backends).subjects)
     if as_json:
         times = {subject: [asdict(timing) for timing in timings] for subject, timings in found.items()}
-        print_json({"path": str(path), "measured": times, "changed": list(_changes(what.made.plan, after))})
+        changed, failed = list(_changes(what.made.plan, after)), list(_failed(after))
+        print_json({"path": str(path), "measured": times, "changed": changed, "failed": failed})
     else:
         print("\n".join(_changes(what.made.plan, after)) or "auto chooses what it chose before")
+        for line in _failed(after):
+            print(line)
         print(f"wrote {path}; `nibble plan {model}` shows the choice, --no-tuned leaves it aside")
 
 
@@ -106,6 +109,15 @@ def _lines(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
 
 def _ms(timing: Timing, work: str) -> str:
     return f"{timing.ms[work]:9.3f}" if work in timing.ms else f"{'failed':>9}"
+
+
+def _failed(after: Plan) -> Iterator[str]:
+    """What `auto` chooses though it failed."""
+    for group in after.groups:
+        for route in group.routes:
+            if route.failed:
+                where = f"{route.phase} of {group.group.name} in {group.scheme}"
+                yield f"{where}: {route} failed: {route.failed}; it stays, as it is by default"
 
 
 def _changes(before: Plan, after: Plan) -> Iterator[str]:
