@@ -144,3 +144,34 @@ def test_a_server_waits_for_neither_torch_nor_transformers_before_it_starts_its_
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+PARENT = """
+import json, subprocess, sys, time
+engine = subprocess.Popen([sys.executable, "-m", "nibble.server.worker", sys.argv[1], "text"], stdin=subprocess.PIPE,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+engine.stdin.write(json.dumps({"model": "demo"}).encode())
+engine.stdin.close()
+print(engine.pid, flush=True)
+time.sleep(4)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+def test_an_engine_whose_server_dies_while_it_loads_ends_too(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PARENT, f"ipc://{tmp_path}/s"], capture_output=True, text=True, check=True
+    )
+    pid = int(found.stdout)
+    try:
+        until(lambda: not lives(pid), 60)
+    finally:
+        if lives(pid):
+            os.kill(pid, signal.SIGKILL)

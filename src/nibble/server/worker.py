@@ -40,16 +40,16 @@ MAKERS = 4
 
 
 class Worker:
-    """An engine, and the requests that it has open."""
+    """An engine, and the requests that it has open. parent: the process that it ends with."""
 
-    def __init__(self, llm: LLM, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, llm: LLM, socket: zmq.Socket[bytes], parent: int) -> None:
         self._llm, self._engine, self._socket = llm, llm.engine, socket
         self._tickets: dict[int, Ticket] = {}
         self._left: dict[int, int] = {}
         self._outbox: list[tuple[int, int, float | None, Delta]] = []
         self._makers = ThreadPoolExecutor(MAKERS, "grammar")
         self._making: dict[int, tuple[wire.Submit, Future[Matcher | None]]] = {}
-        self._parent, self._counted = os.getppid(), 0.0
+        self._parent, self._counted = parent, 0.0
 
     def run(self) -> None:
         """Serves until it is told to stop, or its parent is gone."""
@@ -171,6 +171,7 @@ def numbers(llm: LLM) -> dict[str, float]:
 
 def main(address: str, log_format: str) -> None:
     """Starts the engine of the config on standard input, and serves at `address`."""
+    parent = os.getppid()  # now: it may be gone before a model is loaded
     configure(log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -183,7 +184,7 @@ def main(address: str, log_format: str) -> None:
         llm = LLM(**config)
         if llm.engine.grammars:
             llm.engine.grammars.prepare()
-        worker = Worker(llm, socket)
+        worker = Worker(llm, socket, parent)
     except (NibbleError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), type(error).__name__)))
         raise SystemExit(1) from error
