@@ -143,8 +143,10 @@ def test_answers_that_share_a_prompt_are_spilled_together(model: Path) -> None:
     assert hot.tier and hot.tier.residency.stats.spilled >= 3
 
 
-@pytest.mark.parametrize("where", ["_load", "_save", "fetch"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("_load", RuntimeError), ("_save", RuntimeError), ("fetch", RuntimeError), ("fetch", KeyboardInterrupt)],
+)
 def test_a_step_that_breaks_off_harms_no_other(
     model: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:

@@ -121,7 +121,6 @@ def test_a_server_that_is_told_to_end_while_it_starts(number: int) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (("--kv-format", "fp9"), 2, "unknown KV format 'fp9'"),
         (("--kv-layers", "0=fp9"), 2, "unknown KV format 'fp9'"),
         (("--decode-backend", "fa33"), 2, "unknown attention backend 'fa33': did you mean 'fa3'?"),
         (("--decode-backend", "fa3"), 3, "what works: nibble plan demo"),

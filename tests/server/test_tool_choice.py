@@ -85,8 +85,7 @@ def calls_of(choice: Any) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("where", ["client", "marked"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("where", "seed"), [("client", 1), ("marked", 2)])
 def test_a_call_must_come(where: str, seed: int, request: pytest.FixtureRequest) -> None:
     client, asked = request.getfixturevalue(where), {**ASKED, "seed": seed}
     if where == "marked":
