@@ -132,9 +132,9 @@ def _enough(request: Request, choices: Options, part: Part, phase: Phase) -> boo
     return optional or bool(choices[part, phase])
 
 
-def _pick(choices: Options, part: Part, phase: Phase, page: int, packing: str) -> Option | None:
-    """The best option of an ask on one page size and packing."""
-    return next((option for option in choices[part, phase] if option.fits(page, packing)), None)
+def _pick(able: Iterable[Option], page: int, packing: str) -> Option | None:
+    """The best of an ask's options on one page size and packing."""
+    return next((option for option in able if option.fits(page, packing)), None)
 
 
 def _storage(request: Request, choices: Options) -> tuple[int, str]:
@@ -155,7 +155,7 @@ def _score(request: Request, choices: Options, page: int, packing: str) -> int |
     total = 0
     for part, phase in choices:
         if phase in ROUTED or request.verify:
-            option = _pick(choices, part, phase, page, packing)
+            option = _pick(choices[part, phase], page, packing)
             if option is None:
                 return None
             total += option.prefer * WEIGHTS.get(phase, 0) * len(part.layers)
@@ -180,22 +180,16 @@ def _packings(choices: Options) -> Iterable[str]:
 def _group(request: Request, part: Part, choices: Options, page: int, packing: str) -> GroupPlan:
     routes: list[Route] = []
     for phase in ROUTED:
-        option = _pick(choices, part, phase, page, packing)
+        option = _pick(choices[part, phase], page, packing)
         assert option is not None, "the storage that was chosen serves every ask"
         routes.append(option.route(phase))
-    verify = _drafts(request, choices, part, page, packing, {route.backend for route in routes})
+    drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
+    verify = _pick(drafts, page, packing)
     if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
         routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
 
 
-def _drafts(
-    request: Request, choices: Options, part: Part, page: int, packing: str, used: set[str]
-) -> Option | None:
-    """How VERIFY is served. Where nobody asked for it, no backend is brought in that holds memory for it alone."""
-    able = [
-        option
-        for option in choices[part, Phase.VERIFY]
-        if request.verify or not option.row.held or option.backend.name in used
-    ]
-    return next((option for option in able if option.fits(page, packing)), None)
+def _drafts(request: Request, able: Iterable[Option], used: set[str]) -> Iterable[Option]:
+    """Who may serve VERIFY. Where nobody asked for it, no backend is brought in that holds memory for it alone."""
+    return (option for option in able if request.verify or not option.row.held or option.backend.name in used)

@@ -150,9 +150,8 @@ def _run(request: Request, judge: _Judge, entrant: Entrant, result: Result, best
     def attend(layer: int, segment: Segment) -> Tensor:
         return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)
 
-    planned = replace(
-        scene.segment
-    )  # what is worked out once per step is so at the first call, and no layer's time
+    # what is worked out once per step is so at the first call, and no layer's time
+    planned = replace(scene.segment)
     error = judge.error(0, attend(0, planned))
     once = _once_ms(request, lambda: attend(0, planned))
     if best is not None and once > HOPELESS * best + 1:

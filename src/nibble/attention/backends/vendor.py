@@ -74,7 +74,8 @@ class Offer:
         for name in self.modules:
             package = name.partition(".")[0]
             if why := absence(package):
-                faults += [f"{package} {why}"] * (why != MISSING)
+                if why != MISSING:
+                    faults.append(f"{package} {why}")
                 continue
             try:
                 with _aside(package) if package in self.aside else nullcontext():
@@ -117,10 +118,7 @@ def imported(name: str, install: str) -> ModuleType:
     """A module of a package, or a BackendError that says why it cannot be imported."""
     try:
         return importlib.import_module(name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # of all kinds: what a package's import may do is its own business
+    except (Exception, SystemExit) as error:  # what a package's import may do is its own business
         raise BackendError(
             f"{name} cannot be imported ({type(error).__name__}: {error}): {install}"
         ) from error
