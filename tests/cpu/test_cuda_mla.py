@@ -25,7 +25,7 @@ from nibble.kernels.cuda import mla as twin
 from nibble.kernels.cuda.formats_latent import LATENTS
 from nibble.kernels.gather import Paged
 
-SHARED, STATIC = 232448, 4096
+SHARED, STATIC = 232448, {"mla.cu": 4096, "mla_fp4.cu": 0}
 """Bytes of shared memory that a block of SM90 can have, and the most of them that the kernel declares itself."""
 STREAM = Stream(LATENT, 1, twin.RANK + twin.ROPE, twin.ROPE)
 SCALE = STREAM.dim**-0.5
@@ -41,12 +41,12 @@ runs = pytest.mark.skipif(
 @pytest.mark.parametrize("name", LATENTS)
 def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
-    assert compiling.cubin(twin.SOURCE, twin.ARCH, twin.macros(LATENTS[name])).startswith(compiling.ELF)
+    assert twin.compiled(LATENTS[name]).startswith(compiling.ELF)
 
 
 @pytest.mark.parametrize("name", LATENTS)
 def test_a_block_fits(name: str) -> None:
-    assert twin.shared_bytes(LATENTS[name], twin.MAX_BATCH) + STATIC <= SHARED
+    assert LATENTS[name].shared_bytes(twin.MAX_BATCH) + STATIC[LATENTS[name].source] <= SHARED
 
 
 @pytest.mark.parametrize("name", LATENTS)
@@ -55,6 +55,16 @@ def test_a_machine_without_the_gpu_is_not_served(name: str) -> None:
         pytest.skip("there is a GPU")
     stored, segment = batch(name, (20, 3), 16, record=False, device="cpu")
     assert not twin.serves(torch.zeros(2, 16, STREAM.dim, dtype=torch.bfloat16), stored, twin.ROPE, segment)
+
+
+def test_what_can_be_fetched_in_runs() -> None:
+    planes, records = (
+        batch("nvfp4_ds_mla", (20, 3), 16, record, "cpu")[0].planes_PHS for record in (False, True)
+    )
+    assert twin.in_runs(planes) and twin.in_runs(records)
+    wide = torch.zeros(*planes[2].shape[:3], 2 * planes[2].shape[3], dtype=planes[2].dtype)
+    assert not twin.in_runs((*planes[:2], wide.chunk(2, -1)[1]))
+    assert not twin.in_runs((records[1], records[0], records[2]))
 
 
 @runs
@@ -87,7 +97,7 @@ def batch(name: str, lens: tuple[int, ...], page: int, record: bool, device: str
         for i in range(count):
             row[i] = order.pop()
             mine_PS[row[i], : length - i * page] = True
-    planes = tuple(plane.to(device) for plane in planes)
+    planes = tuple(plane.contiguous().to(device) for plane in planes)
     planes = _records(planes) if record else planes
     for plane in planes:
         poison = 255 if plane.dtype.itemsize == 1 else -1

@@ -198,8 +198,7 @@ LATENT_ROWS = (
 
 BACKEND = BackendInfo(
     name="fa3",
-    summary="FlashAttention 3 on Hopper, 16-bit caches; not run on a GPU yet: pages that are cut (of 128 slots, and "
-    "of 64 for latents and heads of 256)",
+    summary="FlashAttention 3 on Hopper, 16-bit caches",
     adapter=FA3,
     packages=OFFER.packages,
     install=OFFER.install,

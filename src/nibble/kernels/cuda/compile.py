@@ -44,8 +44,10 @@ def archs() -> tuple[int, ...]:
     return tuple(_checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
 
 
-def cubin(source: Path, arch: int, macros: Mapping[str, str | int]) -> bytes:
-    """Machine code of a source file for compute capability `arch` (90 is 9.0). Raises BackendError with NVRTC's log."""
+def cubin(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> bytes:
+    """Machine code of a source file for compute capability `arch` (90 is 9.0; 90a has what 9.0 alone has, as wgmma).
+    Raises BackendError with NVRTC's log.
+    """
     text = source.read_text(encoding="utf-8")
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros.items())]
     version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")

@@ -1,7 +1,6 @@
-// MLA decode over paged low-precision latents: one query token a request, up to 16 heads, rank 512 + 64 rotary values.
+// MLA decode over paged E4M3 latents: one query token a request, up to 16 heads, rank 512 + 64 rotary values.
 //
 // Compiled at run time, with these macros:
-//   FORMAT    a Format below
 //   TEAMS     teams of four warps of a block, as many as shared memory holds tiles for
 //   Kernel: mla(...), grid of one block per multiprocessor, 128 * TEAMS threads, dynamic shared memory as mla.py says.
 //
@@ -17,9 +16,7 @@
 //   S^T [token, head] = K Q^T: each warp has 16 tokens.     O^T [dim, head] = V^T P^T: each warp has 128 dims.
 // P goes through shared memory. It is relative to a maximum that all warps of a team share, and that few tiles raise.
 // A lane's bytes of K and V are its mma fragments: the order of dims, and of tokens within 16, may be chosen freely.
-// E2M1 becomes float16 by masks and shifts, exactly, times 2^-14, and stays exact when it is multiplied by its block
-// scale; the power of two is undone in the softmax scale and the output. E4M3 is converted by the hardware; its scales, of 128
-// values each, multiply sums of scores, and P.
+// E4M3 is converted by the hardware; its scales, of 128 values each, multiply sums of scores, and P.
 //
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
 
@@ -29,28 +26,20 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 #define DEV __device__ __forceinline__
 
-enum Format { NVFP4, E4M3 };
-constexpr bool FP4 = FORMAT == NVFP4;
 constexpr int RANK = 512, ROPE = 64, HEADS = 16, TILE = 64, THREADS = 128 * TEAMS, QUERY_STEPS = 36, LATENT_STEPS = 32;
-constexpr int DATA = FP4 ? RANK / 2 : RANK, SCALES = FP4 ? RANK / 16 : RANK / 128 * 4;  // bytes of a row
-constexpr int PITCH = FP4 ? 288 : 544;  // of values and scales: 8 words more than whole rounds of the 32 banks
+constexpr int DATA = RANK, SCALES = RANK / 128 * 4;  // bytes of a row
+constexpr int PITCH = 544;  // of values and scales: 8 words more than whole rounds of the 32 banks
 constexpr int TILE_BYTES = TILE * PITCH, ROPE_BYTES = TILE * ROPE * 2, WEIGHTS = TILE * HEADS * 2;
 constexpr int QUERIES = QUERY_STEPS * 512, TEAM_BYTES = 2 * TILE_BYTES + ROPE_BYTES;
 constexpr int MEETING = QUERIES + TEAMS * 2 * WEIGHTS > RANK * HEADS * 4 ? QUERIES + TEAMS * 2 * WEIGHTS : RANK * HEADS * 4;
 constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f;
-constexpr float SLACK = FP4 ? 8.f : 4.f;                        // P may be as large as 2^SLACK
-constexpr float KEY_FOLD = FP4 ? 16384.f : 1.f, VALUE_FOLD = FP4 ? 16384.f : 1.f / 64;
+constexpr float SLACK = 4.f;                                    // P may be as large as 2^SLACK
+constexpr float VALUE_FOLD = 1.f / 64;
 constexpr int LEAST = TEAMS;                                    // tiles of a block, if there are so many
 static_assert(PITCH % 128 == 32 && PITCH >= DATA + SCALES, "rows must spread over the banks");
 
 // ---- bits and pieces -------------------------------------------------------------------------------------------------
 DEV u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 mul_low(u32 a, u32 b) {  // both of a by the lower half of b
-  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{l,l};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
-}
-DEV u32 mul_high(u32 a, u32 b) {
-  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{h,h};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
-}
 DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 DEV float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
@@ -63,18 +52,6 @@ DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { MMA("f1
 DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { MMA("bf16"); }
 DEV u32 at(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-// Eight E2M1 values n0..n7 -> four pairs (n0,n4) (n1,n5) (n2,n6) (n3,n7). The upper byte of a float16 holds a value's
-// sign (bit 7) and magnitude (bits 3..1): first all upper bytes, of odd and of even values, then halves.
-DEV void e2m1(u32 x, u32* h) {
-  u32 odd, even;  // said in PTX, as the compiler would make more of it: what lop3 selects hides signs in the wrong place
-  asm("{\n.reg .b32 s,t,u;\nand.b32 s,%2,0x88888888;\nshr.u32 t,%2,3;\nshl.b32 u,%2,1;\n"
-      "lop3.b32 %0,t,s,0x0E0E0E0E,0xE4;\nshl.b32 s,s,4;\nlop3.b32 %1,u,s,0x0E0E0E0E,0xE4;\n}" : "=r"(odd), "=r"(even) : "r"(x));
-  h[0] = __byte_perm(even, 0, 0x2404);
-  h[1] = __byte_perm(odd, 0, 0x2404);
-  h[2] = even & 0xFF00FF00u;
-  h[3] = odd & 0xFF00FF00u;
-}
-
 // ---- memory ----------------------------------------------------------------------------------------------------------
 struct Plane { const u8* data; u64 page; u32 slot; };  // strides in bytes
 struct Latents { Plane data, scales, rope; };
@@ -152,7 +129,6 @@ struct Cursor {
 // Dims of operand register u of a step, for the lanes of column c.
 DEV int dim_of(int step, int c, int u, int e) {
   if (step >= LATENT_STEPS) return RANK + (step - LATENT_STEPS) / 2 * 32 + 8 * c + (step & 1) * 4 + 2 * u + e;
-  if (FP4) return 32 * (4 * c + ((step / 8) ^ c)) + step / 2 % 4 * 8 + (step & 1) * 2 + u + 4 * e;
   return 16 * (4 * (step / 4) + c) + step % 4 * 4 + 2 * u + e;
 }
 DEV void keep_queries(uint4* to, const u16* q, int heads, int q_head) {
@@ -188,46 +164,22 @@ DEV void step16(float (*s)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint4 q) {
   mma(s[0], a0, a1, a2, a3, q.x, q.y);
   mma(s[1], a0, a1, a2, a3, q.z, q.w);
 }
-struct KeyScales { u32 a[2], b[2]; };  // FP4: a lane's eight scales of either row, in the order of its chunks
-DEV void dealt(u32* s, const u8* p, int c) {
-  uint2 x = *(const uint2*)p;
-  const u32 lo = c & 2 ? x.y : x.x, hi = c & 2 ? x.x : x.y, how = c & 1 ? 0x1032 : 0x3210;
-  s[0] = __byte_perm(lo, 0, how); s[1] = __byte_perm(hi, 0, how);
-}
-// A quarter of the latent's dims, to two sums, so that mma need not wait for mma. row: a lane's row g; row g + 8 lies eight tokens further.
-DEV void key_quarter(float (*s)[4], float (*s2)[4], const u8* row, const uint4* q, int j, const KeyScales& scales, int c) {
-  if (FP4) {
-    const u8* p = row + 64 * c + 16 * (j ^ c);
+// A quarter of the latent's dims, which have one scale. row: a lane's row g; row g + 8 lies eight tokens further.
+DEV void key_quarter(float (*s)[4], const u8* row, const uint4* q, int j, int c) {
+  float part[2][2][4] = {};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u8* p = row + 16 * (4 * (2 * j + half) + c);
     const uint4 x = *(const uint4*)p, y = *(const uint4*)(p + 8 * PITCH);
-    const u32 sx = e4m3s((j < 2 ? scales.a[0] : scales.a[1]) >> (j & 1) * 16), sy = e4m3s((j < 2 ? scales.b[0] : scales.b[1]) >> (j & 1) * 16);
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-      u32 a[4], b[4];
-      e2m1(at(x, w), a); e2m1(at(y, w), b);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        a[i] = w < 2 ? mul_low(a[i], sx) : mul_high(a[i], sx);
-        b[i] = w < 2 ? mul_low(b[i], sy) : mul_high(b[i], sy);
-      }
-      step16(s, a[0], b[0], a[1], b[1], q[(8 * j + 2 * w) * 32]);
-      step16(s2, a[2], b[2], a[3], b[3], q[(8 * j + 2 * w + 1) * 32]);
-    }
-  } else {
-    float part[2][2][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u8* p = row + 16 * (4 * (2 * j + half) + c);
-      const uint4 x = *(const uint4*)p, y = *(const uint4*)(p + 8 * PITCH);
-#pragma unroll
-      for (int w = 0; w < 4; w++)
-        step16(part[w % 2], e4m3s(at(x, w)), e4m3s(at(y, w)), e4m3s(at(x, w) >> 16), e4m3s(at(y, w) >> 16), q[(8 * j + 4 * half + w) * 32]);
-    }
-    const float sx = *(const float*)(row + DATA + 4 * j), sy = *(const float*)(row + DATA + 4 * j + 8 * PITCH);
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] += (part[0][n][i] + part[1][n][i]) * (i < 2 ? sx : sy);
+    for (int w = 0; w < 4; w++)
+      step16(part[w % 2], e4m3s(at(x, w)), e4m3s(at(y, w)), e4m3s(at(x, w) >> 16), e4m3s(at(y, w) >> 16), q[(8 * j + 4 * half + w) * 32]);
   }
+  const float sx = *(const float*)(row + DATA + 4 * j), sy = *(const float*)(row + DATA + 4 * j + 8 * PITCH);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] += (part[0][n][i] + part[1][n][i]) * (i < 2 ? sx : sy);
 }
 // row: the lane's in rotary values; swap: 64 where its halves are swapped.
 DEV void key_rope(float (*s)[4], const u8* row, int swap, const uint4* q) {
@@ -248,34 +200,17 @@ DEV void key_rope(float (*s)[4], const u8* row, int swap, const uint4* q) {
 // Lane g has dims 16 g .. + 15 of the warp's 128, of tokens t, u, t + 8, u + 8. Tile i of O^T has dims 2i (rows 0..7) and
 // 2i + 1. first, second: where the lane's dims of tokens t and u lie; *_scale: where their scales do.
 DEV void values16(float (*o)[2][4], const u8* first, const u8* second, const u8* first_scale, const u8* second_scale, uint4 p) {
-  if (FP4) {
-    const uint2 x0 = *(const uint2*)first, x1 = *(const uint2*)second, x2 = *(const uint2*)(first + 8 * PITCH), x3 = *(const uint2*)(second + 8 * PITCH);
-    const u32 s = e4m3s(*first_scale | *second_scale << 8), t = e4m3s(first_scale[8 * PITCH] | second_scale[8 * PITCH] << 8);
+  const uint4 x0 = *(const uint4*)first, x1 = *(const uint4*)second, x2 = *(const uint4*)(first + 8 * PITCH), x3 = *(const uint4*)(second + 8 * PITCH);
+  const u32 s = halves(*(const float*)first_scale * 64, *(const float*)second_scale * 64);
+  const u32 t = halves(*(const float*)(first_scale + 8 * PITCH) * 64, *(const float*)(second_scale + 8 * PITCH) * 64);
+  p = make_uint4(mul2(p.x, s), mul2(p.y, t), mul2(p.z, s), mul2(p.w, t));
 #pragma unroll
-    for (int w = 0; w < 2; w++)
+  for (int w = 0; w < 4; w++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        u32 a[4], b[4];
-        e2m1(__byte_perm(w ? x0.y : x0.x, w ? x1.y : x1.x, half ? 0x7632 : 0x5410), a);
-        e2m1(__byte_perm(w ? x2.y : x2.x, w ? x3.y : x3.x, half ? 0x7632 : 0x5410), b);
-#pragma unroll
-        for (int i = 0; i < 4; i++) { a[i] = mul2(a[i], s); b[i] = mul2(b[i], t); }
-#pragma unroll
-        for (int i = 0; i < 2; i++) step16(o[4 * w + 2 * half + i], a[2 * i], a[2 * i + 1], b[2 * i], b[2 * i + 1], p);
-      }
-  } else {
-    const uint4 x0 = *(const uint4*)first, x1 = *(const uint4*)second, x2 = *(const uint4*)(first + 8 * PITCH), x3 = *(const uint4*)(second + 8 * PITCH);
-    const u32 s = halves(*(const float*)first_scale * 64, *(const float*)second_scale * 64);
-    const u32 t = halves(*(const float*)(first_scale + 8 * PITCH) * 64, *(const float*)(second_scale + 8 * PITCH) * 64);
-    p = make_uint4(mul2(p.x, s), mul2(p.y, t), mul2(p.z, s), mul2(p.w, t));
-#pragma unroll
-    for (int w = 0; w < 4; w++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 a = __byte_perm(at(x0, w), at(x1, w), half ? 0x7362 : 0x5140), b = __byte_perm(at(x2, w), at(x3, w), half ? 0x7362 : 0x5140);
-        step16(o[2 * w + half], e4m3s(a), e4m3s(a >> 16), e4m3s(b), e4m3s(b >> 16), p);
-      }
-  }
+    for (int half = 0; half < 2; half++) {
+      const u32 a = __byte_perm(at(x0, w), at(x1, w), half ? 0x7362 : 0x5140), b = __byte_perm(at(x2, w), at(x3, w), half ? 0x7362 : 0x5140);
+      step16(o[2 * w + half], e4m3s(a), e4m3s(a >> 16), e4m3s(b), e4m3s(b >> 16), p);
+    }
 }
 
 // ---- the softmax, as it goes along -----------------------------------------------------------------------------------
@@ -383,8 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
   const u8* const rope_row = ropes + (16 * warp + token_of(g)) * 2 * ROPE + 16 * c;
   const int t = token_of(2 * c), u = token_of(2 * c + 1);
   const u8 *const first = tiles + t * PITCH + warp * (DATA / 4) + g * (DATA / 32), *const second = first + (u - t) * PITCH;
-  const u8 *const first_scale = tiles + t * PITCH + DATA + warp * (SCALES / 4) + (FP4 ? g : 0), *const second_scale = first_scale + (u - t) * PITCH;
-  const float whole = *global_scale, unit = scale * LOG2E * whole * KEY_FOLD, apart = 1.f / (whole * KEY_FOLD);
+  const u8 *const first_scale = tiles + t * PITCH + DATA + warp * (SCALES / 4), *const second_scale = first_scale + (u - t) * PITCH;
+  const float whole = *global_scale, unit = scale * LOG2E * whole, apart = 1.f / whole;
   Sums kept;
 
   for (int begin = block0, b = request_of(work, block0); begin < block1;) {
@@ -398,9 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
       const u8* const row = key_row + buffer;
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       __syncwarp();
-      float s[2][4] = {}, s2[2][4] = {};
-      KeyScales scales;
-      if (FP4) { dealt(scales.a, row + DATA + 8 * c, c); dealt(scales.b, row + DATA + 8 * c + 8 * PITCH, c); }
+      float s[2][4] = {};
       key_rope(s, rope_row, 16 * (token_of(g) & 4), queries + lane);
 #pragma unroll
       for (int n = 0; n < 2; n++)
@@ -408,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
         for (int i = 0; i < 4; i++) s[n][i] *= apart;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        key_quarter(s, s2, row, queries + lane, j, scales, c);
+        key_quarter(s, row, queries + lane, j, c);
         if (j == 0 && ahead.there()) {  // the other buffer is free once all warps have weighed its values
           __syncwarp();  // all lanes have read their rotary values
           if (turn > 0) await(free_bar, (turn - 1) & 1);
@@ -419,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
 #pragma unroll
       for (int n = 0; n < 2; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = (s[n][i] + s2[n][i]) * unit;
+        for (int i = 0; i < 4; i++) s[n][i] *= unit;
       const int left = len - (tile - cum[b]) * TILE;
       if (left < TILE)
 #pragma unroll

@@ -1,4 +1,4 @@
-"""MLA decode in CUDA C++ (mla.cu): which calls it serves, and how it is launched.
+"""MLA decode in CUDA C++ (mla.cu, mla_fp4.cu): which calls it serves, and how it is launched.
 
 A twin of kernels/mla.py for 4- and 8-bit latents on SM90, one query token a request and up to 16 heads: what a GPU has
 of a model whose heads are spread over several. Everything else is the Triton twin's, whose combine_kernel also joins
@@ -10,6 +10,7 @@ Shape suffixes: T query tokens, H query heads, D values of a latent, P pages, S 
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,35 +18,23 @@ from torch import Tensor
 
 from nibble.kernels.attention import Requests
 from nibble.kernels.cuda.compile import FLOAT, INT, LONG, POINTER, Kernel, cubin, trouble
-from nibble.kernels.cuda.formats_latent import LATENTS, Latent
+from nibble.kernels.cuda.formats_latent import HEADS, LATENTS, RANK, ROPE, Latent
 from nibble.kernels.gather import Paged
 
-SOURCE = Path(__file__).with_suffix(".cu")
-ARCH = 90
-RANK, ROPE, HEADS, TILE = 512, 64, 16, 64
+ARCH = "90a"
 PAGES = (16, 32, 64, 128)
 MAX_BATCH = 1024
 ALIGNED = 16
 
 
-def shared_bytes(latent: Latent, batch: int) -> int:
-    """Dynamic shared memory of a block: each team's tiles, which are two of values and one of rotary values; then
-    queries and weights of tiles, or sums on their way from team to team; and where requests' tiles begin.
-    """
-    tiles = TILE * (2 * latent.pitch + 2 * ROPE)
-    weights = 2 * (2 * TILE * HEADS)
-    meeting = max(2 * HEADS * (RANK + ROPE) + latent.teams * weights, 4 * HEADS * RANK)
-    return latent.teams * tiles + meeting + 4 * (batch + 1)
-
-
-def macros(latent: Latent) -> dict[str, str | int]:
-    """What the source is compiled with."""
-    return {"FORMAT": latent.name, "TEAMS": latent.teams}
+def compiled(latent: Latent) -> bytes:
+    """The kernel's machine code, made once."""
+    return cubin(Path(__file__).with_name(latent.source), ARCH, dict(latent.macros))
 
 
 @cache
 def _kernel(latent: Latent, device: int) -> Kernel:
-    return Kernel(cubin(SOURCE, ARCH, macros(latent)), "mla", shared_bytes(latent, MAX_BATCH))
+    return Kernel(compiled(latent), "mla", latent.shared_bytes(MAX_BATCH))
 
 
 @cache
@@ -54,7 +43,7 @@ def _blocks(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     found = torch.cuda.get_device_properties(device)
-    usable = 10 * found.major + found.minor == ARCH and trouble() is None
+    usable = (found.major, found.minor) == (9, 0) and trouble() is None
     return int(found.multi_processor_count) if usable else 0
 
 
@@ -69,6 +58,7 @@ def serves(q_THD: Tensor, latents: Paged, rope: int, requests: Requests) -> bool
         and len(requests.kv_lens_B) <= MAX_BATCH
         and latents.page_size in PAGES
         and all(map(_aligned, latents.planes_PHS))
+        and (not LATENTS[latents.format.name].in_runs or in_runs(latents.planes_PHS))
         and _blocks(q_THD.device) > 0
     )
 
@@ -76,6 +66,18 @@ def serves(q_THD: Tensor, latents: Paged, rope: int, requests: Requests) -> bool
 def _aligned(plane_PHS: Tensor) -> bool:
     steps = (plane_PHS.storage_offset(), plane_PHS.stride(0), plane_PHS.stride(2))
     return plane_PHS.stride(3) == 1 and all(x * plane_PHS.itemsize % ALIGNED == 0 for x in steps)
+
+
+def in_runs(planes_PHS: tuple[Tensor, ...]) -> bool:
+    """Whether slots of a page lie one after the other: in each plane, or as records of all planes in their order."""
+    rows = [plane.shape[3] * plane.itemsize for plane in planes_PHS]
+    slots = [plane.stride(2) * plane.itemsize for plane in planes_PHS]
+    starts = [plane.data_ptr() - planes_PHS[0].data_ptr() for plane in planes_PHS]
+    pages = {plane.stride(0) * plane.itemsize for plane in planes_PHS}
+    records = (
+        slots == [sum(rows)] * len(rows) and starts == [*accumulate(rows, initial=0)][:-1] and len(pages) == 1
+    )
+    return slots == rows or records
 
 
 def attend(q_THD: Tensor, latents: Paged, requests: Requests, scale: float) -> Tensor:
@@ -108,7 +110,7 @@ def attend(q_THD: Tensor, latents: Paged, requests: Requests, scale: float) -> T
         q_THD.stride(1),
     )
     kernel = _kernel(latent, q_THD.device.index or 0)
-    kernel.launch(blocks, 128 * latent.teams, shared_bytes(latent, batch), _TYPES, values)
+    kernel.launch(blocks, latent.threads, latent.shared_bytes(batch), _TYPES, values)
     combine_kernel[(1, heads, batch)](
         out, parts, lse, plan, requests.q_starts_B1, 1, heads, RANK, RANK, HEADS, _at_once(blocks, batch)
     )
@@ -120,4 +122,4 @@ _TYPES = (*[POINTER] * 12, *[LONG] * 3, *[INT] * 3, FLOAT, *[INT] * 6)
 
 def _at_once(blocks: int, batch: int) -> int:
     """Pieces of a row that are joined at a time."""
-    return 4 if blocks <= 2 * batch else 16
+    return 4 if blocks <= 3 * batch else 16
