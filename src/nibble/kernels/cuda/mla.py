@@ -68,6 +68,12 @@ def _aligned(plane_PHS: Tensor) -> bool:
     return plane_PHS.stride(3) == 1 and all(x * plane_PHS.itemsize % ALIGNED == 0 for x in steps)
 
 
+def _readable(q_THD: Tensor) -> bool:
+    """Whether a head's query can be loaded by 16 aligned bytes."""
+    steps = (q_THD.data_ptr(), *(q_THD.stride(i) * q_THD.itemsize for i in (0, 1)))
+    return q_THD.stride(2) == 1 and all(x % ALIGNED == 0 for x in steps)
+
+
 def in_runs(planes_PHS: tuple[Tensor, ...]) -> bool:
     """Whether slots of a page lie one after the other: in each plane, or as records of all planes in their order."""
     rows = [plane.shape[3] * plane.itemsize for plane in planes_PHS]
@@ -86,7 +92,7 @@ def attend(q_THD: Tensor, latents: Paged, requests: Requests, scale: float) -> T
 
     (tokens, heads, _), batch = q_THD.shape, len(requests.kv_lens_B)
     latent, blocks = LATENTS[latents.format.name], _blocks(q_THD.device)
-    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    q_THD = q_THD if _readable(q_THD) else q_THD.clone(memory_format=torch.contiguous_format)
     out = q_THD.new_empty(tokens, heads, RANK)
     pieces = (blocks + batch) * HEADS
     parts = q_THD.new_empty(pieces, RANK, dtype=torch.float32)

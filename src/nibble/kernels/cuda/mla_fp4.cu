@@ -47,6 +47,7 @@ constexpr int DATA = RANK / 2, SCALES = RANK / 16, ROTARY = 2 * ROPE, ROW = DATA
 constexpr int BLOCK = TILE * 128, DECODED = RANK / 64 * BLOCK;         // a tile as float16: blocks of 64 dims, 128 bytes a token
 constexpr int WEIGHTS = TILE * HEADS * 2, STEPS = RANK / 16, QUERIES = (STEPS + ROPE / 16) * 512, LATELY = 2 * TEAMS, STORED = 16 * ROW;
 constexpr int BARRIERS = TEAMS + 4 * TEAMS + 2 + 8 * TEAMS;  // full, empty (four a stage), asked (two), landed and taken (of warps)
+static_assert(TEAMS <= 2, "with more, a reader could be two turns ahead of the queries that were asked for");
 constexpr u32 ALL = ~0u;
 constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr float SLACK = 8.f;      // P may be as large as 2^SLACK
