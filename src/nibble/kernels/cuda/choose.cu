@@ -13,9 +13,7 @@
 // A thread keeps its scores in registers: 4 that lie together of every 128 of its warp's. A part that is too long for
 // that goes through them once a digit, out of the L2 cache.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEV __device__ __forceinline__
+#include "bits.cuh"
 
 constexpr int WARPS = THREADS / 32, EACH = 16, BATCH = THREADS * EACH, BINS = 2048;
 constexpr int NOBODY = -1;
@@ -26,7 +24,6 @@ DEV u32 ordered(float x) {
   return x != x ? 0xFFFFFFFFu : bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
 
-DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 DEV u32 cluster_rank() {
 #if CLUSTER > 1
   u32 r; asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(r)); return r;

@@ -1,6 +1,6 @@
 """CUDA C++ source to a loaded kernel: NVRTC, and a cache of its output on disk.
 
-Owns cubin() and Kernel. Needs the package cuda-bindings, which finds NVRTC among the packages that torch brings.
+Owns cubin() and Kernel. Sources may include the headers beside them. Needs the package cuda-bindings, which finds NVRTC among the packages that torch brings.
 Compiling needs no GPU; loading does. Must not know what a kernel computes.
 
 The cache is kernels/ in Nibble's cache folder (hardware.py).
@@ -48,21 +48,27 @@ def cubin(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> byt
     """Machine code of a source file for compute capability `arch` (90 is 9.0; 90a has what 9.0 alone has, as wgmma).
     Raises BackendError with NVRTC's log.
     """
-    text = source.read_text(encoding="utf-8")
+    text, headers = source.read_text(encoding="utf-8"), _headers(source.parent)
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros.items())]
     version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
-    key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
+    key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()
     kept = cache_folder() / CUBINS / f"{source.stem}-sm{arch}-{key[:24]}.cubin"
     if kept.exists() and (found := kept.read_bytes()).startswith(ELF):
         return found
-    code = _compile(text, source.name, options)
+    code = _compile(text, source.name, headers, options)
     _keep(kept, code)
     return code
 
 
-def _compile(text: str, name: str, options: list[str]) -> bytes:
+def _headers(folder: Path) -> dict[str, str]:
+    """What sources of a folder may include: name -> text."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+
+
+def _compile(text: str, name: str, headers: Mapping[str, str], options: list[str]) -> bytes:
+    names, texts = ([part.encode() for part in parts] for parts in (headers, headers.values()))
     program = _checked(
-        nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []), "nvrtcCreateProgram"
+        nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), texts, names), "nvrtcCreateProgram"
     )
     try:
         flags = [option.encode() for option in options]

@@ -28,11 +28,7 @@
 //
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEV __device__ __forceinline__
+#include "bits.cuh"
 #define FACT __host__ __device__ constexpr
 
 enum Format { NVFP4, MXFP4, FP4_MX16, E4M3, E5M2, BF16, FP16 };
@@ -58,26 +54,12 @@ FACT float undo(Format f, bool key) {
 }
 constexpr bool MMA_BF16 = KF == BF16;
 static_assert((KF == BF16) == (VF == BF16), "bfloat16 goes with bfloat16: the two need one kind of mma");
-constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f, SLACK = 8.f;
+constexpr float SLACK = 8.f;
 
 // ---- bits and pieces -------------------------------------------------------------------------------------------------
-DEV u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 mul_low(u32 a, u32 b) {  // both of a by the lower half of b
-  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{l,l};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
-}
-DEV u32 mul_high(u32 a, u32 b) {
-  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{h,h};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
-}
-DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
-DEV float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
-DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV u32 bf16s(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 DEV u32 pair(float lo, float hi) { return MMA_BF16 ? bf16s(lo, hi) : halves(lo, hi); }
-DEV u32 transposed(u32 a) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(a)); return r; }
 DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#define MMA(T) asm("mma.sync.aligned.m16n8k16.row.col.f32." T "." T ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
-    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-  if (MMA_BF16) MMA("bf16"); else MMA("f16");
+  if (MMA_BF16) mma_bf16(c, a0, a1, a2, a3, b0, b1); else mma_f16(c, a0, a1, a2, a3, b0, b1);
 }
 DEV float q_value(u32 word, int i) {  // value i of a pair of queries
   u16 half = u16(word >> (16 * i));
@@ -118,7 +100,6 @@ template <Format F, bool KEY> DEV u32 scales(u32 x) {
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
-DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 template <int N> DEV void load_words(u32* w, const u8* p) {  // N words from aligned shared memory
   if (N >= 4) {
 #pragma unroll
@@ -166,9 +147,9 @@ template <Format F> DEV void fetch(u8* to, u32 bar, Storage s, const u64* rows, 
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-DEV void await(u32 bar, u32 parity) {
+DEV void landed(u32 bar, u32 parity) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}" :: "r"(bar), "r"(parity) : "memory");
+  await(bar, parity);
 #else
   asm volatile("cp.async.wait_group 1;" ::: "memory");  // keys and values take turns: all but the latest
   __syncwarp();
@@ -617,7 +598,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
       tile += count;
       for (int t = 0; t < count; t++) {
         float s[GROUPS][NG][4] = {};
-        await(key_bar, parity);
+        landed(key_bar, parity);
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) scores(s[i], key_from, 16 * i, q);
         __syncwarp();
@@ -630,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         u32 p[GROUPS][NG][2];
         kept.weights(p, s, sm);
 
-        await(value_bar, parity);
+        landed(value_bar, parity);
         if (edge && token0 + TILE > here.len) {  // slots that nobody wrote may hold NaN, and 0 * NaN is one
           for (int i = (here.len - token0) * row(VF) + 4 * lane; i < TILE * row(VF); i += 128) *(u32*)(value + i) = 0;
           for (int i = (here.len - token0) * srow(VF) + lane; i < TILE * srow(VF); i += 32) value[TILE * row(VF) + i] = 0;

@@ -20,11 +20,7 @@
 //
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEV __device__ __forceinline__
+#include "bits.cuh"
 
 constexpr int RANK = 512, ROPE = 64, HEADS = 16, TILE = 64, THREADS = 128 * TEAMS, QUERY_STEPS = 36, LATENT_STEPS = 32;
 constexpr int DATA = RANK, SCALES = RANK / 128 * 4;  // bytes of a row
@@ -32,26 +28,12 @@ constexpr int PITCH = 544;  // of values and scales: 8 words more than whole rou
 constexpr int TILE_BYTES = TILE * PITCH, ROPE_BYTES = TILE * ROPE * 2, WEIGHTS = TILE * HEADS * 2;
 constexpr int QUERIES = QUERY_STEPS * 512, TEAM_BYTES = 2 * TILE_BYTES + ROPE_BYTES;
 constexpr int MEETING = QUERIES + TEAMS * 2 * WEIGHTS > RANK * HEADS * 4 ? QUERIES + TEAMS * 2 * WEIGHTS : RANK * HEADS * 4;
-constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr float SLACK = 4.f;                                    // P may be as large as 2^SLACK
 constexpr float VALUE_FOLD = 1.f / 64;
 constexpr int LEAST = TEAMS;                                    // tiles of a block, if there are so many
 static_assert(PITCH % 128 == 32 && PITCH >= DATA + SCALES, "rows must spread over the banks");
 
 // ---- bits and pieces -------------------------------------------------------------------------------------------------
-DEV u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
-DEV float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
-DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV u32 bf16s(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV u32 transposed(u32 a) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(a)); return r; }
-DEV u32 e4m3s(u32 x) { u32 r; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(u16(x))); return r; }  // bytes 0 and 1
-#define MMA(T) asm("mma.sync.aligned.m16n8k16.row.col.f32." T "." T ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
-    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-DEV void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { MMA("f16"); }
-DEV void mma_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { MMA("bf16"); }
-DEV u32 at(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 // ---- memory ----------------------------------------------------------------------------------------------------------
 struct Plane { const u8* data; u64 page; u32 slot; };  // strides in bytes
 struct Latents { Plane data, scales, rope; };
@@ -85,10 +67,6 @@ DEV void fetch(u32 to, u32 to_rope, const Latents& from, u64 page, int slot, int
   else copy_planes<false>(to, to_rope, from, page, slot, live, lane);
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-DEV void await(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}" :: "r"(bar), "r"(parity) : "memory");
-}
-DEV void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" :: "r"(bar) : "memory"); }
 DEV void meet(int team) { asm volatile("bar.sync %0,128;" :: "r"(team + 1) : "memory"); }
 
 // ---- the batch -------------------------------------------------------------------------------------------------------
@@ -161,8 +139,8 @@ DEV void keep_queries(uint4* to, const u16* q, int heads, int q_head) {
 DEV int token_of(int g) { return g & 1 ? 4 + (((g >> 1) + 2) & 3) : g >> 1; }
 
 DEV void step16(float (*s)[4], u32 a0, u32 a1, u32 a2, u32 a3, uint4 q) {
-  mma(s[0], a0, a1, a2, a3, q.x, q.y);
-  mma(s[1], a0, a1, a2, a3, q.z, q.w);
+  mma_f16(s[0], a0, a1, a2, a3, q.x, q.y);
+  mma_f16(s[1], a0, a1, a2, a3, q.z, q.w);
 }
 // A quarter of the latent's dims, which have one scale. row: a lane's row g; row g + 8 lies eight tokens further.
 DEV void key_quarter(float (*s)[4], const u8* row, const uint4* q, int j, int c) {

@@ -36,11 +36,7 @@
 //
 // Names: g = lane / 4 and c = lane % 4, the coordinates of fragments.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEV __device__ __forceinline__
+#include "bits.cuh"
 
 constexpr int RANK = 512, ROPE = 64, HEADS = 16, TILE = 64, THREADS = 128 * (TEAMS + 2);
 constexpr int DATA = RANK / 2, SCALES = RANK / 16, ROTARY = 2 * ROPE, ROW = DATA + SCALES + ROTARY;  // bytes of a row
@@ -49,24 +45,10 @@ constexpr int WEIGHTS = TILE * HEADS * 2, STEPS = RANK / 16, QUERIES = (STEPS + 
 constexpr int BARRIERS = TEAMS + 4 * TEAMS + 2 + 8 * TEAMS;  // full, empty (four a stage), asked (two), landed and taken (of warps)
 static_assert(TEAMS <= 2, "with more, a reader could be two turns ahead of the queries that were asked for");
 constexpr u32 ALL = ~0u;
-constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr float SLACK = 8.f;      // P may be as large as 2^SLACK
 constexpr float FOLD = 16384.f;   // 2^14, by which decoded values are too small
 
 // ---- bits and pieces -------------------------------------------------------------------------------------------------
-DEV u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 mul_low(u32 a, u32 b) {  // both of a by the lower half of b
-  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{l,l};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
-}
-DEV u32 mul_high(u32 a, u32 b) {
-  u32 r; asm("{\n.reg .b16 l,h;\n.reg .b32 t;\nmov.b32 {l,h},%2;\nmov.b32 t,{h,h};\nmul.rn.f16x2 %0,%1,t;\n}" : "=r"(r) : "r"(a), "r"(b)); return r;
-}
-DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
-DEV float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
-DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV u32 bf16s(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV u32 transposed(u32 a) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(a)); return r; }
-DEV u32 e4m3s(u32 x) { u32 r; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(u16(x))); return r; }  // bytes 0 and 1
 // wgmma m64n16k16. B: 8 x 8 blocks of 128 bytes, two along K, then those of the other eight columns. A: in registers, or
 // rows of 128 swizzled bytes that lie across K. Descriptors are said by their lower halves.
 #define ACC "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3])
@@ -90,8 +72,6 @@ DEV void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
 DEV void show_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEV u32 at(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-DEV u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 // Eight E2M1 values n0..n7 -> four pairs (n0,n4) (n1,n5) (n2,n6) (n3,n7). The upper byte of a float16 holds a value's
 // sign (bit 7) and magnitude (bits 3..1): first all upper bytes, of odd and of even values, then halves.
 DEV void e2m1(u32 x, u32* h) {
@@ -135,10 +115,6 @@ template <int AT> DEV void copy(u32 to, const u8* from) {  // 16 bytes a lane
   asm volatile("cp.async.cg.shared.global.L2::256B [%0+%2],[%1+%2],16;" :: "r"(to), "l"(from), "n"(512 * AT) : "memory");
 }
 DEV void make_barrier(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(bar), "r"(count) : "memory"); }
-DEV void await(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra E;\nbra L;\nE:\n}" :: "r"(bar), "r"(parity) : "memory");
-}
-DEV void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" :: "r"(bar) : "memory"); }
 template <int N> DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
 template <int N> DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
 DEV void all_but_fetchers_meet() { asm volatile("bar.sync 2,%0;" :: "n"(128 * TEAMS + 128) : "memory"); }
