@@ -1,7 +1,7 @@
 """CUDA C++ source to a loaded kernel: NVRTC, and a cache of its output on disk.
 
-Owns cubin() and Kernel. Sources may include the headers beside them. Needs the package cuda-bindings, which finds NVRTC among the packages that torch brings.
-Compiling needs no GPU; loading does. Must not know what a kernel computes.
+Owns cubin() and Kernel. Sources may include the headers beside them. Needs the package cuda-bindings, which finds NVRTC
+among the packages that torch brings. Compiling needs no GPU; loading does. Must not know what a kernel computes.
 
 The cache is kernels/ in Nibble's cache folder (hardware.py).
 """
