@@ -54,7 +54,7 @@ def serves(q_THD: Tensor, latents: Paged, rope: int, requests: Requests) -> bool
         and (latents.dim - rope, rope, latents.heads) == (RANK, ROPE, 1)
         and q_THD.dtype == torch.bfloat16
         and q_THD.shape[1] <= HEADS
-        and max(requests.q_lens) == 1
+        and max(requests.q_lens, default=0) == 1
         and len(requests.kv_lens_B) <= MAX_BATCH
         and latents.page_size in PAGES
         and all(map(_aligned, latents.planes_PHS))
