@@ -81,7 +81,7 @@ DEV void e2m1(u32 x, u32* h) {
 template <Format F> DEV u32 fp8_low(u32 x) {   // bytes 0 and 1 -> a pair
   if (F == E5M2) return __byte_perm(x, 0, 0x1404);
 #if __CUDA_ARCH__ >= 890
-  u32 r; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(u16(x))); return r;
+  return e4m3s(x);
 #else
   u32 y = __byte_perm(x, 0, 0x1404); return (y & 0x80008000u) | ((y >> 1) & 0x3F803F80u);
 #endif

@@ -48,7 +48,7 @@ constexpr u32 ALL = ~0u;
 constexpr float SLACK = 8.f;      // P may be as large as 2^SLACK
 constexpr float FOLD = 16384.f;   // 2^14, by which decoded values are too small
 
-// ---- bits and pieces -------------------------------------------------------------------------------------------------
+// ---- products, and what they take ------------------------------------------------------------------------------------
 // wgmma m64n16k16. B: 8 x 8 blocks of 128 bytes, two along K, then those of the other eight columns. A: in registers, or
 // rows of 128 swizzled bytes that lie across K. Descriptors are said by their lower halves.
 #define ACC "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3])
