@@ -30,7 +30,7 @@
 // takes as it was TEAMS tiles ago and raises only by far, and which the weigher compares with its own: where they differ,
 // for few tiles, it brings both to the larger.
 //
-// The order of dims may be chosen freely, if queries and the output follow. Lane c (lane % 4) reads bytes 64 j + 16 c .. + 15
+// The order of dims may be chosen freely, if queries and the output follow. Lane c (lane % 4) reads bytes 64 c + 16 j .. + 15
 // of a row, j = 0..3: words w = 0..3 of eight values each. Pairs (0,4) (1,5) of a word are the operands' step 8 j + 2 w, and
 // rows 16 w .. + 15 of V^T's block 2 j; pairs (2,6) (3,7) are the next step and block. So four dims of a lane are neighbours.
 //
@@ -87,29 +87,35 @@ DEV void e2m1(u32 x, u32* h) {
 // ---- memory ----------------------------------------------------------------------------------------------------------
 struct Plane { const u8* data; u64 page; u32 slot; };  // strides in bytes
 struct Latents { Plane data, scales, rope; };
-// A warp's tokens of a tile, as they are stored, come to its place in shared memory: of planes, with every other row's
-// halves of 128 bytes exchanged, against conflicts of banks; or as records. What a lane has of them: rows g and g + 8.
-struct Row { uint4 x[4]; u32 scales[4]; };
+// A warp's tokens of a tile, as they are stored, come to its place in shared memory: records as they are; of planes, 16 bytes
+// of a row at an index that is mixed with others' bits, so that eight lanes' loads fall into different banks. What a lane
+// has of them: rows g and g + 8.
+struct Row { uint4 x[4]; uint2 scales; };
 struct Rotary { uint4 x[2], y[2]; };
-struct Place { const u8 *even, *odd, *scales, *rope[2]; int next_values, next_scales, next_rope; };  // of row g; how far g + 8 is
-DEV Place place_of(const u8* stored, bool record, int g, int c) {
-  if (record) {
-    const u8* const row = stored + g * ROW;
-    return {row + 16 * c, row + 16 * c, row + DATA + 2 * c, {row + DATA + SCALES + 16 * c, row + DATA + SCALES + 64 + 16 * c}, 8 * ROW, 8 * ROW, 8 * ROW};
-  }
-  const int swap = 64 * (g & 1);
-  const u8 *const row = stored + g * DATA + 16 * c, *const rope = stored + 16 * (DATA + SCALES) + g * ROTARY + 16 * c;
-  return {row + swap, row - swap, stored + 16 * DATA + g * SCALES + 2 * c, {rope + swap, rope + 64 - swap}, 8 * DATA, 8 * SCALES, 8 * ROTARY};
+struct Place { u32 values[4], scales, rope[2], next_values, next_scales, next_rope; };  // of row g; how far g + 8 is
+DEV u32 mixed(u32 index, u32 row) { return index ^ index >> 3 & 1 ^ 2 * (row & 1); }
+DEV Place place_of(u32 stored, bool record, int g, int c) {
+  Place at;
+  const u32 pitch = record ? ROW : DATA, scales = record ? ROW : SCALES, rope = record ? ROW : ROTARY;
+#pragma unroll
+  for (int j = 0; j < 4; j++) at.values[j] = stored + g * pitch + 16 * (record ? 4 * c + j : mixed(4 * c + j, g));
+  at.scales = stored + (record ? DATA : 16 * DATA) + g * scales + 8 * c;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    at.rope[half] = stored + (record ? DATA + SCALES : 16 * (DATA + SCALES)) + g * rope + 64 * (record ? half : half ^ g & 1) + 16 * c;
+  at.next_values = 8 * pitch; at.next_scales = 8 * scales; at.next_rope = 8 * rope;
+  return at;
 }
+DEV uint4 load16(u32 at) {
+  uint4 x; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory"); return x;
+}
+DEV uint2 load8(u32 at) { uint2 x; asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory"); return x; }
 DEV void read(Row& one, Row& two, Rotary& r, const Place& at) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) { r.x[half] = *(const uint4*)at.rope[half]; r.y[half] = *(const uint4*)(at.rope[half] + at.next_rope); }
+  for (int half = 0; half < 2; half++) { r.x[half] = load16(at.rope[half]); r.y[half] = load16(at.rope[half] + at.next_rope); }
+  one.scales = load8(at.scales); two.scales = load8(at.scales + at.next_scales);
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const u8* const values = (j % 2 ? at.odd : at.even) + 64 * j;
-    one.x[j] = *(const uint4*)values; two.x[j] = *(const uint4*)(values + at.next_values);
-    one.scales[j] = *(const u16*)(at.scales + 8 * j); two.scales[j] = *(const u16*)(at.scales + 8 * j + at.next_scales);
-  }
+  for (int j = 0; j < 4; j++) { one.x[j] = load16(at.values[j]); two.x[j] = load16(at.values[j] + at.next_values); }
 }
 template <int AT> DEV void copy(u32 to, const u8* from) {  // 16 bytes a lane
   asm volatile("cp.async.cg.shared.global.L2::256B [%0+%2],[%1+%2],16;" :: "r"(to), "l"(from), "n"(512 * AT) : "memory");
@@ -162,11 +168,12 @@ struct Cursor {
 DEV const u8* row_of(const Plane& plane, const Spot& spot) { return plane.data + ((u64)(u32)spot.page * plane.page + (u32)spot.slot * plane.slot); }
 DEV void fetch(u32 to, const Latents& from, const Spot& spot, int lane, u32 landed) {
   const bool record = from.data.slot == ROW;
-  const u32 exchanged = record ? 0 : lane >> 4 & 1, many = record ? 0 : lane >> 3 & 1;  // rows of values have 16 lanes, of rotary values 8
   const u8 *const values = row_of(from.data, spot) + 16 * lane,
            *const scales = record ? values + 16 * DATA : row_of(from.scales, spot) + 16 * lane,
            *const rope = record ? values + 16 * (DATA + SCALES) : row_of(from.rope, spot) + 16 * lane;
-  const u32 to_values = to + 16 * (lane ^ 4 * exchanged), to_scales = to + 16 * DATA + 16 * lane, to_rope = to + 16 * (DATA + SCALES) + 16 * (lane ^ 4 * many);
+  const u32 to_values = to + 16 * (record ? lane : mixed(lane % 16, lane / 16) + lane / 16 * 16),  // 16 lanes a row
+            to_scales = to + 16 * DATA + 16 * lane,
+            to_rope = to + 16 * (DATA + SCALES) + 16 * (record ? lane : lane ^ lane / 2 & 4);          // 8 lanes a row
   copy<0>(to_values, values); copy<1>(to_values, values); copy<2>(to_values, values); copy<3>(to_values, values);
   copy<4>(to_values, values); copy<5>(to_values, values); copy<6>(to_values, values); copy<7>(to_values, values);
   copy<0>(to_scales, scales);
@@ -189,7 +196,7 @@ template <int WARPS> DEV void keep_queries(u8* to, const u16* q, int heads, int 
 #pragma unroll
   for (int k = 0; k < TIMES; k++) {
     const int part = warp + WARPS * k, head = part % 2 * 8 + lane % 8, four = part / 2;
-    const int eight = four < EIGHTS / 4 ? four / 4 * 16 + four % 4 + 4 * pair : 4 * four + pair;
+    const int eight = four < EIGHTS / 4 ? four + 16 * pair : 4 * four + pair;
     x[k] = part < MANY && head < heads ? *(const uint4*)(q + (u64)head * q_head + 8 * eight) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
@@ -210,7 +217,7 @@ DEV void keep(u32 to, const u32* a) {
 }
 // S^T += K Q^T: a quarter of the dims. f: registers of tokens g and g + 8 in turn, which wgmma reads until it is waited for.
 DEV void key_quarter(float (*s)[4], u32 (*f)[8], const Row& first, const Row& second, u32 to, u32 queries, int j) {
-  const u32 sx = e4m3s(first.scales[j]), sy = e4m3s(second.scales[j]);
+  const u32 sx = e4m3s((j < 2 ? first.scales.x : first.scales.y) >> 16 * (j % 2)), sy = e4m3s((j < 2 ? second.scales.x : second.scales.y) >> 16 * (j % 2));
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     u32 a[4], b[4], *const x = f[(4 * j + w) % DEPTH];
@@ -374,14 +381,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
   if (team >= 0) {  // ---- keys
     take_registers<168>();
     const float apart = 1.f / (whole * FOLD), unit = scale * LOG2E * whole * FOLD;
-    const u8* const mine = stored + STORED * (4 * team + warp);
-    const Place place = place_of(mine, values_slot == ROW, g, c);
+    const Place place = place_of(shared_address(stored) + STORED * (4 * team + warp), values_slot == ROW, g, c);
     const u32 keep = shared_address(smem) + team * DECODED + (16 * warp + lane % 16) * 128 + 16 * (lane / 16 ^ lane % 8);
     const u32 landed_at = landed + 8 * (4 * team + warp), taken_at = taken + 8 * (4 * team + warp);
     Segment segment(work, b0, block0, block1);
     for (int i = 0, turn = 0, tile = block0 + team; segment.next(); i++) {
       const int before = work.before(segment.b), len = work.len(segment.b);
-      const u32 queries_at = shared_address(queries + i % 2 * QUERIES) / 16 | B_LOW;
+      const u32 queries_at = __reduce_or_sync(ALL, shared_address(queries + i % 2 * QUERIES) / 16 | B_LOW);  // as in weigh()
       if (i > 0 && tile < segment.end) await(asked + i % 2 * 8, (i - 1) / 2 & 1);
       for (; tile < segment.end; tile += TEAMS, turn ^= 1) {
         Row one, two;
@@ -393,10 +399,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
         float s[2][4] = {};
         key_rope(s, rotary, queries_at);
         const int there = len - (tile - before) * TILE - 16 * warp - g;
-        if (there <= 8) {  // slots that nobody wrote may hold scales that are no numbers
-#pragma unroll
-          for (int j = 0; j < 4; j++) { two.scales[j] = 0; if (there <= 0) one.scales[j] = 0; }
-        }
+        if (there <= 8) two.scales = make_uint2(0, 0);  // slots that nobody wrote may hold scales that are no numbers
+        if (there <= 0) one.scales = make_uint2(0, 0);
         wgmma_wait<0>();
 #pragma unroll
         for (int n = 0; n < 2; n++)
@@ -490,12 +494,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
     }
     if (i < 0) continue;
 
-    // The end of a segment. A lane has four dims of each 128: of blocks 2 j and 2 j + 1, rows g and g + 8.
+    // The end of a segment. A lane has four dims of each 32 of 128: of blocks 2 j and 2 j + 1, rows g and g + 8.
     const float sum = kept.l + __shfl_xor_sync(ALL, kept.l, 8);
     if (lane / 8 % 2 == 0) stats[warp][mine] = sum;
     weighers_meet();
     if (segment.begin == work.before(b) && threadIdx.x == 0) { PLAN[2 * b] = first_block + b; PLAN[2 * b + 1] = last_block - first_block + 1; }
-    const int dim = 32 * (g / 2) + 8 * warp + 4 * (g % 2);
+    const int dim = 128 * (g / 2) + 8 * warp + 4 * (g % 2);
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -509,8 +513,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
         for (int j = 0; j < 4; j++) {
           const float *const x = kept.o[2 * j][n], *const y = kept.o[2 * j + 1][n];
           const float4 four = make_float4(x[e] * f, x[e + 2] * f, y[e] * f, y[e + 2] * f);
-          if (first_block == last_block) *(uint2*)(OUT + row * RANK + 128 * j + dim) = make_uint2(bf16s(four.x, four.y), bf16s(four.z, four.w));
-          else *(float4*)(PARTS + piece * RANK + 128 * j + dim) = four;
+          if (first_block == last_block) *(uint2*)(OUT + row * RANK + 32 * j + dim) = make_uint2(bf16s(four.x, four.y), bf16s(four.z, four.w));
+          else *(float4*)(PARTS + piece * RANK + 32 * j + dim) = four;
         }
         if (first_block != last_block && warp == 0 && g == 0) LSE[piece] = m + lg2(sum);
       }

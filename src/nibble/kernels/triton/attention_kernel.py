@@ -300,8 +300,9 @@ def combine_kernel(
         split_S = first + tl.arange(0, S)
         place_S = _place(program + split_S, tile, tiles, query_head // GROUP, heads, M) + row
         lse_S = tl.load(lse + place_S, mask=split_S < splits, other=float("-inf"))
-        keep = (lse_S != float("-inf"))[:, None] & (d_D < DIM)[None, :]
-        part_SD = tl.load(parts + place_S[:, None] * DIM + d_D[None, :], mask=keep, other=0.0)
+        there = (split_S < splits)[:, None] & (d_D < DIM)[None, :]
+        part_SD = tl.load(parts + place_S[:, None] * DIM + d_D[None, :], mask=there, other=0.0)
+        part_SD = tl.where((lse_S != float("-inf"))[:, None], part_SD, 0.0)
         top = tl.maximum(peak, tl.max(lse_S, 0))
         weight_S, fade = tl.exp2(lse_S - top), tl.exp2(peak - top)
         total = total * fade + tl.sum(weight_S, 0)
