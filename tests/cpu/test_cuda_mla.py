@@ -84,6 +84,59 @@ def test_it_agrees_with_its_reference(
     assert torch.equal(found, again)
 
 
+@runs
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize(
+    "lens",
+    [(1,) * 300 + (0,) * 7 + (1,) * 293, (64,) * 400 + (65, 0, 5000)],
+    ids=["one tile each", "one tile and more"],
+)
+@pytest.mark.parametrize("name", LATENTS)
+def test_many_requests(name: str, lens: tuple[int, ...], heads: int) -> None:
+    """More of them than a block has threads, and segments that some readers have no tile of."""
+    stored, segment = batch(name, lens, 64, record=False, device="cuda")
+    q_THD = torch.randn(len(lens), heads, STREAM.dim, dtype=torch.bfloat16, device="cuda")
+    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
+    found = twin.attend(q_THD, stored, segment, SCALE).float()
+    assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+@runs
+@pytest.mark.parametrize("name", LATENTS)
+def test_maxima_that_rise_late(name: str) -> None:
+    """Scores far apart, and the largest one behind: sums are brought to another maximum in the middle of a segment."""
+    stored, segment = batch(name, (3000, 700), 64, record=False, device="cuda")
+    keys_LD = gathered(stored, segment, 0)
+    q_THD = torch.randn(2, 16, STREAM.dim, dtype=torch.bfloat16, device="cuda") * 30
+    q_THD[0] = (keys_LD[2900] * torch.linspace(0.1, 3, 16, device="cuda")[:, None]).bfloat16()
+    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
+    found = twin.attend(q_THD, stored, segment, SCALE).float()
+    assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+@runs
+@pytest.mark.parametrize("name", LATENTS)
+def test_queries_of_any_strides_and_no_numbers(name: str) -> None:
+    stored, segment = batch(name, (300, 20), 64, record=False, device="cuda")
+    wide = torch.randn(2, 16, STREAM.dim + 3, dtype=torch.bfloat16, device="cuda")
+    odd_THD = wide[:, :, 1 : STREAM.dim + 1]
+    assert torch.equal(
+        twin.attend(odd_THD, stored, segment, SCALE),
+        twin.attend(odd_THD.contiguous(), stored, segment, SCALE),
+    )
+    odd_THD[1, 3, 5] = float("nan")
+    found = twin.attend(odd_THD, stored, segment, SCALE)
+    assert found[1, 3].isnan().all() and found.isnan().sum() == twin.RANK
+
+
+def gathered(stored: Paged, segment: Segment, request: int) -> Tensor:
+    """Latents of a request's tokens, [L, D] in float32."""
+    pages = segment.pages_BN[request, : -(-segment.kv_lens[request] // stored.page_size)].long()
+    planes = tuple(plane[pages] for plane in stored.planes_PHS)
+    found = stored.format.decode(planes, stored.scale).float()
+    return found[:, 0].reshape(-1, stored.dim)[: segment.kv_lens[request]]
+
+
 def batch(name: str, lens: tuple[int, ...], page: int, record: bool, device: str) -> tuple[Paged, Segment]:
     """Random latents of requests, whose pages are in random order; what no request owns is poison."""
     fmt, rng = formats.get(name).bound(STREAM), torch.Generator().manual_seed(7)

@@ -11,6 +11,9 @@ constexpr float NONE = -1e30f, LOG2E = 1.4426950408889634f;
 DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 DEV float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 DEV float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
+DEV float clamped(float x) {  // to float16's range; what is no number stays so
+  float r; asm("{\n.reg .f32 t;\nmax.NaN.f32 t,%1,%2;\nmin.NaN.f32 %0,t,%3;\n}" : "=f"(r) : "f"(x), "f"(-65504.f), "f"(65504.f)); return r;
+}
 DEV u32 halves(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 DEV u32 bf16s(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 DEV u32 e4m3s(u32 x) { u32 r; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(u16(x))); return r; }  // bytes 0 and 1; from SM89 on

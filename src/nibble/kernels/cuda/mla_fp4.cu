@@ -149,7 +149,7 @@ struct Segment {
   }
 };
 // Tile after tile. What a warp reads of one: 16 tokens from a slot of a page. After a request's end, of page 0;
-// after the last tile, of page -1.
+// after the last tile, of slot -1.
 struct Spot { int page, slot; };
 struct Cursor {
   const Work& work; int at, stop, b, before, upto, len; const int* pages;
@@ -158,7 +158,7 @@ struct Cursor {
     b = request; before = work.before(b); upto = work.before(b + 1); len = work.len(b); pages = work.pages + (u64)b * work.stride;
   }
   DEV Spot next(int warp) {
-    if (at >= stop) return {-1, 0};
+    if (at >= stop) return {0, -1};
     while (at >= upto) begin(b + 1);
     const int token = (at - before) * TILE + 16 * warp;
     at++;
@@ -183,10 +183,7 @@ DEV void fetch(u32 to, const Latents& from, const Spot& spot, int lane, u32 land
 
 // ---- queries ---------------------------------------------------------------------------------------------------------
 DEV float value(const uint4& x, int i) { return __uint_as_float(i & 1 ? at(x, i / 2) & 0xFFFF0000u : at(x, i / 2) << 16); }
-DEV u32 clamped(const uint4& x, int i, int j) {
-  const float most = 65504.f;
-  return halves(fminf(fmaxf(value(x, i), -most), most), fminf(fmaxf(value(x, j), -most), most));
-}
+DEV u32 clamped(const uint4& x, int i, int j) { return halves(clamped(value(x, i)), clamped(value(x, j))); }
 // To where wgmma finds them, by the first WARPS warps. Eight values of a head are a lane's in two steps; rotary ones stay as
 // they are. A warp takes eight heads and four eights, which go to the words of rows of 16 bytes: no conflicts of banks.
 template <int WARPS> DEV void keep_queries(u8* to, const u16* q, int heads, int q_head) {
@@ -367,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
     give_registers<40>();
     Cursor cursor(work, b0, block0, block1);
     Spot next = cursor.next(warp);
-    for (int k = 0; next.page >= 0; k++) {
+    for (int k = 0; next.slot >= 0; k++) {
       const int place = 4 * (k % TEAMS) + warp;
       if (k >= TEAMS) await(taken + 8 * place, k / TEAMS - 1 & 1);
       fetch(shared_address(stored) + STORED * place, latents, next, lane, landed + 8 * place);
