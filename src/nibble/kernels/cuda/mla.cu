@@ -126,7 +126,7 @@ DEV void keep_queries(uint4* to, const u16* q, int heads, int q_head) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const u32 lo = x[k][r][0], hi = x[k][r][1];
-      const float most = 65504.f, a = __uint_as_float(lo << 16), b = __uint_as_float(hi << 16);
+      const float a = __uint_as_float(lo << 16), b = __uint_as_float(hi << 16);
       const u32 half = halves(clamped(a), clamped(b));
       w[r] = i % 32 / 4 + 8 * (r / 2) >= heads ? 0 : i / 32 < LATENT_STEPS ? half : lo | hi << 16;
     }
