@@ -338,7 +338,7 @@ struct Cursor {  // a place in the line of tiles
 // A piece: what one warp or block has of a (request, head): unnormalised O, then (max, sum) of each column, in the exp2
 // domain. O is stored as the fragments lie, four dims of a lane at a time: [column / 8][column % 2][quad][lane][4].
 // A short context takes as long as its chain of latencies, and fetching instructions is among them: this code is compact.
-constexpr int QUADS = D / 32, MINE = (QUADS + 3) / 4, AHEAD = 8 / MINE;
+constexpr int QUADS = D / 32, MINE = (QUADS + 3) / 4, AHEAD = 8 / MINE, EIGHT = 8;
 constexpr int ROOM = unit(KF) + unit(VF), PIECE_O = COLUMNS * D * 4, PIECE_ALL = PIECE_O + 8 * COLUMNS;  // bytes
 static_assert(ROOM >= PIECE_ALL, "a warp leaves its piece where its tile was");
 DEV float4* quad(u8* piece, int n, int e, int i, int lane) { return (float4*)piece + ((2 * n + e) * QUADS + i) * 32 + lane; }
@@ -638,7 +638,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
         ((u32*)(OUT + (u64)work.first_row(b) * heads * group * D))[i] = 0;
 
   // What several warps have of a (request, head) is joined here, a column a warp; what several blocks have, by the warp
-  // that comes last.
+  // that comes last; of more than eight blocks, of each eight by their last, and then what those have left. Two such
+  // (request, head)s at most have pieces of the same eight blocks: one that begins there, and one that does not.
+  int* const of_eights = arrived;
+  arrived += 2 * ((gridDim.x + EIGHT - 1) / EIGHT) * COLUMNS;
   __syncthreads();
   for (int at = block0, turn = 0; at < block1;) {
     Cursor seg; seg.at(work, B, at);
@@ -651,17 +654,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(
     for (int column = 0; column < columns && !(whole && w0 == w1); column++) {
       if (turn++ % WARPS != warp) continue;
       Row from{smem + w0 * ROOM, of_warps + w1 * PIECE_ALL, ROOM, goes_on ? w1 - w0 : -1, w1 - w0 + 1};
-      for (u8* into = own;; into = nullptr) {
+      u8* into = own;
+#pragma unroll 1
+      for (bool of_eight = true;; of_eight = false) {
         join(from, into, output, row, seg.h, column, lane);
         if (!into) break;
-        const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1);
-        int* count = arrived + (seg.b * heads + seg.h) * COLUMNS + column, last = 0;
+        const int b0 = blocks.owner(start), b1 = blocks.owner(stop - 1), o0 = b0 / EIGHT, o = blockIdx.x / EIGHT;
+        const bool many = b1 - b0 >= EIGHT;
+        of_eight &= many;
+        const int first = of_eight ? max(b0, o * EIGHT) : many ? o0 * EIGHT : b0,
+                  members = of_eight ? min(b1, o * EIGHT + EIGHT - 1) - first + 1 : many ? b1 / EIGHT - o0 + 1 : b1 - b0 + 1;
+        int *count = of_eight ? of_eights + (2 * o + (o == o0)) * COLUMNS : arrived + (seg.b * heads + seg.h) * COLUMNS, last = 0;
         __threadfence();
         __syncwarp();
-        if (lane == 0 && (last = atomicAdd(count, 1) == b1 - b0)) *count = 0;
+        if (lane == 0 && (last = atomicAdd(count + column, 1) == members - 1)) count[column] = 0;
         if (!__shfl_sync(~0u, last, 0)) break;
         __threadfence();
-        from = {of_blocks + 2 * b0 * PIECE_ALL, of_blocks + (2 * b0 + 1) * PIECE_ALL, 2 * PIECE_ALL, 0, b1 - b0 + 1};
+        u8 *const begun = of_blocks + (2 * b0 + 1) * PIECE_ALL, *const at_first = of_blocks + 2 * first * PIECE_ALL;
+        const bool with_begun = !of_eight || first == b0;
+        from = {at_first, begun, 2 * (many && !of_eight ? EIGHT : 1) * PIECE_ALL, with_begun ? 0 : -1, members};
+        into = !of_eight ? nullptr : with_begun ? begun : at_first;
       }
     }
     at = to;

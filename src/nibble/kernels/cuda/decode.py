@@ -25,6 +25,8 @@ COLUMNS = 16
 MAX_BATCH = 2048
 MAX_ROWS = 1 << 20
 """Most query rows of a batch, those that only fill up a KV head's columns included."""
+EIGHT = 8
+"""Blocks whose pieces are joined at once, where there are more."""
 RESERVED = 1024 + 256
 """Bytes of a multiprocessor's shared memory that a block cannot have, and those that the kernel declares."""
 
@@ -102,7 +104,8 @@ class Decode:
         self.shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009 (unknown to older stubs)
         self.device = device
         self._pieces: dict[tuple[int, int, int], Tensor] = {}
-        self._arrived = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        of_eights = 2 * -(-self.blocks // EIGHT) * COLUMNS
+        self._arrived = torch.zeros(MAX_ROWS + of_eights, dtype=torch.int32, device=device)
 
     def variant(
         self, formats: tuple[str, str], dim: int, page: int, columns: int, bf16: bool, softcap: bool
