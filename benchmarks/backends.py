@@ -6,10 +6,10 @@
 
 The entrants are the resolver's own options, from the cache's own bytes or over pages dequantised first (`staged`). Each
 is called as the engine calls it, through its adapter over the pool, pages of random tokens in random order, several
-times the L2 cache: decode steps in a CUDA graph of up to 32 calls where the backend can be recorded; everything else
-call by call (`eager`), with what the backend plans on the host for each step in its time. So an eager decode is timed
-fairly as far as attention goes; an engine that decodes without graphs also launches the rest of the model by hand,
-which is not in these figures. Gate: rows from the beginning and the end, against the reference over the same cache in
+times the L2 cache: decode steps in a CUDA graph of up to 32 calls where the backend can be recorded, and otherwise call
+by call with all that the host does (`eager`), to which an engine adds the launches of the rest of the model. In the
+other phases calls are queued ahead of the GPU, as among the large kernels of a prompt: the host counts where the GPU
+waits for it. Gate: rows from the beginning and the end, against the reference over the same cache in
 float32. A backend that fails says so in its cell.
 
 `auto` is the plan's choice by `prefer` alone. Its ratio is its time over that of the fastest backend; in decode, the
@@ -231,7 +231,7 @@ def main() -> None:
     verdicts = [verdict(job, group) for job, group in results.items()]
     copy = f"All times in ms a call. Copy bandwidth {gpu.copy_tbps():.2f} TB/s."
     texts = [trouble, copy, *tables(results), table(verdicts), orders(results)]
-    texts += [summary(verdicts)]
+    texts += [f"## What auto chooses, by need\n\n{by_need(results)}", summary(verdicts)]
     cells = [{"job": job, **asdict(result)} for job, group in results.items() for result in group]
     gpu.publish("backends", options, str(__doc__), texts, peers.versions(), cells=cells)
 
@@ -331,6 +331,33 @@ def slowness(group: Sequence[Result], results: Mapping[str, list[Result]], need:
 def _ranked(result: Result, slowness: float) -> str:
     eager = ", eager" if result.phase is Phase.DECODE and not result.graphs else ""
     return f"{result.name} {slowness:.2f} ({result.prefer}{eager})"
+
+
+def judge(need: str, results: Mapping[str, list[Result]]) -> tuple[str, str, str, float]:
+    """The need, what `auto` takes, the best, and how much slower the former is; infinite where that is not known."""
+    by_name: dict[str, list[Result]] = {}
+    for job, group in results.items():
+        for result in group if job.rpartition("/")[0] == need else ():
+            by_name.setdefault(result.name, []).append(result)
+    work = max(map(len, by_name.values()))
+    slow = {name: slowness(group, results, need) for name, group in by_name.items() if len(group) == work}
+    able = {n: s for n, s in slow.items() if by_name[n][0].graphs or by_name[n][0].phase is not Phase.DECODE}
+    best = min(able or slow, key=lambda name: slow[name])
+    auto = next((name for name, group in by_name.items() if group[0].chosen), "not recorded")
+    return need, auto, best, slow.get(auto, math.inf) / slow[best]
+
+
+def by_need(results: Mapping[str, list[Result]]) -> str:
+    """How `auto` does in each need, over its workloads together, and the worst of all."""
+    timed = {job: [each for each in group if each.ms is not None] for job, group in results.items()}
+    results = {job: group for job, group in timed.items() if group}
+    if not results:
+        return "Nothing measured."
+    judged = [judge(need, results) for need in dict.fromkeys(job.rpartition("/")[0] for job in results)]
+    rows = [(*names, f"{ratio:.2f}", "ABOVE" if ratio > BOUND else "") for *names, ratio in judged]
+    worst, above = max(judged, key=lambda each: each[-1]), sum(bool(row[-1]) for row in rows)
+    last = f"Worst ratio {worst[-1]:.2f} ({worst[0]}); {above} of {len(rows)} needs are above {BOUND}."
+    return "\n".join((markdown(("need", "auto", "best", "ratio", f"bound {BOUND}"), rows), "", last))
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

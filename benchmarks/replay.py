@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from backends import BOUND, Job, arguments, jobs, slowness
-from report import markdown
+from backends import Job, arguments, by_need, jobs
 
 from nibble.attention.backends import all_backends
-from nibble.attention.capability import Phase
 from nibble.evals.race import Result, blank, entrants
 from nibble.hardware import named
 
@@ -46,20 +43,6 @@ def replayed(job: Job, records: Records) -> Iterator[Result]:
             yield replace(blank(job.plan, job.part, entrant, job.work), page=page, ms=pages[page]["ms"])
 
 
-def judge(need: str, results: Mapping[str, list[Result]]) -> tuple[str, str, str, float]:
-    """The need, what `auto` takes, the best, and how much slower the former is; infinite where that is not known."""
-    by_name: dict[str, list[Result]] = {}
-    for job, group in results.items():
-        for result in group if job.rpartition("/")[0] == need else ():
-            by_name.setdefault(result.name, []).append(result)
-    work = max(map(len, by_name.values()))
-    slow = {name: slowness(group, results, need) for name, group in by_name.items() if len(group) == work}
-    able = {n: s for n, s in slow.items() if by_name[n][0].graphs or by_name[n][0].phase is not Phase.DECODE}
-    best = min(able or slow, key=lambda name: slow[name])
-    auto = next((name for name, group in by_name.items() if group[0].chosen), "not recorded")
-    return need, auto, best, slow.get(auto, math.inf) / slow[best]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,12 +58,7 @@ def main() -> None:
     results = {job.name: again for job in found if (again := list(replayed(job, records)))}
     if not results:
         parser.error("these files have no time of a need and a backend that are raced today")
-    verdicts = [judge(need, results) for need in dict.fromkeys(name.rpartition("/")[0] for name in results)]
-    shown = [(*names, f"{ratio:.2f}", "ABOVE" if ratio > BOUND else "") for *names, ratio in verdicts]
-    print(markdown(("need", "auto", "best", "ratio", f"bound {BOUND}"), shown))
-    worst = max(verdicts, key=lambda verdict: verdict[-1])
-    above = sum(bool(row[-1]) for row in shown)
-    print(f"\nWorst ratio {worst[-1]:.2f} ({worst[0]}); {above} of {len(shown)} needs are above {BOUND}")
+    print(by_need(results))
 
 
 if __name__ == "__main__":

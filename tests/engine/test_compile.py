@@ -28,9 +28,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counters.clear()
 
 
-def served(path: Path, run: Any = None) -> LLM:
+def served(path: Path, run: Any = None, **options: Any) -> LLM:
     """An engine whose model is not packed for the CPU, as on a GPU, run as `run` says."""
-    llm = LLM(str(path), kv_format="bf16", kv_memory="2MiB", max_running=4, token_budget=64)
+    llm = LLM(str(path), kv_format="bf16", kv_memory="2MiB", max_running=4, token_budget=64, **options)
     runner = llm.engine.runner
     runner._run = (run or plain)(unpacked(llm))
     return llm
@@ -82,6 +82,12 @@ def test_the_same_code_serves_steps_over_buffers(tiny: Path) -> None:
         assert counters["stats"]["unique_graphs"] == 1
     finally:
         backends.unregister(backend.name)
+
+
+def test_a_backend_that_compiles_or_maps_by_itself_runs_inside(tiny: Path) -> None:
+    """FlexAttention does both, in a compiled model's first call too, which torch may want to watch."""
+    asked = {"attention_backend": "flex_attention"}
+    assert answers(served(tiny, without_code, **asked)) == answers(served(tiny, **asked))
 
 
 def test_two_engines_do_not_meet(tiny: Path) -> None:

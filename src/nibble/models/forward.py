@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
@@ -46,6 +47,8 @@ def compiled(model: nn.Module, backend: str = "inductor") -> Forward:
     taken to be always equal. Raises ConfigError where the model cannot be compiled.
     """
     step = Step()
+    # torch watches what custom operators return, and under its watch no backend could map or compile by itself
+    torch._functorch.config.check_custom_op_aliasing = False
     run: Any = torch.compile(_own(_logits), fullgraph=True, backend=backend, options=_options(model, backend))
     known = False
 

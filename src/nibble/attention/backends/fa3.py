@@ -179,13 +179,12 @@ HEAD_ROWS: tuple[tuple[Iterable[Phase], dict[str, Any], int, int | None, str], .
     (PROMPT, {"window": WITH, "sinks": WITH}, 15, None, "a window of 128: 1.5 to 2 x triton, staged 4 x"),
     (TOKEN, {"sinks": NEVER}, 32, None, "64x8K in 0.491 ms, 4.37 TB/s"),
     (
-        {Phase.DECODE},
+        TOKEN,
         {"sinks": WITH},
         15,
         None,
         "sinks cost a pass of their own: 1.18 x triton, 2.2 x with a window",
     ),
-    ({Phase.VERIFY}, {"sinks": WITH}, 32, None, "triton 1.22 x, 1.64 x with a window"),
 )
 """Phases, conditions, prefer, the same over staged pages."""
 MANY = range(33, 129)

@@ -166,7 +166,7 @@ UP_TO_128 = range(1, HEADS[-1] + 1)
 DENSE = (
     ({Phase.DECODE}, range(1, 33), 14, "16 heads: 1.12 x the best, one request of 32K 1.57 x"),
     ({Phase.DECODE}, range(33, 129), 60, "128 heads: the fastest, fa3 1.14 x, triton 1.58 x"),
-    ({Phase.VERIFY}, range(1, 129), 60, "the fastest, fa3 1.1 x, triton 2 to 3 x"),
+    ({Phase.VERIFY}, range(1, 129), 60, "the fastest, fa3 1.1 to 1.2 x, triton 1.5 to 2 x"),
 )
 """Phases, query heads, prefer."""
 

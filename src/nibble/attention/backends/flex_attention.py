@@ -146,6 +146,7 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
         BLOCK_SIZE=BLOCK,
         mask_mod=seen if window is None else near,
         seq_lengths=(most, length),
+        compute_q_blocks=False,  # which gradients are for
     )
 
 
