@@ -54,7 +54,7 @@ def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The ledger: tests of conformance say what they are about; what no test of a combination disproves goes into it, written
-# once, at the end, by the process that hears of all.
+# once, at the end, by the process that hears of all. A run that was cut short disproves, and confirms nothing.
 
 PROPERTY = "conforms"
 _heard: dict[bool, list[Entry]] = {True: [], False: []}
@@ -72,7 +72,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _heard[report.passed] += entries
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--ledger")
     if path and not hasattr(session.config, "workerinput"):
-        ledger.update(path, _heard[True], _heard[False])
+        whole = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+        ledger.update(path, _heard[True] if whole else (), _heard[False])

@@ -203,6 +203,31 @@ def test_gather_agrees_with_its_reference(name: str, heads_first: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 1e-3, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "stages", "compiled"),
+    [
+        ("bf16", 64, 3, 65_536),
+        ("bf16", 96, 3, 131_072),
+        ("bf16", 192, 2, 196_608),
+        ("bf16", 256, 2, 196_608),
+        ("fp8_e4m3", 80, 3, 131_072),
+        ("fp8_e4m3", 256, 3, 196_608),
+        ("nvfp4", 128, 3, 116_736),
+        ("nvfp4", 256, 3, 167_936),
+        ("mxfp4", 256, 3, 165_888),
+    ],
+)
+def test_tiles_of_prompts_fit_into_hoppers_shared_memory(
+    name: str, dim: int, stages: int, compiled: int
+) -> None:
+    """compiled: the bytes that Triton 3.6 takes for the kernel with the tile that is chosen, compiled for SM90."""
+    fmt, gpu, one = formats.get(name), triton_attention.GPU(90, 132, 232_448), torch.tensor(1.0)
+    stream = Paged(fmt, dim, fmt.encode(torch.zeros(1, 1, 64, dim), one), one)
+    shape = triton_attention.shape_of(8192, 4, stream, stream, torch.bfloat16, gpu)
+    assert (shape.warps, shape.stages) == (8, stages)
+    assert compiled <= triton_attention._bytes(shape, stream, stream, 2, gpu) <= gpu.memory
+
+
 def test_damaged_blocks_are_seen() -> None:
     """Codes that mean NaN come out as NaN, in every format that has them, and nowhere else."""
     pages = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)

@@ -97,7 +97,6 @@ def test_answers_do_not_depend_on_how_steps_are_run(scheme: str) -> None:
     [
         ("bf16", "flashinfer", "attention_backend"),
         ("fp8_e4m3", "flashinfer", "attention_backend"),
-        ("nvfp4", "flashinfer", "attention_backend"),
         ("bf16", "trtllm_mha", "decode_backend"),
         ("bf16", "flex_attention", "attention_backend"),
     ],

@@ -61,7 +61,7 @@ def shape_of(tokens: int, group: int, k: Paged, v: Paged, query: torch.dtype, gp
         replace(shape, rows=max(shape.rows, triton.next_power_of_2(group)))
         for shape in _shapes(tokens * group, k, v, gpu)
     )
-    return next(shape for shape in wide if _bytes(shape, k, v, query.itemsize) <= gpu.memory)
+    return next(shape for shape in wide if _bytes(shape, k, v, query.itemsize, gpu) <= gpu.memory)
 
 
 def _shapes(rows: int, k: Paged, v: Paged, gpu: GPU) -> Iterator[Shape]:
@@ -70,11 +70,12 @@ def _shapes(rows: int, k: Paged, v: Paged, gpu: GPU) -> Iterator[Shape]:
     if rows <= 16:  # a warp decodes 64 values of a row, and no two the same
         warps = 4 if parts < 4 else max(dim // 64, 1)
         first = Shape(16, 64, False, warps, 3, 3 if warps == 4 else 8 // warps)
-    elif rows <= 64 or parts == 1 or gpu.arch != HOPPER:
+    elif rows <= 64 or gpu.arch != HOPPER:
         first = Shape(64, 64, True, 4, 3, 2)
     else:
-        first = Shape(256 if dim <= 128 else 128, 64, True, 8, 3, 1)
+        first = Shape(256 if parts > 1 and dim == 128 else 128, 64, True, 8, 3, 1)
     yield first
+    yield replace(first, stages=2)
     for keys in (64, 32, 16):
         yield replace(first, rows=min(first.rows, 64), warps=min(first.warps, 4), stages=2, keys=keys)
     yield Shape(16, 16, False, 4, 1, 1)
@@ -84,12 +85,14 @@ def _parts(stream: Paged) -> int:
     return DECODERS[stream.format.name].parts
 
 
-def _bytes(shape: Shape, k: Paged, v: Paged, item: int) -> int:
-    """Shared memory that a tile takes, roughly."""
+def _bytes(shape: Shape, k: Paged, v: Paged, item: int, gpu: GPU) -> int:
+    """Shared memory that a tile takes, or somewhat more. Hopper multiplies weights of joined tiles from registers."""
     dim = triton.next_power_of_2(max(k.dim, v.dim))
-    stored = sum(plane[0, 0, 0].nbytes for stream in (k, v) for plane in stream.planes_PHS)
+    planes = [plane for stream in (k, v) for plane in stream.planes_PHS]
+    stored = sum(triton.next_power_of_2(plane.shape[3]) * plane.itemsize for plane in planes)
     decoded = 2 * dim * item if shape.join and max(_parts(k), _parts(v)) > 1 else 0
-    return shape.keys * (shape.stages * stored + decoded) + shape.rows * (dim + shape.keys) * item
+    weights = 0 if shape.join and gpu.arch == HOPPER else shape.rows * shape.keys * item
+    return shape.keys * (shape.stages * stored + decoded) + shape.rows * dim * item + weights
 
 
 def attend(
