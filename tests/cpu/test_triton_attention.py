@@ -225,7 +225,8 @@ def test_tiles_of_prompts_fit_into_hoppers_shared_memory(
     stream = Paged(fmt, dim, fmt.encode(torch.zeros(1, 1, 64, dim), one), one)
     shape = triton_attention.shape_of(8192, 4, stream, stream, torch.bfloat16, gpu)
     assert (shape.warps, shape.stages) == (8, stages)
-    assert compiled <= triton_attention._bytes(shape, stream, stream, 2, gpu) <= gpu.memory
+    stored = triton_attention.stored(stream, stream)
+    assert compiled <= triton_attention.memory_of(shape, stored, 2, gpu) <= gpu.memory
 
 
 def test_damaged_blocks_are_seen() -> None:

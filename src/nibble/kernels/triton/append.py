@@ -21,6 +21,7 @@ from nibble.kernels.append import Target
 from nibble.kernels.gather import Paged
 from nibble.kernels.triton.encoders import ENCODERS
 from nibble.kernels.triton.rotate import rotated
+from nibble.kernels.triton.sizes import next_power_of_2
 
 TRANSFORMS = ("kmean", "rot")
 """What the kernel can do to keys, in the order in which it does."""
@@ -81,7 +82,7 @@ def _append_rows(
 @triton.jit
 def _read(rows, keep_R, DIM: tl.constexpr):
     """Rows of DIM values -> float32 [R, D]; zeros where they are not kept."""
-    column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    column = tl.arange(0, next_power_of_2(DIM))[None, :]
     return tl.load(rows[:, None] + column, mask=keep_R[:, None] & (column < DIM), other=0.0).to(tl.float32)
 
 
@@ -92,8 +93,8 @@ class Append:
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         k, v = targets["k"].pages, targets["v"].pages
-        widest = triton.next_power_of_2(max(k.dim, v.dim))
-        rows = min(triton.next_power_of_2(k.heads), max(1, VALUES // widest))
+        widest = next_power_of_2(max(k.dim, v.dim))
+        rows = min(next_power_of_2(k.heads), max(1, VALUES // widest))
         self._groups = -(-k.heads // rows)
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nibble.kernels.append import Target
 from nibble.kernels.triton.encoders_latent import parts, put, span, writes
+from nibble.kernels.triton.sizes import cdiv
 
 FEW = 1024
 """Tokens up to which a program takes one, and a thread few values, so that the work spreads over the GPU."""
@@ -50,7 +51,7 @@ class Append:
             x_THD = x_THD.contiguous()
         rows = 1 if tokens <= FEW else MANY_ROWS
         if tokens:
-            _append[triton.cdiv(tokens, rows),](
+            _append[cdiv(tokens, rows),](
                 x_THD, slots_T, self._spans, tokens, x_THD.stride(0), rows, num_warps=WARPS
             )
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 
@@ -21,6 +20,7 @@ from nibble.kernels.attention import Requests, Softmax
 from nibble.kernels.gather import Paged
 from nibble.kernels.triton.attention_kernel import LEAST_KEYS, attend_kernel, combine_kernel
 from nibble.kernels.triton.decoders import DECODERS
+from nibble.kernels.triton.sizes import cdiv, next_power_of_2
 from nibble.kernels.triton.tiles import Tiles, serves
 
 __all__ = ["GPU", "Shape", "attend", "serves", "shape_of"]
@@ -29,6 +29,8 @@ SIZES = 8
 """Sizes of a share of keys that are weighed against each other."""
 SPLITS_AT_ONCE = 64
 MANY = 1 << 30
+MANY_ROWS = 65
+"""Rows from which it makes no difference how many there are."""
 HOPPER = 90
 
 
@@ -39,6 +41,17 @@ class GPU:
     arch: int
     processors: int
     memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a token's key and value are made of: parts of a decoded word, the wider one's values, and bytes of both in
+    a tile, whose rows are padded to powers of two.
+    """
+
+    parts: int
+    dim: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +70,25 @@ class Shape:
 
 def shape_of(tokens: int, group: int, k: Paged, v: Paged, query: torch.dtype, gpu: GPU) -> Shape:
     """The tile for so many query tokens of a request, and query heads of a KV head."""
-    wide = (
-        replace(shape, rows=max(shape.rows, triton.next_power_of_2(group)))
-        for shape in _shapes(tokens * group, k, v, gpu)
-    )
-    return next(shape for shape in wide if _bytes(shape, k, v, query.itemsize, gpu) <= gpu.memory)
+    return _fitting(min(tokens * group, MANY_ROWS), group, stored(k, v), query.itemsize, gpu)
 
 
-def _shapes(rows: int, k: Paged, v: Paged, gpu: GPU) -> Iterator[Shape]:
+@functools.cache
+def _fitting(rows: int, group: int, kv: Stored, item: int, gpu: GPU) -> Shape:
+    wide = (replace(shape, rows=max(shape.rows, next_power_of_2(group))) for shape in _shapes(rows, kv, gpu))
+    return next(shape for shape in wide if memory_of(shape, kv, item, gpu) <= gpu.memory)
+
+
+def _shapes(rows: int, kv: Stored, gpu: GPU) -> Iterator[Shape]:
     """From the fastest to the smallest. Decoding a tile of keys pays if many rows share it."""
-    parts, dim = max(_parts(k), _parts(v)), triton.next_power_of_2(max(k.dim, v.dim))
+    dim = next_power_of_2(kv.dim)
     if rows <= 16:  # a warp decodes 64 values of a row, and no two the same
-        warps = 4 if parts < 4 else max(dim // 64, 1)
+        warps = 4 if kv.parts < 4 else max(dim // 64, 1)
         first = Shape(16, 64, False, warps, 3, 3 if warps == 4 else 8 // warps)
-    elif rows <= 64 or gpu.arch != HOPPER:
+    elif rows < MANY_ROWS or gpu.arch != HOPPER:
         first = Shape(64, 64, True, 4, 3, 2)
     else:
-        first = Shape(256 if parts > 1 and dim == 128 else 128, 64, True, 8, 3, 1)
+        first = Shape(256 if kv.parts > 1 and dim == 128 else 128, 64, True, 8, 3, 1)
     yield first
     yield replace(first, stages=2)
     for keys in (64, 32, 16):
@@ -81,18 +96,20 @@ def _shapes(rows: int, k: Paged, v: Paged, gpu: GPU) -> Iterator[Shape]:
     yield Shape(16, 16, False, 4, 1, 1)
 
 
-def _parts(stream: Paged) -> int:
-    return DECODERS[stream.format.name].parts
-
-
-def _bytes(shape: Shape, k: Paged, v: Paged, item: int, gpu: GPU) -> int:
-    """Shared memory that a tile takes, or somewhat more. Hopper multiplies weights of joined tiles from registers."""
-    dim = triton.next_power_of_2(max(k.dim, v.dim))
-    planes = [plane for stream in (k, v) for plane in stream.planes_PHS]
-    stored = sum(triton.next_power_of_2(plane.shape[3]) * plane.itemsize for plane in planes)
-    decoded = 2 * dim * item if shape.join and max(_parts(k), _parts(v)) > 1 else 0
+def memory_of(shape: Shape, kv: Stored, item: int, gpu: GPU) -> int:
+    """Bytes of shared memory that a tile takes, or somewhat more. Hopper multiplies weights of joined tiles from
+    registers. item: bytes of a query's value.
+    """
+    dim = next_power_of_2(kv.dim)
+    decoded = 2 * dim * item if shape.join and kv.parts > 1 else 0
     weights = 0 if shape.join and gpu.arch == HOPPER else shape.rows * shape.keys * item
-    return shape.keys * (shape.stages * stored + decoded) + shape.rows * dim * item + weights
+    return shape.keys * (shape.stages * kv.bytes + decoded) + shape.rows * dim * item + weights
+
+
+def stored(k: Paged, v: Paged) -> Stored:
+    parts = max(DECODERS[stream.format.name].parts for stream in (k, v))
+    widths = [next_power_of_2(plane.shape[3]) * plane.itemsize for x in (k, v) for plane in x.planes_PHS]
+    return Stored(parts, max(k.dim, v.dim), sum(widths))
 
 
 def attend(
@@ -106,7 +123,7 @@ def attend(
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     group, count, most = heads // k.heads, len(requests.kv_lens_B), max(requests.q_lens)
     shape = shape or shape_of(most, group, k, v, q_THD.dtype, gpu)
-    tiles = triton.cdiv(most, shape.rows // group)
+    tiles = cdiv(most, shape.rows // group)
     if slots is None:
         slots = shape.programs * gpu.processors // (tiles * k.heads) if longest > LEAST_KEYS.value else 0
     split = slots > 1
@@ -122,13 +139,13 @@ def attend(
         q_THD if softmax.sinks_H is None else softmax.sinks_H, softmax.scale, softmax.softcap or 0.0,
         count, slots, requests.pages_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
         softmax.window or 0, softmax.softcap is not None, softmax.sinks_H is not None, split,
-        shape.join, shape.rows, shape.keys, max(triton.next_power_of_2(count), 32), SIZES,
+        shape.join, shape.rows, shape.keys, max(next_power_of_2(count), 32), SIZES,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
         combine_kernel[(most, heads, count)](
             out, parts, lse, plan, requests.q_starts_B1, tiles,
-            group, v.dim, triton.next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
+            group, v.dim, next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
         )  # fmt: skip
     return out
 

@@ -27,6 +27,7 @@ from nibble.kernels.triton.attention import GPU, gpu_of
 from nibble.kernels.triton.attention_kernel import _queries
 from nibble.kernels.triton.decoders_index import KEYS, Keys, scale_of
 from nibble.kernels.triton.decoders_index import serves as decodes
+from nibble.kernels.triton.sizes import cdiv, next_power_of_2
 from nibble.kernels.triton.tiles import _rows, interleaved, pages_of, slots_of
 
 WORKSPACE = 64 << 20
@@ -270,7 +271,7 @@ def choose(
     """See kernels/choose.py."""
     chosen_TK = torch.empty(len(q_THD), top_k, dtype=torch.int32, device=q_THD.device)
     held = requests.pages_BN.shape[1] * keys.page_size
-    width = triton.cdiv(max(min(longest or held, held), 1), 128) * 128
+    width = cdiv(max(min(longest or held, held), 1), 128) * 128
     step = max(1, min(WORKSPACE // (4 * width), len(q_THD)))
     scores_SL = torch.empty(step, width, dtype=torch.float32, device=q_THD.device)
     for start in range(0, len(q_THD), step):
@@ -300,12 +301,12 @@ def score(
     strides = (
         scores_SL.stride(0), requests.pages_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0)
     )  # fmt: skip
-    sizes = heads, dim, max(triton.next_power_of_2(heads), LEAST_HEADS)
+    sizes = heads, dim, max(next_power_of_2(heads), LEAST_HEADS)
     if not few:
         first, last = _asking(requests.q_lens, start, start + rows)
         grid = (
-            triton.cdiv(scores_SL.shape[1], shape.keys),
-            triton.cdiv(min(most, rows), CHUNK),
+            cdiv(scores_SL.shape[1], shape.keys),
+            cdiv(min(most, rows), CHUNK),
             last - first,
         )
         sized = (*common, first, start, rows, *strides, *sizes)
@@ -318,7 +319,7 @@ def score(
                 *sized, shape.keys, CHUNK, shape.stages, num_warps=shape.warps, num_stages=shape.stages
             )
         return
-    programs, most_requests = (shape.programs * gpu.processors, most), max(triton.next_power_of_2(count), 32)
+    programs, most_requests = (shape.programs * gpu.processors, most), max(next_power_of_2(count), 32)
     if shape.hopper:
         from nibble.kernels.triton.choose_hopper import launch
 
@@ -366,7 +367,7 @@ def best(scores_SL: Tensor, requests: Requests, chosen_TK: Tensor, start: int, r
     count, top_k = len(requests.kv_lens_B), chosen_TK.shape[1]
     best_kernel[(rows,)](
         scores_SL, chosen_TK, requests.q_starts_B1, requests.kv_lens_B, count, start, scores_SL.stride(0), top_k,
-        triton.next_power_of_2(top_k), 4096, max(triton.next_power_of_2(count), 32), num_warps=16,
+        next_power_of_2(top_k), 4096, max(next_power_of_2(count), 32), num_warps=16,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nibble.kernels.gather import Paged
 from nibble.kernels.triton.decoders import DECODERS, Decoder, fp8
+from nibble.kernels.triton.sizes import next_power_of_2
 from nibble.kernels.triton.tiles import _DTYPES, LEAST_WIDTH, Plane
 
 
@@ -72,7 +73,7 @@ class Keys(NamedTuple):
         kind, data = KEYS[keys.format.name], keys.planes_PHS[0]
         if kind.decoder.parts > 1:
             data = data.view(torch.uint8 if whole else torch.int16)
-        words = Plane.of(data, max(triton.next_power_of_2(data.shape[3]), LEAST_WIDTH))
+        words = Plane.of(data, max(next_power_of_2(data.shape[3]), LEAST_WIDTH))
         scales = Plane.of(keys.planes_PHS[1].unsqueeze(3), 1) if kind.scaled else words
         constants = _DTYPES[dtype], kind.decoder.parts, kind.scaled, keys.page_size
         return cls(words, scales, kind.decoder.decode, *map(tl.constexpr, constants))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nibble.kernels.gather import Paged
 from nibble.kernels.triton.decoders import DECODERS, HAS_PTX, Decoder, e2m1_parts, fp8, plain
+from nibble.kernels.triton.sizes import next_power_of_2
 from nibble.kernels.triton.tiles import _DTYPES, LEAST_WIDTH, Plane
 
 NO_ROPE, ALIKE, APART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -90,7 +91,7 @@ class Section(NamedTuple):
     @classmethod
     def of(cls, data: Tensor, scales: Tensor | None, decoder: Decoder, dtype: torch.dtype) -> Section:
         """data, scales: planes of the section's values alone; data in words."""
-        width = max(triton.next_power_of_2(data.shape[3]), LEAST_WIDTH)
+        width = max(next_power_of_2(data.shape[3]), LEAST_WIDTH)
         words = blocks = Plane.of(data, width)
         if scales is not None:
             blocks = Plane.of(scales, width * decoder.parts // decoder.block)

@@ -35,6 +35,7 @@ from nibble.kernels.triton.encoders import (
     plain,
     rows,
 )
+from nibble.kernels.triton.sizes import next_power_of_2
 from nibble.kernels.triton.tiles import Plane
 
 LEAST_LATENT, LEAST_INDEX = tl.constexpr(1e-4), tl.constexpr(1e-4 / 448.0)
@@ -150,7 +151,7 @@ def span(pages: Paged, scale: Tensor, first: int, count: int) -> Span:
     else:
         encode = encoder.encode
         found = [_share(plane, rank, first, count) for plane in planes[: 2 if encoder.apart else None]]
-    width = triton.next_power_of_2(count)
+    width = next_power_of_2(count)
     constants = map(tl.constexpr, (first, count, width, pages.page_size))
     return Span(tuple(Plane.of(plane, plane.shape[3]) for plane in found), scale, encode, *constants)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nibble.kernels.gather import Paged
 from nibble.kernels.triton.decoders import DECODERS
+from nibble.kernels.triton.sizes import cdiv, next_power_of_2
 from nibble.kernels.triton.tiles import (
     Tiles,
     decoded,
@@ -39,8 +40,8 @@ def gather(stream: Paged, pages_BN: Tensor, dtype: torch.dtype, *, heads_first: 
     inner = (heads, length) if heads_first else (length, heads)
     out = torch.empty(count, *inner, dim, dtype=dtype, device=pages_BN.device)
     head_stride, token_stride = (length * dim, dim) if heads_first else (dim, heads * dim)
-    rows = max(1, TILE_VALUES // triton.next_power_of_2(dim))
-    grid = (triton.cdiv(length, rows), heads, count)
+    rows = max(1, TILE_VALUES // next_power_of_2(dim))
+    grid = (cdiv(length, rows), heads, count)
     if out.numel():
         _gather[grid](
             tiles, pages_BN, out, length, pages_BN.stride(0), length * heads * dim, head_stride, token_stride,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels.merge import Part
+from nibble.kernels.triton.sizes import next_power_of_2
 
 VALUES = 2048
 """Values of a tile."""
@@ -43,7 +44,7 @@ def merge(a: Part, b: Part, dtype: torch.dtype) -> Part:
     device = a.values_THD.device
     values_THD = torch.empty(tokens, heads, dim, dtype=dtype, device=device)
     lse_TH = torch.empty(tokens, heads, dtype=torch.float32, device=device)
-    width = triton.next_power_of_2(dim)
+    width = next_power_of_2(dim)
     tile = max(1, VALUES // width)
     if rows := tokens * heads:
         _merge[(-(-rows // tile),)](

@@ -36,6 +36,7 @@ from nibble.kernels.triton.attention_kernel import (
     combine_kernel,
 )
 from nibble.kernels.triton.decoders_latent import APART, LATENTS, sections, serves
+from nibble.kernels.triton.sizes import cdiv, next_power_of_2
 from nibble.kernels.triton.tiles import _rows, decoded, pages_of, slots_of
 
 __all__ = ["Shape", "attend", "serves", "shape_of"]
@@ -244,7 +245,7 @@ def _parts(latents: Paged) -> int:
 
 
 def _power(x: int) -> int:
-    return max(triton.next_power_of_2(x), 16)
+    return max(next_power_of_2(x), 16)
 
 
 def _bytes(shape: Shape, latents: Paged, rope: int, item: int) -> int:
@@ -269,7 +270,7 @@ def attend(
     rank, count, most = dim - rope, len(requests.kv_lens_B), max(requests.q_lens)
     group = _group(heads, shape.rows if shape else ROWS)
     shape = shape or shape_of(most * group, group, latents, rope, q_THD.dtype, gpu)
-    tiles, groups = triton.cdiv(most, shape.rows // group), heads // group
+    tiles, groups = cdiv(most, shape.rows // group), heads // group
     if slots is None:
         slots = shape.programs * gpu.processors // (tiles * groups) if longest > LEAST_KEYS.value else 0
     split = slots > 1
@@ -280,7 +281,7 @@ def attend(
     )
     latent, rotary, kind = sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-    most_requests = max(triton.next_power_of_2(count), 32)
+    most_requests = max(next_power_of_2(count), 32)
     common = (
         q_THD, out, parts, lse, plan, latent, rotary, latents.scale, requests.pages_BN, requests.q_starts_B1,
         requests.kv_lens_B, scale, count, slots, requests.pages_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
@@ -301,14 +302,14 @@ def attend(
     if split:
         combine_kernel[(most, heads, count)](
             out, parts, lse, plan, requests.q_starts_B1, tiles,
-            group, rank, triton.next_power_of_2(rank), shape.rows, _at_once(slots, count),
+            group, rank, next_power_of_2(rank), shape.rows, _at_once(slots, count),
         )  # fmt: skip
     return out
 
 
 def _at_once(slots: int, requests: int) -> int:
     """Splits of a row that are joined at a time: a few where there are many requests, as rows are long."""
-    return min(max(triton.next_power_of_2(-(-slots // requests)), 4), 16)
+    return min(max(next_power_of_2(-(-slots // requests)), 4), 16)
 
 
 def _group(heads: int, most: int) -> int:

@@ -31,6 +31,7 @@ from nibble.kernels.triton import encoders_latent as encoders
 from nibble.kernels.triton.decoders import Decoder, plain
 from nibble.kernels.triton.decoders_latent import LATENTS, Section
 from nibble.kernels.triton.encoders_latent import Span, put
+from nibble.kernels.triton.sizes import cdiv
 from nibble.kernels.triton.tiles import _rows, decoded, interleaved
 
 UNITS, COPY_WARPS = 1024, 4
@@ -108,12 +109,12 @@ def move(
     if not tokens:
         return
     if isinstance(way, Copied):
-        tiles = triton.cdiv(tokens * way.units, UNITS)
+        tiles = cdiv(tokens * way.units, UNITS)
         _copy[min(tiles, programs or PROGRAMS),](
             way.runs, from_M, to_M, count, tokens, *sizes, way.units, way.words, UNITS, num_warps=COPY_WARPS
         )
     elif way:
-        tiles = triton.cdiv(tokens, ROWS)
+        tiles = cdiv(tokens, ROWS)
         _recode[min(tiles, programs or PROGRAMS),](
             way.parts, from_M, to_M, count, tokens, sizes[0], ROWS, num_warps=RECODE_WARPS
         )

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nibble.kernels.triton.sizes import next_power_of_2
+
 VALUES = 1024
 """Values of a tile, 8 to a thread: small enough that a few tokens spread over the GPU."""
 
@@ -51,7 +53,7 @@ def rotate(x_THD: Tensor) -> Tensor:
     """See kernels/rotate.py. One launch; the last dimension must be contiguous."""
     tokens, heads, dim = x_THD.shape
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    width = triton.next_power_of_2(dim)
+    width = next_power_of_2(dim)
     tile = max(1, VALUES // width)
     if rows := tokens * heads:
         _rotate[(-(-rows // tile),)](

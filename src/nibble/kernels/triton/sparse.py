@@ -24,6 +24,7 @@ from nibble.kernels.triton.attention import GPU, gpu_of
 from nibble.kernels.triton.attention_kernel import LOG2E, LOWEST, _queries, _store
 from nibble.kernels.triton.decoders_latent import APART, LATENTS, sections, serves
 from nibble.kernels.triton.mla import HOPPER, NARROW, ROWS, Shape, _begun, _bytes, _group, _power, _product
+from nibble.kernels.triton.sizes import next_power_of_2
 from nibble.kernels.triton.tiles import _rows, decoded
 
 __all__ = ["Shape", "attend", "serves", "shape_of"]
@@ -218,7 +219,7 @@ def attend(
         q_THD.stride(0), q_THD.stride(1), heads, group, rank, rope, kind,
         LATENTS[latents.format.name].decoder.fold,
     )  # fmt: skip
-    longest, dealt = triton.next_power_of_2(max(most, 16)), 1
+    longest, dealt = next_power_of_2(max(most, 16)), 1
     if shape.hopper:
         from nibble.kernels.triton import sparse_hopper
 
@@ -231,7 +232,7 @@ def attend(
     if splits > 1:
         join_kernel[(tokens, heads)](
             out, parts, lse, heads, rank, splits, dealt,
-            triton.next_power_of_2(splits), triton.next_power_of_2(rank),
+            next_power_of_2(splits), next_power_of_2(rank),
         )  # fmt: skip
     return out
 

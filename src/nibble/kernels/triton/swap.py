@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels.swap import Hot, Swap
+from nibble.kernels.triton.sizes import cdiv, next_power_of_2
 
 NOBODY = tl.constexpr(-1)
 AT_ONCE = 1024
@@ -121,8 +122,8 @@ def resident(chosen_TK: Tensor, pages_TN: Tensor, frames_P: Tensor | None, page_
     tokens, top_k = chosen_TK.shape
     slots_TK = torch.empty_like(chosen_TK)
     if tokens:
-        each = min(triton.next_power_of_2(top_k), AT_ONCE)
-        _resident[(tokens, triton.cdiv(top_k, each))](
+        each = min(next_power_of_2(top_k), AT_ONCE)
+        _resident[(tokens, cdiv(top_k, each))](
             chosen_TK, pages_TN, frames_P, slots_TK, pages_TN.stride(0), top_k, page_size, each
         )
     return slots_TK
@@ -137,11 +138,11 @@ def swap(
     slots_TK, used = torch.empty_like(chosen_TK), chosen_TK.new_empty(tokens, size)
     from_M, to_M = chosen_TK.new_empty(tokens * top_k), chosen_TK.new_empty(tokens * top_k)
     count = chosen_TK.new_zeros(1)
-    wide = triton.next_power_of_2(max(size, top_k))
+    wide = next_power_of_2(max(size, top_k))
     _swap[(tokens,)](
         chosen_TK, rows_T, pages_TN, frames_P, hot.frames_RF, hot.held_RB, hot.order_RB, hot.counts,
         slots_TK, from_M, to_M, count, used, pages_TN.stride(0),
-        top_k, size, page_size, triton.next_power_of_2(top_k), triton.next_power_of_2(size),
+        top_k, size, page_size, next_power_of_2(top_k), next_power_of_2(size),
         top_k.bit_length(), num_warps=max(1, min(16, wide // 128)),
     )  # fmt: skip
     return Swap(slots_TK, from_M, to_M, count)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nibble.kernels.gather import Paged
 from nibble.kernels.triton.decoders import DECODERS
+from nibble.kernels.triton.sizes import next_power_of_2
 
 LEAST_WIDTH = 16
 """The least that a product of tiles sums over."""
@@ -73,7 +74,7 @@ class Tiles(NamedTuple):
     def _of(cls, stream: Paged, dtype: torch.dtype, copied: bool) -> Tiles:
         decoder = DECODERS[stream.format.name]
         data = stream.planes_PHS[0].view(torch.int16) if decoder.parts > 1 else stream.planes_PHS[0]
-        width = max(triton.next_power_of_2(data.shape[3]), LEAST_WIDTH)
+        width = max(next_power_of_2(data.shape[3]), LEAST_WIDTH)
         words, blocks, each = Plane.of(data, width), Plane.of(data, width), 0
         if decoder.block:
             scales = _widened(stream.planes_PHS[1]) if copied else stream.planes_PHS[1].view(torch.uint8)

@@ -1,0 +1,15 @@
+"""Sizes of grids and tiles, on the host. Triton's own functions of these names can also be called in kernels, and take
+a hundred times as long to find out where they are: half a launch, by the time that one has been prepared.
+"""
+
+from __future__ import annotations
+
+
+def cdiv(n: int, size: int) -> int:
+    """Parts of `size` that n is made of, the last of which may be smaller."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is n or more; n is positive."""
+    return 1 << (n - 1).bit_length()
