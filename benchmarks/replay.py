@@ -1,10 +1,11 @@
 """Replay: what `auto` chooses today, held against times that races recorded (backends.py --out). Times nothing.
 
-    python benchmarks/replay.py FILE.json ... [--gpu h200] [--only mla16//verify]
+    python benchmarks/replay.py FILE.json ... [--gpu h200] [--only mla16//verify] [--without fa3,flashmla]
 
-Every backend is taken to be there. A need is judged by the geometric means of its workloads: the backend that `auto`
-takes against the best one, in decode the best of those that can be recorded. A later file's time replaces that of an
-earlier one in the same job on the same page size; a time on the page that the plan has comes before all others.
+Every backend is taken to be there but those of --without. A need is judged by the geometric means of its workloads:
+the backend that `auto` takes against the best one, in decode the best of those that can be recorded. A later file's
+time replaces that of an earlier one in the same job on the same page size; a time on the page that the plan has comes
+before all others.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--gpu", default="h200", help="the machine that the times are of")
     parser.add_argument("--only", help="as in backends.py")
+    parser.add_argument("--without", default="", help="backends that are not installed")
     options = parser.parse_args()
     records, race = read(options.files), arguments().parse_args([])
     race.only = options.only
-    known = {job for job, _, _ in records}
-    found = [job for job in jobs(race, named(options.gpu), all_backends()) if job.name in known]
+    known, without = {job for job, _, _ in records}, options.without.split(",")
+    table = {name: info for name, info in all_backends().items() if name not in without}
+    found = [job for job in jobs(race, named(options.gpu), table) if job.name in known]
     results = {job.name: again for job in found if (again := list(replayed(job, records)))}
     if not results:
         parser.error("these files have no time of a need and a backend that are raced today")

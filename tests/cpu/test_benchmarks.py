@@ -184,6 +184,10 @@ def test_a_recorded_race_is_judged_by_the_preferences_of_today(
         "on the plan's pages, by who can be recorded"
     )
     assert "softcap/nvfp4/verify | not recorded | triton | inf | ABOVE |" in out and "2 of 2 needs" in out
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, paths), "--without", "cuda,flashinfer"])
+    replay.main()
+    out = capsys.readouterr().out
+    assert "gqa/nvfp4/decode | triton | triton | 1.00 |" in out and "flashinfer" not in out
     monkeypatch.setattr(sys, "argv", ["x", str(paths[0]), "--only", "mla16"])
     with pytest.raises(SystemExit, match="2"):
         replay.main()

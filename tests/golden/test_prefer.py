@@ -35,6 +35,11 @@ def test_prompts_are_staged_where_that_was_measured_to_pay() -> None:
     assert window[:2] == ["triton", "triton"] and full[:2] == [STAGED, STAGED]
     assert routes(plan(QWEN3_8B, kv_format="nvfp4"))[:2] == ["sdpa", "sdpa"]
     assert routes(plan(GEMMA2, "fa3", kv_format="nvfp4"))[:2] == ["triton", "triton"]
+    own = "triton (staged to bf16)"
+    assert routes(plan(GPT_OSS, "fa3", kv_format="nvfp4"), 1)[:2] == [own, own]
+    assert routes(plan(GPT_OSS, kv_format="nvfp4", attention_backend="triton"), 1) == ["triton"] * 4, (
+        "as asked"
+    )
 
 
 def test_a_plan_says_that_it_stages_for_speed() -> None:
@@ -59,7 +64,8 @@ def test_staging_for_speed_leaves_pages_their_room(name: str) -> None:
     staged, config = set(), Config(model="m", kv_format="nvfp4")
     for weights in range(100, 132):
         model = replace(MODELS[name], weight_bytes=weights << 30)
-        faster, direct = (plan(model, without, kv_format="nvfp4") for without in ("", "fa3"))
+        faster = plan(model, kv_format="nvfp4")
+        direct = plan(model, kv_format="nvfp4", prefill_backend="triton")
         try:
             tokens = budget(config, model, named("h200"), direct).tokens
         except CapacityError:

@@ -136,7 +136,7 @@ def serving(request: Request, part: Part, phase: Phase) -> tuple[Option, ...]:
     """All options of an ask, best first; ties go by the backend's name, then by order in its file."""
     need = request.need(part, phase)
     staged = request.staged(need) if request.may_stage(phase) else None
-    pays, found = staged is not None and _affordable(request, part), list[Option]()
+    pays, found = staged is not None and _for_speed(request, part, phase), list[Option]()
     for info in request.considered(phase).values():
         found += [
             Option(info, row, row.prefer, row.page, row.packing) for row in info.rows if row.serves(need)
@@ -183,9 +183,12 @@ def _staged(info: BackendInfo, row: Row, need: Need, pays: bool) -> Option:
     return Option(info, row, prefer, row.page, None, need.format)
 
 
-def _affordable(request: Request, part: Part) -> bool:
-    """Whether a workspace may be had for speed alone. Where nobody reads pages as they are, it is not asked."""
+def _for_speed(request: Request, part: Part, phase: Phase) -> bool:
+    """Whether a workspace may be had for speed alone: by `auto`, where memory is not short. A backend that is named
+    reads pages as they are if it can. Where nobody does, this is not asked."""
     config, geometry = request.config, request.geometry
+    if config.backend_for(phase.decodes) != "auto":
+        return False
     left = left_for_pages(config, geometry, request.hardware, request.dtype)
     return staged_bytes(config, geometry, part.stored(0).attended, request.dtype) <= SHARE * left
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -300,19 +300,37 @@ def _heads(
     )  # fmt: skip
 
 
-def _latents(phase: frozenset[Phase], fmt: str, dtype: str, prefer: int, cites: str) -> Row:
+def _latents(
+    phase: frozenset[Phase],
+    facts: Mapping[str, Iterable[int]],
+    fmt: str,
+    dtype: str,
+    prefer: int,
+    staged: int | None,
+    cites: str,
+) -> Row:
+    given: dict[str, Any] = {"arch": GPUS, "group": TILED}
     return row(
-        "mla", phase=phase, format={fmt}, arch=GPUS, group=TILED, dtype={dtype}, prefer=prefer,
-        held=WORKSPACE + PLANS, cites=cites,
+        "mla", phase=phase, format={fmt}, dtype={dtype}, prefer=prefer, staged=staged, held=WORKSPACE + PLANS,
+        cites=f"flashinfer/mla: {cites}", **given | dict(facts),
     )  # fmt: skip
 
 
-LATENT_ROWS = (
-    (PROMPT, 28, f"any page size; {RACE}: 1.1 to 1.4 x fa3, triton 1.7 x"),
-    (VERIFY, 5, f"{RACE}: 2.4 x flashmla with 16 heads, triton 1.5 x; 1.4 x with 128"),
-    (ONE, 12, f"attention alone as fast as FlashMLA on one H200; {UNRECORDED}, 5 ms a step before it"),
+HOPPER: Mapping[str, Iterable[int]] = {"arch": {90}}
+LATENT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int | None, str], ...] = (
+    (PROMPT, {}, 28, None, f"any page size; {RACE}: 1.1 to 1.2 x fa3, triton 1.7 x"),
+    (frozenset({Phase.EXTEND}), HOPPER, 28, 25, f"{RACE}: over staged pages 1.1 to 1.4 x fa3, triton 1.8 x"),
+    (VERIFY, {}, 5, None, f"{RACE}: 16 heads, 2.4 x flashmla, triton 1.5 x"),
+    (VERIFY, {**HOPPER, "group": {64, 128}}, 25, None, f"{RACE}: 128 heads, 1.4 x flashmla, triton 2 x"),
+    (
+        ONE,
+        {},
+        12,
+        None,
+        f"attention alone as fast as FlashMLA on one H200; {UNRECORDED}, 5 ms a step before it",
+    ),
 )
-"""Phases, prefer."""
+"""Phases, of what beyond what all take, prefer, the same over staged pages."""
 
 
 BACKEND = BackendInfo(
@@ -324,7 +342,11 @@ BACKEND = BackendInfo(
     versions=VERSIONS,
     trouble=trouble,
     rows=(
-        *(_heads(MORE, {fmt}, {dtype}, 30, EXTENDS) for fmt, dtype in PLAIN),
+        *(_heads(PROMPT, {fmt}, {dtype}, 30, EXTENDS) for fmt, dtype in PLAIN),
+        *(
+            _heads(VERIFY, {fmt}, {dtype}, 15, f"{RACE}: 1.1 x fa3, 2.2 x with 1 KV head; triton 1.1 x")
+            for fmt, dtype in PLAIN
+        ),
         *(
             _heads(ONE, {fmt}, {dtype}, 15, f"{RACE}: 64 x 8K in 0.532 ms, fa3 0.491; {UNRECORDED}")
             for fmt, dtype in PLAIN
@@ -342,8 +364,8 @@ BACKEND = BackendInfo(
             (128, 256),
         ),
         *(
-            _latents(phase, fmt, dtype, prefer, f"flashinfer/mla: {cites}")
-            for phase, prefer, cites in LATENT_ROWS
+            _latents(phase, facts, fmt, dtype, prefer, staged, cites)
+            for phase, facts, prefer, staged, cites in LATENT_ROWS
             for fmt, dtype in PLAIN
         ),
     ),
