@@ -5,7 +5,10 @@ Shape suffixes: T tokens, H query heads, D values of a head, N pages of a reques
 
 from __future__ import annotations
 
+import gc
 import json
+import operator
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,27 @@ def test_it_is_bounded_and_changes_no_answer(
     assert max(tokens) <= bound
     if window == 16 and bound > 500:
         assert sum(tokens) <= len(LENGTHS) * 3 * PAGE, "what a window has left behind is not staged"
+
+
+@pytest.mark.parametrize("bound", [1 << 17, 500])
+def test_layers_of_a_step_share_what_is_worked_out(
+    view: KVView, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that backends, who plan once for a segment, do so once for a step; and it is gone with the step."""
+    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    step = segment(Phase.EXTEND, 4)
+
+    one, again = (_segments(view, step, None) for _ in range(2))
+    assert all(map(operator.is_, one, again)) and len(one) == (1 if bound > 500 else 3)
+    assert not any(map(operator.is_, one, _segments(view, step, 16)))
+    held = weakref.ref(step)
+    del step
+    gc.collect()
+    assert held() is None
+
+
+def _segments(view: KVView, step: Segment, window: int | None) -> list[Segment]:
+    return [part for _, part in staging.staged(view, step, "bf16", window)]
 
 
 def plan_of(geometry: Geometry, gpu: str, **options: Any) -> tuple[Any, Any]:

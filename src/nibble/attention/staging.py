@@ -10,7 +10,8 @@ Shape suffixes: B requests, N pages of a request, L tokens (N * page_size).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,19 +28,32 @@ MAX_TOKENS = 1 << 17
 """Bound of the workspace: tokens staged at once, unless a single request has more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Requests that are staged together. stored_BN: their pages in the pool; segment: they, over pages of their own."""
+
+    stored_BN: Tensor
+    segment: Segment
+
+
+_known: WeakKeyDictionary[Segment, dict[tuple[int, int | None], tuple[_Part, ...]]] = WeakKeyDictionary()
+"""Parts by page size and window: the layers of a step share them, and with them what backends plan for each."""
+
+
 def staged(
     view: KVView, segment: Segment, target: str, window: int | None = None
 ) -> Iterator[tuple[KVView, Segment]]:
     """Cuts `segment` into parts of at most MAX_TOKENS, each with a view of its pages in the plain format `target`."""
-    for part in _parts(_within(segment, view.page_size, window), view.page_size):
-        count, width = part.pages_BN.shape
-        own = torch.arange(count * width, dtype=torch.int32, device=part.pages_BN.device).view(count, width)
+    known, key = _known.setdefault(segment, {}), (view.page_size, window)
+    if key not in known:
+        known[key] = tuple(_parts(_within(segment, view.page_size, window), view.page_size))
+    for part in known[key]:
         streams = {
-            name: _stage(stream, part.pages_BN, view.page_size, target)
+            name: _stage(stream, part.stored_BN, view.page_size, target)
             for name, stream in view.streams.items()
             if name != INDEX
         }
-        yield replace(view, streams=streams), replace(part, pages_BN=own)
+        yield replace(view, streams=streams), part.segment
 
 
 def _stage(stream: StreamView, pages_BN: Tensor, page_size: int, target: str) -> StreamView:
@@ -64,13 +78,19 @@ def _within(segment: Segment, page_size: int, window: int | None) -> Segment:
     return Segment.of(segment.phase, segment.start, segment.q_lens, kv_lens, pages_BN)
 
 
-def _parts(segment: Segment, page_size: int) -> Iterator[Segment]:
+def _parts(segment: Segment, page_size: int) -> Iterator[_Part]:
     """Runs of requests whose padded pages hold at most MAX_TOKENS; at least one request each."""
-    width = segment.pages_BN.shape[1] * page_size
-    step = max(1, MAX_TOKENS // max(width, 1))
+    count, width = segment.pages_BN.shape
+    step = max(1, MAX_TOKENS // max(width * page_size, 1))
+    own_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=segment.pages_BN.device)
+    own_BN = own_BN.view(-1, width)
+    if step >= count:  # lengths stay where they are: to send them again would make the host wait
+        yield _Part(segment.pages_BN, replace(segment, pages_BN=own_BN))
+        return
     start = segment.start
-    for first in range(0, len(segment.q_lens), step):
-        q_lens, kv_lens = segment.q_lens[first : first + step], segment.kv_lens[first : first + step]
-        part = Segment.of(segment.phase, start, q_lens, kv_lens, segment.pages_BN[first : first + step])
-        yield part
+    for first in range(0, count, step):
+        some = slice(first, first + step)
+        q_lens, kv_lens, stored_BN = segment.q_lens[some], segment.kv_lens[some], segment.pages_BN[some]
+        part = Segment.of(segment.phase, start, q_lens, kv_lens, own_BN[: len(q_lens)])
+        yield _Part(stored_BN, part)
         start = part.stop
