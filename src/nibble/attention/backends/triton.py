@@ -13,6 +13,9 @@ from nibble.cache.view import KVView
 from nibble.geometry import LATENT
 from nibble.kernels import mla, sparse
 
+FORMATS = frozenset(
+    {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "fp4_mx16", "mxfp4", "fp8_e4m3:nvfp4"}
+)
 LATENT_FORMATS = frozenset(
     {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16", "mxfp4"}
 )
@@ -21,6 +24,23 @@ PROMPT, PLAIN, HOPPER = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({"bf
 STAGED = 22
 """Of prompts over pages of 4 or 8 bits that were dequantised first: every tile of queries would decode them again."""
 RACE = "benchmarks/backends.py on one H200"
+
+
+def _heads(cites: str, staged: int | None = None) -> Row:
+    """A row for heads; with `staged`, of prompts on Hopper over plain values, without windows."""
+    return Row(
+        phase=PROMPT if staged else frozenset(Phase),
+        kind=frozenset({"mha"}),
+        format=PLAIN if staged else FORMATS,
+        packing=frozenset({"nhd", "hnd"}),
+        arch=HOPPER if staged else GPUS,
+        page=frozenset({16, 32, 64, 128}),
+        dim=frozenset(range(16, 257, 16)),
+        window=NEVER if staged else None,
+        prefer=20,
+        staged=staged,
+        cites=cites,
+    )
 
 
 def _latent(kind: str, packing: set[str], prefer: int, cites: str, staged: int | None = None) -> Row:
@@ -70,41 +90,10 @@ BACKEND = BackendInfo(
     adapter=Triton,
     graphs=True,
     rows=(
-        Row(
-            phase=frozenset(Phase),
-            kind=frozenset({"mha"}),
-            format=frozenset(
-                {
-                    "fp32",
-                    "bf16",
-                    "fp16",
-                    "fp8_e4m3",
-                    "fp8_e5m2",
-                    "nvfp4",
-                    "fp4_mx16",
-                    "mxfp4",
-                    "fp8_e4m3:nvfp4",
-                }
-            ),
-            packing=frozenset({"nhd", "hnd"}),
-            arch=GPUS,
-            page=frozenset({16, 32, 64, 128}),
-            dim=frozenset(range(16, 257, 16)),
-            prefer=20,
-            cites="on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)",
-        ),
-        Row(
-            phase=PROMPT,
-            kind=frozenset({"mha"}),
-            format=PLAIN,
-            packing=frozenset({"nhd", "hnd"}),
-            arch=HOPPER,
-            page=frozenset({16, 32, 64, 128}),
-            dim=frozenset(range(16, 257, 16)),
-            window=NEVER,
-            prefer=20,
+        _heads("on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)"),
+        _heads(
+            f"{RACE}: 8K on 32K of NVFP4 with sinks in 13.7 ms over staged pages, 16.3 as they are",
             staged=STAGED,
-            cites=f"{RACE}: 8K on 32K of NVFP4 with sinks in 13.7 ms over staged pages, 16.3 as they are",
         ),
         _latent(
             "mla",
