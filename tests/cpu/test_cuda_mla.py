@@ -19,7 +19,7 @@ from nibble.attention.capability import Phase
 from nibble.attention.metadata import Segment
 from nibble.formats.base import raw
 from nibble.geometry import LATENT, Stream
-from nibble.kernels import mla
+from nibble.kernels import gather, mla
 from nibble.kernels.cuda import compile as compiling
 from nibble.kernels.cuda import mla as twin
 from nibble.kernels.cuda.formats_latent import LATENTS
@@ -77,10 +77,8 @@ def test_it_agrees_with_its_reference(
 ) -> None:
     stored, segment = batch(name, lens, page, record, "cuda")
     q_THD = torch.randn(len(lens), heads, STREAM.dim, dtype=torch.bfloat16, device="cuda")
-    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
     assert twin.serves(q_THD, stored, twin.ROPE, segment)
-    found, again = (twin.attend(q_THD, stored, segment, SCALE) for _ in range(2))
-    assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
+    found, again = (agrees(q_THD, stored, segment) for _ in range(2))
     assert torch.equal(found, again)
 
 
@@ -96,9 +94,7 @@ def test_many_requests(name: str, lens: tuple[int, ...], heads: int) -> None:
     """More of them than a block has threads, and segments that some readers have no tile of."""
     stored, segment = batch(name, lens, 64, record=False, device="cuda")
     q_THD = torch.randn(len(lens), heads, STREAM.dim, dtype=torch.bfloat16, device="cuda")
-    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
-    found = twin.attend(q_THD, stored, segment, SCALE).float()
-    assert (found - expected).norm() <= 4e-3 * expected.norm()
+    agrees(q_THD, stored, segment)
 
 
 @runs
@@ -106,12 +102,10 @@ def test_many_requests(name: str, lens: tuple[int, ...], heads: int) -> None:
 def test_maxima_that_rise_late(name: str) -> None:
     """Scores far apart, and the largest one behind: sums are brought to another maximum in the middle of a segment."""
     stored, segment = batch(name, (3000, 700), 64, record=False, device="cuda")
-    keys_LD = gathered(stored, segment, 0)
+    keys_LD = gather.reference(stored, segment.pages_BN[:1], torch.float32)[0, :3000, 0]
     q_THD = torch.randn(2, 16, STREAM.dim, dtype=torch.bfloat16, device="cuda") * 30
     q_THD[0] = (keys_LD[2900] * torch.linspace(0.1, 3, 16, device="cuda")[:, None]).bfloat16()
-    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
-    found = twin.attend(q_THD, stored, segment, SCALE).float()
-    assert (found - expected).norm() <= 4e-3 * expected.norm()
+    agrees(q_THD, stored, segment)
 
 
 @runs
@@ -129,12 +123,12 @@ def test_queries_of_any_strides_and_no_numbers(name: str) -> None:
     assert found[1, 3].isnan().all() and found.isnan().sum() == twin.RANK
 
 
-def gathered(stored: Paged, segment: Segment, request: int) -> Tensor:
-    """Latents of a request's tokens, [L, D] in float32."""
-    pages = segment.pages_BN[request, : -(-segment.kv_lens[request] // stored.page_size)].long()
-    planes = tuple(plane[pages] for plane in stored.planes_PHS)
-    found = stored.format.decode(planes, stored.scale).float()
-    return found[:, 0].reshape(-1, stored.dim)[: segment.kv_lens[request]]
+def agrees(q_THD: Tensor, stored: Paged, segment: Segment) -> Tensor:
+    """What the kernel answers, which must be the reference's."""
+    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
+    found = twin.attend(q_THD, stored, segment, SCALE)
+    assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
+    return found
 
 
 def batch(name: str, lens: tuple[int, ...], page: int, record: bool, device: str) -> tuple[Paged, Segment]:

@@ -1,5 +1,5 @@
-"""Sizes of grids and tiles, on the host. Triton's own functions of these names can also be called in kernels, and take
-a hundred times as long to find out where they are: half a launch, by the time that one has been prepared.
+"""Sizes of grids and tiles, on the host. Triton's own functions of these names also serve inside kernels, and take a
+hundred times as long to find out that they are outside: several of them before each launch are felt.
 """
 
 from __future__ import annotations
