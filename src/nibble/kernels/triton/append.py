@@ -82,7 +82,7 @@ def _append_rows(
 @triton.jit
 def _read(rows, keep_R, DIM: tl.constexpr):
     """Rows of DIM values -> float32 [R, D]; zeros where they are not kept."""
-    column = tl.arange(0, next_power_of_2(DIM))[None, :]
+    column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     return tl.load(rows[:, None] + column, mask=keep_R[:, None] & (column < DIM), other=0.0).to(tl.float32)
 
 
