@@ -1,8 +1,8 @@
 """sparse.py's kernel for SM90, in Gluon: warps that gather and decode beside warps that multiply.
 
-64 heads of a token make a program of three groups of four warps. One gathers a tile of 64 latents and leaves it decoded
-in one of two buffers (sparse_hopper_gather.py). One multiplies them with the queries, works out weights, and sums half
-of the values; one sums the other half. So the tensor cores are kept busy while the next tile is decoded, and no warp
+64 heads of a token make a program of three groups of warps. Four, or eight if they decode, gather a tile of 64 latents
+in one of two buffers (sparse_hopper_gather.py). Four multiply them with the queries, work out weights, and sum half of
+the values; four sum the other half. So the tensor cores are kept busy while the next tile is decoded, and no warp
 has to hold more sums than its registers are. The products of a tile are begun behind the sums of the tile before.
 
 A row's values stand in pieces: as the parts of packed words are (decoders.py), or halves of plain rows. Scores are one
@@ -16,6 +16,8 @@ capitals are constants of a kernel.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +40,23 @@ ROWS, TILE = 64, 64
 RANK = 512
 MOST_ROPE = 64
 WARPS = 4
-REGISTERS = (160, 136)
-"""Of a thread that sums the second half, and of one that gathers; the others have what is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """gatherers: warps that gather. columns: most of a product's. registers: of a thread that sums the second half, and
+    of one that gathers; the others have what is left.
+    """
+
+    gatherers: int
+    columns: int
+    registers: tuple[int, int]
+
+
+COPYING, DECODING = Crew(4, 256, (160, 136)), Crew(8, 128, (160, 72))
+"""For plain latents, and for packed ones. In programs of 16 warps the compiler takes no wider products, and with other
+registers for those who multiply it lets each product wait for the one before it.
+"""
 MEMORY = 232448
 """Bytes of shared memory of a program, nearly all of which are taken."""
 
@@ -236,7 +253,8 @@ def sparse_hopper_kernel(  # noqa: PLR0915 (most is settled while it is compiled
     q, out, parts, lse, latent, rope, global_scale, slots, scale, count, slots_stride, q_stride_T, q_stride_H,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROPE_DIM: gl.constexpr, ROPE: gl.constexpr,
     FOLD: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, L: gl.constexpr,
-    REGISTERS: gl.constexpr, WORDS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
+    GATHERERS: gl.constexpr, COLUMNS: gl.constexpr, REGISTERS: gl.constexpr,
+    WORDS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
     ROPE_WORDS: gl.constexpr, ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Grid as sparse.py's kernel. Layouts: of words and of blocks x words of a section."""
@@ -250,7 +268,7 @@ def sparse_hopper_kernel(  # noqa: PLR0915 (most is settled while it is compiled
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if ROPE_WIDTH >= 64 else 2 * ROPE_WIDTH, 16, 2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(WIDTH, COLUMNS), 16])
 
     program, split, splits = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
     token, group = (program // GROUPS).to(gl.int64), program % GROUPS
@@ -271,7 +289,7 @@ def sparse_hopper_kernel(  # noqa: PLR0915 (most is settled while it is compiled
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     index = gl.allocate_shared_memory(gl.int32, [N], LINE)
     biases = gl.allocate_shared_memory(gl.float32, [2, N], LINE)
-    full = _barriers(2, 129 if PLAIN else 1)  # copies arrive thread by thread
+    full = _barriers(2, GATHERERS * 32 + 1 if PLAIN else 1)  # copies arrive thread by thread
     empty = _barriers(2, 2)
     ready, taken = _barriers(1, 1).index(0), _barriers(1, 1).index(0)
 
@@ -324,7 +342,7 @@ def sparse_hopper_kernel(  # noqa: PLR0915 (most is settled while it is compiled
                 PAIRS, BLOCKS, ROPE_WORDS, ROPE_PAIRS, ROPE_BLOCKS,
             )),
         ],
-        [4, 4],
+        [4, GATHERERS],
         REGISTERS,
     )  # fmt: skip
     if not SPLIT:
@@ -351,10 +369,11 @@ def _aligned(plane_PHS: Tensor) -> bool:
 def launch(grid: tuple[int, int], format_name: str, common: tuple, longest: int) -> int:
     """Returns into how many pieces the values of shares are dealt, if there are several."""
     (latent, fold), rotary = quicker(format_name, common[4]), common[5]
-    words = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    chosen = (words,) * 3 if latent.PARTS.value == 1 else layouts(latent)
+    crew = DECODING if latent.PARTS.value > 1 else COPYING
+    words = gl.BlockedLayout([1, 8], [1, 32], [crew.gatherers, 1], [1, 0])
+    chosen = layouts(latent, crew.gatherers) if crew is DECODING else (words,) * 3
     sparse_hopper_kernel[grid](
-        *common[:4], latent, *common[5:-1], fold, grid[1] > 1, ROWS, TILE, longest, REGISTERS, *chosen,
-        *layouts(rotary), num_warps=WARPS,
+        *common[:4], latent, *common[5:-1], fold, grid[1] > 1, ROWS, TILE, longest, crew.gatherers,
+        crew.columns, crew.registers, *chosen, *layouts(rotary, crew.gatherers), num_warps=WARPS,
     )  # fmt: skip
     return latent.PARTS.value

@@ -16,10 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from nibble.kernels.triton.decoders import e4m3_scale
-from nibble.kernels.triton.decoders_latent import LATENTS, NO_ROPE, Section
+from nibble.kernels.triton.decoders_latent import ALIKE, APART, LATENTS, NO_ROPE, Section
 from nibble.kernels.triton.mla_hopper import _of_words
 
-WARPS = 4
 LARGEST_SCALE = tl.constexpr(128.0)
 """By which no FP8 value leaves float16's range."""
 
@@ -215,20 +214,19 @@ def _gather_packed(
     N: gl.constexpr, WORDS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr, ROPE_WORDS: gl.constexpr,
     ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Loads are a tile ahead, and stand in registers, where they take no shared memory; slots are known ahead of them,
-    few to a thread. The fence waits for loads. Those of half a tile go before it, to be under way while the other half
-    is decoded, if it is half as long as they take: so are two parts of a word, but not four.
+    """Loads of what is decoded are a tile ahead, and stand in registers, where they take no shared memory; slots are
+    known ahead of them, few to a thread. The fence would wait for loads: they begin behind it. Plain rotary values are
+    copied while the rest is decoded.
     """
-    FEW: gl.constexpr = gl.BlockedLayout([N // 32], [32], [4], [0])
+    FEW: gl.constexpr = gl.BlockedLayout([N // 32], [32], [gl.num_warps()], [0])
     HALF: gl.constexpr = N // 2
-    EARLY: gl.constexpr = latent.PARTS == 2
     slot_N = _slots(slots, start, stop, N, FEW)
     index.store(slot_N)
     gl.thread_barrier()
     lower = _loaded(latent, index, 0, HALF, PAIRS, BLOCKS)
     upper = _loaded(latent, index, HALF, HALF, PAIRS, BLOCKS)
     rotary = upper
-    if ROPE != NO_ROPE:
+    if ROPE == ALIKE:
         rotary = _loaded(rope, index, 0, N, ROPE_PAIRS, ROPE_BLOCKS)
     ahead_N = _slots(slots, start + N, stop, N, FEW)
     for first in range(start, stop, N):
@@ -236,28 +234,31 @@ def _gather_packed(
         stage = turn % 2
         mbarrier.wait(empty.index(stage), (turn // 2 & 1) ^ 1)
         _hide(biases, stage, slot_N)
+        if ROPE == APART:
+            rope_N = index.load(gl.SliceLayout(1, ROPE_WORDS))
+            _copy(rope, rope_N, rope_pieces, stage, ROPE_WORDS)
+            async_copy.commit_group()
         _unpack(latent, lower, pieces, stage, 0, WORDS)
         index.store(ahead_N)
         gl.thread_barrier()
-        if EARLY:
-            lower = _loaded(latent, index, 0, HALF, PAIRS, BLOCKS)
-        if ROPE != NO_ROPE:
+        if ROPE == ALIKE:
             _unpack(rope, rotary, rope_pieces, stage, 0, ROPE_WORDS)
         _unpack(latent, upper, pieces, stage, HALF, WORDS)
+        if ROPE == APART:
+            async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage))
-        if not EARLY:
-            lower = _loaded(latent, index, 0, HALF, PAIRS, BLOCKS)
+        lower = _loaded(latent, index, 0, HALF, PAIRS, BLOCKS)
         upper = _loaded(latent, index, HALF, HALF, PAIRS, BLOCKS)
-        if ROPE != NO_ROPE:
+        if ROPE == ALIKE:
             rotary = _loaded(rope, index, 0, N, ROPE_PAIRS, ROPE_BLOCKS)
         slot_N = ahead_N
         ahead_N = _slots(slots, first + 2 * N, stop, N, FEW)
 
 
-def layouts(section: Section) -> tuple:
+def layouts(section: Section, warps: int) -> tuple:
     """Of words, of pairs of them, and of blocks x words."""
-    words, blocks, _ = _of_words(section, WARPS)
+    words, blocks, _ = _of_words(section, warps)
     pairs = gl.BlockedLayout([1, 4], words.threads_per_warp, words.warps_per_cta, words.order)
     return words, pairs, blocks
