@@ -35,7 +35,8 @@ class Need:
     packing, page: None while they are still to be chosen; any row will do then.
     dim: width of a head; group: query heads per KV head; arch: compute capability, 0 for a CPU. kv_heads: None where
     nobody says.
-    addressing: how a sparse kernel's indices name tokens; `paged` for everything dense.
+    addressing: how a sparse kernel's indices name tokens; `paged` for everything dense. stored: the format of a cache
+    that is dequantised first, None where it is read as it is.
     """
 
     phase: Phase
@@ -52,6 +53,7 @@ class Need:
     sinks: bool = False
     addressing: str = "paged"
     kv_heads: int | None = None
+    stored: str | None = None
 
     def __str__(self) -> str:
         stored = f"{self.format}@{self.packing}" if self.packing else self.format
@@ -90,6 +92,7 @@ class Row:
     sinks: frozenset[bool] | None = None
     addressing: frozenset[str] = frozenset({"paged"})
     kv_heads: frozenset[int] | None = None
+    stored: frozenset[str] | None = None
     prefer: int = 0
     staged: int | None = None
     workspace: int = 0

@@ -87,7 +87,7 @@ class Request:
         if need.format == plain:
             return None
         addressing = "ragged" if need.kind == "dsa" else need.addressing
-        return replace(need, format=plain, packing=STAGED_PACKING, addressing=addressing)
+        return replace(need, format=plain, packing=STAGED_PACKING, addressing=addressing, stored=need.format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,8 @@ def _limits(row: Row) -> Iterator[str]:
             yield f"no {name}"
         if allowed is not None and False not in allowed:
             yield f"only with {name}"
+    if row.stored:
+        yield f"staged from {listed('stored', row.stored)}"
 
 
 def formats_table() -> str:

@@ -291,12 +291,13 @@ def _heads(
     prefer: int,
     cites: str,
     dims: Iterable[int] = (64, 128, 256),
+    staged: int | None = None,
     **more: Iterable[int],
 ) -> Row:
     facts: dict[str, Any] = {"packing": {"nhd", "hnd"}, "arch": GPUS, "sinks": NEVER}
     return row(
-        "mha", phase=phase, format=formats, dim=dims, dtype=dtypes, prefer=prefer, held=WORKSPACE + PLANS, cites=cites,
-        **facts | more,
+        "mha", phase=phase, format=formats, dim=dims, dtype=dtypes, prefer=prefer, staged=staged,
+        held=WORKSPACE + PLANS, cites=cites, **facts | more,
     )  # fmt: skip
 
 
@@ -317,9 +318,27 @@ def _latents(
 
 
 HOPPER: Mapping[str, Iterable[int]] = {"arch": {90}}
+FIRST, NEXT, WITH = frozenset({Phase.PREFILL}), frozenset({Phase.EXTEND}), frozenset({True})
+CAPPED_WINDOWS: Mapping[str, Iterable[int]] = {"window": WITH, "softcap": WITH}
+PROMPT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int | None, str], ...] = (
+    (NEXT, {}, 30, None, EXTENDS),
+    (
+        NEXT,
+        {**HOPPER, "softcap": WITH},
+        30,
+        25,
+        f"{RACE}: over staged pages, triton 1.2 x, with windows 1.07 x",
+    ),
+    (FIRST, {"window": NEVER}, 30, None, EXTENDS),
+    (FIRST, {**HOPPER, "window": NEVER, "softcap": WITH}, 30, 25, f"{RACE}: over staged pages, triton 1.1 x"),
+    (FIRST, {"window": WITH, "softcap": NEVER}, 30, None, EXTENDS),
+    (FIRST, {"arch": GPUS - {90}, **CAPPED_WINDOWS}, 30, None, EXTENDS),
+    (FIRST, {**HOPPER, **CAPPED_WINDOWS}, 18, None, f"{RACE}: 8K in 1.15 ms, triton 1.04"),
+)
+"""Of heads: phases, of what beyond what all take, prefer, the same over staged pages."""
 LATENT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int | None, str], ...] = (
     (PROMPT, {}, 28, None, f"any page size; {RACE}: 1.1 to 1.2 x fa3, triton 1.7 x"),
-    (frozenset({Phase.EXTEND}), HOPPER, 28, 25, f"{RACE}: over staged pages 1.1 to 1.4 x fa3, triton 1.8 x"),
+    (PROMPT, HOPPER, 28, 25, f"{RACE}: over staged pages 1.1 to 1.4 x fa3, triton 1.2 to 1.6 x"),
     (VERIFY, {}, 5, None, f"{RACE}: 16 heads, 2.4 x flashmla, triton 1.5 x"),
     (VERIFY, {**HOPPER, "group": {64, 128}}, 25, None, f"{RACE}: 128 heads, 1.4 x flashmla, triton 2 x"),
     (
@@ -342,7 +361,11 @@ BACKEND = BackendInfo(
     versions=VERSIONS,
     trouble=trouble,
     rows=(
-        *(_heads(PROMPT, {fmt}, {dtype}, 30, EXTENDS) for fmt, dtype in PLAIN),
+        *(
+            _heads(phase, {fmt}, {dtype}, prefer, cites, staged=staged, **facts)
+            for phase, facts, prefer, staged, cites in PROMPT_ROWS
+            for fmt, dtype in PLAIN
+        ),
         *(
             _heads(VERIFY, {fmt}, {dtype}, 15, f"{RACE}: 1.1 x fa3, 2.2 x with 1 KV head; triton 1.1 x")
             for fmt, dtype in PLAIN

@@ -88,7 +88,7 @@ def _shapes(rows: int, kv: Stored, gpu: GPU) -> Iterator[Shape]:
     elif rows < MANY_ROWS or gpu.arch != HOPPER:
         first = Shape(64, 64, True, 4, 3, 2)
     else:
-        first = Shape(256 if kv.parts > 1 and dim == 128 else 128, 64, True, 8, 3, 1)
+        first = Shape(256 if dim <= 128 and kv.parts * dim >= 256 else 128, 64, True, 8, 3, 1)
     yield first
     yield replace(first, stages=2)
     for keys in (64, 32, 16):
