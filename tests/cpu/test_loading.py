@@ -26,6 +26,7 @@ from nibble import LLM
 from nibble.config import Config
 from nibble.engine.build import blueprint
 from nibble.errors import ConfigError, RequestError, WeightError
+from nibble.models import observe as observing
 from nibble.models.config import refuse
 from nibble.models.guard import Positions, check_masks, check_modules
 from nibble.models.observe import observe
@@ -234,6 +235,16 @@ def test_families_refused_by_what_they_do(family: str) -> None:
     reason, options = OBSERVED[family]
     with pytest.raises(ConfigError, match=reason):
         observe(AutoConfig.for_model(family, **options), family, "float32")
+
+
+def test_a_config_is_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], observing.skeleton
+    monkeypatch.setattr(observing, "skeleton", lambda config: made.append(config) or make(config))
+    first, same, longer = (AutoConfig.for_model("qwen3", **{**BASE, "hidden_size": 48}) for _ in range(3))
+    longer.max_position_embeddings *= 2
+    found = [observe(config, "a", "float32") for config in (first, same, longer)]
+    assert found[0] is found[1] and made == [first, longer]
+    assert found[2].max_context == 2 * found[0].max_context
 
 
 class TestGuard:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
 from nibble.cache.hot import HotTier
-from nibble.config import HiSparse, parse_hisparse
+from nibble.config import Config, HiSparse, parse_hisparse
 from nibble.engine import runner as runners
+from nibble.engine.build import blueprint
 from nibble.engine.graphs import Graphs, live
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
@@ -37,14 +38,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def llm(model: Path, hisparse: str = "", **options: Any) -> LLM:
+def asked_for(model: Path, **options: Any) -> dict[str, Any]:
     usual = {"kv_memory": "8MiB", "max_running": 8, "max_context": CONTEXT, "page_size": 16}
-    return LLM(str(model), kv_scales=str(model / "scales.json"), hisparse=hisparse, **{**usual, **options})
+    return {"model": str(model), "kv_scales": str(model / "scales.json"), **usual, **options}
+
+
+def llm(model: Path, hisparse: str = "", **options: Any) -> LLM:
+    return LLM(**asked_for(model, hisparse=hisparse, **options))
 
 
 def tight(model: Path, hisparse: str = "buffer=32", requests: int = 2, **options: Any) -> LLM:
     """An engine whose device has room for about so many requests of the longest kind, hot buffers aside."""
-    layout = llm(model, **options).plan.layout
+    layout = blueprint(Config(**asked_for(model, **options))).plan.layout
     tokens = requests * CONTEXT + 8 * 80
     index = 8 * CONTEXT * (layout.bytes_per_token - layout.attended.bytes_per_token)
     memory = tokens * layout.attended.bytes_per_token + index

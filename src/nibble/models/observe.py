@@ -29,6 +29,7 @@ from nibble.models.rope import fix_rope, stretch
 
 _TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_known: dict[tuple[str, str, str, int | None], Geometry] = {}
 
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
@@ -57,9 +58,12 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> Geometry:
     """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises
-    ConfigError.
+    ConfigError. A config is looked at once in a process.
     """
-    return observed(skeleton(config), name, dtype, max_context)
+    asked = config.to_json_string(use_diff=False), name, dtype, max_context
+    if asked not in _known:
+        _known[asked] = observed(skeleton(config), name, dtype, max_context)
+    return _known[asked]
 
 
 def observed(model: Any, name: str, dtype: str, max_context: int | None = None) -> Geometry:
