@@ -204,6 +204,24 @@ def test_a_row_does_not_depend_on_how_many_there_are(monkeypatch: pytest.MonkeyP
     assert torch.equal(whole, sparse.reference(q_THD, stored, 64, slots_TK, 0.1))
 
 
+@pytest.mark.parametrize("dealt", [1, 2, 4])
+def test_shares_are_joined_in_the_order_of_values(dealt: int) -> None:
+    """Of the pieces that the kernel for SM90 leaves; a share that saw nothing holds anything."""
+    tokens, splits, heads, rank = 2, 3, 4, 96
+    parts_TSHR = torch.randn(tokens, splits, heads, rank, generator=torch.Generator().manual_seed(0))
+    lse_TSH = torch.randn(tokens, splits, heads, generator=torch.Generator().manual_seed(1))
+    lse_TSH[0, 1], parts_TSHR[0, 1], lse_TSH[1, :, 2] = -torch.inf, torch.nan, -torch.inf
+    weights_TSH = torch.exp2(lse_TSH).nan_to_num()
+    weights_TSH /= weights_TSH.sum(1, keepdim=True).clamp(min=1e-30)
+    mean_THR = (parts_TSHR.nan_to_num() * weights_TSH[..., None]).sum(1)
+    expected_THR = mean_THR.unflatten(2, (dealt, -1)).transpose(2, 3).flatten(2)
+    out_THR = torch.full((tokens, heads, rank), torch.nan, device=DEVICE)
+    twin.join_kernel[(tokens, heads)](
+        out_THR, parts_TSHR.to(DEVICE), lse_TSH.to(DEVICE), heads, rank, splits, dealt, 4, 128
+    )
+    torch.testing.assert_close(out_THR.cpu(), expected_THR)
+
+
 @pytest.mark.parametrize(("programs", "splits"), [(16, 8), (128, 1), (256, 1), (64, 2), (4000, 1)])
 def test_lists_are_split_where_there_are_few_queries(programs: int, splits: int) -> None:
     assert twin.splits_of(programs, 32, 132) == splits

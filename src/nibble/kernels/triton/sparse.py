@@ -151,7 +151,8 @@ def join_kernel(
 ):  # fmt: skip
     """Grid: query tokens, and heads. The mean of a row's shares, weighted by what each saw.
 
-    PARTS: into so many a row's values were dealt, each of which lies in one piece.
+    PARTS: into so many a row's values were dealt, each of which lies in one piece. They are read as they lie, many at a
+    time, and put in order when there is only one of each.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s_S, r_R = tl.arange(0, S), tl.arange(0, R)
@@ -161,11 +162,11 @@ def join_kernel(
     weight_S = tl.exp2(lse_S - tl.maximum(tl.max(lse_S, 0), LOWEST))
     total = tl.sum(weight_S, 0)
     weight_S /= tl.where(total == 0.0, 1.0, total)
-    value_R = r_R % PARTS * (RANK // PARTS) + r_R // PARTS
     keep = seen_S[:, None] & (r_R < RANK)[None, :]
-    part_SR = tl.load(parts + place_S[:, None] * RANK + value_R[None, :], mask=keep, other=0.0)
+    part_SR = tl.load(parts + place_S[:, None] * RANK + r_R[None, :], mask=keep, other=0.0)
     mean_R = tl.sum(part_SR * weight_S[:, None], 0)
-    tl.store(out + (token * HEADS + head) * RANK + r_R, mean_R.to(out.dtype.element_ty), mask=r_R < RANK)
+    value_R = r_R % (RANK // PARTS) * PARTS + r_R // (RANK // PARTS)
+    tl.store(out + (token * HEADS + head) * RANK + value_R, mean_R.to(out.dtype.element_ty), mask=r_R < RANK)
 
 
 # ---- the launch ------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Crew:
 
 COPYING, DECODING = Crew(4, 256, (160, 136)), Crew(8, 128, (160, 72))
 """For plain latents, and for packed ones. In programs of 16 warps the compiler takes no wider products, and with other
-registers for those who multiply it lets each product wait for the one before it.
+registers for those who multiply it lets each product wait for the one before it (docs/design/sparse-decode.md).
 """
 MEMORY = 232448
 """Bytes of shared memory of a program, nearly all of which are taken."""
