@@ -148,16 +148,24 @@ def test_answers_that_share_a_prompt_are_spilled_together(model: Path) -> None:
     assert hot.tier and hot.tier.residency.stats.spilled >= 3
 
 
+@pytest.fixture(scope="module")
+def plain_answers(model: Path) -> list[tuple[int, ...]]:
+    return answers(llm(model, kv_format="bf16"), prompts(6))
+
+
 @pytest.mark.parametrize(
     ("where", "error"),
     [("_load", RuntimeError), ("_save", RuntimeError), ("fetch", RuntimeError), ("fetch", KeyboardInterrupt)],
 )
 def test_a_step_that_breaks_off_harms_no_other(
-    model: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+    model: Path,
+    plain_answers: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: type[BaseException],
 ) -> None:
     """Whatever was on its way to the device, or to the host, is sent again."""
-    asked = prompts(6)
-    expected = answers(llm(model, kv_format="bf16"), asked)
+    asked, expected = prompts(6), plain_answers
     for nth in (1, 5):
         hot = tight(model, kv_format="bf16")
         answers(hot, asked[3:])
