@@ -64,7 +64,8 @@ class Need:
         return f"{', '.join(parts)} on {_show('arch', self.arch)}"
 
 
-NEVER = frozenset({False})
+NEVER, WITH = frozenset({False}), frozenset({True})
+PROMPT = frozenset({Phase.PREFILL, Phase.EXTEND})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

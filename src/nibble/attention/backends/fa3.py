@@ -28,8 +28,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.vendor import PLAIN, PROMPT, RANK, TOKEN, Offer, latents, row
-from nibble.attention.capability import NEVER, BackendInfo, Phase
+from nibble.attention.backends.vendor import PLAIN, RANK, TOKEN, Offer, latents, row
+from nibble.attention.capability import NEVER, PROMPT, WITH, BackendInfo, Phase
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 from nibble.geometry import LATENT
@@ -148,7 +148,7 @@ def _bound(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
 HOPPER = {90}
 RACE = "benchmarks/backends.py on one H200"
 DIMS, PAGES = {64, 96, 128, 192, 256}, {16, 32, 64, 128}
-WITH, FEW = {True}, range(1, 5)
+FEW = range(1, 5)
 STAGED = 30
 """Prompts over caches of fewer bits, which are dequantised for it: still 1.1 to 4 times as fast as kernels that read
 them as they are, but for torch's fused ones, which know neither caps, sinks nor latents."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nibble.attention.backends.vendor import (
     PLAIN,
-    PROMPT,
     RANK,
     imported,
     latents,
@@ -21,7 +20,7 @@ from nibble.attention.backends.vendor import (
     row,
     without_cuda,
 )
-from nibble.attention.capability import BackendInfo, Phase
+from nibble.attention.capability import PROMPT, BackendInfo, Phase
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 from nibble.geometry import LATENT

@@ -33,7 +33,6 @@ from nibble.attention.backends.vendor import (
     ALL,
     HALVES,
     PLAIN,
-    PROMPT,
     RANK,
     ROPE,
     Scales,
@@ -45,7 +44,7 @@ from nibble.attention.backends.vendor import (
     row,
     without_cuda,
 )
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from nibble.attention.capability import NEVER, PROMPT, WITH, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView, StreamView
 from nibble.geometry import LATENT
@@ -318,7 +317,7 @@ def _latents(
 
 
 HOPPER: Mapping[str, Iterable[int]] = {"arch": {90}}
-FIRST, NEXT, WITH = frozenset({Phase.PREFILL}), frozenset({Phase.EXTEND}), frozenset({True})
+FIRST, NEXT = frozenset({Phase.PREFILL}), frozenset({Phase.EXTEND})
 CAPPED_WINDOWS: Mapping[str, Iterable[int]] = {"window": WITH, "softcap": WITH}
 PROMPT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int | None, str], ...] = (
     (NEXT, {}, 30, None, EXTENDS),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from nibble.attention.capability import NEVER, PROMPT, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 from nibble.kernels import prefill
@@ -84,7 +84,7 @@ BACKEND = BackendInfo(
     adapter=SDPA,
     rows=(
         Row(
-            phase=frozenset({Phase.PREFILL, Phase.EXTEND}),
+            phase=PROMPT,
             kind=frozenset({"mha"}),
             format=None,
             packing=frozenset({"nhd", "hnd"}),

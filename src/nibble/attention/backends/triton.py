@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
+from nibble.attention.capability import NEVER, PROMPT, WITH, BackendInfo, Phase, Row
 from nibble.attention.metadata import AttentionSpec, Segment
 from nibble.cache.view import KVView
 from nibble.geometry import LATENT
@@ -23,8 +23,7 @@ LATENT_FORMATS = frozenset(
 )
 FP4 = frozenset({"nvfp4", "fp4_mx16", "mxfp4"})
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
-PROMPT, PLAIN, HOPPER = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({"bf16", "fp16"}), frozenset({90})
-WITH = frozenset({True})
+PLAIN, HOPPER = frozenset({"bf16", "fp16"}), frozenset({90})
 STAGED = 22
 """Of prompts over pages of 4 or 8 bits that were dequantised first: every tile of queries would decode them again."""
 RACE = "benchmarks/backends.py on one H200"

@@ -30,7 +30,7 @@ from nibble.kernels import MISSING, absence
 from nibble.kernels.gather import Paged
 
 ALL = frozenset(Phase)
-PROMPT, TOKEN = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({Phase.DECODE, Phase.VERIFY})
+TOKEN = frozenset({Phase.DECODE, Phase.VERIFY})
 HALVES = frozenset({"bfloat16", "float16"})
 PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
 """A 16-bit cache must have the query's dtype, so each is a row of its own."""
