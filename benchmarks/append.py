@@ -17,13 +17,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import gpu
 import paged
 import peers
 import torch
 from paged import Cache, Heads
 from report import Aim, aims_table, markdown, ratio
 from torch import Tensor
+
+import gpu
 
 FORMATS = ("bf16", "nvfp4", "mxfp4", "fp4_mx16", "fp8_e4m3", "k8v4", "nvfp4+rot")
 HEADS, TINY_HEADS = Heads(), Heads(4, 2, 32)
@@ -58,48 +59,48 @@ class Cell:
 def new_slots(cached: Cache, new: int) -> Tensor:
     """int64 [T]: where the last `new` tokens of every request are stored."""
     size, found = cached.page_size, []
-    for row, length in zip(cached.pages_BN, cached.lens, strict=True):
+    for row, length in zip(cached.page_table_BN, cached.lens, strict=True):
         positions = torch.arange(length - new, length, device=row.device)
         found.append(row[positions // size].long() * size + positions % size)
     return torch.cat(found)
 
 
-def measure(name: str, cached: Cache, slots_T: Tensor, append: Append, *, graph: bool = True) -> Cell:
+def measure(name: str, cached: Cache, slot_mapping_T: Tensor, append: Append, *, graph: bool = True) -> Cell:
     """Times one way to store a step's tokens in every layer, and reads them back."""
-    streams = [paged.random_streams(len(slots_T), cached.heads) for _ in range(cached.layers)]
+    streams = [paged.random_streams(len(slot_mapping_T), cached.heads) for _ in range(cached.layers)]
 
     def step() -> list[Tensor]:
         for layer, new in enumerate(streams):
             append(new["k"], new["v"], layer)
         return []
 
-    took = gpu.timed(step, cached.layers, graph=graph)
-    differ = max(share(cached, layer, slots_T, streams[layer]) for layer in (0, cached.layers - 1))
+    took = gpu.time_calls(step, cached.layers, graph=graph)
+    differ = max(share(cached, layer, slot_mapping_T, streams[layer]) for layer in (0, cached.layers - 1))
     if not differ <= GATE:
         raise SystemExit(f"{name}, {cached.scheme}: {differ:.1e} of the values are not what the format says")
     stored = cached.heads.bytes_per_token("bf16") + cached.heads.bytes_per_token(cached.scheme)
-    size = len(slots_T) * stored
-    return Cell(len(slots_T), name, cached.scheme, cached.page_size, took.ms * 1e3, size, differ)
+    size = len(slot_mapping_T) * stored
+    return Cell(len(slot_mapping_T), name, cached.scheme, cached.page_size, took.ms * 1e3, size, differ)
 
 
-def share(cached: Cache, layer: int, slots_T: Tensor, streams: dict[str, Tensor]) -> float:
+def share(cached: Cache, layer: int, slot_mapping_T: Tensor, streams: dict[str, Tensor]) -> float:
     """The share of values in the slots that differ from the format's definition; the larger of K and V."""
     view, size = cached.view(layer), cached.page_size
-    pages, inverse = (slots_T // size).unique(return_inverse=True)
+    pages, inverse = (slot_mapping_T // size).unique(return_inverse=True)
     found = []
     for name, new_THD in streams.items():
         entry, x_THD = view.streams[name], new_THD
         for transform in view.transforms if name == "k" else ():
             x_THD = transform.key(x_THD, view.k_mean_HD)
         meant = entry.format.decode(entry.format.encode(x_THD, entry.scale), entry.scale)
-        stored = entry.gather(pages[None])[0].unflatten(0, (-1, size))[inverse, slots_T % size]
+        stored = entry.gather(pages[None])[0].unflatten(0, (-1, size))[inverse, slot_mapping_T % size]
         found.append(float((stored != meant).float().mean()))
     return max(found)
 
 
-def own(cached: Cache, slots_T: Tensor) -> Append:
+def own(cached: Cache, slot_mapping_T: Tensor) -> Append:
     """The pool's write, as the engine calls it."""
-    return lambda k_THD, v_THD, layer: cached.pool.write(layer, {"k": k_THD, "v": v_THD}, slots_T)
+    return lambda k_THD, v_THD, layer: cached.pool.write(layer, {"k": k_THD, "v": v_THD}, slot_mapping_T)
 
 
 def cells(heads: Heads, lens: Sequence[int], new: int, scheme: str, with_peers: bool) -> Iterator[Cell]:
@@ -108,11 +109,13 @@ def cells(heads: Heads, lens: Sequence[int], new: int, scheme: str, with_peers: 
     rival = with_peers and scheme in peers.APPENDS
     for page, packing in peers.PLACES if rival else peers.PLACES[:1]:
         cached = paged.make_cache(heads, lens, scheme, packing, page, layers)
-        slots_T = new_slots(cached, new)
+        slot_mapping_T = new_slots(cached, new)
         if (page, packing) == peers.PLACES[0]:
-            yield measure(NIBBLE, cached, slots_T, own(cached, slots_T), graph=cached.pool.captures)
+            yield measure(
+                NIBBLE, cached, slot_mapping_T, own(cached, slot_mapping_T), graph=cached.pool.is_capturable
+            )
         if rival:
-            yield measure(peers.TENSOR_CORES, cached, slots_T, peers.append(cached, new))
+            yield measure(peers.TENSOR_CORES, cached, slot_mapping_T, peers.append(cached, new))
 
 
 def fastest(found: Sequence[Cell], tokens: int, fmt: str, *kernels: str) -> Cell | None:

@@ -25,23 +25,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import gpu
 import peers
 from report import markdown
 
-from nibble.attention import backends, needs
-from nibble.attention.capability import BackendInfo, Phase
-from nibble.attention.needs import Part
-from nibble.attention.options import Request
-from nibble.attention.plan import Plan
-from nibble.attention.resolve import resolve
+import gpu
+from nibble.attention import backends
+from nibble.attention.planner import needs
+from nibble.attention.planner.needs import SchemeGroup
+from nibble.attention.planner.options import PlanRequest
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import BackendInfo, Phase
 from nibble.config import Config
 from nibble.errors import ConfigError
-from nibble.evals import race, workloads
-from nibble.evals.race import Result, fastest
-from nibble.evals.workloads import Workload
-from nibble.geometry import LATENT, Geometry, LayerGroup, Stream
+from nibble.evals.tuning import bench as race
+from nibble.evals.tuning import workloads
+from nibble.evals.tuning.bench import Result, fastest
+from nibble.evals.tuning.workloads import Workload
 from nibble.hardware import Hardware, probe
+from nibble.model_spec import LATENT, LayerGroup, ModelSpec, Stream
 
 FORMATS, LATENTS = "bf16,fp8_e4m3,nvfp4", "bf16,fp8_e4m3,nvfp4_ds_mla"
 """Schemes that are measured, of heads and of latents."""
@@ -97,9 +99,9 @@ class Job:
 
     shape: str
     scheme: str
-    request: Request
+    request: PlanRequest
     plan: Plan
-    part: Part
+    part: SchemeGroup
     work: Workload
 
     @property
@@ -156,19 +158,19 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
     """Everything to measure on a machine with these backends, in an order in which neighbours are alike."""
     works = small_works() if options.tiny or options.small else workloads.usual(hardware.is_cpu)
     phases = set(options.phases.split(","))
-    for geometry in geometries(options):
-        latents = geometry.groups[0].streams[0].name == LATENT
+    for model_spec in geometries(options):
+        latents = model_spec.groups[0].streams[0].name == LATENT
         for name in (options.formats or (LATENTS if latents else FORMATS)).split(","):
-            config = Config(model=geometry.model, kv_format=name)
+            config = Config(model=model_spec.model, kv_format=name)
             try:
-                plan = resolve(config, geometry, hardware, table, verify=Phase.VERIFY in phases)
+                plan = resolve(config, model_spec, hardware, table, verify=Phase.VERIFY in phases)
             except ConfigError as error:
-                print(f"{geometry.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
+                print(f"{model_spec.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
                 continue
-            request = Request(config, geometry, hardware, table, False, False)
-            for part in needs.parts(config, geometry):
+            request = PlanRequest(config, model_spec, hardware, table, False, False)
+            for part in needs.scheme_groups(config, model_spec):
                 for work in works:
-                    job = Job(geometry.model if len(plan.groups) == 1 else f"{geometry.model} {part.group.name}",
+                    job = Job(model_spec.model if len(plan.groups) == 1 else f"{model_spec.model} {part.group.name}",
                               name, request, plan, part, work)  # fmt: skip
                     if work.phase in phases and wanted(job, options.only) and not part.group.top_k:
                         yield job
@@ -188,15 +190,15 @@ def wanted(job: Job, only: str | None) -> bool:
     )
 
 
-def geometries(options: argparse.Namespace) -> Iterator[Geometry]:
+def geometries(options: argparse.Namespace) -> Iterator[ModelSpec]:
     if options.model:
-        from nibble.models.config import load_config
         from nibble.models.observe import observe
+        from nibble.models.refusals import load_config
 
         yield observe(load_config(options.model, None), options.model, "bfloat16", None)
         return
     for name, shape in (TINY if options.tiny else SHAPES).items():
-        yield Geometry(name, "shape", (shape,), tuple(range(LAYERS)), 1 << 17, 1000, 4096, 1 << 30)
+        yield ModelSpec(name, "shape", (shape,), tuple(range(LAYERS)), 1 << 17, 1000, 4096, 1 << 30)
 
 
 def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
@@ -205,7 +207,7 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
     for job in found:
         for entrant in race.entrants(job.request, job.plan, job.part, job.work.phase, names):
             info, shape = entrant.option.backend, job.part.group
-            stored = entrant.option.stage_to or job.part.stored(0).format_key
+            stored = entrant.option.stage_to or job.part.stored_layer(0).format_key
             key = (
                 shape.kind,
                 job.work.phase.decodes,
@@ -222,7 +224,7 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
 def main() -> None:
     options = arguments().parse_args()
     names = chosen(options)
-    found = list(jobs(options, probe(), backends.present()))
+    found = list(jobs(options, probe(), backends.available_backends()))
     print(compiled(found, names), flush=True)
     if options.list:
         print("\n".join(job.name for job in found))
@@ -256,7 +258,7 @@ def run(found: Sequence[Job], names: Sequence[str], limit: float) -> tuple[dict[
             return results, f"**The run ended early**, before {job.name}: {limit:g} s were over"
         group = results.setdefault(job.name, [])
         try:
-            for result in race.race(job.request, job.plan, job.part, job.work, names):
+            for result in race.bench_backends(job.request, job.plan, job.part, job.work, names):
                 group.append(result)
                 at = time.perf_counter() - began
                 print(f"{at:5.1f} s  {job.name} {result.name}: {cell(result)}", flush=True)

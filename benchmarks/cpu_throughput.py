@@ -20,7 +20,7 @@ from report import markdown, write_report
 from transformers import AutoModelForCausalLM
 
 from nibble import LLM
-from nibble.models.load import folder
+from nibble.models.checkpoint import folder
 
 SCHEMES = ("bf16", "fp8_e4m3", "fp8_e5m2", "k8v4", "nvfp4", "nvfp4+kmean+rot", "fp4_mx16", "mxfp4")
 REQUESTS, ANSWER = 8, 128

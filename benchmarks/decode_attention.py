@@ -22,16 +22,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import gpu
 import paged
 import peers
 import torch
-from gpu import CALLS, timed
 from paged import Attention, Cache, Heads
 from report import Aim, aims_table, markdown, ratio, write_figures
 from torch import Tensor
 
-from nibble.attention.capability import Phase
+import gpu
+from gpu import CALLS, time_calls
+from nibble.attention.planner.support import Phase
 
 SHAPES = ("64x8K", "64x32K", "16x8K", "1x128K", "1x32K", "128x1K", "1x128K+31x4K")
 QUICK = ("64x8K", "1x32K")
@@ -89,7 +89,7 @@ def measure(
         attention = begin()
         return [attention(queries[i % cached.layers], i % cached.layers) for i in range(calls(cached))]
 
-    took = timed(step, calls(cached))
+    took = time_calls(step, calls(cached))
     errors = list(errors_of(cached, queries, took.outputs))
     for found in errors:
         found.gate(f"{name}, {cached.scheme}, {shape}", *(() if gate is None else (gate / found.plain,)))

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import gpu
 import torch
 from report import markdown
 from torch import Tensor
 
-from nibble.kernels.cuda.compile import INT, LONG, POINTER, Kernel, cubin
+import gpu
+from nibble.kernels.nvrtc import INT, LONG, POINTER, Kernel, cubin
 
 SOURCE = Path(__file__).with_suffix(".cu")
 BYTES = 2 << 30
@@ -87,7 +87,7 @@ def measure(decoder: Decoder, data: Tensor, arch: int) -> float:
         launch()
         return []
 
-    return data.numel() / gpu.timed(step, 1, graph=False).ms / 1e6
+    return data.numel() / gpu.time_calls(step, 1, graph=False).ms / 1e6
 
 
 def main() -> None:

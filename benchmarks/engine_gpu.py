@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import engine_load as load
-import gpu
 import torch
 from engine_load import Costs, Outcome, Workload
 from random_models import served
 from report import Aim, aims_table, markdown, ratio, worst, write_figures
 
+import gpu
 from nibble import LLM
 
 SCHEMES = ("bf16", "fp8_e4m3", "nvfp4")
@@ -99,7 +99,7 @@ def measure(model: str, scheme: str, todo: Plan, copy: float) -> Result:
     with served(model, kv_format=scheme, **todo.engine) as made:
         llm, start = made.llm, time.perf_counter() - began
         say(
-            f"{model} {scheme}: {start:.0f} s ({llm.engine.startup.words}), {llm.budget.tokens} tokens resident"
+            f"{model} {scheme}: {start:.0f} s ({llm.engine.startup.summary}), {llm.budget.tokens} tokens resident"
         )
         error, below = load.gate(llm, made.prompt, made.expected_TV, EXACT if scheme == "bf16" else QUANTISED)
         say(f"  logits off {error:.1e}, answers at most {below:.2f} deviations below the best")

@@ -177,7 +177,7 @@ def decode_step(llm: LLM, requests: int, context: int) -> Decode:
         ends.append(time.perf_counter() if full else None)
     if any(piece.error for piece in pieces):
         raise SystemExit(f"a decode step failed: {next(piece.error for piece in pieces if piece.error)}")
-    if any(ticket.requests[0].cached != context for ticket in tickets):
+    if any(ticket.requests[0].num_prefix_hit_tokens != context for ticket in tickets):
         raise SystemExit(f"{context} tokens were planted, and the engine found others: nothing was measured")
     spans = [(b - a) * 1e3 for a, b in pairwise(ends) if a is not None and b is not None]
     engine.scheduler.manager.clear()
@@ -248,7 +248,7 @@ def compute(llm: LLM, costs: Costs, workload: Workload, concurrency: int) -> Out
         batch = scheduler.schedule()
         assert batch is not None
         now += step_seconds(batch, costs, unit)
-        sampled = [work.request for work in batch.works if work.samples]
+        sampled = [work.request for work in batch.scheduled if work.samples_token]
         scheduler.commit(batch, {request.id: 1 for request in sampled})
         for request in sampled:
             first.setdefault(request.id, now)
@@ -263,11 +263,11 @@ def compute(llm: LLM, costs: Costs, workload: Workload, concurrency: int) -> Out
 
 def step_seconds(batch: Batch, costs: Costs, unit: int) -> float:
     """What a step of units costs: `unit` decode steps of those that decode, and the tokens of prompts at their rate."""
-    decodes = [work for work in batch.works if work.phase.decodes]
+    decodes = [work for work in batch.scheduled if work.phase.decodes]
     seconds = 0.0
     if decodes:
         seconds += unit * costs.decode_ms(len(decodes), unit * sum(work.end for work in decodes)) / 1e3
-    for work in batch.works:
+    for work in batch.scheduled:
         if not work.phase.decodes:
-            seconds += unit * work.count / costs.rate(unit * len(work.request.prompt))
+            seconds += unit * work.num_tokens / costs.rate(unit * len(work.request.prompt_token_ids))
     return seconds

@@ -20,7 +20,6 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import gpu
 import paged
 import peers
 import torch
@@ -28,7 +27,8 @@ from paged import Attention, Cache, Heads
 from report import Aim, aims_table, markdown, ratio
 from torch import Tensor
 
-from nibble.attention.capability import Phase
+import gpu
+from nibble.attention.planner.support import Phase
 
 SHAPES = ("8K+32K", "2K+0", "512+8K")
 AIMED = SHAPES[0]
@@ -75,7 +75,7 @@ def measure(name: str, shape: str, cache: Cache, attention: Attention) -> Cell:
     """Times one kernel over the layers of a cache, and checks what it wrote."""
     new, before = lengths(shape)
     queries = cache.queries(new)
-    took = gpu.timed(
+    took = gpu.time_calls(
         lambda: [attention(q_THD, layer) for layer, q_THD in enumerate(queries)], cache.layers, graph=False
     )
     errors = list(errors_of(cache, queries[0], took.outputs[0], before))

@@ -1,6 +1,6 @@
 """What the GPU benchmarks share: the copy bandwidth, the clock, the machine, options, and how results are published.
 
-Times are taken by nibble.evals.clock. On a CPU a step is just run, which checks the benchmark and measures nothing.
+Times are taken by nibble.evals.tuning.timing. On a CPU a step is just run, which checks the benchmark and measures nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from report import REPORTS, command_line, cpu, write_figures, write_report
 
-from nibble.evals.clock import CALLS, L2_TIMES, Step, Timed, here, l2_bytes, timed
+from nibble.evals.tuning.timing import CALLS, L2_TIMES, Step, Timed, here, l2_bytes, time_calls
 
-__all__ = ["CALLS", "L2_TIMES", "Step", "Timed", "device", "l2_bytes", "timed"]
+__all__ = ["CALLS", "L2_TIMES", "Step", "Timed", "device", "l2_bytes", "time_calls"]
 device = here
 
 FEW, STEP_MS, BYTES_PER_MS = 8, 8.0, 4e9
@@ -35,7 +35,7 @@ def copy_tbps(size: int = 2 << 30) -> float:
     size = size if torch.cuda.is_available() else 1 << 20
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    return 2 * size / timed(lambda: [target.copy_(source)], 1, graph=False).ms / 1e9
+    return 2 * size / time_calls(lambda: [target.copy_(source)], 1, graph=False).ms / 1e9
 
 
 def sm_clock(step: Step) -> int | None:

@@ -32,20 +32,20 @@ from itertools import product
 from typing import Any
 
 import engine_load as load
-import gpu
 import paged
 import torch
 from random_models import SHAPES, served
 from report import Aim, aims_table, markdown, ratio, worst, write_figures
 
+import gpu
 from nibble import LLM, SamplingParams
-from nibble.attention import tiering
-from nibble.cache.hot import HotTier
+from nibble.attention.planner import offload as tiering
+from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.engine.outputs import Delta
-from nibble.engine.parcel import Parcel
+from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
-from nibble.geometry import INDEX, LATENT, Stream
-from nibble.kernels.move import move
+from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.model_spec import INDEX, LATENT, Stream
 
 MODEL, TINY_MODEL = "deepseek-v3.2, 4 layers", "tiny sparse"
 LOW = (1, 8)
@@ -139,7 +139,7 @@ def measure(todo: Plan, scheme: str, hisparse: str, likeness: float) -> Result:
         llm = made.llm
         runner, stats = llm.engine.runner, llm.engine.scheduler.manager.stats
         say(
-            f"{scheme} {hisparse or 'plain'}: {time.perf_counter() - began:.0f} s ({llm.engine.startup.words})"
+            f"{scheme} {hisparse or 'plain'}: {time.perf_counter() - began:.0f} s ({llm.engine.startup.summary})"
         )
         say(f"  {stats.total} pages, {runner.pool.frames} on the device; notes {llm.engine.startup.notes}")
         error, below = load.gate(llm, made.prompt, made.expected_TV, 0.35)
@@ -164,9 +164,11 @@ def fill(llm: LLM) -> None:
         for entry in layer.streams:
             pages = pool.pages if entry.stream.name == INDEX else pool.frames
             for start in range(0, pages * size, CHUNK):
-                slots_T = torch.arange(start, min(start + CHUNK, pages * size), device=gpu.device())
-                x = torch.randn(len(slots_T), 1, entry.stream.dim, dtype=paged.dtype(), device=gpu.device())
-                pool.write(layer.layer, {entry.stream.name: x}, slots_T)
+                slot_mapping_T = torch.arange(start, min(start + CHUNK, pages * size), device=gpu.device())
+                x = torch.randn(
+                    len(slot_mapping_T), 1, entry.stream.dim, dtype=paged.dtype(), device=gpu.device()
+                )
+                pool.write(layer.layer, {entry.stream.name: x}, slot_mapping_T)
 
 
 def low_step(llm: LLM, requests: int, todo: Plan) -> float:
@@ -180,9 +182,9 @@ def plant(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:
     for prompt in prompts:
         load.plant(llm, [prompt])
         if runner.tier:
-            parcel = Parcel()
-            news = runner.tier.news(parcel.add, {})
-            runner.tier.settle(parcel.send(runner.device), news)
+            parcel = PackedInts()
+            news = runner.tier.take_updates(parcel.add, {})
+            runner.tier.apply_updates(parcel.send(runner.device), news)
 
 
 def throughput(llm: LLM, todo: Plan, scheme: str, hisparse: str, likeness: float) -> Result:
@@ -190,7 +192,7 @@ def throughput(llm: LLM, todo: Plan, scheme: str, hisparse: str, likeness: float
     engine, tier, manager = llm.engine, llm.engine.runner.tier, llm.engine.scheduler.manager
     context = todo.context // llm.plan.page_size * llm.plan.page_size
     most = manager.capacity // (todo.engine["max_context"] // llm.plan.page_size * llm.plan.page_size)
-    before = tier.looked_at if tier else {}
+    before = tier.lookup_counts if tier else {}
     seconds, running, seeds = 0.0, 0, range(-(-todo.asked // most) * most)
     for first in range(0, len(seeds), most):
         manager.clear()
@@ -201,7 +203,7 @@ def throughput(llm: LLM, todo: Plan, scheme: str, hisparse: str, likeness: float
         _wait()
         took, together = run(llm, wave, todo.answer)
         seconds, running = seconds + took, max(running, together)
-    looked = {name: count - before[name] for name, count in tier.looked_at.items()} if tier else {}
+    looked = {name: count - before[name] for name, count in tier.lookup_counts.items()} if tier else {}
     stats = manager.stats
     say(f"  {stats.tier}")
     manager.clear()
@@ -227,7 +229,7 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], answer: int) -> tuple[float,
     return seconds, running
 
 
-def link(tier: HotTier, frames: int, pages: int) -> dict[str, float]:
+def link(tier: HotBuffers, frames: int, pages: int) -> dict[str, float]:
     """GB/s from the host: single tokens as a step brings them, whole pages, and a plain copy of pinned memory."""
     device, size = tier.device, tier.page_size
     layer, (own, host) = next(iter(tier.stores.items()))
@@ -240,9 +242,9 @@ def link(tier: HotTier, frames: int, pages: int) -> dict[str, float]:
         torch.randint(pages, (count // size, 1), device=device) * size + torch.arange(size, device=device)
     ).int()
     found = {
-        "tokens": _gbps(lambda: move(host, single_M, own, to_M), count * row),
+        "tokens": _gbps(lambda: copy_tokens(host, single_M, own, to_M), count * row),
         "pages": _gbps(
-            lambda: move(host, whole_M.flatten(), own, to_M[: whole_M.numel()]), whole_M.numel() * row
+            lambda: copy_tokens(host, whole_M.flatten(), own, to_M[: whole_M.numel()]), whole_M.numel() * row
         ),
     }
     plain = torch.empty(

@@ -4,7 +4,7 @@
         [--top-k 2048] [--tiny] [--out FOLDER] [--report]
 
 64 index heads of 128 values, pages of 64 tokens in random order, one query token a request; a prefill is one request
-whose last tokens are queries. What is timed is kernels/choose.py, as a layer calls it: all its launches. Each time is
+whose last tokens are queries. What is timed is kernels/indexer/__init__.py, as a layer calls it: all its launches. Each time is
 the median replay of a CUDA graph of several calls, divided by their number; the calls go round several layers where one
 would fit into the L2 cache. Gate: outputs of the last replay, poisoned before; rows are judged by float64 scores over
 the dequantised keys: positions ascend, and no score that was left out is above one that was chosen, but for rounding.
@@ -19,19 +19,19 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import gpu
 import paged
 import torch
 from report import Aim, aims_table, markdown
 from torch import Tensor
 
+import gpu
 from nibble import formats
-from nibble.attention.capability import Phase
-from nibble.attention.metadata import Segment
-from nibble.geometry import INDEX, Stream
-from nibble.kernels import choose as op
+from nibble.attention.metadata import AttentionBatch
+from nibble.attention.planner.support import Phase
+from nibble.kernels import indexer as op
 from nibble.kernels.gather import Paged
 from nibble.kernels.gather import reference as dequantised
+from nibble.model_spec import INDEX, Stream
 
 HEADS, PAGE = 64, 64
 STREAM = Stream(INDEX, 1, 128)
@@ -86,52 +86,65 @@ def pages_of(fmt_name: str, count: int) -> Paged:
     return Paged(fmt, STREAM.dim, planes, scale)
 
 
-def measure(shape: str, segment: Segment, layers: Sequence[Paged], top_k: int) -> Cell:
+def measure(shape: str, segment: AttentionBatch, layers: Sequence[Paged], top_k: int) -> Cell:
     """Times one layer's choice and checks it."""
     fmt, rows = layers[0].format, segment.stop
-    read = sum(segment.kv_lens) * fmt.bytes_per_token(STREAM)
+    read = sum(segment.seq_lens) * fmt.bytes_per_token(STREAM)
     seen = sum(
-        n * (length - n) + n * (n + 1) // 2 for n, length in zip(segment.q_lens, segment.kv_lens, strict=True)
+        n * (length - n) + n * (n + 1) // 2
+        for n, length in zip(segment.query_lens, segment.seq_lens, strict=True)
     )
     flops = 2 * HEADS * STREAM.dim * seen
     calls = max(gpu.calls_for(max(read, flops // 200)), len(layers))
     queries = [torch.randn(rows, HEADS, STREAM.dim, dtype=paged.dtype(), device=gpu.device()) for _ in layers]
     weights = [torch.randn(rows, HEADS, device=gpu.device()) for _ in layers]
-    longest = max(segment.kv_lens)
+    longest = max(segment.seq_lens)
 
     def step() -> list[Tensor]:
         turns = (i % len(layers) for i in range(calls))
-        found = [op.choose(layers[i], segment, queries[i], weights[i], top_k, longest) for i in turns]
-        return [chosen_TK.view(torch.float32) for chosen_TK in found]  # which can be poisoned
+        found = [op.select_topk(layers[i], segment, queries[i], weights[i], top_k, longest) for i in turns]
+        return [topk_indices_TK.view(torch.float32) for topk_indices_TK in found]  # which can be poisoned
 
-    took = gpu.timed(step, calls)
-    last, chosen_TK = (calls - 1) % len(layers), took.outputs[-1].view(torch.int32)
-    ends = segment.q_starts_B1[1:].tolist()
+    took = gpu.time_calls(step, calls)
+    last, topk_indices_TK = (calls - 1) % len(layers), took.outputs[-1].view(torch.int32)
+    ends = segment.cu_seqlens_q_B1[1:].tolist()
     gaps = [
         gap_of(
-            layers[last], segment, request, queries[last][row], weights[last][row], row - end, chosen_TK[row]
+            layers[last],
+            segment,
+            request,
+            queries[last][row],
+            weights[last][row],
+            row - end,
+            topk_indices_TK[row],
         )
         for request, end in {0: ends[0], len(ends) - 1: ends[-1]}.items()
-        for row in {end - segment.q_lens[request], end - 1}
+        for row in {end - segment.query_lens[request], end - 1}
     ]
     if max(gaps) > TOLERANCE:
         raise SystemExit(f"{fmt.name}, {shape}: a choice is {max(gaps):.1e} from right")
-    return Cell(shape, max(segment.q_lens), fmt.name, took.ms, read, flops, max(gaps), took.captured)
+    return Cell(shape, max(segment.query_lens), fmt.name, took.ms, read, flops, max(gaps), took.captured)
 
 
 def gap_of(
-    keys: Paged, segment: Segment, request: int, q_HD: Tensor, weights_H: Tensor, back: int, chosen_K: Tensor
+    keys: Paged,
+    segment: AttentionBatch,
+    request: int,
+    q_HD: Tensor,
+    weights_H: Tensor,
+    back: int,
+    topk_indices_K: Tensor,
 ) -> float:
     """By how much a score that was left out is above one that was chosen, of a row `back` before the request's end;
     infinite if what was chosen is none of the row's tokens, in order.
     """
-    seen = segment.kv_lens[request] + back + 1
-    pages = segment.pages_BN[request : request + 1, : -(-seen // PAGE)]
+    seen = segment.seq_lens[request] + back + 1
+    pages = segment.page_table_BN[request : request + 1, : -(-seen // PAGE)]
     keys_LD = dequantised(keys, pages, torch.float32)[0, :seen, 0].double()
     terms_LH = (keys_LD @ q_HD.double().T).relu() * weights_H.double()
-    count = min(seen, len(chosen_K))
-    chosen, rest = chosen_K[:count].long(), chosen_K[count:]
-    if bool((rest != op.NOBODY).any()) or int(chosen[0]) < 0 or int(chosen[-1]) >= seen:
+    count = min(seen, len(topk_indices_K))
+    chosen, rest = topk_indices_K[:count].long(), topk_indices_K[count:]
+    if bool((rest != op.PAD_INDEX).any()) or int(chosen[0]) < 0 or int(chosen[-1]) >= seen:
         return float("inf")
     if bool((chosen.diff() <= 0).any()):
         return float("inf")
@@ -155,14 +168,14 @@ def prefill(fmt: str, shape: str, top_k: int) -> Iterator[Cell]:
 
 
 def over(
-    fmt: str, shape: str, phase: Phase, q_lens: Sequence[int], kv_lens: Sequence[int], top_k: int
+    fmt: str, shape: str, phase: Phase, query_lens: Sequence[int], seq_lens: Sequence[int], top_k: int
 ) -> Iterator[Cell]:
-    segment = Segment.of(
-        phase, 0, q_lens, kv_lens, paged.scattered([-(-length // PAGE) for length in kv_lens])
+    segment = AttentionBatch.from_lens(
+        phase, 0, query_lens, seq_lens, paged.scattered([-(-length // PAGE) for length in seq_lens])
     )
-    read = sum(kv_lens) * formats.get(fmt).bound(STREAM).bytes_per_token(STREAM)
-    many = min(max(-(-gpu.L2_TIMES * gpu.l2_bytes() // read), 1), gpu.CALLS) if max(q_lens) == 1 else 1
-    layers = [pages_of(fmt, int(segment.pages_BN.max()) + 1) for _ in range(many)]
+    read = sum(seq_lens) * formats.get(fmt).bound(STREAM).bytes_per_token(STREAM)
+    many = min(max(-(-gpu.L2_TIMES * gpu.l2_bytes() // read), 1), gpu.CALLS) if max(query_lens) == 1 else 1
+    layers = [pages_of(fmt, int(segment.page_table_BN.max()) + 1) for _ in range(many)]
     yield measure(shape, segment, layers, top_k)
 
 

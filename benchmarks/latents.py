@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from nibble.attention import backends
-from nibble.attention.capability import Need, Phase
-from nibble.attention.layer import Attend
+from nibble.attention.layer import AttentionBackend
+from nibble.attention.planner.support import Need, Phase
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
-from nibble.geometry import LATENT, Stream
 from nibble.hardware import probe
 from nibble.kernels.gather import Paged
+from nibble.model_spec import LATENT, Stream
 
 
 def adapters(
     names: Iterable[str], kind: str, latents: Paged, packing: str, heads: int
-) -> Iterator[tuple[str, Attend]]:
+) -> Iterator[tuple[str, AttentionBackend]]:
     """The backends `names` that decode such latents on this machine."""
-    known = backends.present()
+    known = backends.available_backends()
     for name in filter(None, names):
         asked = Need(
             Phase.DECODE, kind, latents.format.name, packing, probe().arch, latents.page_size, latents.dim, heads,
@@ -28,7 +28,7 @@ def adapters(
         )  # fmt: skip
         info = known.get(name)
         if info is None or info.adapter is None or not info.serves(asked):
-            lacking = "no such backend" if info is None else info.lack or "; ".join(info.nearest(asked))
+            lacking = "no such backend" if info is None else info.missing or "; ".join(info.nearest(asked))
             print(f"{name} is left out: {lacking}", flush=True)
             continue
         yield name, info.adapter()

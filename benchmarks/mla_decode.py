@@ -3,7 +3,7 @@
     python benchmarks/mla_decode.py [--heads 16,64,128] [--shapes 64x8K] [--formats bf16,nvfp4_ds_mla]
         [--backends flashmla] [--no-peers] [--tiny] [--out FOLDER] [--report]
 
-Latents of 512 values and 64 rotary ones, pages of 64 tokens in random order. Nibble's side is kernels/mla.py, as a
+Latents of 512 values and 64 rotary ones, pages of 64 tokens in random order. Nibble's side is kernels/mla/__init__.py, as a
 backend calls it, and the adapters of --backends; FlashInfer (optional) reads the bf16 pages in place, and its host
 planning is not timed. Each time is the median replay of a CUDA graph of several calls, divided by their number; the
 calls go round several layers where one would fit into the L2 cache. Gate: outputs of the last replay, poisoned before,
@@ -18,7 +18,6 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import gpu
 import latents as made_up
 import paged
 import peers
@@ -26,14 +25,15 @@ import torch
 from report import Aim, aims_table, markdown, ratio
 from torch import Tensor
 
+import gpu
 from nibble import formats
-from nibble.attention.capability import Phase
-from nibble.attention.layer import Attend
-from nibble.attention.metadata import AttentionSpec, Segment
-from nibble.geometry import LATENT, Stream
+from nibble.attention.layer import AttentionBackend
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import Phase
 from nibble.kernels import mla
 from nibble.kernels.gather import Paged
 from nibble.kernels.gather import reference as dequantised
+from nibble.model_spec import LATENT, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)
@@ -86,33 +86,33 @@ def pages_of(fmt_name: str, count: int) -> Paged:
     return Paged(fmt, STREAM.dim, planes, scale)
 
 
-def segment_of(lens: Sequence[int]) -> Segment:
-    pages_BN = paged.scattered([-(-length // PAGE) for length in lens])
-    return Segment.of(Phase.DECODE, 0, [1] * len(lens), lens, pages_BN)
+def segment_of(lens: Sequence[int]) -> AttentionBatch:
+    page_table_BN = paged.scattered([-(-length // PAGE) for length in lens])
+    return AttentionBatch.from_lens(Phase.DECODE, 0, [1] * len(lens), lens, page_table_BN)
 
 
-def own(segment: Segment) -> Attention:
-    return lambda q_THD, latents: mla.attend(q_THD, latents, ROPE, segment, SCALE)
+def own(segment: AttentionBatch) -> Attention:
+    return lambda q_THD, latents: mla.mla_attention(q_THD, latents, ROPE, segment, SCALE)
 
 
-def through(adapter: Attend, segment: Segment) -> Attention:
-    spec = AttentionSpec(SCALE)
+def through(adapter: AttentionBackend, segment: AttentionBatch) -> Attention:
+    spec = AttentionParams(SCALE)
     return lambda q_THD, latents: adapter.attend(q_THD, made_up.view(latents, STREAM, "nhd"), segment, spec)
 
 
-def flashinfer(segment: Segment, heads: int) -> Attention:
+def flashinfer(segment: AttentionBatch, heads: int) -> Attention:
     """FlashInfer's planned wrapper over the same pages, its two halves views of them."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
-    device = segment.pages_BN.device
+    device = segment.page_table_BN.device
     wrapper = BatchMLAPagedAttentionWrapper(
         torch.zeros(peers.WORKSPACE, dtype=torch.uint8, device=device), backend="fa3"
     )
-    counts = [-(-length // PAGE) for length in segment.kv_lens]
-    indices = torch.cat([row[:count] for row, count in zip(segment.pages_BN, counts, strict=True)])
+    counts = [-(-length // PAGE) for length in segment.seq_lens]
+    indices = torch.cat([row[:count] for row, count in zip(segment.page_table_BN, counts, strict=True)])
     indptr = torch.tensor([0, *counts]).cumsum(0).int().to(device)
     wrapper.plan(
-        metadata=MLAPlanMetadata.csr(segment.q_starts_B1, indptr, indices, segment.kv_lens_B),
+        metadata=MLAPlanMetadata.csr(segment.cu_seqlens_q_B1, indptr, indices, segment.seq_lens_B),
         num_heads=heads, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=PAGE, causal=True, sm_scale=SCALE,
         q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, query_layout="split", kv_cache_layout="split",
     )  # fmt: skip
@@ -126,21 +126,21 @@ def flashinfer(segment: Segment, heads: int) -> Attention:
 
 
 def measure(
-    name: str, shape: str, segment: Segment, layers: Sequence[Paged], heads: int, attention: Attention
+    name: str, shape: str, segment: AttentionBatch, layers: Sequence[Paged], heads: int, attention: Attention
 ) -> Cell:
     """Times one kernel and checks what it wrote."""
     fmt = layers[0].format
-    read = sum(segment.kv_lens) * fmt.bytes_per_token(STREAM)
+    read = sum(segment.seq_lens) * fmt.bytes_per_token(STREAM)
     calls = max(gpu.calls_for(read), len(layers))
-    shape_THD = (len(segment.kv_lens), heads, STREAM.dim)
+    shape_THD = (len(segment.seq_lens), heads, STREAM.dim)
     queries = [torch.randn(shape_THD, dtype=paged.dtype(), device=gpu.device()) for _ in layers]
 
     def step() -> list[Tensor]:
         return [attention(queries[i % len(layers)], layers[i % len(layers)]) for i in range(calls)]
 
-    took = gpu.timed(step, calls)
+    took = gpu.time_calls(step, calls)
     last = (calls - 1) % len(layers)
-    rows = sorted({0, len(segment.kv_lens) - 1})
+    rows = sorted({0, len(segment.seq_lens) - 1})
     errors = [error_of(queries[last], took.outputs[-1], layers[last], segment, row) for row in rows]
     for found in errors:
         found.gate(f"{name}, {fmt.name}, {heads} heads, {shape}")
@@ -148,9 +148,11 @@ def measure(
     return Cell(heads, shape, name, fmt.name, took.ms, read, error.relative, error.plain, took.captured)
 
 
-def error_of(q_THD: Tensor, out_THD: Tensor, latents: Paged, segment: Segment, request: int) -> paged.Error:
-    length, row = segment.kv_lens[request], slice(request, request + 1)
-    pages = segment.pages_BN[row, : -(-length // PAGE)]
+def error_of(
+    q_THD: Tensor, out_THD: Tensor, latents: Paged, segment: AttentionBatch, request: int
+) -> paged.Error:
+    length, row = segment.seq_lens[request], slice(request, request + 1)
+    pages = segment.page_table_BN[row, : -(-length // PAGE)]
     latents_LD = dequantised(latents, pages, torch.float32)[0, :length, 0]
     exact = mla.dense(q_THD[row].double(), latents_LD.double(), ROPE, SCALE)
     same = mla.dense(q_THD[row], latents_LD.to(q_THD.dtype), ROPE, SCALE)
@@ -166,8 +168,8 @@ def cells(
 ) -> Iterator[Cell]:
     """Every kernel over one format's latents."""
     segment = segment_of(paged.requests(shape))
-    count = int(segment.pages_BN.max()) + 1
-    read = sum(segment.kv_lens) * formats.get(fmt).bound(STREAM).bytes_per_token(STREAM)
+    count = int(segment.page_table_BN.max()) + 1
+    read = sum(segment.seq_lens) * formats.get(fmt).bound(STREAM).bytes_per_token(STREAM)
     many = min(max(-(-gpu.L2_TIMES * gpu.l2_bytes() // read), 1), gpu.CALLS)
     layers = [pages_of(fmt, count) for _ in range(many)]
     for each in heads:

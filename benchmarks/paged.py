@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import gpu
 import torch
 from torch import Tensor
 
+import gpu
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.capability import Need, Phase
-from nibble.attention.layer import Attend
-from nibble.attention.metadata import AttentionSpec, Segment
-from nibble.attention.staging import staged
+from nibble.attention.dequantize import dequantize_pages
+from nibble.attention.layer import AttentionBackend
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.packing import names as packings
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.cache.view import KVView
 from nibble.formats import scheme as schemes
-from nibble.geometry import Stream
 from nibble.hardware import probe
+from nibble.model_spec import Stream
 
 CHUNK = 1 << 16
 """Tokens that are made up and written at a time."""
@@ -87,13 +87,13 @@ def requests(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cache:
-    """Requests of `lens` stored tokens in a pool of `layers` equal layers. pages_BN: int32, padded with 0."""
+    """Requests of `lens` stored tokens in a pool of `layers` equal layers. page_table_BN: int32, padded with 0."""
 
     heads: Heads
     lens: tuple[int, ...]
     scheme: str
     pool: PagedPool
-    pages_BN: Tensor
+    page_table_BN: Tensor
     layers: int
 
     @property
@@ -110,15 +110,15 @@ class Cache:
         return sum(self.lens) * self.heads.bytes_per_token(self.scheme)
 
     @cached_property
-    def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.heads.dim**-0.5)
+    def spec(self) -> AttentionParams:
+        return AttentionParams(self.heads.dim**-0.5)
 
     def view(self, layer: int) -> KVView:
         return self.pool.view(layer)
 
-    def segment(self, phase: Phase, q_lens: Sequence[int]) -> Segment:
-        """The requests as one segment, their last q_lens tokens being new."""
-        return Segment.of(phase, 0, q_lens, self.lens, self.pages_BN)
+    def segment(self, phase: Phase, query_lens: Sequence[int]) -> AttentionBatch:
+        """The requests as one segment, their last query_lens tokens being new."""
+        return AttentionBatch.from_lens(phase, 0, query_lens, self.lens, self.page_table_BN)
 
     def queries(self, rows: int) -> list[Tensor]:
         """Random queries [T, H, D] for each layer."""
@@ -128,7 +128,7 @@ class Cache:
     def dequantised(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
         """What attention sees of one request: float32 K and V [L, G, D]."""
         view, length = self.view(layer), self.lens[request]
-        pages = self.pages_BN[request : request + 1, : -(-length // self.page_size)]
+        pages = self.page_table_BN[request : request + 1, : -(-length // self.page_size)]
         k, v = (view.streams[name].gather(pages)[0, :length] for name in "kv")
         return k, v
 
@@ -161,8 +161,8 @@ def fill(pool: PagedPool, layer: int, heads: Heads) -> None:
     """Writes random tokens to every slot of a layer."""
     slots = pool.pages * pool.layout.page_size
     for start in range(0, slots, CHUNK):
-        slots_T = torch.arange(start, min(start + CHUNK, slots), device=gpu.device())
-        pool.write(layer, random_streams(len(slots_T), heads), slots_T)
+        slot_mapping_T = torch.arange(start, min(start + CHUNK, slots), device=gpu.device())
+        pool.write(layer, random_streams(len(slot_mapping_T), heads), slot_mapping_T)
 
 
 def random_streams(count: int, heads: Heads) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class Way:
     def name(self) -> str:
         return f"{self.backend}{STAGED}" if self.stage_to else self.backend
 
-    def adapter(self) -> Attend:
+    def adapter(self) -> AttentionBackend:
         made = backends.get(self.backend).adapter
         assert made is not None
         return made()
@@ -200,7 +200,7 @@ class Way:
 
 def ways(names: Iterable[str], phase: Phase, heads: Heads, scheme: str, page_size: int) -> list[Way]:
     """How each of the backends `names` that can run here serves a scheme; those that cannot are left out."""
-    known = backends.present()
+    known = backends.available_backends()
     found = []
     for name in names:
         info = known.get(name)
@@ -234,13 +234,18 @@ def need(phase: Phase, heads: Heads, key: str, packing: str, page_size: int) -> 
 
 
 def attend(
-    way: Way, adapter: Attend, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec
+    way: Way,
+    adapter: AttentionBackend,
+    q_THD: Tensor,
+    view: KVView,
+    segment: AttentionBatch,
+    spec: AttentionParams,
 ) -> Tensor:
     """One layer's attention as the engine calls it, staging included."""
     q_THD = view.query(q_THD)
     if way.stage_to is None:
         return adapter.attend(q_THD, view, segment, spec)
-    parts = staged(view, segment, way.stage_to)
+    parts = dequantize_pages(view, segment, way.stage_to)
     return torch.cat([adapter.attend(q_THD[p.start : p.stop], v, p, spec) for v, p in parts])
 
 

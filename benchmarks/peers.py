@@ -13,10 +13,11 @@ from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-import gpu
 import torch
 from paged import Attention, Cache
 from torch import Tensor
+
+import gpu
 
 TENSOR_CORES, FA3, XQA = "FlashInfer", "FlashInfer fa3", "FlashInfer XQA"
 PLACES = ((64, "hnd"), (16, "nhd"))
@@ -70,10 +71,10 @@ def _planes(cached: Cache, layer: int) -> dict[str, Any]:
 
 def _pages(cached: Cache) -> tuple[Tensor, Tensor, Tensor]:
     """indptr [B + 1], indices [P], last_page_len [B] of all requests' pages."""
-    size, device = cached.page_size, cached.pages_BN.device
+    size, device = cached.page_size, cached.page_table_BN.device
     counts = [-(-length // size) for length in cached.lens]
     indptr = torch.tensor([0, *counts]).cumsum(0).int().to(device)
-    indices = torch.cat([row[:count] for row, count in zip(cached.pages_BN, counts, strict=True)])
+    indices = torch.cat([row[:count] for row, count in zip(cached.page_table_BN, counts, strict=True)])
     last = torch.tensor([(length - 1) % size + 1 for length in cached.lens], dtype=torch.int32)
     return indptr, indices, last.to(device)
 
@@ -108,13 +109,13 @@ def _wrapped(cached: Cache, stored: torch.dtype) -> Attention:
 def _xqa(cached: Cache) -> Attention:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    lens_B = torch.tensor(cached.lens, dtype=torch.int32, device=cached.pages_BN.device)
+    lens_B = torch.tensor(cached.lens, dtype=torch.int32, device=cached.page_table_BN.device)
     scale, layout, longest = cached.spec.scale, _layout(cached), max(cached.lens)
 
     def run(q_THD: Tensor, layer: int) -> Tensor:
         k, v = (cached.view(layer).streams[name].planes[0] for name in "kv")
         return xqa_batch_decode_with_kv_cache(
-            q_THD, (k, v), _workspace("xqa"), cached.pages_BN, lens_B, longest,
+            q_THD, (k, v), _workspace("xqa"), cached.page_table_BN, lens_B, longest,
             bmm1_scale=scale, bmm2_scale=1.0, kv_layout=layout,
         )  # fmt: skip
 
@@ -133,7 +134,7 @@ def _prefill(cached: Cache, new: int, backend: str) -> Attention:
     wrapper = package.BatchPrefillWithPagedKVCacheWrapper(
         _workspace("wrappers"), _layout(cached), backend=backend
     )
-    rows = torch.arange(len(cached.lens) + 1, dtype=torch.int32, device=cached.pages_BN.device) * new
+    rows = torch.arange(len(cached.lens) + 1, dtype=torch.int32, device=cached.page_table_BN.device) * new
     wrapper.plan(
         rows, *_pages(cached), heads.q, heads.kv, heads.dim, cached.page_size, causal=True,
         q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
@@ -148,7 +149,7 @@ APPENDS = ("bf16", "nvfp4")
 def append(cached: Cache, new: int) -> Callable[[Tensor, Tensor, int], object]:
     """(k_THD, v_THD, layer): FlashInfer's append of the last `new` tokens of each request, quantising for nvfp4."""
     package: Any = flashinfer()
-    device = cached.pages_BN.device
+    device = cached.page_table_BN.device
     owners_T = torch.arange(len(cached.lens), device=device).repeat_interleave(new).int()
     positions_T = torch.cat([torch.arange(length - new, length) for length in cached.lens]).int().to(device)
     indptr, indices, last = _pages(cached)

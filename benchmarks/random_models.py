@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nibble import LLM
 from nibble.engine import build
-from nibble.geometry import Geometry
+from nibble.model_spec import ModelSpec
 from nibble.models import hook
-from nibble.models.load import ready
+from nibble.models.checkpoint import ready
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -103,11 +103,11 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
     family, changes = SHAPES[shape]
     kept: dict[str, Any] = {}
 
-    def load(config: PretrainedConfig, geometry: Geometry, dtype: str, device: str) -> nn.Module:
+    def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:
         model = make(config, dtype, device, likeness)
-        kept["prompt"] = torch.randint(geometry.vocab_size, (PROMPT,)).tolist()
+        kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
-        return ready(model, geometry.max_context)
+        return ready(model, model_spec.max_context)
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))

@@ -20,8 +20,8 @@ from typing import Any
 from backends import Job, arguments, by_need, jobs
 
 from nibble.attention.backends import all_backends
-from nibble.evals.race import Result, blank, entrants
-from nibble.hardware import named
+from nibble.evals.tuning.bench import Result, blank, entrants
+from nibble.hardware import lookup_gpu
 
 Records = dict[tuple[str, str, str | None], dict[int, dict[str, Any]]]
 
@@ -57,7 +57,7 @@ def main() -> None:
     race.only = options.only
     known, without = {job for job, _, _ in records}, options.without.split(",")
     table = {name: info for name, info in all_backends().items() if name not in without}
-    found = [job for job in jobs(race, named(options.gpu), table) if job.name in known]
+    found = [job for job in jobs(race, lookup_gpu(options.gpu), table) if job.name in known]
     results = {job.name: again for job in found if (again := list(replayed(job, records)))}
     if not results:
         parser.error("these files have no time of a need and a backend that are raced today")

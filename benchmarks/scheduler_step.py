@@ -77,7 +77,7 @@ def step(scheduler: Scheduler) -> tuple[Batch, float, float]:
     batch = scheduler.schedule()
     scheduled = perf_counter()
     assert batch is not None
-    tokens = {work.request.id: len(work.request.tokens) for work in batch.works if work.samples}
+    tokens = {work.request.id: len(work.request.token_ids) for work in batch.scheduled if work.samples_token}
     sampled = perf_counter()
     scheduler.commit(batch, tokens)
     return batch, (scheduled - began) * 1e3, (perf_counter() - sampled) * 1e3
@@ -96,7 +96,7 @@ def measure(count: int, context: int, page_size: int, steps: int, aligned: bool)
     times = []
     for _ in range(WARMUP + steps):
         batch, *both = step(scheduler)
-        assert len(batch.works) == count == batch.tokens, "not every request decodes in every step"
+        assert len(batch.scheduled) == count == batch.num_tokens, "not every request decodes in every step"
         times.append(both)
     manager.check_integrity()
     gc.collect()

@@ -169,7 +169,7 @@ def busy(pid: int) -> float:
 
 
 def measure(options: Options) -> str:
-    from nibble.models.load import folder
+    from nibble.models.checkpoint import folder
 
     text = (folder("demo") / "heldout.txt").read_text(encoding="utf-8")
     total = options.streams * options.tokens

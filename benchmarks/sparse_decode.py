@@ -4,7 +4,7 @@
         [--top-k 2048] [--packings nhd,record] [--pool 4096K] [--backends flashmla] [--tiny] [--out FOLDER] [--report]
 
 Latents of 512 values and 64 rotary ones, pages of 64 tokens. One query token a request, each with top-k slots of its
-own, random ones of the whole pool. Nibble's side is kernels/sparse.py, as a backend calls it, and the adapters of
+own, random ones of the whole pool. Nibble's side is kernels/sparse_mla/__init__.py, as a backend calls it, and the adapters of
 --backends. Each time is the median replay of a CUDA graph of several calls, divided by their number; the calls go round
 several lists, which do not all fit into the L2 cache. Gate: outputs of the last replay, poisoned before, against
 float64 over the dequantised latents, at most twice the error of torch in bfloat16.
@@ -18,21 +18,21 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import gpu
 import latents
 import paged
 import torch
 from report import Aim, aims_table, markdown
 from torch import Tensor
 
+import gpu
 from nibble import formats
-from nibble.attention.capability import Phase
-from nibble.attention.layer import Attend
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.layer import AttentionBackend
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
-from nibble.geometry import LATENT, Stream
-from nibble.kernels import sparse
-from nibble.kernels.gather import Paged, tokens
+from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.gather import Paged, gather_tokens
+from nibble.model_spec import LATENT, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)
@@ -113,16 +113,16 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 
 
 def own(pool: Paged) -> Attention:
-    return lambda q_THD, slots_TK: sparse.attend(q_THD, pool, ROPE, slots_TK, SCALE)
+    return lambda q_THD, topk_slots_TK: sparse.sparse_mla_attention(q_THD, pool, ROPE, topk_slots_TK, SCALE)
 
 
-def through(adapter: Attend, pool: Paged, packing: str, batch: int) -> Attention:
+def through(adapter: AttentionBackend, pool: Paged, packing: str, batch: int) -> Attention:
     """An adapter over the pool. Slots say where tokens lie, so that requests have no pages here."""
     view = latents.view(pool, STREAM, packing)
-    pages_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
-    segment = Segment.of(Phase.DECODE, 0, [1] * batch, [1] * batch, pages_BN)
-    return lambda q_THD, slots_TK: adapter.attend(
-        q_THD, view, segment, AttentionSpec(SCALE, slots_TK=slots_TK)
+    page_table_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
+    segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1] * batch, [1] * batch, page_table_BN)
+    return lambda q_THD, topk_slots_TK: adapter.attend(
+        q_THD, view, segment, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK)
     )
 
 
@@ -140,7 +140,7 @@ def measure(
     def step() -> list[Tensor]:
         return [attention(queries[i % many], lists[i % many]) for i in range(calls)]
 
-    took = gpu.timed(step, calls)
+    took = gpu.time_calls(step, calls)
     last = (calls - 1) % many
     rows = sorted({0, batch - 1})
     errors = [error_of(queries[last], took.outputs[-1], pool, lists[last], row) for row in rows]
@@ -162,9 +162,12 @@ def measure(
     )
 
 
-def error_of(q_THD: Tensor, out_THD: Tensor, pool: Paged, slots_TK: Tensor, row: int) -> paged.Error:
+def error_of(q_THD: Tensor, out_THD: Tensor, pool: Paged, topk_slots_TK: Tensor, row: int) -> paged.Error:
     one = slice(row, row + 1)
-    latents_nKD, hidden_nK = tokens(pool, slots_TK[one].long()).squeeze(-2), slots_TK[one] < 0
+    latents_nKD, hidden_nK = (
+        gather_tokens(pool, topk_slots_TK[one].long()).squeeze(-2),
+        topk_slots_TK[one] < 0,
+    )
     exact = sparse.dense(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE)
     same = sparse.dense(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE)
 

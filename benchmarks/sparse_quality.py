@@ -21,13 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import gpu
 from report import markdown, write_figures
 
+import gpu
 from nibble import LLM
 from nibble.config import Config
-from nibble.engine.build import blueprint
-from nibble.evals import ask, recall, text
+from nibble.engine.build import plan_engine
+from nibble.evals import grading as ask
+from nibble.evals import recall, text
 from nibble.evals.perplexity import Perplexity, windows
 
 FORMATS = "bf16,fp8_e4m3,fp8_ds_mla,nvfp4_ds_mla,nvfp4,fp4_mx16"
@@ -79,7 +80,7 @@ def config(todo: Plan, scheme: str, attention: str) -> dict[str, Any]:
 
 def tight(made: dict[str, Any]) -> dict[str, Any]:
     """A device with room for two contexts, and for hot buffers of all requests."""
-    plan = blueprint(Config(**made)).plan
+    plan = plan_engine(Config(**made)).plan
     assert plan.tier
     latent = plan.layout.attended.bytes_per_token
     index = plan.layout.bytes_per_token - latent
@@ -98,7 +99,7 @@ def measure(todo: Plan, scheme: str, attention: str) -> Result:
     for window in windows(parts.scored, todo.window):
         perplexity.add(llm.logits(window.ids), window)
     found = {} if attention == "dense" else {n: share(llm, n, todo.cases) for n in todo.lengths}
-    looked = tier.looked_at if tier else {}
+    looked = tier.lookup_counts if tier else {}
     away = looked.get("hits", 0) + looked.get("misses", 0)
     spilled = tier.residency.stats.spilled if tier else 0
     return Result(
@@ -114,7 +115,7 @@ def share(llm: LLM, length: int, number: int) -> float:
         return len(llm.tokenizer.encode(piece))
 
     cases = recall.cases(length, number, length, count)
-    judged = (hot_answers if llm.tier else ask.judged)(llm, cases)
+    judged = (hot_answers if llm.tier else ask.grade)(llm, cases)
     return sum(judged) / number
 
 
@@ -128,7 +129,11 @@ def hot_answers(llm: LLM, cases: Sequence[recall.RecallCase]) -> Iterator[bool]:
     while engine.busy:
         for request in engine.scheduler.running:
             lease = request.lease
-            if lease and 0 < request.computed == request.length - 1 and manager.spill([lease]):
+            if (
+                lease
+                and 0 < request.num_computed_tokens == request.num_tokens - 1
+                and manager.offload([lease])
+            ):
                 manager.residency.drop(lease.pages[:-1])
         engine.step()
     for stream, case in zip(streams, cases, strict=True):

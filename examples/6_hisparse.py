@@ -12,4 +12,4 @@ cases = recall.cases(seed=1, number=6, length_tokens=1100, count=lambda text: le
 for case, output in zip(cases, llm.generate([case.prompt for case in cases], max_tokens=12), strict=True):
     print(f"...{case.prompt[-48:]!r}: {output.text[: len(case.answer)]!r}, expected {case.answer!r}")
 if llm.tier:
-    print(llm.tier.words)
+    print(llm.tier.summary)

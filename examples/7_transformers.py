@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nibble.transformers as nt
-from nibble.models.config import find
+from nibble.models.refusals import find
 
 path = find("demo")  # or any folder or hub name
 model = AutoModelForCausalLM.from_pretrained(path)

@@ -23,8 +23,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from nibble.attention import ledger
-from nibble.attention.ledger import Entry
+from nibble.attention.planner import ledger
+from nibble.attention.planner.ledger import LedgerEntry
 
 settings.register_profile("nibble", derandomize=True, deadline=None)
 settings.load_profile("nibble")
@@ -57,7 +57,7 @@ def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 # once, at the end, by the process that hears of all. A run that was cut short disproves, and confirms nothing.
 
 PROPERTY = "conforms"
-_heard: dict[bool, list[Entry]] = {True: [], False: []}
+_heard: dict[bool, list[LedgerEntry]] = {True: [], False: []}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,7 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" and not report.skipped:
-        entries = [Entry(**json.loads(value)) for name, value in report.user_properties if name == PROPERTY]
+        entries = [
+            LedgerEntry(**json.loads(value)) for name, value in report.user_properties if name == PROPERTY
+        ]
         _heard[report.passed] += entries
 
 

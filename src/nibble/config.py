@@ -1,7 +1,7 @@
 """What the user said: frozen dataclasses. A field's doc is its command-line help and its row in the docs.
 
 Owns Config and SamplingParams and the checks that need nothing but their own values. What was decided from
-them is a Plan (attention/resolve.py). Must not know of torch, models or backends.
+them is a Plan (attention/planner/resolve.py). Must not know of torch, models or backends.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ CPU_ARCH = 0
 """The `arch` of a machine without a CUDA GPU."""
 
 
-def in_words(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes for people: `1.50 GiB`, `12.0 MiB`, `0.2 MiB`."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
 
@@ -58,7 +58,7 @@ GPUS = {name: Hardware(name, arch, gib * GIB) for name, arch, gib in _TABLE}
 """GPUs by name, with compute capability and nominal memory (vendor datasheets)."""
 
 
-def named(name: str) -> Hardware:
+def lookup_gpu(name: str) -> Hardware:
     """The hardware called `name`: a key of GPUS, `cpu`, or `sm90`-style with 80 GiB; raises ConfigError."""
     key = name.lower()
     if key == "cpu":

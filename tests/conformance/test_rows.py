@@ -22,18 +22,19 @@ from torch import Tensor
 
 from conftest import PROPERTY
 from nibble import formats
-from nibble.attention import backends, ledger
-from nibble.attention.capability import BackendInfo, Need, Phase, Row
+from nibble.attention import backends
 from nibble.attention.layer import StepContext, attention
-from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
-from nibble.attention.plan import STAGED_PACKING, GroupPlan, Plan, Route
-from nibble.attention.versions import versions
+from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.attention.planner import ledger
+from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
+from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
+from nibble.attention.planner.versions import versions
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
-from nibble.geometry import LATENT, Kind, LayerGroup, Stream
 from nibble.hardware import probe
+from nibble.model_spec import LATENT, Kind, LayerGroup, Stream
 
 HARDWARE = probe()
 DEVICE = HARDWARE.device
@@ -49,7 +50,9 @@ BATCHES: dict[Phase, tuple[tuple[tuple[int, int], ...], ...]] = {
 }
 
 
-VERSIONS = {name: versions([info]) for name, info in backends.present().items() if info.adapter is not None}
+VERSIONS = {
+    name: versions([info]) for name, info in backends.available_backends().items() if info.adapter is not None
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def layout(kv_format: str, packing: str, shape: Shape) -> CacheLayout:
 
 
 def dtype_of(case: Case) -> str:
-    allowed = backends.get(case.backend).rows[case.row].dtype
+    allowed = backends.get(case.backend).support[case.row].dtype
     return DTYPE if HARDWARE.is_cpu or allowed is None or DTYPE in allowed else min(allowed)
 
 
@@ -130,7 +133,7 @@ def need(case: Case, kv_format: str, packing: str) -> Need:
     )  # fmt: skip
 
 
-def cases_of(info: BackendInfo, index: int, row: Row) -> Iterator[Case]:
+def cases_of(info: BackendInfo, index: int, row: Support) -> Iterator[Case]:
     packings = sorted(row.packing or ("nhd", "hnd"))
     for i, shape in enumerate(SHAPES):
         for kv_format in scheme.fitting(*streams(shape)) if shape.kind in row.kind else ():
@@ -140,9 +143,9 @@ def cases_of(info: BackendInfo, index: int, row: Row) -> Iterator[Case]:
 
 CASES = [
     case
-    for info in backends.present().values()
+    for info in backends.available_backends().values()
     if info.adapter is not None
-    for index, row in enumerate(info.rows)
+    for index, row in enumerate(info.support)
     if (row.arch is None or HARDWARE.arch in row.arch)
     for case in cases_of(info, index, row)
 ]
@@ -150,7 +153,7 @@ CASES = [
 
 def route_for(case: Case) -> Route | None:
     """How the row serves the case: as it is, staged, or not at all."""
-    row = backends.get(case.backend).rows[case.row]
+    row = backends.get(case.backend).support[case.row]
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     plain = formats.plain(dtype_of(case)).name
     for stored, packing, stage_to in ((key, case.packing, None), (plain, STAGED_PACKING, plain)):
@@ -159,7 +162,7 @@ def route_for(case: Case) -> Route | None:
     return None
 
 
-def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionSpec) -> Tensor:
+def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionParams) -> Tensor:
     """Attention in the dtype of its arguments, by the book."""
     n, length = len(q_nHD), len(k_LGD)
     repeat = q_nHD.shape[1] // k_LGD.shape[1]
@@ -170,9 +173,9 @@ def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionSpec) -> T
     query, key = torch.arange(length - n, length)[:, None], torch.arange(length)
     hidden = (key > query) | (key <= query - (spec.window or length + 1))
     scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
-    if spec.chosen_TK is not None:
+    if spec.topk_indices_TK is not None:
         chosen = torch.zeros(n, length + 1, dtype=torch.bool, device=scores.device)
-        chosen.scatter_(1, torch.where(spec.chosen_TK < 0, length, spec.chosen_TK).long(), True)
+        chosen.scatter_(1, torch.where(spec.topk_indices_TK < 0, length, spec.topk_indices_TK).long(), True)
         scores = scores.masked_fill(~chosen[:, :length], float("-inf"))
     if spec.sinks_H is not None:
         sinks = spec.sinks_H.to(scores).view(-1, 1, 1).expand(-1, n, 1)
@@ -187,7 +190,7 @@ class Scene:
     ctx: StepContext
     q_THD: Tensor
     streams: dict[str, Tensor]
-    spec: AttentionSpec
+    spec: AttentionParams
     pages: tuple[list[int], ...]
 
 
@@ -216,7 +219,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
         table[i, : len(own)] = torch.tensor(own)
     new = tuple(count for _, count in batch)
     fresh = [slot for i, (stored, count) in enumerate(batch) for slot in slots(i, stored, stored + count)]
-    segment = Segment.of(case.phase, 0, new, lens, table.to(DEVICE))
+    segment = AttentionBatch.from_lens(case.phase, 0, new, lens, table.to(DEVICE))
     group = LayerGroup("full", shape.kind, streams(shape), (0,), heads)
     plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), dtype_of(case))
     adapter = backends.get(case.backend).adapter
@@ -224,7 +227,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     meta = AttentionMetadata(torch.tensor(fresh, device=DEVICE), (segment,))
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if shape.sinks else None
     chosen = chosen_at_random(batch, shape.top_k, rng).to(DEVICE) if shape.top_k else None
-    spec = AttentionSpec(shape.dim**-0.5, shape.window, shape.softcap, sinks, chosen)
+    spec = AttentionParams(shape.dim**-0.5, shape.window, shape.softcap, sinks, chosen)
     kv = {entry.name: random(sum(new), shape.heads) for entry in streams(shape)}
     return Scene(
         StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages
@@ -232,7 +235,7 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
 
 
 def chosen_at_random(batch: tuple[tuple[int, int], ...], top_k: int, rng: torch.Generator) -> Tensor:
-    """Tokens for each query to look at, ascending, as kernels/choose.py gives them."""
+    """Tokens for each query to look at, ascending, as kernels/indexer/__init__.py gives them."""
     rows = []
     for stored, new in batch:
         for seen in range(stored + 1, stored + new + 1):
@@ -254,8 +257,8 @@ def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
         found = [stream.gather(ids)[0, : stored + new] for stream in view.streams.values()]
         k, v = found if len(found) > 1 else (found[0], found[0][..., : case.shape.dim - case.shape.rope])
         q = s.q_THD[row : row + new]
-        chosen = None if s.spec.chosen_TK is None else s.spec.chosen_TK[row : row + new]
-        spec = replace(s.spec, chosen_TK=chosen)
+        chosen = None if s.spec.topk_indices_TK is None else s.spec.topk_indices_TK[row : row + new]
+        spec = replace(s.spec, topk_indices_TK=chosen)
         exact = dense(q.double(), k.double(), v.double(), spec)
         same = dense(q, k.to(q.dtype), v.to(q.dtype), spec).double()
         error = (out[row : row + new].double() - exact).abs().max()
@@ -270,20 +273,20 @@ def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
     route = route_for(case)
     if route is None:
         key = layout(case.format, case.packing, case.shape).layers[0].format_key
-        row = backends.get(case.backend).rows[case.row]
+        row = backends.get(case.backend).support[case.row]
         pytest.skip(f"{case.backend} refuses: {'; '.join(row.refuses(need(case, key, case.packing)))}")
     request.node.user_properties.append((PROPERTY, json.dumps(asdict(entry(case, route)))))
     for batch in BATCHES[case.phase]:
         check(case, route, batch)
 
 
-def entry(case: Case, route: Route) -> ledger.Entry:
+def entry(case: Case, route: Route) -> ledger.LedgerEntry:
     """What the ledger says where the case conforms, and all others of its combination do."""
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     name = f"{platform.machine()} CPU" if HARDWARE.is_cpu else HARDWARE.name
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
-    return ledger.Entry(
+    return ledger.LedgerEntry(
         case.backend, case.phase, case.shape.kind, stored, HARDWARE.arch, name, today, VERSIONS[case.backend]
     )
 
@@ -297,16 +300,20 @@ def test_a_wrong_kernel_is_caught() -> None:
     assert adapter
 
     class Forgetful(adapter):  # type: ignore[misc, valid-type]
-        def attend(self, q_THD: Tensor, view: object, segment: Segment, spec: AttentionSpec) -> Tensor:
-            short = tuple(max(length - 1, 1) for length in segment.kv_lens)
-            cut = Segment.of(segment.phase, segment.start, segment.q_lens, short, segment.pages_BN)
+        def attend(
+            self, q_THD: Tensor, view: object, segment: AttentionBatch, spec: AttentionParams
+        ) -> Tensor:
+            short = tuple(max(length - 1, 1) for length in segment.seq_lens)
+            cut = AttentionBatch.from_lens(
+                segment.phase, segment.start, segment.query_lens, short, segment.page_table_BN
+            )
             return super().attend(q_THD, view, cut, spec)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
             backends._registry,
             "torch_ref",
-            backends.BackendInfo(name="torch_ref", rows=(route.row,), summary="", adapter=Forgetful),
+            backends.BackendInfo(name="torch_ref", support=(route.row,), summary="", adapter=Forgetful),
         )
         with pytest.raises(AssertionError, match="error"):
             check(case, route, BATCHES[Phase.DECODE][0])

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from nibble.attention import backends, cells, ledger
-from nibble.attention.capability import Phase
-from nibble.attention.cells import Cell, Status
-from nibble.attention.ledger import Entry, update
-from nibble.attention.options import Request
-from nibble.attention.resolve import resolve
+from nibble.attention import backends
+from nibble.attention.planner import cells, ledger
+from nibble.attention.planner.cells import Cell, Status
+from nibble.attention.planner.ledger import LedgerEntry, update
+from nibble.attention.planner.options import PlanRequest
+from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import Phase
 from nibble.config import Config
-from nibble.geometry import Geometry
-from nibble.hardware import named
+from nibble.hardware import lookup_gpu
+from nibble.model_spec import ModelSpec
 from planning import DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, MODELS, QWEN3_8B
 
-SEEN = Entry(
+SEEN = LedgerEntry(
     "cuda", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0", "triton": "3.6"}
 )
 
@@ -29,11 +30,11 @@ def only_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "shipped", lambda: tmp_path / "ledger.json")
 
 
-def found(geometry: Geometry, gpu: str, **options: Any) -> tuple[list[Cell], list[str]]:
-    request = Request(
-        Config(model="m", **options), geometry, named(gpu), backends.all_backends(), True, False
+def found(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[list[Cell], list[str]]:
+    request = PlanRequest(
+        Config(model="m", **options), model_spec, lookup_gpu(gpu), backends.all_backends(), True, False
     )
-    plan = resolve(request.config, geometry, request.hardware, declared=True)
+    plan = resolve(request.config, model_spec, request.hardware, declared=True)
     mine = list(cells.cells(request, plan))
     for group in plan.groups:
         chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.chosen and cell.group is group}
@@ -56,11 +57,11 @@ def test_a_cell_is_verified_declared_staged_or_refused() -> None:
 
 
 def test_every_refusal_has_a_reason_and_nothing_else_does() -> None:
-    for geometry, gpu, kv_format in (
+    for model_spec, gpu, kv_format in (
         (QWEN3_8B, "a100", "k8v4"), (DEEPSEEK_V3, "b200", "fp8_e4m3"), (MODELS["glm-5"], "h200", "fp8_ds_mla"),
         (GPT_OSS, "rtx5090", "mxfp4"),
     ):  # fmt: skip
-        for cell in found(geometry, gpu, kv_format=kv_format)[0]:
+        for cell in found(model_spec, gpu, kv_format=kv_format)[0]:
             assert bool(cell.reasons) == (cell.status not in {Status.VERIFIED, Status.DECLARED}), cell
 
 

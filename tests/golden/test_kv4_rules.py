@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from nibble.attention.backends import all_backends
-from nibble.attention.capability import BackendInfo, Phase, Row
-from nibble.attention.plan import Plan
-from nibble.attention.resolve import resolve
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import BackendInfo, Phase, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
-from nibble.geometry import Geometry
-from nibble.hardware import named
+from nibble.hardware import lookup_gpu
+from nibble.model_spec import ModelSpec
 from planning import DEEPSEEK_V3, DEEPSEEK_V32, GEMMA2, GPT_OSS, HEAD_72, HEAD_80, QWEN3_8B, parse_command
 
 MX, NV = "fp4_mx16", "nvfp4"
@@ -35,7 +35,7 @@ class Case:
     """routes: `prefill extend decode verify` as printed, for every group. reasons: parts of the refusal."""
 
     name: str
-    geometry: Geometry
+    model_spec: ModelSpec
     gpu: str
     options: dict[str, Any]
     routes: str = ""
@@ -56,7 +56,7 @@ def both(kv_format: str, backend: str, **options: Any) -> dict[str, Any]:
 
 def plan(case: Case) -> Plan:
     config = Config(model="m", **case.options)
-    return resolve(config, case.geometry, named(case.gpu), declared=True, **case.keywords)
+    return resolve(config, case.model_spec, lookup_gpu(case.gpu), declared=True, **case.keywords)
 
 
 S = "(staged to bf16)"
@@ -191,14 +191,14 @@ def test_refused_with_reasons_and_a_command_that_works(case: Case) -> None:
     command = text.partition("what works: ")[2]
     assert case.remedy in command
     config, hardware, declared = parse_command(command)
-    resolve(config, case.geometry, hardware, declared=declared, **case.keywords)
+    resolve(config, case.model_spec, hardware, declared=declared, **case.keywords)
 
 
 def test_H4_a_refusal_is_an_error_not_an_assertion() -> None:
     code = (
-        "from planning import QWEN3_8B; from nibble.config import Config; from nibble.hardware import named\n"
-        "from nibble.attention.resolve import resolve; from nibble.errors import Unsupported\n"
-        "try: resolve(Config(model='m', kv_format='nvfp4', attention_backend='fa3'), QWEN3_8B, named('b200'))\n"
+        "from planning import QWEN3_8B; from nibble.config import Config; from nibble.hardware import lookup_gpu\n"
+        "from nibble.attention.planner.resolve import resolve; from nibble.errors import Unsupported\n"
+        "try: resolve(Config(model='m', kv_format='nvfp4', attention_backend='fa3'), QWEN3_8B, lookup_gpu('b200'))\n"
         "except Unsupported as error: print(type(error).__name__, len(error.refusals))"
     )
     done = subprocess.run(
@@ -213,12 +213,12 @@ def test_H4_a_refusal_is_an_error_not_an_assertion() -> None:
 
 def test_H5_a_backend_that_cannot_extend_is_refused() -> None:
     """Chunked prefill and prefix hits read a quantised prefix, so PREFILL alone is not enough."""
-    row = Row(phase=frozenset({Phase.PREFILL}), kind=frozenset({"mha"}), format=frozenset({NV}))
-    table = {**all_backends(), "cold": BackendInfo(name="cold", rows=(row,), summary="prefills only")}
+    row = Support(phase=frozenset({Phase.PREFILL}), kind=frozenset({"mha"}), format=frozenset({NV}))
+    table = {**all_backends(), "cold": BackendInfo(name="cold", support=(row,), summary="prefills only")}
     with pytest.raises(
         Unsupported, match=r"extend of mha in nvfp4[^\n]*\n  cold  phase extend is not in \{prefill\}"
     ):
-        resolve(Config(model="m", **pair(NV, "cold", "triton")), QWEN3_8B, named("h200"), table)
+        resolve(Config(model="m", **pair(NV, "cold", "triton")), QWEN3_8B, lookup_gpu("h200"), table)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_H5_what_divides_a_pair_is_named(
 ) -> None:
     phases = frozenset({Phase.PREFILL, Phase.EXTEND}), frozenset({Phase.DECODE})
     table = {
-        name: BackendInfo(name=name, rows=(row,), summary="", adapter=object)
+        name: BackendInfo(name=name, support=(row,), summary="", adapter=object)
         for name, row in (
             (
                 name,
-                Row(
+                Support(
                     phase=phase, kind=frozenset({"mha"}), format=frozenset({"bf16"}),
                     page=frozenset({page}), packing=frozenset({packing}),
                 ),
@@ -247,7 +247,7 @@ def test_H5_what_divides_a_pair_is_named(
         )
     }  # fmt: skip
     with pytest.raises(Unsupported, match=f": {divided}\n") as caught:
-        resolve(Config(model="m", **pair("bf16", "early", "late")), QWEN3_8B, named("h200"), table)
+        resolve(Config(model="m", **pair("bf16", "early", "late")), QWEN3_8B, lookup_gpu("h200"), table)
     assert list(caught.value.refusals) == ["early (prefill, extend)", "late (decode)"]
     assert caught.value.refusals["late (decode)"][0] == f"page must be in {{{pages[1]}}}"
 
@@ -256,7 +256,7 @@ def test_H5_the_prefix_cache_changes_no_route() -> None:
     """Attention reads what is stored in every phase, so a hit and a miss take the same routes."""
     config = Config(model="m", kv_format=NV)
     on, off = (
-        resolve(replace(config, prefix_cache=flag), QWEN3_8B, named("h200"), declared=True)
+        resolve(replace(config, prefix_cache=flag), QWEN3_8B, lookup_gpu("h200"), declared=True)
         for flag in (True, False)
     )
     assert on == off
@@ -271,7 +271,7 @@ def test_H5_what_has_no_verify_says_so() -> None:
 
 def test_H6_an_alias_is_the_same_plan() -> None:
     old, new = (
-        resolve(Config(model="m", kv_format=name), QWEN3_8B, named("b200"), declared=True)
+        resolve(Config(model="m", kv_format=name), QWEN3_8B, lookup_gpu("b200"), declared=True)
         for name in ("fp4_e2m1", MX)
     )
     assert old == new

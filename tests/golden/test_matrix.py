@@ -20,19 +20,19 @@ from pathlib import Path
 import pytest
 
 from nibble.attention.backends import all_backends
-from nibble.attention.capability import BackendInfo
-from nibble.attention.plan import GroupPlan, Plan
-from nibble.attention.resolve import resolve
+from nibble.attention.planner.plan import GroupPlan, Plan
+from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
-from nibble.geometry import Geometry
-from nibble.hardware import GIB, Hardware, named
+from nibble.hardware import GIB, Hardware, lookup_gpu
+from nibble.model_spec import ModelSpec
 from planning import MODELS, parse_command
 
 GOLDEN = Path(__file__).with_name("plans.txt")
 MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
-    name: named(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
+    name: lookup_gpu(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
 }
 EDGES = "nvfp4;edges=fp8_e4m3"
 SCHEMES = (*schemes.names(), EDGES)
@@ -49,15 +49,15 @@ def config(scheme: str) -> Config:
 def bare() -> dict[str, BackendInfo]:
     """The backends where no optional package is installed."""
     return {
-        name: info if info.install in WITH_TORCH else replace(info, adapter=None, lack=info.install)
+        name: info if info.install in WITH_TORCH else replace(info, adapter=None, missing=info.install)
         for name, info in all_backends().items()
     }
 
 
-def made(view: str, geometry: Geometry, machine: Hardware, asked: Config) -> Plan:
+def made(view: str, model_spec: ModelSpec, machine: Hardware, asked: Config) -> Plan:
     if view == BARE:
-        return resolve(asked, geometry, machine, bare())
-    return resolve(asked, geometry, machine, declared=not machine.is_cpu)
+        return resolve(asked, model_spec, machine, bare())
+    return resolve(asked, model_spec, machine, declared=not machine.is_cpu)
 
 
 def routes(group: GroupPlan) -> str:
@@ -84,9 +84,9 @@ def refusal_line(error: ConfigError, machine: Hardware) -> str:
     return f"refused: {first} -> {remedy}"
 
 
-def line(view: str, geometry: Geometry, machine: Hardware, scheme: str) -> str:
+def line(view: str, model_spec: ModelSpec, machine: Hardware, scheme: str) -> str:
     try:
-        return plan_line(made(view, geometry, machine, config(scheme)))
+        return plan_line(made(view, model_spec, machine, config(scheme)))
     except ConfigError as error:
         return refusal_line(error, machine)
 

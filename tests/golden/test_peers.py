@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.attention.peers import GPUS, PEERS, Cell, page, tables
+from nibble.cli.docs_peers import GPUS, PEERS, Cell, page, tables
 from nibble.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

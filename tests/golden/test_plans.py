@@ -10,22 +10,23 @@ from pathlib import Path
 import pytest
 
 from nibble import formats
-from nibble.attention import backends, tables
+from nibble.attention import backends
 from nibble.attention.backends import all_backends
-from nibble.attention.budget import budget
-from nibble.attention.capability import BackendInfo, Phase, Row
-from nibble.attention.explain import as_dict, as_text
-from nibble.attention.ledger import Entry, read, update
-from nibble.attention.needs import compact
-from nibble.attention.resolve import require_runnable, resolve
+from nibble.attention.planner.explain import as_dict, as_text
+from nibble.attention.planner.ledger import LedgerEntry, read, update
+from nibble.attention.planner.memory import plan_memory
+from nibble.attention.planner.needs import format_layers
+from nibble.attention.planner.resolve import require_runnable, resolve
+from nibble.attention.planner.support import BackendInfo, Phase, Support
+from nibble.cli import docs_tables as tables
 from nibble.config import Config
 from nibble.errors import ConfigError
-from nibble.geometry import HEADS
-from nibble.hardware import GIB, Hardware, named
+from nibble.hardware import GIB, Hardware, lookup_gpu
+from nibble.model_spec import HEADS
 from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES
 
 MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
-    name: named(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
+    name: lookup_gpu(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
 }
 
 
@@ -57,7 +58,8 @@ def test_auto_takes_only_what_runs() -> None:
 def declared(table: dict[str, BackendInfo]) -> dict[str, BackendInfo]:
     """The table as if nothing had an adapter."""
     return {
-        name: BackendInfo(name=name, rows=info.rows, summary=info.summary) for name, info in table.items()
+        name: BackendInfo(name=name, support=info.support, summary=info.summary)
+        for name, info in table.items()
     }
 
 
@@ -80,10 +82,10 @@ def test_a_named_backend_is_planned_before_it_runs() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_command() -> None:
-    row = Row(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=99)
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=99)
     info = BackendInfo(
         name="vendor",
-        rows=(row,),
+        support=(row,),
         summary="",
         adapter=object,
         packages=("no.such_package",),
@@ -115,14 +117,14 @@ def test_registration_adds_one_backend_and_refuses_a_second_of_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "_registry", dict(backends._registry))
-    row = Row(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=1000, cites="a test")
-    toy = backends.register(BackendInfo(name="toy", rows=(row,), summary="a toy", adapter=object))
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=1000, source="a test")
+    toy = backends.register(BackendInfo(name="toy", support=(row,), summary="a toy", adapter=object))
     made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["h200"])
     assert {route.backend for group in made.groups for route in group.routes} == {"toy"}
     assert "`toy`" in tables.capability_table()
     assert backends.register(toy) is toy
     with pytest.raises(ConfigError, match="registered already"):
-        backends.register(BackendInfo(name="toy", rows=(), summary="another"))
+        backends.register(BackendInfo(name="toy", support=(), summary="another"))
 
 
 def test_explanations_of_a_mixed_staged_plan() -> None:
@@ -130,7 +132,7 @@ def test_explanations_of_a_mixed_staged_plan() -> None:
         model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3", prefill_backend="fa4", decode_backend="triton"
     )
     made = resolve(asked, QWEN3_8B, MACHINES["b200"])
-    money = budget(asked, QWEN3_8B, MACHINES["b200"], made)
+    money = plan_memory(asked, QWEN3_8B, MACHINES["b200"], made)
     content = json.loads(json.dumps(as_dict(made, money)))
     assert content["groups"][1]["routes"]["prefill"]["stage_to"] == "bf16"
     assert content["bytes_per_token"] == 8 * (256 + 35 * 144)
@@ -148,7 +150,9 @@ def test_explanations_of_a_mixed_staged_plan() -> None:
 
 def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.json"
-    entry = Entry("triton", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0"})
+    entry = LedgerEntry(
+        "triton", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0"}
+    )
     before = tables.capability_table(path=ledger)
     update(ledger, [entry])
     after = tables.capability_table(path=ledger)
@@ -176,10 +180,10 @@ def test_a_row_for_any_format_is_verified_by_those_that_fit(tmp_path: Path) -> N
     fitting = [name for name in formats.names() if not any(formats.get(name).refuses(s) for s in HEADS)]
     update(
         ledger,
-        [Entry("torch_ref", "decode", "mha", name, 0, "CPU", "2026-11-20", {}) for name in fitting[1:]],
+        [LedgerEntry("torch_ref", "decode", "mha", name, 0, "CPU", "2026-11-20", {}) for name in fitting[1:]],
     )
     assert "verified[" not in tables.capability_table(path=ledger)
-    update(ledger, [Entry("torch_ref", "decode", "mha", fitting[0], 0, "CPU", "2026-11-20", {})])
+    update(ledger, [LedgerEntry("torch_ref", "decode", "mha", fitting[0], 0, "CPU", "2026-11-20", {})])
     assert "| `torch_ref` | any | PEV declared; D verified[^" in tables.capability_table(path=ledger)
 
 
@@ -196,7 +200,9 @@ def test_conditions_of_rows_that_differ_in_their_format_are_one_line() -> None:
 
 def test_the_ledger_keeps_the_newest_entry_of_a_combination(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
-    entries = [Entry("b", "decode", "mha", "f", 90, "GPU", date, {}) for date in ("2026-01-01", "2026-02-02")]
+    entries = [
+        LedgerEntry("b", "decode", "mha", "f", 90, "GPU", date, {}) for date in ("2026-01-01", "2026-02-02")
+    ]
     update(path, entries[:1])
     update(path, entries[1:])
     assert read(path) == (entries[1],)
@@ -214,13 +220,13 @@ def test_the_formats_page_holds_every_format_and_its_bytes() -> None:
 @pytest.mark.parametrize(("addressing", "works"), [("paged", False), ("ragged", True)])
 def test_a_sparse_kernel_reads_staged_pages_by_offset(addressing: str, works: bool) -> None:
     """Staged pages are numbered anew, so slot numbers of the pool would point elsewhere."""
-    row = Row(
+    row = Support(
         phase=frozenset(Phase),
         kind=frozenset({"dsa"}),
         format=frozenset({"bf16"}),
         addressing=frozenset({addressing}),
     )
-    table = {"sparse": BackendInfo(name="sparse", rows=(row,), summary="", adapter=object)}
+    table = {"sparse": BackendInfo(name="sparse", support=(row,), summary="", adapter=object)}
     asked = Config(model="m", kv_format="fp8_e4m3", allow_staging=True)
     if works:
         assert (
@@ -249,4 +255,4 @@ def test_a_softcapped_model_keeps_its_scheme_where_it_can() -> None:
     ],
 )
 def test_layers_are_listed_in_order_and_in_short(layers: Iterable[int], words: str) -> None:
-    assert compact(layers) == words
+    assert format_layers(layers) == words

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from nibble.attention.backends import all_backends
-from nibble.attention.budget import budget
-from nibble.attention.plan import Plan
-from nibble.attention.resolve import resolve
+from nibble.attention.planner.memory import plan_memory
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.resolve import resolve
 from nibble.config import Config
 from nibble.errors import CapacityError
-from nibble.geometry import Geometry
-from nibble.hardware import named
-from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, geometry, mha
+from nibble.hardware import lookup_gpu
+from nibble.model_spec import ModelSpec
+from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, mha, model_spec
 
 STAGED, OWN = "fa3 (staged to bf16)", "triton (staged to bf16)"
 
 
-def plan(model: Geometry, without: str = "", verify: bool = True, **options: Any) -> Plan:
+def plan(model: ModelSpec, without: str = "", verify: bool = True, **options: Any) -> Plan:
     table = {name: info for name, info in all_backends().items() if name != without}
-    return resolve(Config(model="m", **options), model, named("h200"), table, verify=verify)
+    return resolve(Config(model="m", **options), model, lookup_gpu("h200"), table, verify=verify)
 
 
 def routes(made: Plan, group: int = 0) -> list[str]:
@@ -59,7 +59,10 @@ def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) 
     model = GEMMA2 if options else replace(GEMMA2, weight_bytes=126 << 30)
     made = plan(model, kv_format="nvfp4", **options)
     assert routes(made)[:2] == ["triton", "triton"]
-    assert budget(Config(model="m", kv_format="nvfp4", **options), model, named("h200"), made).staging == 0
+    assert (
+        plan_memory(Config(model="m", kv_format="nvfp4", **options), model, lookup_gpu("h200"), made).staging
+        == 0
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v2-lite", "gemma-2-9b"])
@@ -71,10 +74,10 @@ def test_staging_for_speed_leaves_pages_their_room(name: str) -> None:
         faster = plan(model, kv_format="nvfp4")
         direct = plan(model, kv_format="nvfp4", prefill_backend="triton")
         try:
-            tokens = budget(config, model, named("h200"), direct).tokens
+            tokens = plan_memory(config, model, lookup_gpu("h200"), direct).tokens
         except CapacityError:
             continue
-        assert budget(config, model, named("h200"), faster).tokens > 0.85 * tokens, weights
+        assert plan_memory(config, model, lookup_gpu("h200"), faster).tokens > 0.85 * tokens, weights
         staged.add(any(route.stage_to for group in faster.groups for route in group.routes))
     assert staged == {True, False}
 
@@ -100,6 +103,6 @@ def test_few_heads_of_kv_change_who_takes_prompts(heads: int, prompts: str) -> N
     """Staged ones too, and not who verifies, whose kernels share contexts out however few heads there are."""
     group = mha()
     few = replace(group, streams=tuple(replace(s, heads=heads) for s in group.streams), q_heads=8 * heads)
-    assert routes(plan(geometry(few), kv_format="nvfp4"))[2:] == ["cuda", "triton"]
-    assert routes(plan(geometry(few), kv_format="bf16"))[0] == prompts
-    assert routes(plan(geometry(few), kv_format="nvfp4"))[0] == (STAGED if prompts == "fa3" else prompts)
+    assert routes(plan(model_spec(few), kv_format="nvfp4"))[2:] == ["cuda", "triton"]
+    assert routes(plan(model_spec(few), kv_format="bf16"))[0] == prompts
+    assert routes(plan(model_spec(few), kv_format="nvfp4"))[0] == (STAGED if prompts == "fa3" else prompts)

@@ -58,7 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
         """The longest prefix in full pages, of all tokens but the last, that an open lease has in the tree."""
         best = 0
         for writer in self.writers:
-            shown, full = writer.lease.published, 0
+            shown, full = writer.lease.num_shared_pages, 0
             while full < min(shown, (len(tokens) - 1) // PAGE) and (
                 tokens[full * PAGE : full * PAGE + PAGE] == writer.tokens[full * PAGE : full * PAGE + PAGE]
             ):
@@ -68,9 +68,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_hit(self, writer: Writer) -> None:
         lease = writer.lease
-        assert lease.stored % PAGE == 0 and lease.stored < len(writer.tokens)
-        assert len(lease.pages) * PAGE == lease.stored == lease.hit
-        for i in range(lease.stored):
+        assert lease.num_stored_tokens % PAGE == 0 and lease.num_stored_tokens < len(writer.tokens)
+        assert len(lease.pages) * PAGE == lease.num_stored_tokens == lease.num_hit_tokens
+        for i in range(lease.num_stored_tokens):
             assert self.slots[writer.slot(i)] == writer.content(i), "a prefix hit holds something else"
         writer.pages = list(lease.pages)
 
@@ -82,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
         except OutOfPages:
             assert spare is not None and self.manager.stats == before
             return
-        assert lease.stored >= common, "a prefix that is in use was not found"
+        assert lease.num_stored_tokens >= common, "a prefix that is in use was not found"
         writer = Writer(namespace, list(tokens), lease)
         self.check_hit(writer)
         if spare is not None:
@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=which, more=st.integers(0, 2 * PAGE))
     def reserve(self, number: int, more: int) -> None:
         lease, before = self.pick(number).lease, self.manager.stats
-        held, upto = list(lease.pages), lease.stored + more
+        held, upto = list(lease.pages), lease.num_stored_tokens + more
         try:
             self.manager.reserve(lease, upto)
         except OutOfPages:
@@ -118,8 +118,8 @@ class CacheMachine(RuleBasedStateMachine):
     def write(self, number: int, count: int) -> None:
         writer = self.pick(number)
         lease = writer.lease
-        upto = min(lease.stored + count, len(writer.tokens), len(lease.pages) * PAGE)
-        for i in range(lease.stored, upto):
+        upto = min(lease.num_stored_tokens + count, len(writer.tokens), len(lease.pages) * PAGE)
+        for i in range(lease.num_stored_tokens, upto):
             page, _ = writer.slot(i)
             assert not any(page in other.lease.pages for other in self.writers if other is not writer), (
                 "two writers"
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=which, tokens=st.lists(token, min_size=1, max_size=PAGE))
     def extend(self, number: int, tokens: list[int]) -> None:
         writer = self.pick(number)
-        if writer.lease.stored == len(writer.tokens):
+        if writer.lease.num_stored_tokens == len(writer.tokens):
             writer.tokens += tokens
 
     @precondition(lambda self: self.writers)
@@ -140,7 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
     def compute(self, number: int) -> None:
         """Stores all that is known, as one prefill."""
         writer = self.pick(number)
-        self.reserve(number, len(writer.tokens) - writer.lease.stored)
+        self.reserve(number, len(writer.tokens) - writer.lease.num_stored_tokens)
         self.write(number, len(writer.tokens))
 
     @rule(namespace=namespaces, tokens=prompts)
@@ -154,22 +154,24 @@ class CacheMachine(RuleBasedStateMachine):
     def decode(self, number: int, others: int) -> None:
         """A few requests grow by one token each."""
         for i in range(number, number + others):
-            self.extend(i, [self.pick(i).lease.stored % 2])
+            self.extend(i, [self.pick(i).lease.num_stored_tokens % 2])
             self.compute(i)
 
     @precondition(lambda self: self.writers)
     @rule(number=which)
     def advance(self, number: int) -> None:
         writer = self.pick(number)
-        before = writer.lease.stored
+        before = writer.lease.num_stored_tokens
         gained = self.manager.advance(writer.lease, writer.tokens)
-        assert writer.lease.stored == before + gained
+        assert writer.lease.num_stored_tokens == before + gained
         if gained:
-            self.check_hit(writer) if writer.lease.hit == writer.lease.stored else self.check_stored(writer)
+            self.check_hit(
+                writer
+            ) if writer.lease.num_hit_tokens == writer.lease.num_stored_tokens else self.check_stored(writer)
         writer.pages = list(writer.lease.pages)
 
     def check_stored(self, writer: Writer) -> None:
-        for i in range(writer.lease.stored):
+        for i in range(writer.lease.num_stored_tokens):
             assert self.slots[writer.slot(i)] == writer.content(i), f"token {i} was lost while in use"
 
     @precondition(lambda self: self.writers)

@@ -12,8 +12,9 @@ from hypothesis.extra import numpy as hnp
 
 from nibble import formats
 from nibble.errors import ConfigError
-from nibble.formats import KVFormat, e2m1, scheme
-from nibble.geometry import HEADS, Stream
+from nibble.formats import KVFormat, scheme
+from nibble.formats import codes as e2m1
+from nibble.model_spec import HEADS, Stream
 
 ALL = [formats.get(name) for name in scheme.fitting(*HEADS) if name in formats.names()]
 QUANTISED = [fmt for fmt in ALL if fmt.plain is None]

@@ -13,7 +13,7 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.errors import ConfigError
 from nibble.formats import KVFormat, scheme
-from nibble.geometry import HEADS, INDEX, LATENT, LATENTS, Stream
+from nibble.model_spec import HEADS, INDEX, LATENT, LATENTS, Stream
 
 SHAPE = LATENTS[0]
 BYTES = {

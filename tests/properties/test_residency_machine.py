@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nibble.cache.manager import CacheManager, Lease
-from nibble.cache.residency import NOWHERE, Residency
+from nibble.cache.offload.residency import NOWHERE, Residency
 from nibble.errors import OutOfFrames, OutOfPages
 
 PAGE, HOT = 2, 2
@@ -46,7 +46,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """What a step does first."""
-        moves = self.residency.news()
+        moves = self.residency.take_moves()
         for copies in (moves.saves, moves.loads):  # each are done at once
             assert len({frame for _, frame in copies}) == len(copies) == len(dict(copies))
         self.save(moves.saves)
@@ -83,7 +83,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         writer = self.pick(number)
         lease, upto = writer.lease, len(writer.tokens)
         if lease.hot:
-            upto = min(upto, lease.stored + 1)
+            upto = min(upto, lease.num_stored_tokens + 1)
         before = self.manager.stats
         try:
             self.manager.reserve(lease, upto)
@@ -91,7 +91,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.manager.stats == before
             return
         self.settle()
-        for i in range(lease.stored, upto):
+        for i in range(lease.num_stored_tokens, upto):
             frame = self.places[lease.pages[i // PAGE]]
             assert frame != NOWHERE, "a page is written that is not on the device"
             self.device[frame, i % PAGE] = tuple(writer.tokens[: i + 1])
@@ -101,7 +101,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(number=which, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3 * PAGE))
     def extend(self, number: int, tokens: list[int]) -> None:
         writer = self.pick(number)
-        if writer.lease.stored == len(writer.tokens):
+        if writer.lease.num_stored_tokens == len(writer.tokens):
             writer.tokens += tokens[:1] if writer.lease.hot else tokens
 
     @precondition(lambda self: self.writers)
@@ -109,9 +109,9 @@ class ResidencyMachine(RuleBasedStateMachine):
     def spill(self, number: int, others: int) -> None:
         """Of some leases that decode, in some order."""
         some = [self.pick(i) for i in range(number, number + others + 1)]
-        leases = list(dict.fromkeys(w.lease for w in some if w.lease.stored == len(w.tokens)))
+        leases = list(dict.fromkeys(w.lease for w in some if w.lease.num_stored_tokens == len(w.tokens)))
         before, cold = self.residency.available, [lease for lease in leases if not lease.hot]
-        if self.manager.spill(leases):
+        if self.manager.offload(leases):
             assert self.residency.available > before
             assert any(len(lease.hot) == HOT for lease in cold)
         else:
@@ -121,7 +121,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule()
     def a_step_that_breaks_off(self) -> None:
         """After its saves, and before the device was told of all."""
-        moves = self.residency.news()
+        moves = self.residency.take_moves()
         self.save(moves.saves)
         self.residency.saves_done()
 
@@ -131,7 +131,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         """What happens beside a step: full pages are saved early."""
         self.settle()
         lease = self.pick(number).lease
-        copies = self.residency.to_save(lease.pages[: lease.stored // PAGE])
+        copies = self.residency.to_save(lease.pages[: lease.num_stored_tokens // PAGE])
         self.save(copies)
         self.residency.saved(copies)
 
@@ -166,7 +166,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.residency.frame(page) == frame, "the device was told something else"
         for writer in self.writers:
             lease = writer.lease
-            for i in range(lease.stored):
+            for i in range(lease.num_stored_tokens):
                 page, wanted = lease.pages[i // PAGE], tuple(writer.tokens[: i + 1])
                 frame = self.places.get(page, NOWHERE)
                 assert frame != NOWHERE or page not in lease.needed

@@ -7,15 +7,15 @@ from dataclasses import fields, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nibble.attention.capability import BackendInfo, Phase, Row
-from nibble.attention.needs import Part, parts
-from nibble.attention.plan import STAGED_PACKING, Plan, Route
-from nibble.attention.resolve import resolve
+from nibble.attention.planner.needs import SchemeGroup, scheme_groups
+from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
+from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import BackendInfo, Phase, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
-from nibble.geometry import Geometry, LayerGroup
 from nibble.hardware import GIB, Hardware
-from planning import geometry, gqa, parse_command
+from nibble.model_spec import LayerGroup, ModelSpec
+from planning import gqa, model_spec, parse_command
 
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
 PAGES = (16, 64)
@@ -30,9 +30,9 @@ def some(values: tuple[object, ...]) -> st.SearchStrategy[frozenset[object]]:
     return st.frozensets(st.sampled_from(values), min_size=1)
 
 
-def rows() -> st.SearchStrategy[Row]:
+def rows() -> st.SearchStrategy[Support]:
     return st.builds(
-        Row,
+        Support,
         phase=some(tuple(Phase)),
         kind=st.just(frozenset({"mha"})),
         format=st.none() | some(FORMATS),
@@ -50,7 +50,7 @@ def tables(draw: st.DrawFn) -> dict[str, BackendInfo]:
     adapters = st.sampled_from((None, object))
     return {
         name: BackendInfo(
-            name=name, rows=tuple(draw(st.lists(rows(), max_size=4))), summary="", adapter=draw(adapters)
+            name=name, support=tuple(draw(st.lists(rows(), max_size=4))), summary="", adapter=draw(adapters)
         )
         for name in names
     }
@@ -71,17 +71,17 @@ def configs(draw: st.DrawFn, table: dict[str, BackendInfo]) -> Config:
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[dict[str, BackendInfo], Config, Geometry, Hardware, bool]:
+def questions(draw: st.DrawFn) -> tuple[dict[str, BackendInfo], Config, ModelSpec, Hardware, bool]:
     table = draw(tables())
     window = LayerGroup("window", "mha", gqa(64), (0, 2), 16, window=128)
     full = LayerGroup("full", "mha", gqa(64), (1, 3), 16)
-    model = draw(st.sampled_from((geometry(window, full), geometry(replace(full, layers=(0, 1, 2, 3))))))
+    model = draw(st.sampled_from((model_spec(window, full), model_spec(replace(full, layers=(0, 1, 2, 3))))))
     machine = Hardware("sm", draw(st.sampled_from(ARCHS)), 80 * GIB)
     return table, draw(configs(table)), model, machine, draw(st.booleans())
 
 
 def attempt(
-    table: dict[str, BackendInfo], config: Config, model: Geometry, machine: Hardware, declared: bool
+    table: dict[str, BackendInfo], config: Config, model: ModelSpec, machine: Hardware, declared: bool
 ) -> Plan | None:
     try:
         return resolve(config, model, machine, table, declared=declared)
@@ -90,7 +90,13 @@ def attempt(
 
 
 def serves(
-    row: Row, part: Part, phase: Phase, machine: Hardware, page: int, packing: str, stage_to: str | None
+    row: Support,
+    part: SchemeGroup,
+    phase: Phase,
+    machine: Hardware,
+    page: int,
+    packing: str,
+    stage_to: str | None,
 ) -> bool:
     need = part.need(phase, machine, "bfloat16", page, packing)
     if stage_to:
@@ -106,11 +112,11 @@ def test_every_route_is_served_by_its_row(question: tuple) -> None:
     made = attempt(*question)
     if made is None:
         return
-    for group, part in zip(made.groups, parts(config, model), strict=True):
+    for group, part in zip(made.groups, scheme_groups(config, model), strict=True):
         assert (group.layers, group.scheme) == (part.layers, part.scheme.name)
         assert {route.phase for route in group.routes} >= {Phase.PREFILL, Phase.EXTEND, Phase.DECODE}
         for route in group.routes:
-            assert route.row in table[route.backend].rows
+            assert route.row in table[route.backend].support
             assert serves(
                 route.row, part, route.phase, machine, made.page_size, made.layout.packing, route.stage_to
             )
@@ -132,7 +138,7 @@ def test_a_refusal_means_that_no_storage_serves_all(question: tuple) -> None:
     table, config, model, machine, declared = question
     if attempt(*question) is not None:
         return
-    found = parts(config, model)
+    found = scheme_groups(config, model)
     for page in (config.page_size,) if config.page_size else (1, 16, 32, 64, 128):
         for packing in PACKINGS:
             assert not all(
@@ -145,7 +151,7 @@ def test_a_refusal_means_that_no_storage_serves_all(question: tuple) -> None:
 def possible(
     table: dict[str, BackendInfo],
     config: Config,
-    part: Part,
+    part: SchemeGroup,
     phase: Phase,
     machine: Hardware,
     page: int,
@@ -158,7 +164,7 @@ def possible(
     return any(
         serves(row, part, phase, machine, page, packing, way)
         for info in among
-        for row in info.rows
+        for row in info.support
         for way in ways
     )
 
@@ -175,12 +181,12 @@ def test_the_order_of_backends_does_not_matter(question: tuple, random: object) 
 @FAST
 @given(questions(), st.lists(rows(), max_size=4), st.booleans())
 def test_another_backend_never_turns_success_into_refusal(
-    question: tuple, extra: list[Row], runs: bool
+    question: tuple, extra: list[Support], runs: bool
 ) -> None:
     table, *rest = question
     if attempt(table, *rest) is None:
         return
-    newcomer = BackendInfo(name="0", rows=tuple(extra), summary="", adapter=object if runs else None)
+    newcomer = BackendInfo(name="0", support=tuple(extra), summary="", adapter=object if runs else None)
     assert attempt({**table, "0": newcomer}, *rest) is not None
 
 

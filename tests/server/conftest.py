@@ -23,8 +23,8 @@ from fastapi import FastAPI
 from nibble.engine.outputs import Delta
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
-from nibble.server import wire
-from nibble.server.client import Ask, EngineDiedError, Piece, State
+from nibble.server import messages as wire
+from nibble.server.engine_client import Ask, EngineDiedError, Piece, State
 
 
 def free_port() -> int:

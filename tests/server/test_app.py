@@ -15,12 +15,12 @@ from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
 from nibble.engine.outputs import Delta, Logprob
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError
-from nibble.server import wire
-from nibble.server.answers import ChatWriter, TextWriter
+from nibble.server import messages as wire
 from nibble.server.app import Api, make_app
-from nibble.server.client import State
+from nibble.server.engine_client import State
 from nibble.server.guards import BodyLimit
 from nibble.server.reasoning import AnswerReader
+from nibble.server.responses import ChatWriter, TextWriter
 from nibble.server.settings import Settings
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

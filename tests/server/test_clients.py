@@ -21,7 +21,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
-from nibble.server import wire
+from nibble.server import messages as wire
 from nibble.server.app import make_app
 from nibble.server.settings import Settings
 

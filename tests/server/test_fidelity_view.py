@@ -15,9 +15,9 @@ from test_metrics import words as picture_of
 
 from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-defined]
 from nibble.cli import top
-from nibble.server import wire
+from nibble.server import messages as wire
 from nibble.server.app import make_app
-from nibble.server.client import State
+from nibble.server.engine_client import State
 from nibble.server.fidelity_view import warning
 from nibble.server.settings import Settings
 

@@ -13,10 +13,10 @@ import zmq
 from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
-from nibble.server import wire
-from nibble.server.client import Ask, EngineDiedError, Mailbox, Piece, ProcessClient, State
-from nibble.server.flow import Events, merged
+from nibble.server import messages as wire
+from nibble.server.engine_client import Ask, EngineDiedError, Mailbox, Piece, ProcessClient, State
 from nibble.server.metrics import Meters
+from nibble.server.streaming import Events, merged
 
 
 def piece(text: str, at: float, index: int = 0, reason: Any = None) -> Piece:
@@ -147,7 +147,7 @@ class DyingEngine(ProcessClient):
 def test_an_engine_that_waits_to_be_started_again_is_not_when_the_server_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nibble.server.client.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("nibble.server.engine_client.FIRST_PAUSE_S", 3600.0)
 
     async def run() -> None:
         client = DyingEngine(Config(model="demo"))

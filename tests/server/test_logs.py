@@ -16,7 +16,7 @@ import pytest
 from test_app import CHAT, TEXT, with_app
 
 from conftest import FakeEngine, running  # type: ignore[attr-defined]
-from nibble.attention import measured
+from nibble.attention.planner import timings as measured
 from nibble.errors import ConfigError
 from nibble.hardware import probe
 from nibble.server.logs import Lines, as_json, as_text, plan_in_short

@@ -25,7 +25,7 @@ from nibble.cli import top
 from nibble.cli.exits import command
 from nibble.config import SamplingParams
 from nibble.errors import ConfigError, NibbleError
-from nibble.server.client import Ask, EngineDiedError, State
+from nibble.server.engine_client import Ask, EngineDiedError, State
 from nibble.server.exchange import Exchange, Journal
 from nibble.server.metrics import COUNTED, RUNNING, Meters
 

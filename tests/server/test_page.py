@@ -15,7 +15,8 @@ import pytest
 from fastapi import FastAPI
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
-from nibble.server import pages, wire
+from nibble.server import messages as wire
+from nibble.server import pages
 from nibble.server.app import make_app
 from nibble.server.cache_view import cache_view
 from nibble.server.settings import Settings

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from nibble.engine import grammar
-from nibble.engine.grammar import Grammars
+from nibble.engine import structured_output as grammar
+from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
 from nibble.server.grammar_check import GrammarCheck

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from nibble.engine.grammar import Grammars
+from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.server.tool_grammar import Marks, Signature, calls, mixed
 from nibble.server.tool_reader import Parser, ToolReader, gathered

@@ -16,32 +16,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nibble.attention.capability import Phase
-from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
-from nibble.attention.plan import Plan, Route
-from nibble.attention.staging import staged
-from nibble.cache.hot import Coming, HotTier
+from nibble.attention.dequantize import dequantize_pages
+from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.planner.support import Phase
+from nibble.cache.offload.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError, NibbleError
-from nibble.geometry import INDEX
-from nibble.kernels.choose import NOBODY, choose
-from nibble.kernels.swap import resident
+from nibble.kernels import indexer
+from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.model_spec import INDEX
 
 
-class Attend(Protocol):
+class AttentionBackend(Protocol):
     """A backend's adapter."""
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         """q_THD: the segment's rows -> [T, H, Dv] in the query's dtype. Must not write to its arguments."""
         ...
 
 
-class Watch(Protocol):
-    """Looks on while a step attends (engine/fidelity.py). Must not write to what it is shown."""
+class AttentionObserver(Protocol):
+    """Looks on while a step attends (engine/error_monitor.py). Must not write to what it is shown."""
 
-    def see(
-        self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec, out_THD: Tensor
+    def observe(
+        self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams, out_THD: Tensor
     ) -> None:
         """A layer's query and streams as the model gave them, and what was answered."""
         ...
@@ -57,37 +58,37 @@ class StepContext:
 
     plan: Plan
     pool: PagedPool
-    backends: Mapping[str, Attend]
+    backends: Mapping[str, AttentionBackend]
     meta: AttentionMetadata
-    tier: HotTier | None = None
-    coming: dict[int, list[Coming]] = field(default_factory=dict)
-    watch: Watch | None = None
+    tier: HotBuffers | None = None
+    pending: dict[int, list[PendingFetch]] = field(default_factory=dict)
+    observer: AttentionObserver | None = None
 
 
 def attention(
-    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams
 ) -> Tensor:
     """Stores the layer's new streams and attends over all that is stored -> [T, H, Dv], zeros in padding rows."""
     out_THD = _stored_and_attended(ctx, layer, q_THD, streams, spec)
-    if ctx.watch is not None:
-        ctx.watch.see(layer, q_THD, streams, spec, out_THD)
+    if ctx.observer is not None:
+        ctx.observer.observe(layer, q_THD, streams, spec, out_THD)
     return out_THD
 
 
 def _stored_and_attended(
-    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams
 ) -> Tensor:
     """A layer that shares another's KV stores nothing, and reads its owner's pages."""
     owner, meta = ctx.plan.owner[layer], ctx.meta
-    slots_T = meta.slots_T if meta.placed_T is None else meta.placed_T
+    slot_mapping_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
     if owner == layer:
-        ctx.pool.write(layer, {name: x[: len(slots_T)] for name, x in streams.items()}, slots_T)
+        ctx.pool.write(layer, {name: x[: len(slot_mapping_T)] for name, x in streams.items()}, slot_mapping_T)
     view = ctx.pool.view(owner)
     q_THD = view.query(q_THD)
     parts = [
         out
-        for segment, slots_TK in zip(meta.segments, _slots(ctx, layer, spec), strict=True)
-        for out in _segment(ctx, layer, q_THD, view, segment, spec, slots_TK)
+        for segment, topk_slots_TK in zip(meta.batches, _slots(ctx, layer, spec), strict=True)
+        for out in _segment(ctx, layer, q_THD, view, segment, spec, topk_slots_TK)
     ]
     padding = len(q_THD) - sum(map(len, parts))
     if padding:
@@ -95,61 +96,64 @@ def _stored_and_attended(
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def select(
+def select_topk(
     ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
 ) -> Tensor:
     """Stores the layer's new index keys, and chooses the tokens that each query looks at -> int32 [T, top_k].
 
     With a host tier what a segment has chosen is on its way while the next one chooses.
     """
-    slots_T = ctx.meta.slots_T
-    ctx.pool.write(layer, {INDEX: key_T1D[: len(slots_T)]}, slots_T)
+    slot_mapping_T = ctx.meta.slot_mapping_T
+    ctx.pool.write(layer, {INDEX: key_T1D[: len(slot_mapping_T)]}, slot_mapping_T)
     keys = ctx.pool.view(layer).streams[INDEX].paged
-    chosen_TK = torch.full((len(q_THD), top_k), NOBODY, dtype=torch.int32, device=q_THD.device)
-    coming: list[Coming] = []
-    for segment in ctx.meta.segments:
+    topk_indices_TK = torch.full((len(q_THD), top_k), PAD_INDEX, dtype=torch.int32, device=q_THD.device)
+    coming: list[PendingFetch] = []
+    for segment in ctx.meta.batches:
         rows = slice(segment.start, segment.stop)
-        longest = max(segment.kv_lens)
-        chosen_TK[rows] = choose(keys, segment, q_THD[rows], weights_TH[rows], top_k, longest)
-        coming.append(_begun(ctx, layer, segment, chosen_TK[rows]))
-    ctx.coming[layer] = coming
-    return chosen_TK
+        longest = max(segment.seq_lens)
+        topk_indices_TK[rows] = indexer.select_topk(
+            keys, segment, q_THD[rows], weights_TH[rows], top_k, longest
+        )
+        coming.append(_begun(ctx, layer, segment, topk_indices_TK[rows]))
+    ctx.pending[layer] = coming
+    return topk_indices_TK
 
 
-def _begun(ctx: StepContext, layer: int, segment: Segment, chosen_TK: Tensor) -> Coming:
+def _begun(ctx: StepContext, layer: int, segment: AttentionBatch, topk_indices_TK: Tensor) -> PendingFetch:
     """Finds out where chosen tokens lie, and begins to bring what is not on the device."""
-    pages_TN = pages_by_token(segment)
+    page_table_TN = page_table_by_token(segment)
     if ctx.tier is None:
-        return Coming(resident(chosen_TK, pages_TN, None, ctx.pool.layout.page_size))
+        return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, None, ctx.pool.layout.page_size))
     if segment.phase is not Phase.DECODE:
-        return ctx.tier.resident(chosen_TK, pages_TN)
+        return ctx.tier.resident(topk_indices_TK, page_table_TN)
     assert segment.rows_B is not None
-    return ctx.tier.bring(layer, chosen_TK, pages_TN, segment.rows_B)
+    return ctx.tier.prefetch(layer, topk_indices_TK, page_table_TN, segment.rows_B)
 
 
-def _slots(ctx: StepContext, layer: int, spec: AttentionSpec) -> Iterator[Tensor | None]:
+def _slots(ctx: StepContext, layer: int, spec: AttentionParams) -> Iterator[Tensor | None]:
     """Where the chosen tokens lie, segment by segment, each once it is all there."""
-    if spec.chosen_TK is None:
-        yield from [None] * len(ctx.meta.segments)
+    if spec.topk_indices_TK is None:
+        yield from [None] * len(ctx.meta.batches)
         return
-    found = ctx.coming.get(spec.chooser)
+    found = ctx.pending.get(spec.index_layer)
     if found is None:  # chosen by somebody else than a layer, whose choice nobody shares
         found = [
-            _begun(ctx, layer, part, spec.chosen_TK[part.start : part.stop]) for part in ctx.meta.segments
+            _begun(ctx, layer, part, spec.topk_indices_TK[part.start : part.stop])
+            for part in ctx.meta.batches
         ]
     for coming in found:
         if ctx.tier:
-            ctx.tier.finish(layer, coming)
-        yield coming.slots_TK
+            ctx.tier.wait(layer, coming)
+        yield coming.topk_slots_TK
 
 
-def pages_by_token(segment: Segment) -> Tensor:
+def page_table_by_token(segment: AttentionBatch) -> Tensor:
     """int32 [T, N]: the pages of each token's request."""
-    lens = segment.q_lens
+    lens = segment.query_lens
     if len(lens) == segment.stop - segment.start:
-        return segment.pages_BN
-    counts_B = segment.q_starts_B1.diff()
-    return segment.pages_BN.repeat_interleave(counts_B, 0, output_size=segment.stop - segment.start)
+        return segment.page_table_BN
+    counts_B = segment.cu_seqlens_q_B1.diff()
+    return segment.page_table_BN.repeat_interleave(counts_B, 0, output_size=segment.stop - segment.start)
 
 
 def _segment(
@@ -157,24 +161,31 @@ def _segment(
     layer: int,
     q_THD: Tensor,
     view: KVView,
-    segment: Segment,
-    spec: AttentionSpec,
-    slots_TK: Tensor | None,
+    segment: AttentionBatch,
+    spec: AttentionParams,
+    topk_slots_TK: Tensor | None,
 ) -> Iterator[Tensor]:
     route = ctx.plan.route(layer, segment.phase)
-    parts = staged(view, segment, route.stage_to, spec.window) if route.stage_to else ((view, segment),)
+    parts = (
+        dequantize_pages(view, segment, route.stage_to, spec.window) if route.stage_to else ((view, segment),)
+    )
     for part_view, part in parts:
         rows, own = slice(part.start, part.stop), spec
-        if spec.chosen_TK is not None:
-            chosen_TK, own_TK = spec.chosen_TK[rows], slots_TK
+        if spec.topk_indices_TK is not None:
+            topk_indices_TK, own_TK = spec.topk_indices_TK[rows], topk_slots_TK
             if route.stage_to:  # staged pages are numbered anew
-                own_TK = resident(chosen_TK, pages_by_token(part), None, view.page_size)
-            own = replace(spec, chosen_TK=chosen_TK, slots_TK=own_TK)
+                own_TK = resident_slots(topk_indices_TK, page_table_by_token(part), None, view.page_size)
+            own = replace(spec, topk_indices_TK=topk_indices_TK, topk_slots_TK=own_TK)
         yield _attend(ctx.backends[route.backend], route, q_THD[rows], part_view, part, own)
 
 
 def _attend(
-    backend: Attend, route: Route, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec
+    backend: AttentionBackend,
+    route: Route,
+    q_THD: Tensor,
+    view: KVView,
+    segment: AttentionBatch,
+    spec: AttentionParams,
 ) -> Tensor:
     try:
         return backend.attend(q_THD, view, segment, spec)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nibble.attention.layer import StepContext, attention
-from nibble.attention.layer import select as chosen_by
-from nibble.attention.metadata import AttentionSpec
+from nibble.attention.layer import select_topk as _select_topk
+from nibble.attention.metadata import AttentionParams
 
 _SIGNATURE = (
     "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
@@ -39,12 +39,12 @@ class Step:
 
 
 def call(
-    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, spec: AttentionSpec
+    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, spec: AttentionParams
 ) -> Tensor:
     """attention() by way of the operator -> [T, H, width]."""
     found: Tensor = torch.ops.nibble.attention(
         q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, spec.scale, spec.window,
-        spec.softcap, spec.sinks_H, spec.chosen_TK, spec.chooser,
+        spec.softcap, spec.sinks_H, spec.topk_indices_TK, spec.index_layer,
     )  # fmt: skip
     return found
 
@@ -57,9 +57,9 @@ def _context(step: int) -> StepContext:
 
 def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None, chooser: int,
+    window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None, index_layer: int,
 ) -> Tensor:  # fmt: skip
-    spec = AttentionSpec(scale, window, softcap, sinks, chosen, chooser)
+    spec = AttentionParams(scale, window, softcap, sinks, chosen, index_layer)
     named = dict(zip(names.split(SEPARATOR), streams, strict=True))
     return attention(_context(step), layer, q, named, spec).contiguous()  # as _shape promises
 
@@ -75,7 +75,7 @@ def select(step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: T
 
 
 def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
-    return chosen_by(_context(step), layer, q, key, weights, top_k)
+    return _select_topk(_context(step), layer, q, key, weights, top_k)
 
 
 def _chosen_shape(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:

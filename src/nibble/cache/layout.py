@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from nibble import formats
 from nibble.formats import KVFormat
-from nibble.geometry import INDEX, Stream
+from nibble.model_spec import INDEX, Stream
 
 INDEX_PACKING = "nhd"
 
@@ -34,7 +34,7 @@ class StreamLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """What one layer stores per token. transforms: applied to keys before they are encoded (formats/transform.py)."""
+    """What one layer stores per token. transforms: applied to keys before they are encoded (formats/transforms.py)."""
 
     layer: int
     streams: tuple[StreamLayout, ...]

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nibble.cache.pages import Pages
-from nibble.cache.prefix import Cursor, Edge, PrefixTree
-from nibble.cache.residency import Residency, TierStats
+from nibble.cache.offload.residency import Residency, TierStats
+from nibble.cache.page_allocator import PageAllocator
+from nibble.cache.radix_cache import Key, Node, RadixCache
 from nibble.errors import OutOfPages
 
 
@@ -35,23 +35,23 @@ class Lease:
 
     namespace: str
     pages: list[int] = field(default_factory=list)
-    stored: int = 0
-    hit: int = 0
-    published: int = 0
+    num_stored_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_shared_pages: int = 0
     publishing: bool = True
     hot: list[int] = field(default_factory=list)
-    dispensable: int = 0
-    offered: int = 0
+    num_offloadable: int = 0
+    num_saved: int = 0
 
     @property
     def needed(self) -> list[int]:
         """Pages that must be on the device."""
-        return self.pages[self.dispensable :]
+        return self.pages[self.num_offloadable :]
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> Node:
         """The last page of this lease that is in the tree; the namespace, where none is."""
-        return self.pages[self.published - 1] if self.published else self.namespace
+        return self.pages[self.num_shared_pages - 1] if self.num_shared_pages else self.namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class CacheManager:
         self.prefix_cache = prefix_cache
         self.releases = 0  # changes whenever pages may have come free
         self.residency = residency
-        self._pages = Pages(total_pages, residency.forget if residency else None)
-        self._tree = PrefixTree(self._pages, page_size)
+        self._pages = PageAllocator(total_pages, residency.forget if residency else None)
+        self._tree = RadixCache(self._pages, page_size)
         self._leases: set[Lease] = set()
         self._evicted = self._lookup_tokens = self._hit_tokens = 0
 
@@ -163,11 +163,11 @@ class CacheManager:
 
     def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Takes over pages of `tokens` that others have entered since; returns how many tokens that saves."""
-        at = lease.stored
+        at = lease.num_stored_tokens
         if (
             not lease.publishing
-            or at != lease.published * self.page_size
-            or len(lease.pages) > lease.published
+            or at != lease.num_shared_pages * self.page_size
+            or len(lease.pages) > lease.num_shared_pages
         ):
             return 0  # it has work of its own after its last page in the tree
         found = self._tree.match(lease.cursor, tokens, len(tokens) - 1, at)
@@ -178,12 +178,12 @@ class CacheManager:
         self._join(lease, found)
         return len(found) * self.page_size
 
-    def next_page(self, lease: Lease, tokens: Sequence[int]) -> Edge | None:
+    def next_page(self, lease: Lease, tokens: Sequence[int]) -> Key | None:
         """What the next page that `lease` enters will stand for; None if `tokens` are too few to fill it."""
-        start = lease.published * self.page_size
+        start = lease.num_shared_pages * self.page_size
         if not lease.publishing or start + self.page_size > len(tokens):
             return None
-        return self._tree.edge(lease.cursor, tokens[start : start + self.page_size])
+        return self._tree.key(lease.cursor, tokens[start : start + self.page_size])
 
     def reserve(self, lease: Lease, upto: int) -> None:
         """Gives `lease` pages for `upto` tokens in all; where it raises OutOfPages, nothing has changed."""
@@ -199,14 +199,14 @@ class CacheManager:
             self.residency.check_room(needed)  # after pages, which no spill brings
         if short > 0:
             self._evicted += self._tree.evict(short)
-        taken = self._pages.take(needed)
+        taken = self._pages.allocate(needed)
         lease.pages += taken
         if self.residency:
             self.residency.enter(taken)
             if lease.hot:
                 self._dispense(lease)
 
-    def spill(self, leases: Iterable[Lease]) -> bool:
+    def offload(self, leases: Iterable[Lease]) -> bool:
         """Gives the first of these leases, which decode, hot buffers: as many as it takes for that to make room. Of its
         pages each then needs the last alone. False, with nothing changed, where all of them together make none.
         """
@@ -236,25 +236,25 @@ class CacheManager:
         """All pages but the last become dispensable."""
         assert self.residency
         last = len(lease.pages) - 1
-        self.residency.release(lease.pages[lease.dispensable : last])
-        lease.dispensable = last
+        self.residency.release(lease.pages[lease.num_offloadable : last])
+        lease.num_offloadable = last
 
-    def send_away(self, lease: Lease) -> None:
+    def round_trip(self, lease: Lease) -> None:
         """Sends a lease's full pages to the host tier, if there is one, and back: what it reads then has been there."""
         if self.residency and not lease.hot:
-            full = lease.pages[: lease.stored // self.page_size]
+            full = lease.pages[: lease.num_stored_tokens // self.page_size]
             self.residency.release(full)
             self.residency.drop(full)
             self.residency.need(full)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
         """Says that the KV of tokens[:upto] is stored now; pages that it fills enter the tree."""
-        assert lease.stored <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
-            f"cannot commit {upto}: {lease.stored} stored, {len(tokens)} known, {len(lease.pages)} pages"
+        assert lease.num_stored_tokens <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
+            f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} known, {len(lease.pages)} pages"
         )
-        lease.stored = upto
+        lease.num_stored_tokens = upto
         full = upto // self.page_size
-        while lease.publishing and lease.published < full:
+        while lease.publishing and lease.num_shared_pages < full:
             self._publish(lease, tokens)
 
     def release(self, lease: Lease) -> None:
@@ -263,18 +263,18 @@ class CacheManager:
         if self.residency:
             self.residency.release(reversed(lease.needed))  # what a prefix begins with is dropped last
             self.residency.give_back(lease.hot)
-            lease.hot, lease.dispensable = [], 0
-        shared, private = lease.pages[: lease.published], lease.pages[lease.published :]
-        self._pages.drop(reversed(private))
-        self._tree.drop(shared)
-        lease.pages, lease.stored, lease.published = [], 0, 0
+            lease.hot, lease.num_offloadable = [], 0
+        shared, private = lease.pages[: lease.num_shared_pages], lease.pages[lease.num_shared_pages :]
+        self._pages.release(reversed(private))
+        self._tree.release(shared)
+        lease.pages, lease.num_stored_tokens, lease.num_shared_pages = [], 0, 0
         self.releases += 1
 
     def clear(self) -> None:
         """Forgets the prefix cache. Open leases keep their pages, but none of these is shared any more."""
         self._tree.clear()
         for lease in self._leases:
-            lease.published, lease.publishing = 0, False
+            lease.num_shared_pages, lease.publishing = 0, False
         self.releases += 1
 
     def check_integrity(self) -> None:
@@ -292,33 +292,35 @@ class CacheManager:
             self._check_lease(lease)
 
     def _join(self, lease: Lease, found: list[int]) -> None:
-        self._tree.hold(found)
+        self._tree.retain(found)
         lease.pages += found
-        lease.published += len(found)
-        lease.stored = lease.published * self.page_size
-        lease.hit += len(found) * self.page_size
+        lease.num_shared_pages += len(found)
+        lease.num_stored_tokens = lease.num_shared_pages * self.page_size
+        lease.num_hit_tokens += len(found) * self.page_size
         self._hit_tokens += len(found) * self.page_size
 
     def _publish(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Enters the first page that is not in the tree yet, unless an equal one is there."""
-        start = lease.published * self.page_size
-        page, digit = lease.pages[lease.published], tokens[start : start + self.page_size]
+        start = lease.num_shared_pages * self.page_size
+        page, digit = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
         lease.publishing = self._tree.insert(lease.cursor, digit, page) == page
-        lease.published += lease.publishing
+        lease.num_shared_pages += lease.publishing
 
     def _check_lease(self, lease: Lease) -> None:
-        pages, shown = lease.pages, lease.published
+        pages, shown = lease.pages, lease.num_shared_pages
         assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
-        assert shown <= lease.stored // self.page_size, (
-            f"{shown} pages in the tree, {lease.stored} tokens stored"
+        assert shown <= lease.num_stored_tokens // self.page_size, (
+            f"{shown} pages in the tree, {lease.num_stored_tokens} tokens stored"
         )
-        assert lease.stored <= len(pages) * self.page_size, f"{lease.stored} tokens in {len(pages)} pages"
+        assert lease.num_stored_tokens <= len(pages) * self.page_size, (
+            f"{lease.num_stored_tokens} tokens in {len(pages)} pages"
+        )
         assert self._tree.is_path(lease.namespace, pages[:shown]), f"{pages[:shown]} is no path of the tree"
         for page in pages[shown:]:
             assert page not in self._tree, (
                 f"page {page} is in the tree, but its lease takes it for a private one"
             )
-        for page in pages[lease.stored // self.page_size :]:
+        for page in pages[lease.num_stored_tokens // self.page_size :]:
             assert self._pages.count(page) == 1, (
                 f"page {page} can be written by {self._pages.count(page)} holders"
             )

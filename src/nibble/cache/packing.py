@@ -1,6 +1,6 @@
 """Packings: how the planes of a format lie in a page.
 
-Owns Packing and the table of them. A backend's row names those it reads. Tokens are written by kernels/append.py.
+Owns Packing and the table of them. A backend's row names those it reads. Tokens are written by kernels/append/__init__.py.
 Must not know what planes mean.
 
     nhd      [page, token, head, values]   one token's heads together
@@ -54,12 +54,12 @@ class Packing:
         inner = (heads, page_size) if self.heads_first else (page_size, heads)
         return (pages, *inner, *rest)
 
-    def gather(self, storage: Tensor, pages_BN: Tensor) -> Tensor:
-        """Reads whole pages: integer pages_BN -> [B, N * page_size, H, ...]."""
-        found = raw(storage).index_select(0, pages_BN.flatten()).view(storage.dtype)
+    def gather(self, storage: Tensor, page_table_BN: Tensor) -> Tensor:
+        """Reads whole pages: integer page_table_BN -> [B, N * page_size, H, ...]."""
+        found = raw(storage).index_select(0, page_table_BN.flatten()).view(storage.dtype)
         if self.heads_first:
             found = found.transpose(1, 2)
-        return found.reshape(len(pages_BN), -1, *found.shape[2:])
+        return found.reshape(len(page_table_BN), -1, *found.shape[2:])
 
 
 def _columns(planes: Sequence[Plane], records_PSHB: Tensor) -> Iterator[Tensor]:

@@ -17,10 +17,10 @@ from nibble.cache import packing as packings
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.scales import KVScales
 from nibble.cache.view import KVView, StreamView
-from nibble.formats import transform as transforms_of
+from nibble.formats import transforms as transforms_of
 from nibble.formats.base import raw
-from nibble.geometry import INDEX
 from nibble.kernels import append
+from nibble.model_spec import INDEX
 
 POISON = 0xFF
 """A byte that makes NaN in every format that has one."""
@@ -87,27 +87,28 @@ class PagedPool:
         return sum(plane.nbytes for plane in self._planes())
 
     @property
-    def captures(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether a CUDA graph may hold a write to any layer."""
-        return all(write.captures for writes in self._appends.values() for _, write in writes)
+        return all(write.is_capturable for writes in self._appends.values() for _, write in writes)
 
     def view(self, layer: int) -> KVView:
         """What a backend reads of stored layer `layer`."""
         return self.views[layer]
 
-    def write(self, layer: int, streams: Mapping[str, Tensor], slots_T: Tensor) -> None:
-        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slots_T; nothing where negative.
+    def write(self, layer: int, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slot_mapping_T; nothing where negative.
 
         What attention reads is given together; an index key is needed earlier, and may come alone.
         """
         for first, write in self._appends[layer]:
             if first in streams:
                 write(
-                    {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)}, slots_T
+                    {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)},
+                    slot_mapping_T,
                 )
 
 
-def _appends(view: KVView) -> Iterator[tuple[str, append.Append]]:
+def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:
     """What writes the streams of a layer, by the first of those that it writes together."""
     targets = _targets(view)
     index = targets.pop(INDEX, None)

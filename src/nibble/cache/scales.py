@@ -2,7 +2,7 @@
 
 Owns StreamScale, LayerScales, KVScales and their JSON forms. Fails closed: what is missing is a ScaleError that
 says what to do; 1.0 is used only where it was asked for by name. Reading them from a checkpoint is in
-models/kv_scales.py, measuring them in engine/calibrate.py. Must not know of torch or of pages.
+models/kv_scales.py, measuring them in engine/calibration.py. Must not know of torch or of pages.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from nibble.cache.layout import CacheLayout
 from nibble.errors import ScaleError
 from nibble.formats import KVFormat
-from nibble.formats import transform as transforms_of
-from nibble.geometry import LATENT, Stream
+from nibble.formats import transforms as transforms_of
+from nibble.model_spec import LATENT, Stream
 
 SCHEMA = "nibble-kv-scales-1"
 FLOAT32_TINY, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38

@@ -16,10 +16,10 @@ from torch import Tensor
 from nibble.cache.packing import Packing
 from nibble.formats import KVFormat
 from nibble.formats.base import raw
-from nibble.formats.transform import Transform
-from nibble.geometry import INDEX, Stream
-from nibble.kernels.gather import Paged, gather
+from nibble.formats.transforms import Transform
+from nibble.kernels.gather import Paged, dequantize_pages
 from nibble.kernels.rotate import rotate
+from nibble.model_spec import INDEX, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,18 @@ class StreamView:
         planes_PHS = tuple(p if self.packing.heads_first else p.transpose(1, 2) for p in self.planes)
         object.__setattr__(self, "paged", Paged(self.format, self.stream.dim, planes_PHS, self.scale))
 
-    def gather(self, pages_BN: Tensor) -> Tensor:
-        """Dequantises whole pages: integer pages_BN -> float32 [B, L, H, D]."""
-        planes = tuple(self.packing.gather(plane, pages_BN) for plane in self.planes)
+    def gather(self, page_table_BN: Tensor) -> Tensor:
+        """Dequantises whole pages: integer page_table_BN -> float32 [B, L, H, D]."""
+        planes = tuple(self.packing.gather(plane, page_table_BN) for plane in self.planes)
         return self.format.decode(planes, self.scale)
 
-    def values(self, pages_BN: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantises whole pages: int32 pages_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
-        return gather(self.paged, pages_BN, dtype) if self.scale.is_cuda else self.gather(pages_BN).to(dtype)
+    def values(self, page_table_BN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Dequantises whole pages: int32 page_table_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
+        return (
+            dequantize_pages(self.paged, page_table_BN, dtype)
+            if self.scale.is_cuda
+            else self.gather(page_table_BN).to(dtype)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +73,16 @@ class KVView:
         """The query's counterpart of the transforms that the stored keys went through."""
         return rotate(q_THD) if any(transform.rotates for transform in self.transforms) else q_THD
 
-    def heads(self, pages_BN: Tensor, first: int, counts: Sequence[int], length: int) -> tuple[Tensor, ...]:
+    def heads(
+        self, page_table_BN: Tensor, first: int, counts: Sequence[int], length: int
+    ) -> tuple[Tensor, ...]:
         """Dequantised keys and values with heads in front -> float32 [B, H, length, D] each.
 
         Request b has counts[b] tokens, from slot `first` of its first page on; what follows them is zeros. Heads are
         moved, and zeros filled in, while values are packed: zero bytes decode to zeros in every format.
         """
         views = tuple(entry for name, entry in self.streams.items() if name != INDEX)
-        packed = [_heads(entry, pages_BN, first, counts, length) for entry in views]
+        packed = [_heads(entry, page_table_BN, first, counts, length) for entry in views]
         if self.joint_scale is None:
             pairs = zip(views, packed, strict=True)
             return _both(
@@ -98,12 +104,12 @@ def _per_head(scale: Tensor) -> Tensor:
 
 
 def _heads(
-    entry: StreamView, pages_BN: Tensor, first: int, counts: Sequence[int], length: int
+    entry: StreamView, page_table_BN: Tensor, first: int, counts: Sequence[int], length: int
 ) -> tuple[Tensor, ...]:
     longest = max(counts)
     planes = []
     for plane in entry.planes:
-        x_BLH = raw(entry.packing.gather(plane, pages_BN))
+        x_BLH = raw(entry.packing.gather(plane, page_table_BN))
         filled = x_BLH.new_empty(len(counts), x_BLH.shape[2], length, *x_BLH.shape[3:])
         filled[:, :, :longest] = x_BLH[:, first : first + longest].transpose(1, 2)
         for row, count in zip(filled, counts, strict=True):

@@ -38,7 +38,7 @@ def calibrate(
     A file called kv_scales.json in a checkpoint's folder is found by itself.
     """
     quiet(model)
-    from nibble.engine.calibrate import builtin_texts
+    from nibble.engine.calibration import builtin_texts
     from nibble.engine.llm import LLM
 
     texts = [text_of(path, "text") for path in text or ()] or builtin_texts()

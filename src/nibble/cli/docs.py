@@ -47,7 +47,8 @@ nibble docs --check
 
 def pages(folder: Path) -> Mapping[str, str]:
     """The text of each page by file name. folder: where the ledger lies, and what other engines say."""
-    from nibble.attention import peers, tables
+    from nibble.cli import docs_peers as peers
+    from nibble.cli import docs_tables as tables
     from nibble.cli.reference import reference
 
     said = folder / peers.PEERS.name

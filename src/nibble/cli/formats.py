@@ -10,7 +10,7 @@ from nibble.cli.terminal import print_json
 
 if TYPE_CHECKING:
     from nibble.formats import KVFormat
-    from nibble.geometry import Stream
+    from nibble.model_spec import Stream
 
 HEAD_DIM = 128
 
@@ -33,7 +33,7 @@ nibble formats --json
 def _schemes() -> Iterator[dict[str, Any]]:
     """Of one KV head, then of a latent."""
     from nibble.formats import scheme as schemes
-    from nibble.geometry import HEADS, LATENTS
+    from nibble.model_spec import HEADS, LATENTS
 
     for of, streams in (("kv", HEADS), ("latent", LATENTS[:1])):
         for name in schemes.fitting(*streams):
@@ -66,7 +66,7 @@ def _summary(codecs: Mapping[str, KVFormat]) -> str:
 
 
 def _transforms() -> Iterator[dict[str, str]]:
-    from nibble.formats import transform
+    from nibble.formats import transforms as transform
 
     for name in transform.names():
         yield {"name": name, "summary": transform.get(name).summary}

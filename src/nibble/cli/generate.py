@@ -71,7 +71,7 @@ class Run:
         return "\n".join(filter(None, (cost, self.tier, self.fidelity)))
 
     def as_dict(self) -> dict[str, Any]:
-        from nibble.attention.explain import baseline_bytes
+        from nibble.attention.planner.explain import baseline_bytes
 
         return {
             "scheme": self.scheme,
@@ -110,9 +110,9 @@ def generate(
     entries = _entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     quiet(model)
-    from nibble.engine import ahead
+    from nibble.engine import preflight as ahead
 
-    ahead.check(caches, texts, chosen)
+    ahead.preflight(caches, texts, chosen)
     if len(caches) == 1 and len(texts) == chosen.n == 1 and not as_json:
         _stream(_llm(caches[0]), texts[0], chosen)
         return
@@ -185,7 +185,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
 
 def _asides(llm: LLM) -> list[str]:
     """What the host tier and the fidelity watch have to say, where there are any."""
-    return [part.words for part in (llm.tier, llm.fidelity) if part]
+    return [part.summary for part in (llm.tier, llm.error_monitor) if part]
 
 
 def _name(config: Config) -> str:
@@ -200,7 +200,7 @@ def _batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
     failed = next((answer.error for output in outputs for answer in output.completions if answer.error), None)
     if failed:
         raise NibbleError(failed)
-    tier, fidelity = (part.words if part else None for part in (llm.tier, llm.fidelity))
+    tier, fidelity = (part.summary if part else None for part in (llm.tier, llm.error_monitor))
     return Run(_name(config), llm.plan.layout, outputs, seconds, llm.startup, tier, fidelity)
 
 

@@ -15,8 +15,8 @@ from nibble.config import Config
 from nibble.errors import Unsupported
 
 if TYPE_CHECKING:
-    from nibble.attention.options import Request
-    from nibble.engine.build import Blueprint
+    from nibble.attention.planner.options import PlanRequest
+    from nibble.engine.build import EnginePlan
 
 GpuOption = Annotated[
     str | None,
@@ -51,11 +51,11 @@ def plan(
     that no backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
     """
     quiet(model)
-    from nibble.engine.build import blueprint
-    from nibble.hardware import named
+    from nibble.engine.build import plan_engine
+    from nibble.hardware import lookup_gpu
 
     try:
-        made = blueprint(Config(model=model, **config), named(gpu) if gpu else None, declared=declared)
+        made = plan_engine(Config(model=model, **config), lookup_gpu(gpu) if gpu else None, declared=declared)
     except Unsupported as error:
         if not as_json:
             raise
@@ -81,8 +81,8 @@ nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
 """
 
 
-def _as_dict(made: Blueprint, asked: Request | None) -> dict[str, Any]:
-    from nibble.attention import cells, explain
+def _as_dict(made: EnginePlan, asked: PlanRequest | None) -> dict[str, Any]:
+    from nibble.attention.planner import cells, explain
 
     found = {
         "model": made.config.model,
@@ -92,20 +92,20 @@ def _as_dict(made: Blueprint, asked: Request | None) -> dict[str, Any]:
     return {**found, "cells": cells.as_dicts(cells.cells(asked, made.plan))} if asked else found
 
 
-def _lines(made: Blueprint, asked: Request | None) -> Iterator[str]:
-    from nibble.attention import cells
-    from nibble.attention.explain import as_text
+def _lines(made: EnginePlan, asked: PlanRequest | None) -> Iterator[str]:
+    from nibble.attention.planner import cells
+    from nibble.attention.planner.explain import as_text
 
-    yield f"{made.config.model} ({made.geometry.family}) on {made.hardware}"
+    yield f"{made.config.model} ({made.model_spec.family}) on {made.hardware}"
     yield as_text(made.plan, made.budget)
     if asked:
         yield from cells.as_lines(cells.cells(asked, made.plan), asked)
 
 
-def _asked(made: Blueprint, gpu: str | None, declared: bool) -> Request:
+def _asked(made: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
     """What the plan was made of: on this machine, backends whose packages are missing are known to be."""
     from nibble.attention import backends
-    from nibble.attention.options import Request
+    from nibble.attention.planner.options import PlanRequest
 
-    known = backends.all_backends() if gpu else backends.present()
-    return Request(made.config, made.geometry, made.hardware, known, declared, False)
+    known = backends.all_backends() if gpu else backends.available_backends()
+    return PlanRequest(made.config, made.model_spec, made.hardware, known, declared, False)

@@ -41,8 +41,8 @@ def serve(
     if chosen.api_key is None:
         chosen = replace(chosen, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet(model)
-    from nibble.models.places import find
-    from nibble.server.client import EngineDiedError
+    from nibble.models.hub import find
+    from nibble.server.engine_client import EngineDiedError
     from nibble.server.run import serve as run
 
     try:

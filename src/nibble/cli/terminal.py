@@ -80,13 +80,13 @@ def text_of(path: Path, what: str) -> str:
 def say_ready(llm: LLM) -> None:
     """How long the start took, part by part, and what is worth knowing of it."""
     startup = llm.engine.startup
-    for line in (*startup.notes, f"ready in {startup.words}"):
+    for line in (*startup.notes, f"ready in {startup.summary}"):
         err().print(line, style="dim")
 
 
 def bytes_in_words(scheme: str, layout: CacheLayout) -> str:
     """`nvfp4: 864 bytes of KV cache per token, 3.56 x fewer than in 16 bits`."""
-    from nibble.attention.explain import baseline_bytes
+    from nibble.attention.planner.explain import baseline_bytes
 
     ratio = baseline_bytes(layout) / layout.bytes_per_token
     said = f"{scheme}: {layout.bytes_per_token:,} bytes of KV cache per token"

@@ -14,10 +14,10 @@ from nibble.cli.terminal import ModelArgument, err, print_json, quiet
 from nibble.config import Config
 
 if TYPE_CHECKING:
-    from nibble.attention.measured import Timing
-    from nibble.attention.plan import Plan
-    from nibble.evals.race import Result
-    from nibble.evals.tune import Trial
+    from nibble.attention.planner.plan import Plan
+    from nibble.attention.planner.timings import Timing
+    from nibble.evals.tuning.bench import Result
+    from nibble.evals.tuning.tune import Trial
 
 BackendsOption = Annotated[
     str | None, typer.Option(help="Time only these, as cuda,triton; all that may serve if left out.")
@@ -43,10 +43,10 @@ def tune(
     """
     quiet(model)
     from nibble.attention import backends as registry
-    from nibble.attention import measured
+    from nibble.attention.planner import timings as measured
     from nibble.errors import ConfigError
-    from nibble.evals.race import DeviceLostError
-    from nibble.evals.tune import run, tuning
+    from nibble.evals.tuning.bench import DeviceLostError
+    from nibble.evals.tuning.tune import run, tuning
 
     names = [name for part in (backends or "").split(",") if (name := part.strip())]
     for name in names:

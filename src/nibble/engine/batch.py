@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nibble.attention.capability import Phase
+from nibble.attention.planner.support import Phase
 from nibble.engine.request import Request
 
 ORDER = (Phase.DECODE, Phase.EXTEND, Phase.PREFILL)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledRequest:
     """Compute tokens[start : start + count] of `request`; all before `start` is stored in its lease's pages.
 
     The value of the last one may be unknown to the host still: the step before samples it, and it waits on the device.
@@ -24,16 +24,16 @@ class Work:
 
     request: Request
     start: int
-    count: int
+    num_tokens: int
     phase: Phase
-    samples: bool
+    samples_token: bool
 
     @classmethod
-    def next(cls, request: Request, count: int) -> Work:
+    def next_chunk(cls, request: Request, count: int) -> ScheduledRequest:
         """The next `count` tokens of `request` that are neither stored nor under way."""
-        start = request.computed
-        left = request.length - start - count
-        assert count > 0 and left >= 0, f"{count} tokens from {start} on, of {request.length}"
+        start = request.num_computed_tokens
+        left = request.num_tokens - start - count
+        assert count > 0 and left >= 0, f"{count} tokens from {start} on, of {request.num_tokens}"
         last = left == 0
         if start == 0:
             return cls(request, start, count, Phase.PREFILL, last)
@@ -42,28 +42,28 @@ class Work:
     @property
     def end(self) -> int:
         """How many tokens are stored once this is done."""
-        return self.start + self.count
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The works of one step, those of one phase side by side: first DECODE, then EXTEND, then PREFILL."""
 
-    works: tuple[Work, ...]
+    scheduled: tuple[ScheduledRequest, ...]
 
     @classmethod
-    def of(cls, works: Iterable[Work]) -> Batch:
+    def from_scheduled(cls, works: Iterable[ScheduledRequest]) -> Batch:
         """The batch of `works`, which keep their order within a phase."""
-        parts: dict[Phase, list[Work]] = {phase: [] for phase in ORDER}
+        parts: dict[Phase, list[ScheduledRequest]] = {phase: [] for phase in ORDER}
         for work in works:
             parts[work.phase].append(work)
         return cls(tuple(work for phase in ORDER for work in parts[phase]))
 
-    def part(self, phase: Phase) -> tuple[Work, ...]:
+    def in_phase(self, phase: Phase) -> tuple[ScheduledRequest, ...]:
         """The works of one phase."""
-        return tuple(work for work in self.works if work.phase is phase)
+        return tuple(work for work in self.scheduled if work.phase is phase)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """How many tokens the step computes."""
-        return sum(work.count for work in self.works)
+        return sum(work.num_tokens for work in self.scheduled)

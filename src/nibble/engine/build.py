@@ -14,43 +14,45 @@ import torch
 from torch import nn
 
 from nibble import formats
-from nibble.attention import backends, measured, price
-from nibble.attention.budget import Budget, budget
-from nibble.attention.capture import obstacle
-from nibble.attention.needs import compute_dtype
-from nibble.attention.plan import Plan
-from nibble.attention.resolve import require_runnable, resolve
+from nibble.attention import backends
+from nibble.attention.planner import price
+from nibble.attention.planner import timings as measured
+from nibble.attention.planner.capture import cuda_graph_blocker
+from nibble.attention.planner.memory import MemoryPlan, plan_memory
+from nibble.attention.planner.needs import compute_dtype
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
-from nibble.cache.host import HostTier
-from nibble.cache.hot import HotTier
 from nibble.cache.manager import CacheManager
+from nibble.cache.offload.host_pool import HostPool
+from nibble.cache.offload.hot_buffer import HotBuffers
+from nibble.cache.offload.residency import Residency
 from nibble.cache.pool import PagedPool
-from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.engine.batch import Batch, Work
-from nibble.engine.calibrate import MIN_TOKENS, Recorder, builtin_texts
+from nibble.engine.batch import Batch, ScheduledRequest
+from nibble.engine.calibration import MIN_TOKENS, Recorder, builtin_texts
 from nibble.engine.engine import Engine
-from nibble.engine.fidelity import Fidelity
-from nibble.engine.grammar import Grammars
-from nibble.engine.kept import KeptRows
-from nibble.engine.parcel import ALIGNED
+from nibble.engine.error_monitor import ErrorMonitor
+from nibble.engine.model_runner import ModelRunner
+from nibble.engine.page_tables import PageTables
+from nibble.engine.reference_rows import ReferenceRows
 from nibble.engine.request import Request
-from nibble.engine.runner import Runner
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
-from nibble.engine.startup import Startup, out_of_memory_explained, prepare
-from nibble.engine.tables import PageTables
+from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
+from nibble.engine.transfer import ALIGNED
+from nibble.engine.warmup import StartupReport, out_of_memory_explained, warm_up
 from nibble.errors import ScaleError
-from nibble.geometry import INDEX, Geometry
 from nibble.hardware import Hardware, probe
+from nibble.model_spec import INDEX, ModelSpec
 from nibble.models import kv_scales as checkpoint_scales
-from nibble.models.config import load_config
+from nibble.models.checkpoint import folder, load
 from nibble.models.forward import compiled
-from nibble.models.load import folder, load
+from nibble.models.hub import find
 from nibble.models.observe import observe
-from nibble.models.places import find
+from nibble.models.refusals import load_config
 
 CALIBRATION_TOKENS = 8192
 CHUNK = 512
@@ -63,22 +65,22 @@ class Design:
 
     config: Config
     hardware: Hardware
-    geometry: Geometry
+    model_spec: ModelSpec
     plan: Plan
 
 
 @dataclass(frozen=True)
-class Blueprint(Design):
+class EnginePlan(Design):
     """Everything that is decided before weights load. warning: why times that were measured are not used."""
 
     model_config: Any
-    budget: Budget
+    budget: MemoryPlan
     warning: str = ""
 
 
-def blueprint(
+def plan_engine(
     config: Config, hardware: Hardware | None = None, *, declared: bool = False, by_times: bool = True
-) -> Blueprint:
+) -> EnginePlan:
     """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
 
     On this machine, `auto` chooses among backends whose packages are here, and follows times that were measured on
@@ -86,41 +88,41 @@ def blueprint(
     differs from the defaults in `config`: what a caller decides for himself does not belong there.
     """
     here = hardware is None
-    known = backends.present() if here else backends.all_backends()
+    known = backends.available_backends() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     model_config = load_config(config.model, config.index_topk)
-    geometry = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
+    model_spec = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
     times = measured.load(hardware, known) if here and by_times and config.tuned else measured.NOTHING
-    plan = resolve(config, geometry, hardware, known, declared=declared, measured=times)
-    note = obstacle(plan) if config.graphs and not hardware.is_cpu else None
+    plan = resolve(config, model_spec, hardware, known, declared=declared, measured=times)
+    note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    room = budget(config, geometry, hardware, plan)
-    return Blueprint(config, hardware, geometry, plan, model_config, room, times.warning)
+    room = plan_memory(config, model_spec, hardware, plan)
+    return EnginePlan(config, hardware, model_spec, plan, model_config, room, times.warning)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class EngineParts:
     """What an engine is made of beside weights. texts: to measure scales with, where `scales` are not those."""
 
-    made: Blueprint
+    plan: EnginePlan
     tokenizer: Tokenizer | None
     texts: Sequence[str] | None
     scales: KVScales
 
 
-def prepared(config: Config, calibrate: Sequence[str] | None = None) -> Prepared:
+def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> EngineParts:
     """All that can be found and checked before weights load; raises ConfigError, WeightError or CapacityError."""
-    made = blueprint(config)
+    made = plan_engine(config)
     require_runnable(made.plan)
     tokenizer = tokenizer_of(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
-    scales = kv_scales.NONE if texts is not None else find_scales(made, config.kv_scales)
+    scales = kv_scales.NONE if texts is not None else resolve_scales(made, config.kv_scales)
     if texts is None:
         for store in made.plan.stores:
             kv_scales.require(store, scales)
     elif tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
-    return Prepared(made, tokenizer, texts, scales)
+    return EngineParts(made, tokenizer, texts, scales)
 
 
 def build(
@@ -129,62 +131,62 @@ def build(
     *,
     poison: bool = False,
     tested: bool = True,
-) -> tuple[Engine, Blueprint]:
+) -> tuple[Engine, EnginePlan]:
     """A running engine. calibrate: texts to measure KV scales with, instead of config.kv_scales.
 
     poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots. tested:
     make the start-up test.
     """
-    ready, startup = prepared(config, calibrate), Startup()
-    made, tokenizer, texts, scales = ready.made, ready.tokenizer, ready.texts, ready.scales
+    ready, startup = plan_parts(config, calibrate), StartupReport()
+    made, tokenizer, texts, scales = ready.plan, ready.tokenizer, ready.texts, ready.scales
     startup.notes += filter(None, [made.warning])
     with startup.part("weights"):
-        model = load(made.model_config, made.geometry, made.plan.dtype, made.hardware.device)
+        model = load(made.model_config, made.model_spec, made.plan.dtype, made.hardware.device)
     if texts is not None and tokenizer is not None:
         with startup.part("calibration"):
             prompts = [tokenizer.encode(text) for text in texts]
-            scales = measure(made, model, prompts, made.budget.step_tokens)
+            scales = measure_scales(made, model, prompts, made.budget.step_tokens)
     with out_of_memory_explained(made.budget):
         frames, device = made.budget.frames, made.hardware.device
         pool = PagedPool(made.plan.layout, made.budget.pages, scales, device, frames=frames, poison=poison)
         tier = _tier(made, pool, scales)
     engine = _engine(made, model, pool, scales, tokenizer, tier)
     watch = _watch(made)  # before the start looks at the memory that is left, and used after it
-    prepare(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
-    engine.runner.watch = watch
+    warm_up(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
+    engine.runner.error_monitor = watch
     startup.notes += price.warnings(made.plan, made.budget.context)
     engine.startup = startup
     return engine, made
 
 
-def _tier(made: Blueprint, pool: PagedPool, scales: KVScales) -> HotTier | None:
+def _tier(made: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:
     """The host tier of the plan, if it has one, and pages for it."""
     tier = made.plan.tier
     if tier is None or not made.budget.host:
         return None
     residency = Residency(pool.pages, pool.frames, tier.buffer // made.plan.page_size)
-    host = HostTier(tier.layout, pool.pages, scales, pool.device)
-    choosers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
-    return HotTier(residency, host, pool, choosers, made.config.max_running + 2)
+    host = HostPool(tier.layout, pool.pages, scales, pool.device)
+    index_layers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
+    return HotBuffers(residency, host, pool, index_layers, made.config.max_running + 2)
 
 
-def _watch(made: Blueprint) -> Fidelity | None:
+def _watch(made: EnginePlan) -> ErrorMonitor | None:
     """What compares the cache with rows in the model's own precision, if the config asks for it."""
     config = made.config
     if not config.watch_fidelity:
         return None
     with out_of_memory_explained(made.budget):
-        rows = KeptRows(made.plan, made.geometry.max_context, torch.device(made.hardware.device))
-    return Fidelity(rows, config.watch_fidelity, config.fidelity_alert, config.seed)
+        rows = ReferenceRows(made.plan, made.model_spec.max_context, torch.device(made.hardware.device))
+    return ErrorMonitor(rows, config.watch_fidelity, config.fidelity_alert, config.seed)
 
 
 def _engine(
-    made: Blueprint,
+    made: EnginePlan,
     model: nn.Module,
     pool: PagedPool,
     scales: KVScales,
     tokenizer: Tokenizer | None,
-    tier: HotTier | None,
+    tier: HotBuffers | None,
 ) -> Engine:
     config, plan = made.config, made.plan
     residency = tier.residency if tier else None
@@ -193,15 +195,15 @@ def _engine(
         manager,
         max_running=config.max_running,
         token_budget=made.budget.step_tokens,
-        max_context=made.geometry.max_context,
+        max_context=made.model_spec.max_context,
     )
-    width = manager.pages_for(min(made.geometry.max_context, manager.capacity)) + 1
+    width = manager.pages_for(min(made.model_spec.max_context, manager.capacity)) + 1
     tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
-    eos_ids, vocabulary = _eos(model, tokenizer), made.geometry.vocab_size
+    eos_ids, vocabulary = _eos(model, tokenizer), made.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
-        runner=Runner(model, plan, pool, adapters(plan), tables, run, tier),
+        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier),
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
@@ -231,7 +233,7 @@ def tokenizer_of(model: str) -> Tokenizer | None:
     return Tokenizer(str(path) if path.exists() else model)
 
 
-def find_scales(made: Design, source: str) -> KVScales:
+def resolve_scales(made: Design, source: str) -> KVScales:
     """Scales as `source` says: `auto` from the checkpoint, `one`, or a file; raises ScaleError and WeightError.
 
     None are looked for where the plan needs none.
@@ -239,7 +241,7 @@ def find_scales(made: Design, source: str) -> KVScales:
     if source == "one":
         return kv_scales.ONE
     if source != "auto":
-        return kv_scales.load(Path(source), made.geometry.layers)
+        return kv_scales.load(Path(source), made.model_spec.layers)
     return (
         checkpoint_scales.read(folder(made.config.model))
         if any(map(kv_scales.needed, made.plan.stores))
@@ -255,13 +257,15 @@ def _eos(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(found)
 
 
-def measure(made: Design, model: nn.Module, prompts: Iterable[Sequence[int]], step_tokens: int) -> KVScales:
+def measure_scales(
+    made: Design, model: nn.Module, prompts: Iterable[Sequence[int]], step_tokens: int
+) -> KVScales:
     """KV scales from running token sequences through the model over an unquantised cache. Raises ScaleError."""
-    plain = resolve(_plain(made), made.geometry, made.hardware, backends.present())
-    length = min(made.geometry.max_context, CALIBRATION_TOKENS)
+    plain = resolve(_plain(made), made.model_spec, made.hardware, backends.available_backends())
+    length = min(made.model_spec.max_context, CALIBRATION_TOKENS)
     pages = -(-length // plain.page_size)
     recorder = Recorder(plain.layout, pages, made.hardware.device)
-    runner = Runner(model, plain, recorder, adapters(plain), PageTables(1, pages, made.hardware.device))
+    runner = ModelRunner(model, plain, recorder, adapters(plain), PageTables(1, pages, made.hardware.device))
     manager = CacheManager(pages, plain.page_size, prefix_cache=False)
     seen = 0
     for prompt in prompts:
@@ -278,7 +282,9 @@ def _plain(made: Design) -> Config:
     return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="", hisparse="")
 
 
-def run_prompt(runner: Runner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[torch.Tensor]:
+def run_prompt(
+    runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int
+) -> list[torch.Tensor]:
     """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own. With a host tier every chunk
     looks at what has been there.
 
@@ -287,15 +293,15 @@ def run_prompt(runner: Runner, manager: CacheManager, ids: Sequence[int], chunk:
     """
     chunk = min(chunk, CHUNK)
     request = Request("score", ids)
-    request.lease = manager.open(request.tokens, "", private=True)
+    request.lease = manager.open(request.token_ids, "", private=True)
     found = []
     try:
         manager.reserve(request.lease, len(ids))
         for start in range(0, len(ids), chunk):
-            manager.send_away(request.lease)
-            work = Work.next(request, min(chunk, len(ids) - start))
+            manager.round_trip(request.lease)
+            work = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
             found.append(runner.forward(Batch((work,)), every=True))
-            manager.commit(request.lease, request.tokens, work.end)
+            manager.commit(request.lease, request.token_ids, work.end)
     finally:
         manager.release(request.lease)
     return found

@@ -16,24 +16,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from nibble.config import SamplingParams
-from nibble.engine.answers import Answer, Sink
 from nibble.engine.batch import Batch
-from nibble.engine.grammar import Grammars, Matcher
+from nibble.engine.model_runner import ModelRunner
+from nibble.engine.output_stream import OnOutput, OutputStream
 from nibble.engine.outputs import Logprob
-from nibble.engine.picks import Picks
 from nibble.engine.request import FinishReason, Request
-from nibble.engine.runner import Runner
-from nibble.engine.sampler import Sampler, reads_answer
+from nibble.engine.sampled_tokens import SampledTokens
+from nibble.engine.sampler import Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
-from nibble.engine.startup import Startup
+from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
+from nibble.engine.warmup import StartupReport
 from nibble.errors import RequestError
 
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
 
 
 @dataclass(slots=True)
-class Ticket:
+class RequestHandle:
     """What submit() returns: the requests of one prompt, one for each of its n answers."""
 
     requests: tuple[Request, ...]
@@ -53,17 +53,17 @@ def check_request(
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class InFlightStep:
     """A step that was launched and is not read. requests: those that it samples for, in the order of picks."""
 
     batch: Batch
     requests: tuple[Request, ...]
-    picks: Picks | None
+    picks: SampledTokens | None
 
     @property
     def is_needed(self) -> bool:
         """Whether the next step cannot be chosen or sampled before this one is read."""
-        return any(reads_answer(request.params) for request in self.requests)
+        return any(needs_output_tokens(request.params) for request in self.requests)
 
 
 @dataclass
@@ -75,17 +75,17 @@ class Engine:
     """
 
     scheduler: Scheduler
-    runner: Runner
+    runner: ModelRunner
     sampler: Sampler
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     namespace: str
     vocab_size: int
     overlap: bool = False
-    startup: Startup = field(default_factory=Startup)
+    startup: StartupReport = field(default_factory=StartupReport)
     grammars: Grammars | None = None
-    _answers: dict[Request, Answer] = field(default_factory=dict, init=False)
-    _flights: deque[_Flight] = field(default_factory=deque, init=False)
+    _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
+    _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -93,13 +93,13 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        sink: Sink,
+        sink: OnOutput,
         *,
         salt: str = "",
         priority: int = 0,
         whole: bool = False,
         matcher: Matcher | None = None,
-    ) -> Ticket:
+    ) -> RequestHandle:
         """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served.
 
         priority: a lower one is served before. whole: each answer may come as one piece at its end. matcher: of its
@@ -111,15 +111,17 @@ class Engine:
             name = next(self._ids)
             requests: list[Request] = []
             for index in range(params.n):
-                own = self._request(f"{name}-{index}", prompt, _own(params, index), salt, requests[:1])
+                own = self._request(
+                    f"{name}-{index}", prompt, _child_params(params, index), salt, requests[:1]
+                )
                 own.matcher, own.priority = matcher.fork() if matcher else None, priority
                 requests.append(own)
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
                 detokenizer = self._detokenizer(prompt, params)
                 stops, late = StopStrings(params.stop), whole and not params.stop
-                self._answers[request] = Answer(request, index, sink, detokenizer, stops, late)
-        return Ticket(tuple(requests))
+                self._streams[request] = OutputStream(request, index, sink, detokenizer, stops, late)
+        return RequestHandle(tuple(requests))
 
     def _request(
         self, name: str, prompt: Sequence[int], params: SamplingParams, salt: str, leader: Sequence[Request]
@@ -127,11 +129,11 @@ class Engine:
         ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
         return Request(
             id=name,
-            prompt=prompt,
+            prompt_token_ids=prompt,
             params=params,
             namespace=f"{self.namespace}/{salt}",
             stop_ids=frozenset(params.stop_token_ids) | ends,
-            after=leader[0] if leader else None,
+            waits_for=leader[0] if leader else None,
         )
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
@@ -150,7 +152,7 @@ class Engine:
     def exclusive(self) -> Iterator[None]:
         """The whole cache for the caller: waits for the step under way; RequestError while requests are unfinished."""
         with self._lock:
-            self._land()
+            self._collect()
             if self.busy:
                 raise RequestError(
                     "this uses the whole cache: finish or abort the requests that are open first"
@@ -158,7 +160,7 @@ class Engine:
             self.scheduler.manager.clear()
             yield
 
-    def abort(self, ticket: Ticket) -> None:
+    def abort(self, ticket: RequestHandle) -> None:
         """Ends a ticket's requests, whatever their state; their pages are free at once."""
         with self._lock:
             for request in ticket.requests:
@@ -167,17 +169,17 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._answers)
+        return bool(self._streams)
 
     def step(self) -> None:
         """Launches one batch, if there is anything to compute, and hands out what the one before it sampled."""
         with self._lock:
-            self._land(0 if any(flight.is_needed for flight in self._flights) else 1)
+            self._collect(0 if any(flight.is_needed for flight in self._in_flight) else 1)
             batch = self.scheduler.schedule()
             launched = batch is not None and self._launch(batch)
-            self._land(int(launched))
-            if not (self.overlap and self._answers):
-                self._land()
+            self._collect(int(launched))
+            if not (self.overlap and self._streams):
+                self._collect()
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
         """Raises RequestError or PromptTooLong where a prompt (with a token of answer) cannot be served."""
@@ -186,35 +188,35 @@ class Engine:
 
     def _launch(self, batch: Batch) -> bool:
         """Sets a batch to work; False where that failed."""
-        works = [work for work in batch.works if work.samples]
+        works = [work for work in batch.scheduled if work.samples_token]
         requests = tuple(work.request for work in works)
         try:
             logits = self.runner.forward(batch)
-            made = [work.end - len(work.request.prompt) for work in works]
+            made = [work.end - len(work.request.prompt_token_ids) for work in works]
             picks = self.sampler.pick(logits, requests, made) if works else None
             if picks and self.overlap:
-                self.runner.remember(picks.tokens_S)
+                self.runner.store_sampled(picks.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
             self._fail(batch, error)
             return False
         self.scheduler.launch(batch)
-        self._flights.append(_Flight(batch, requests, picks))
+        self._in_flight.append(InFlightStep(batch, requests, picks))
         return True
 
-    def _land(self, left: int = 0) -> None:
+    def _collect(self, left: int = 0) -> None:
         """Waits for steps under way, oldest first, until `left` are left, and hands out what they sampled.
 
         A step is forgotten only when it has been read: after an interrupt it is read again.
         """
-        while len(self._flights) > left:
-            flight = self._flights[0]
+        while len(self._in_flight) > left:
+            flight = self._in_flight[0]
             try:
                 picks = flight.picks.read() if flight.picks else []
             except Exception as error:  # an error of the device shows where it is waited for
-                self._flights.popleft()
+                self._in_flight.popleft()
                 self._fail(flight.batch, error)
             else:
-                self._flights.popleft()
+                self._in_flight.popleft()
                 self._commit(flight.batch, dict(zip(flight.requests, picks, strict=True)))
 
     def _commit(self, batch: Batch, picks: Mapping[Request, Logprob | None]) -> None:
@@ -229,46 +231,46 @@ class Engine:
         ended = set(self.scheduler.commit(batch, tokens))
         failed: list[Exception] = []
         for request, pick in picks.items():
-            if pick is not None and request in self._answers:
+            if pick is not None and request in self._streams:
                 try:
-                    self._tell(self._answers[request], pick, request in ended)
+                    self._emit(self._streams[request], pick, request in ended)
                 except Exception as error:  # of whoever takes the answer: the others go on
-                    self._drop(request)
+                    self._discard(request)
                     failed.append(error)
         if failed:
             raise failed[0]
 
-    def _tell(self, answer: Answer, pick: Logprob, ended: bool) -> None:
+    def _emit(self, answer: OutputStream, pick: Logprob, ended: bool) -> None:
         """Hands out what a token adds to its answer."""
-        piece = answer.take(pick, ended)
+        piece = answer.append(pick, ended)
         if piece is None:
             return
         if piece.finish_reason:
             self.scheduler.finish(answer.request, piece.finish_reason)
-            del self._answers[answer.request]
-        answer.sink(piece)
+            del self._streams[answer.request]
+        answer.on_output(piece)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, status: int = 500
     ) -> None:
         """Ends a request before its time, unless it has ended while a step of it was under way."""
-        if request in self._answers:
+        if request in self._streams:
             self.scheduler.finish(request, reason)
-            answer = self._answers.pop(request)
-            answer.sink(answer.end(reason, error, status))
+            answer = self._streams.pop(request)
+            answer.on_output(answer.end(reason, error, status))
 
-    def _drop(self, request: Request) -> None:
+    def _discard(self, request: Request) -> None:
         """Ends a request whose answer nobody takes any more."""
-        if self._answers.pop(request, None):
+        if self._streams.pop(request, None):
             self.scheduler.finish(request, "abort")
 
     def _fail(self, batch: Batch, error: Exception) -> None:
         """A step failed: its requests end with the error, all others go on."""
-        for work in batch.works:
+        for work in batch.scheduled:
             self._end(work.request, "abort", f"{type(error).__name__}: {error}")
 
 
-def _own(params: SamplingParams, index: int) -> SamplingParams:
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of answer `index`: one answer, and a seed of its own."""
     if params.n == 1:
         return params

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from nibble.attention.budget import Budget
-from nibble.attention.plan import Plan
+from nibble.attention.planner.memory import MemoryPlan
+from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
-from nibble.cache.hot import HotTier
+from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured, sampling
-from nibble.engine.build import build, measure, run_prompt
-from nibble.engine.engine import Engine, Ticket
-from nibble.engine.fidelity import Fidelity
+from nibble.engine.build import build, measure_scales, run_prompt
+from nibble.engine.engine import Engine, RequestHandle
+from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.outputs import Completion, Delta, Logprob, Output
 from nibble.engine.tokenizer import Tokenizer, required
 from nibble.errors import NibbleError, RequestError
@@ -56,19 +56,19 @@ class LLM:
         return self._made.hardware
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> MemoryPlan:
         """Where the memory goes."""
         return self._made.budget
 
     @property
-    def tier(self) -> HotTier | None:
+    def tier(self) -> HotBuffers | None:
         """The host tier, where `hisparse` asked for one: what it has done (`words`), its counts."""
         return self.engine.runner.tier
 
     @property
-    def fidelity(self) -> Fidelity | None:
+    def error_monitor(self) -> ErrorMonitor | None:
         """The fidelity watch, where `watch_fidelity` asked for one: what it has found (`words`), by layer."""
-        return self.engine.runner.watch
+        return self.engine.runner.error_monitor
 
     @property
     def startup(self) -> Mapping[str, float]:
@@ -138,7 +138,7 @@ class LLM:
         """KV scales for every scheme, measured on texts; written to a JSON file if `save` names one."""
         ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
         with self.engine.exclusive():
-            found = measure(self._made, self.engine.runner.model, ids, self.budget.step_tokens)
+            found = measure_scales(self._made, self.engine.runner.model, ids, self.budget.step_tokens)
         if save is not None:
             kv_scales.save(found, Path(save))
         return found
@@ -207,7 +207,7 @@ class Stream(Iterator[Delta]):
 class _Collector:
     """Gathers the pieces of the answers to one prompt."""
 
-    ticket: Ticket
+    ticket: RequestHandle
 
     def __init__(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> None:
         self.ids, self.prompt, self.params = ids, text, params
@@ -220,7 +220,9 @@ class _Collector:
 
     def output(self) -> Output:
         completions = tuple(self._completion(index, pieces) for index, pieces in enumerate(self._pieces))
-        return Output(self.prompt, tuple(self.ids), completions, self.ticket.requests[0].cached)
+        return Output(
+            self.prompt, tuple(self.ids), completions, self.ticket.requests[0].num_prefix_hit_tokens
+        )
 
     def _completion(self, index: int, pieces: Sequence[Delta]) -> Completion:
         last = pieces[-1]

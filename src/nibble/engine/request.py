@@ -16,8 +16,8 @@ from nibble.config import SamplingParams
 from nibble.errors import RequestError
 
 if TYPE_CHECKING:
-    from nibble.engine.batch import Work
-    from nibble.engine.grammar import Matcher
+    from nibble.engine.batch import ScheduledRequest
+    from nibble.engine.structured_output import Matcher
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why an answer ended: `stop` is a stop token or stop string, `length` a limit, `abort` the client."""
@@ -47,64 +47,66 @@ class Request:
     """
 
     id: str
-    prompt: Sequence[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace: str = ""
     stop_ids: frozenset[int] = frozenset()
-    after: Request | None = None
+    waits_for: Request | None = None
     matcher: Matcher | None = None
     priority: int = 0
 
-    tokens: list[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
     arrival: int = field(default=-1, init=False)
     state: State = field(default=State.WAITING, init=False)
     lease: Lease | None = field(default=None, init=False)
-    ahead: Work | None = field(default=None, init=False)
+    in_flight: ScheduledRequest | None = field(default=None, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
-    cached: int = field(default=0, init=False)
-    preemptions: int = field(default=0, init=False)
+    num_prefix_hit_tokens: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
     started: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if not self.prompt:
+        if not self.prompt_token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
-        self.tokens = list(self.prompt)
+        self.token_ids = list(self.prompt_token_ids)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def scheduling_key(self) -> tuple[int, int]:
         """Its place among requests: the least is served first, and the last to lose its pages."""
         return self.priority, self.arrival
 
     @property
-    def answer(self) -> list[int]:
+    def output_token_ids(self) -> list[int]:
         """The tokens generated so far (a copy)."""
-        return self.tokens[len(self.prompt) :]
+        return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
-    def generated(self) -> int:
+    def num_output_tokens(self) -> int:
         """How many tokens have been generated."""
-        return len(self.tokens) - len(self.prompt)
+        return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def stored(self) -> int:
+    def num_stored_tokens(self) -> int:
         """Leading tokens whose KV is in the cache."""
-        return self.lease.stored if self.lease else 0
+        return self.lease.num_stored_tokens if self.lease else 0
 
     @property
-    def computed(self) -> int:
+    def num_computed_tokens(self) -> int:
         """Leading tokens whose KV is in the cache, or will be once what is under way is done."""
-        return self.ahead.end if self.ahead else self.stored
+        return self.in_flight.end if self.in_flight else self.num_stored_tokens
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens in all, one included that a step under way will sample: its place is known before its value."""
-        return self.ahead.end + 1 if self.ahead and self.ahead.samples else len(self.tokens)
+        return (
+            self.in_flight.end + 1 if self.in_flight and self.in_flight.samples_token else len(self.token_ids)
+        )
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.state is State.FINISHED
 
     @property
-    def ready(self) -> bool:
+    def can_start(self) -> bool:
         """Whether it may start: the request it comes after has its prompt stored, or has ended."""
-        return self.after is None or self.after.finished or self.after.generated > 0
+        return self.waits_for is None or self.waits_for.is_finished or self.waits_for.num_output_tokens > 0

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Logprob
-from nibble.engine.parcel import to_device
-from nibble.engine.picks import Picks, Wanted
 from nibble.engine.request import Request
+from nibble.engine.sampled_tokens import LogprobRequest, SampledTokens
+from nibble.engine.transfer import to_device
 
 _MASK = (1 << 64) - 1
 _SEED, _POSITION = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
@@ -55,7 +55,7 @@ def _signed(value: int) -> int:
     return ((value & _MASK) ^ (1 << 63)) - (1 << 63)
 
 
-def reads_answer(params: SamplingParams) -> bool:
+def needs_output_tokens(params: SamplingParams) -> bool:
     """Whether choosing a token takes the values of those before it, which then must be known to the host."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     return bool(penalties or params.grammar)
@@ -71,10 +71,10 @@ class Sampler:
 
     def sample(self, logits_SV: Tensor, requests: Sequence[Request]) -> list[Logprob | None]:
         """One token per row; None where the logits are not numbers."""
-        return self.pick(logits_SV, requests, [request.generated for request in requests]).read()
+        return self.pick(logits_SV, requests, [request.num_output_tokens for request in requests]).read()
 
     @torch.inference_mode()
-    def pick(self, logits_SV: Tensor, requests: Sequence[Request], made: Sequence[int]) -> Picks:
+    def pick(self, logits_SV: Tensor, requests: Sequence[Request], made: Sequence[int]) -> SampledTokens:
         """Chooses one token per row, without waiting for the device. made: how many each request has by now."""
         table = self._table_of(requests, logits_SV.device)
         adjusted_SV = self._adjust(logits_SV, requests, table)
@@ -82,7 +82,7 @@ class Sampler:
         for rows in table.drawn:
             drawn_R = _draw(adjusted_SV[rows.index_R], rows, [made[i] for i in rows.index])
             tokens_S = tokens_S.index_copy(0, rows.index_R, drawn_R)
-        return Picks(logits_SV, tokens_S, peaks_S.isnan(), table.wanted)
+        return SampledTokens(logits_SV, tokens_S, peaks_S.isnan(), table.wanted)
 
     def _table_of(self, requests: Sequence[Request], device: torch.device) -> _Table:
         """The parameters of a batch; they are sent to the device anew only where it has changed."""
@@ -104,8 +104,8 @@ class Sampler:
         if request.params.repetition_penalty == 1:
             return []
         count, seen = self._seen.get(request, (0, set()))
-        seen.update(request.tokens[count:])
-        self._seen[request] = len(request.tokens), seen
+        seen.update(request.token_ids[count:])
+        self._seen[request] = len(request.token_ids), seen
         return list(seen)
 
     def _seed(self, request: Request) -> int:
@@ -145,13 +145,13 @@ class _Table:
     def __init__(self, requests: Sequence[Request], seeds: Sequence[int], device: torch.device) -> None:
         self.requests = tuple(requests)
         params = [request.params for request in requests]
-        self.adjusted = [i for i, p in enumerate(params) if reads_answer(p) or p.logit_bias]
+        self.adjusted = [i for i, p in enumerate(params) if needs_output_tokens(p) or p.logit_bias]
         random = [i for i, p in enumerate(params) if p.temperature > 0]
         kinds = ([i for i in random if _filters(params[i]) is kind] for kind in (False, True))
         self.drawn = [_Rows(index, params, seeds, device) for index in kinds if index]
         rows = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         self.wanted = (
-            Wanted(tuple(rows), tuple(rows.values()), to_device(tuple(rows), torch.int64, device))
+            LogprobRequest(tuple(rows), tuple(rows.values()), to_device(tuple(rows), torch.int64, device))
             if rows
             else None
         )
@@ -168,15 +168,17 @@ def _adjust_row(row_V: Tensor, request: Request, seen: Sequence[int]) -> None:
         ids = to_device(seen, torch.int64, device)
         logits, penalty = row_V[ids], params.repetition_penalty
         row_V[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    if request.generated and (params.presence_penalty or params.frequency_penalty):
-        made, counts = (x.to(device) for x in torch.tensor(request.answer).unique(return_counts=True))
+    if request.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
+        made, counts = (
+            x.to(device) for x in torch.tensor(request.output_token_ids).unique(return_counts=True)
+        )
         row_V[made] -= params.presence_penalty + params.frequency_penalty * counts
     if params.logit_bias:
         ids = to_device(list(params.logit_bias), torch.int64, device)
         row_V[ids] += to_device(list(params.logit_bias.values()), row_V.dtype, device)
     if request.matcher:
         row_V.masked_fill_(
-            ~_bits(request.matcher.allowed(request.answer), len(row_V)).to(device), float("-inf")
+            ~_bits(request.matcher.allowed(request.output_token_ids), len(row_V)).to(device), float("-inf")
         )
 
 

@@ -23,8 +23,8 @@ from itertools import islice
 from operator import attrgetter
 
 from nibble.cache.manager import CacheManager, CacheStats
-from nibble.cache.prefix import Edge
-from nibble.engine.batch import Batch, Work
+from nibble.cache.radix_cache import Key
+from nibble.engine.batch import Batch, ScheduledRequest
 from nibble.engine.request import FinishReason, Request, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
@@ -33,7 +33,7 @@ SLICES = 8
 that takes part in a step is given one at least, as chunks of a few tokens help nobody.
 """
 
-_order = attrgetter("order")
+_order = attrgetter("scheduling_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Scheduler:
         assert request.state is State.WAITING and request.arrival < 0, (
             f"request {request.id!r} was added before"
         )
-        self.check_length(len(request.prompt))
+        self.check_length(len(request.prompt_token_ids))
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.id] = request
@@ -127,7 +127,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request. On one that has ended already, only the reason changes."""
         request.finish_reason = reason
-        if request.finished:
+        if request.is_finished:
             return
         (self.running if request.state is State.RUNNING else self.waiting).remove(request)
         del self._requests[request.id]
@@ -141,16 +141,16 @@ class Scheduler:
         works = []
         for request in tuple(self.running):
             count = portions.get(request)
-            if count and request.lease and self._reserve(request, request.computed + count):
-                works.append(Work.next(request, count))
-        return Batch.of(works) if works else None
+            if count and request.lease and self._reserve(request, request.num_computed_tokens + count):
+                works.append(ScheduledRequest.next_chunk(request, count))
+        return Batch.from_scheduled(works) if works else None
 
     def launch(self, batch: Batch) -> None:
         """Says that `batch` is under way: schedule() goes on from its end. It must be committed after the next one
         has been launched, at the latest.
         """
-        for work in batch.works:
-            work.request.ahead = work
+        for work in batch.scheduled:
+            work.request.in_flight = work
 
     def commit(self, batch: Batch, tokens: Mapping[str, int]) -> list[Request]:
         """Says that `batch` is computed, and what was sampled by request id; returns the requests that end.
@@ -159,13 +159,13 @@ class Scheduler:
         """
         self._steps += 1
         ended = []
-        for work in batch.works:
+        for work in batch.scheduled:
             request = work.request
-            if request.finished:
+            if request.is_finished:
                 continue
             self._store(work)
             self._count(work)
-            if work.samples and self._append(request, tokens[request.id]):
+            if work.samples_token and self._append(request, tokens[request.id]):
                 ended.append(request)
         return ended
 
@@ -204,7 +204,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts waiting requests in order, up to the first one whose pages do not fit."""
         room = self.max_running - len(self.running)
-        ready = list(islice((request for request in self.waiting if request.ready), max(room, 0)))
+        ready = list(islice((request for request in self.waiting if request.can_start), max(room, 0)))
         kept = sum(map(self._kept, self.running)) if self.manager.residency else 0
         if not ready or self._refused == self._standing(ready[0], kept):
             return  # nothing has come free since it did not fit, and trying takes time by its length
@@ -218,11 +218,11 @@ class Scheduler:
     def _owed(self, request: Request) -> int:
         """Pages that a running request will want soon: for all of its known tokens, and one to grow into."""
         assert request.lease
-        return self.manager.pages_for(request.length) + 1 - len(request.lease.pages)
+        return self.manager.pages_for(request.num_tokens) + 1 - len(request.lease.pages)
 
     def _kept(self, request: Request) -> int:
         """Frames that a running request keeps under pressure."""
-        return self.manager.least_frames(request.length, _decodes(request))
+        return self.manager.least_frames(request.num_tokens, _decodes(request))
 
     def _standing(self, request: Request, kept: int) -> tuple[str, int, int, int]:
         """What a refusal of `request` depends on."""
@@ -232,15 +232,17 @@ class Scheduler:
     def _start(self, request: Request, spare: int, kept: int) -> bool:
         while request.lease is None:
             try:
-                request.lease = self.manager.open(request.tokens, request.namespace, spare=spare, kept=kept)
+                request.lease = self.manager.open(
+                    request.token_ids, request.namespace, spare=spare, kept=kept
+                )
             except OutOfPages as error:
                 if isinstance(error, OutOfFrames) and self._spill():
                     continue
                 self._refused = self._standing(request, kept)
                 return False
-        request.after, request.state = None, State.RUNNING
+        request.waits_for, request.state = None, State.RUNNING
         request.started = request.started or time.monotonic()
-        self._count_hit(request, request.lease.hit)
+        self._count_hit(request, request.lease.num_hit_tokens)
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         return True
@@ -252,7 +254,7 @@ class Scheduler:
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in self.running:
-            if request.ahead and self._is_last(request.ahead):
+            if request.in_flight and self._is_last(request.in_flight):
                 continue
             (decodes if _decodes(request) else prompts).append(request)
         if not prompts:
@@ -260,7 +262,9 @@ class Scheduler:
         for request in prompts:
             self._advance(request)
         kept = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
-        wanted = {request: min(request.length - request.computed, self.chunk) for request in prompts}
+        wanted = {
+            request: min(request.num_tokens - request.num_computed_tokens, self.chunk) for request in prompts
+        }
         portions = dict.fromkeys(decodes[: self.token_budget - min(kept, sum(wanted.values()))], 1)
         room = self.token_budget - len(portions)
         chosen = self._choose(prompts, wanted, room)
@@ -270,7 +274,7 @@ class Scheduler:
     def _advance(self, request: Request) -> None:
         """Skips what others have stored in the prefix cache since this request was started."""
         assert request.lease
-        self._count_hit(request, self.manager.advance(request.lease, request.tokens))
+        self._count_hit(request, self.manager.advance(request.lease, request.token_ids))
 
     def _choose(self, prompts: Sequence[Request], wanted: Mapping[Request, int], room: int) -> list[Request]:
         """The prompts to go on with: the first, then by priority those with least left, each with a slice worth having.
@@ -279,13 +283,16 @@ class Scheduler:
         cache.
         """
         chosen: list[Request] = []
-        coming = {self._next_page(request) for request in self.running if request.ahead} - {None}
+        coming = {self._next_page(request) for request in self.running if request.in_flight} - {None}
         part = max(self.token_budget // SLICES, 1)
-        rest = sorted(prompts[1:], key=lambda one: (one.priority, one.length - one.computed))
+        rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
         for request in (prompts[0], *rest):
             page = self._next_page(request)
             assert request.lease
-            if page in coming and request.computed == request.lease.published * self.manager.page_size:
+            if (
+                page in coming
+                and request.num_computed_tokens == request.lease.num_shared_pages * self.manager.page_size
+            ):
                 continue
             room -= min(wanted[request], part)
             if chosen and room < 0:
@@ -295,10 +302,10 @@ class Scheduler:
                 coming.add(page)
         return chosen
 
-    def _next_page(self, request: Request) -> Edge | None:
+    def _next_page(self, request: Request) -> Key | None:
         """What the next page that a request enters into the prefix cache stands for."""
         assert request.lease
-        return self.manager.next_page(request.lease, request.tokens)
+        return self.manager.next_page(request.lease, request.token_ids)
 
     # Pages
 
@@ -319,8 +326,8 @@ class Scheduler:
 
     def _spill(self) -> bool:
         """The longest answers give up their places on the device for hot buffers; False if that makes no room."""
-        longest = sorted(self.running, key=lambda request: -request.length)
-        return self.manager.spill(r.lease for r in longest if r.lease and _decodes(r))
+        longest = sorted(self.running, key=lambda request: -request.num_tokens)
+        return self.manager.offload(r.lease for r in longest if r.lease and _decodes(r))
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's pages away; its tokens stay, and it waits to compute them again."""
@@ -328,8 +335,8 @@ class Scheduler:
             f"the pool cannot hold request {request.id!r} alone, which add() should refuse"
         )
         self._preemptions += 1
-        request.preemptions += 1
-        self._preempted_tokens += request.stored
+        request.num_preemptions += 1
+        self._preempted_tokens += request.num_stored_tokens
         self.running.remove(request)
         self._release(request, State.WAITING)
         insort(self.waiting, request, key=_order)
@@ -337,52 +344,54 @@ class Scheduler:
     def _release(self, request: Request, state: State) -> None:
         if request.lease:
             self.manager.release(request.lease)
-        request.lease, request.ahead, request.state = None, None, state
+        request.lease, request.in_flight, request.state = None, None, state
 
     # Commit
 
-    def _is_last(self, work: Work) -> bool:
+    def _is_last(self, work: ScheduledRequest) -> bool:
         """Whether the answer ends with the token that `work` samples, whatever it is."""
         length, params = work.end + 1, work.request.params
-        return work.samples and (
-            length - len(work.request.prompt) >= params.max_tokens or length >= self.limit
+        return work.samples_token and (
+            length - len(work.request.prompt_token_ids) >= params.max_tokens or length >= self.limit
         )
 
-    def _store(self, work: Work) -> None:
+    def _store(self, work: ScheduledRequest) -> None:
         """Enters into the books that what `work` computed is stored."""
         request, lease = work.request, work.request.lease
-        if request.ahead is work:
-            request.ahead = None
+        if request.in_flight is work:
+            request.in_flight = None
         if lease is None:  # it was preempted while this was under way
             return
-        assert work.start == lease.stored, f"request {request.id!r}: this batch was committed before"
-        self.manager.commit(lease, request.tokens, work.end)
+        assert work.start == lease.num_stored_tokens, (
+            f"request {request.id!r}: this batch was committed before"
+        )
+        self.manager.commit(lease, request.token_ids, work.end)
 
     def _append(self, request: Request, token: int) -> bool:
         """Adds a sampled token; True if the request ends with it."""
         if token in request.stop_ids:
             self.finish(request, "stop")
             return True
-        request.tokens.append(token)
-        if request.generated >= request.params.max_tokens or len(request.tokens) >= self.limit:
+        request.token_ids.append(token)
+        if request.num_output_tokens >= request.params.max_tokens or len(request.token_ids) >= self.limit:
             self.finish(request, "length")
-        return request.finished
+        return request.is_finished
 
-    def _count(self, work: Work) -> None:
+    def _count(self, work: ScheduledRequest) -> None:
         if work.phase.decodes:
             self._decode_tokens += 1
         else:
-            self._prompt_tokens += work.count
+            self._prompt_tokens += work.num_tokens
 
     def _count_hit(self, request: Request, hit: int) -> None:
         """Prompt tokens found in the prefix cache; what a preempted request finds again does not count."""
-        if not request.preemptions:
-            request.cached += hit
+        if not request.num_preemptions:
+            request.num_prefix_hit_tokens += hit
 
 
 def _decodes(request: Request) -> bool:
     """Whether all of its tokens but the last are stored, or will be."""
-    return 0 < request.computed == request.length - 1
+    return 0 < request.num_computed_tokens == request.num_tokens - 1
 
 
 def divide(wanted: Sequence[int], room: int) -> list[int]:

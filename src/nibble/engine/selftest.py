@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.capability import Phase
-from nibble.attention.layer import Attend, StepContext, attention, pages_by_token
-from nibble.attention.metadata import AttentionMetadata, AttentionSpec, Segment
-from nibble.attention.plan import GroupPlan, Plan, Route
-from nibble.cache.hot import HotTier
+from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
+from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.attention.planner.plan import GroupPlan, Plan, Route
+from nibble.attention.planner.support import Phase
+from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.formats.base import raw
-from nibble.geometry import INDEX, LATENT
-from nibble.kernels.choose import NOBODY
-from nibble.kernels.move import alike
-from nibble.kernels.swap import resident
+from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.offload.copy_tokens import alike
+from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.model_spec import INDEX, LATENT
 
 CHOSEN = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards."""
@@ -46,7 +46,7 @@ float32 (tf32 allowed); and in 16 bits, where probabilities may be rounded too."
 ATTENDED_16_BITS = 0.03
 
 
-def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> None:
+def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, AttentionBackend]) -> None:
     """Raises BackendError where a route does not do what it says. The pool is afterwards as it was before."""
     for group in plan.groups:
         view = pool.view(plan.owner[group.layers[0]])
@@ -55,7 +55,7 @@ def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, Attend]) -> No
             _Trial(plan, group, pool, backends, pages).run()
 
 
-def tier_test(tier: HotTier, pool: PagedPool) -> None:
+def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
     """Raises BackendError where a page does not come back from the host as it went, or as the host's format leaves it;
     once for each pair of formats. The pool is afterwards as it was before."""
     tried = set()
@@ -114,7 +114,7 @@ class _Trial:
         plan: Plan,
         group: GroupPlan,
         pool: PagedPool,
-        backends: Mapping[str, Attend],
+        backends: Mapping[str, AttentionBackend],
         pages: Mapping[tuple[int, ...], Sequence[int]],
     ) -> None:
         self.plan, self.group, self.pool, self.backends = plan, group, pool, backends
@@ -126,10 +126,10 @@ class _Trial:
         self.stored = [0] * len(pages)
         width = max(map(len, pages.values()), default=0)
         rows = [[*row, *[0] * (width - len(row))] for row in pages.values()]
-        self.pages_BN = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        self.page_table_BN = torch.tensor(rows, dtype=torch.int32, device=self.device)
         self.random = torch.Generator(self.device).manual_seed(0)
         heads, window = group.group.q_heads, group.group.window
-        self.spec = AttentionSpec(
+        self.spec = AttentionParams(
             group.group.head_dim**-0.5,
             None if window is None else min(window, WINDOW),
             SOFTCAP if group.group.softcap else None,
@@ -138,66 +138,71 @@ class _Trial:
 
     def run(self) -> None:
         routes = {route.phase: route for route in self.group.routes}
-        for phase, q_lens in zip(PHASES, zip(*self.lens, strict=True), strict=False):
+        for phase, query_lens in zip(PHASES, zip(*self.lens, strict=True), strict=False):
             if phase in routes:
-                self._step(routes[phase], q_lens)
+                self._step(routes[phase], query_lens)
 
-    def _step(self, route: Route, q_lens: tuple[int, ...]) -> None:
-        slots_T, kv_lens = self._slots(q_lens), [n + new for n, new in zip(self.stored, q_lens, strict=True)]
-        segment = Segment.of(route.phase, 0, q_lens, kv_lens, self.pages_BN)
+    def _step(self, route: Route, query_lens: tuple[int, ...]) -> None:
+        slot_mapping_T, seq_lens = (
+            self._slots(query_lens),
+            [n + new for n, new in zip(self.stored, query_lens, strict=True)],
+        )
+        segment = AttentionBatch.from_lens(route.phase, 0, query_lens, seq_lens, self.page_table_BN)
         streams = {
-            name: self._noise(len(slots_T), entry.stream.heads, entry.stream.dim)
+            name: self._noise(len(slot_mapping_T), entry.stream.heads, entry.stream.dim)
             for name, entry in self.view.streams.items()
             if name != INDEX
         }
-        q_THD = self._noise(len(slots_T), self.group.group.q_heads, self.group.group.head_dim)
+        q_THD = self._noise(len(slot_mapping_T), self.group.group.q_heads, self.group.group.head_dim)
         if self.owner != self.layer:  # this group reads what another stores
-            self.pool.write(self.owner, streams, slots_T)
-        ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slots_T, (segment,)))
+            self.pool.write(self.owner, streams, slot_mapping_T)
+        ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slot_mapping_T, (segment,)))
         spec = (
-            replace(self.spec, chosen_TK=self._chosen(q_lens, kv_lens))
+            replace(self.spec, topk_indices_TK=self._chosen(query_lens, seq_lens))
             if self.group.group.top_k
             else self.spec
         )
         found_THD = attention(ctx, self.layer, q_THD, streams, spec)
         for name, x_THD in streams.items():
             self._compare(
-                self._read(name, slots_T), self._encoded(name, x_THD), STORED, route, f"stores {name}"
+                self._read(name, slot_mapping_T), self._encoded(name, x_THD), STORED, route, f"stores {name}"
             )
-        if spec.chosen_TK is not None:
-            slots_TK = resident(spec.chosen_TK, pages_by_token(segment), None, self.plan.page_size)
-            spec = replace(spec, slots_TK=slots_TK)
+        if spec.topk_indices_TK is not None:
+            topk_slots_TK = resident_slots(
+                spec.topk_indices_TK, page_table_by_token(segment), None, self.plan.page_size
+            )
+            spec = replace(spec, topk_slots_TK=topk_slots_TK)
         expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, segment, spec)
         limit = ATTENDED.get(self.plan.dtype, ATTENDED_16_BITS)
         self._compare(found_THD, expected_THD, limit, route, "attends")
-        self.stored = kv_lens
+        self.stored = seq_lens
 
-    def _slots(self, q_lens: Sequence[int]) -> Tensor:
+    def _slots(self, query_lens: Sequence[int]) -> Tensor:
         size = self.plan.page_size
         return torch.cat(
             [
-                self.pages_BN[row, positions // size].long() * size + positions % size
-                for row, (start, new) in enumerate(zip(self.stored, q_lens, strict=True))
+                self.page_table_BN[row, positions // size].long() * size + positions % size
+                for row, (start, new) in enumerate(zip(self.stored, query_lens, strict=True))
                 for positions in [torch.arange(start, start + new, device=self.device)]
             ]
         )
 
-    def _chosen(self, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Tensor:
-        """Some tokens that each query sees, ascending, as kernels/choose.py gives them."""
-        last_T = torch.cat([torch.arange(n - new, n) for new, n in zip(q_lens, kv_lens, strict=True)])
+    def _chosen(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
+        """Some tokens that each query sees, ascending, as kernels/indexer/__init__.py gives them."""
+        last_T = torch.cat([torch.arange(n - new, n) for new, n in zip(query_lens, seq_lens, strict=True)])
         back_TK = last_T[:, None] - 2 * torch.arange(CHOSEN)
-        ordered_TK = torch.where(back_TK < 0, max(kv_lens), back_TK).sort(dim=1).values
-        return torch.where(ordered_TK == max(kv_lens), NOBODY, ordered_TK).int().to(self.device)
+        ordered_TK = torch.where(back_TK < 0, max(seq_lens), back_TK).sort(dim=1).values
+        return torch.where(ordered_TK == max(seq_lens), PAD_INDEX, ordered_TK).int().to(self.device)
 
     def _noise(self, *shape: int) -> Tensor:
         values = torch.randn(shape, generator=self.random, device=self.device)
         return values.to(getattr(torch, self.plan.dtype))
 
-    def _read(self, name: str, slots_T: Tensor) -> Tensor:
+    def _read(self, name: str, slot_mapping_T: Tensor) -> Tensor:
         """What the pool holds of these tokens, dequantised."""
         size = self.plan.page_size
-        values_THD = self.view.streams[name].gather((slots_T // size)[:, None].int())
-        return values_THD[torch.arange(len(slots_T), device=self.device), slots_T % size]
+        values_THD = self.view.streams[name].gather((slot_mapping_T // size)[:, None].int())
+        return values_THD[torch.arange(len(slot_mapping_T), device=self.device), slot_mapping_T % size]
 
     def _encoded(self, name: str, x_THD: Tensor) -> Tensor:
         """What the pool should hold of them, by the format's own arithmetic."""

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from nibble.attention.capability import Phase
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionMetadata, Segment
-from nibble.attention.plan import Plan
+from nibble.attention.metadata import AttentionBatch, AttentionMetadata
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters
@@ -57,7 +57,7 @@ def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) ->
     """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
     pages = -(-tokens // plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    segment = Segment.of(Phase.PREFILL, 0, (tokens,), (tokens,), table)
+    segment = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
     meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
     return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
 

@@ -22,14 +22,15 @@ import torch
 
 import nibble
 from nibble import formats
-from nibble.attention.resolve import require_runnable
+from nibble.attention.planner.resolve import require_runnable
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.engine.build import Blueprint, blueprint, find_scales
+from nibble.engine.build import EnginePlan, plan_engine, resolve_scales
 from nibble.engine.llm import LLM
 from nibble.errors import ConfigError, NibbleError, ScaleError
-from nibble.evals import ask, recall, text
+from nibble.evals import grading as ask
+from nibble.evals import recall, text
 from nibble.evals.agreement import Agreement, Prediction
 from nibble.evals.attention_error import attention_errors
 from nibble.evals.perplexity import Perplexity, Window, windows
@@ -37,7 +38,7 @@ from nibble.evals.report import Report, SchemeResult
 from nibble.evals.sizes import COMBINATIONS, Entry, Sizes, parse
 from nibble.evals.text import Parts
 from nibble.formats import scheme as schemes
-from nibble.geometry import HEADS, LATENTS, Geometry
+from nibble.model_spec import HEADS, LATENTS, ModelSpec
 
 LOGIT_BYTES = 1 << 30
 """Logits of one window take no more, unless a window is asked for."""
@@ -69,7 +70,7 @@ class Candidate:
     """A scheme that the model can take. kv_scales: what --kv-scales says for it."""
 
     entry: Entry
-    made: Blueprint
+    made: EnginePlan
     kv_scales: str
 
     @property
@@ -83,17 +84,17 @@ class Candidate:
 
     def scales(self) -> KVScales:
         """The scales that its engine uses."""
-        return find_scales(self.made, self.kv_scales)
+        return resolve_scales(self.made, self.kv_scales)
 
 
 MEASURED = "measured"
 """Stands for the file of scales that the yardstick will measure."""
 
 
-def default_entries(geometry: Geometry) -> tuple[Entry, ...]:
+def default_entries(model_spec: ModelSpec) -> tuple[Entry, ...]:
     """Every scheme of a usual model of this kind, without the plain formats that exist for tests, and combinations
     worth a look."""
-    streams = HEADS if any(group.kind == "mha" for group in geometry.groups) else LATENTS
+    streams = HEADS if any(group.kind == "mha" for group in model_spec.groups) else LATENTS
     usual = [name for name in schemes.fitting(*streams) if name not in formats.names() or _usual(name)]
     return parse((*usual, *(COMBINATIONS if streams is HEADS else ())))
 
@@ -132,7 +133,7 @@ def candidates_of(
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
-    for entry in named or default_entries(found[0].made.geometry):
+    for entry in named or default_entries(found[0].made.model_spec):
         if entry != yardstick:
             try:
                 found.append(_candidate(config, entry))
@@ -145,19 +146,19 @@ def candidates_of(
 
 def _candidate(config: Config, entry: Entry) -> Candidate:
     """Plans a scheme. `auto` takes the checkpoint's scales where they do, else what will be measured."""
-    made = blueprint(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
+    made = plan_engine(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
     require_runnable(made.plan)
     source = config.kv_scales
     if source in {"auto", "calibrate"}:
-        found = find_scales(made, "auto") if source == "auto" else kv_scales.NONE
+        found = resolve_scales(made, "auto") if source == "auto" else kv_scales.NONE
         source = "auto" if _suffices(found, made) else MEASURED
     else:
         for store in made.plan.stores:
-            kv_scales.require(store, find_scales(made, source))
+            kv_scales.require(store, resolve_scales(made, source))
     return Candidate(entry, made, source)
 
 
-def _suffices(scales: KVScales, made: Blueprint) -> bool:
+def _suffices(scales: KVScales, made: EnginePlan) -> bool:
     try:
         for store in made.plan.stores:
             kv_scales.require(store, scales)
@@ -166,7 +167,7 @@ def _suffices(scales: KVScales, made: Blueprint) -> bool:
     return True
 
 
-def environment(made: Blueprint) -> dict[str, str]:
+def environment(made: EnginePlan) -> dict[str, str]:
     """Where an evaluation ran."""
     return {
         "nibble": nibble.__version__,
@@ -230,7 +231,7 @@ class _Run:
 
     def _prepare(self, llm: LLM, candidates: Sequence[Candidate]) -> None:
         """Draws text and questions, and does what the yardstick does for all schemes."""
-        tokenizer, limit = llm.tokenizer, candidates[0].made.geometry
+        tokenizer, limit = llm.tokenizer, candidates[0].made.model_spec
         self.parts = text.split(self.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode)
         size = self.sizes.window or min(
             limit.max_context, max(LEAST_WINDOW, LOGIT_BYTES // (4 * limit.vocab_size))
@@ -267,7 +268,7 @@ class _Run:
     def _layers(self, llm: LLM, candidates: Sequence[Candidate]) -> None:
         """The attention error by layer of all schemes, in one pass of the yardstick."""
         assert self.parts is not None
-        ids = self.parts.scored[: min(self.sizes.attention_tokens, candidates[0].made.geometry.max_context)]
+        ids = self.parts.scored[: min(self.sizes.attention_tokens, candidates[0].made.model_spec.max_context)]
         if ids:
             sides = {c.entry.name: (c.made.plan, self._with_scales(c).scales()) for c in candidates}
             self.progress.advance(candidates[0].entry.name, "attention error", 0)
@@ -292,7 +293,7 @@ class _Run:
         what = f"recall at {length}"
         self.progress.advance(candidate.entry.name, what, 0)
         right = 0
-        for exact in ask.judged(llm, self.cases[length]):
+        for exact in ask.grade(llm, self.cases[length]):
             right += exact
             self.progress.advance(candidate.entry.name, what, length)
         return right / len(self.cases[length])

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nibble.engine.calibrate import builtin_texts
+from nibble.engine.calibration import builtin_texts
 from nibble.errors import ConfigError, WeightError
-from nibble.models.load import folder
+from nibble.models.checkpoint import folder
 
 HELDOUT = "heldout.txt"
 CALIBRATION_TOKENS = 4096

@@ -7,7 +7,7 @@ import pkgutil
 
 from nibble.errors import ConfigError, unknown
 from nibble.formats.base import KVFormat, Plane
-from nibble.geometry import Stream
+from nibble.model_spec import Stream
 
 __all__ = ["KVFormat", "Plane", "get", "names", "plain", "register", "unregister"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nibble.errors import ConfigError
-from nibble.geometry import Stream
+from nibble.model_spec import Stream
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

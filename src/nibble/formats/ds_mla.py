@@ -22,7 +22,7 @@ from nibble.formats.base import KVFormat, Plane
 from nibble.formats.fp8 import scaled_e4m3
 from nibble.formats.lookup import to_float
 from nibble.formats.nvfp4 import NVFP4
-from nibble.geometry import LATENT, Stream
+from nibble.model_spec import LATENT, Stream
 
 TILE = 128
 LEAST = 1e-4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.lookup import to_float
-from nibble.geometry import Stream
+from nibble.model_spec import Stream
 
 E4M3_MAX, MOST = 448.0, 2.0**118
 """The largest E4M3 value, and a bound of scales that keeps what is infinite finite."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.fp8 import E4M3_MAX, scaled_e4m3
 from nibble.formats.lookup import to_float
-from nibble.geometry import INDEX, Stream
+from nibble.model_spec import INDEX, Stream
 
 LEAST = 1e-4 / E4M3_MAX
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.formats import e2m1
+from nibble.formats import codes as e2m1
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.lookup import to_float
-from nibble.geometry import Stream
+from nibble.model_spec import Stream
 
 BIAS, NAN_CODE = 127, 255
 E_MIN, E_MAX = -127, 125

@@ -15,10 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from nibble.formats import e2m1
+from nibble.formats import codes as e2m1
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.lookup import to_float
-from nibble.geometry import Stream
+from nibble.model_spec import Stream
 
 BLOCK = 16
 SCALE_MAX = 448.0

@@ -5,7 +5,7 @@ its own name. Must not know of pages, backends or models.
 
     nvfp4            both streams in nvfp4
     k8v4             a name of MIXED
-    nvfp4+kmean+rot  with transforms of K (formats/transform.py)
+    nvfp4+kmean+rot  with transforms of K (formats/transforms.py)
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from nibble import formats
 from nibble.errors import ConfigError, unknown
-from nibble.formats import KVFormat, transform
-from nibble.geometry import INDEX, Stream
+from nibble.formats import KVFormat
+from nibble.formats import transforms as transform
+from nibble.model_spec import INDEX, Stream
 
 MIXED = {"k8v4": {"k": "fp8_e4m3", "v": "nvfp4"}}
 """Schemes that give streams different formats: scheme -> stream -> format."""

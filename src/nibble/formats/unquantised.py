@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nibble.formats.base import KVFormat, Plane
-from nibble.geometry import Stream
+from nibble.model_spec import Stream
 
 
 class Plain(KVFormat):

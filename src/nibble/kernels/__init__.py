@@ -13,7 +13,7 @@ import importlib.util
 MISSING = "is missing"
 
 
-def absence(package: str) -> str | None:
+def import_problem(package: str) -> str | None:
     """Why a package, dotted or not, is not there to be imported; None where it is. To look for a dotted name is to
     import its parents, which may do anything."""
     try:
@@ -33,4 +33,4 @@ def _broken(error: BaseException) -> str:
 @functools.cache
 def triton_present() -> bool:
     """Whether the twins in triton/ can be imported here."""
-    return absence("triton") is None
+    return import_problem("triton") is None

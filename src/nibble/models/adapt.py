@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.models.latent import absorb, absorptions
-from nibble.models.sparse import absorb_indexers, stand_ins
+from nibble.models.dsa import absorb_indexers, stand_ins
+from nibble.models.mla import absorb, absorptions
 
 _SPARSE = "nibble_sparse"
 

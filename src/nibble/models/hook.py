@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention import op
-from nibble.attention.layer import StepContext, attention, select
-from nibble.attention.metadata import AttentionSpec
+from nibble.attention.layer import StepContext, attention, select_topk
+from nibble.attention.metadata import AttentionParams
 from nibble.errors import ConfigError
-from nibble.geometry import LATENT
-from nibble.models import latent
+from nibble.model_spec import LATENT
+from nibble.models import mla as latent
+from nibble.models.dsa import Selection
 from nibble.models.guard import MaskRule
-from nibble.models.latent import Absorbed
-from nibble.models.sparse import Selection
+from nibble.models.mla import Absorbed
 
 NAME = "nibble"
 """The implementation that serves: it has no mask function, so that no mask is ever built."""
@@ -65,7 +65,7 @@ def _attend(
     built = attention_mask if rule is None and attention_mask is not None and attention_mask.numel() else None
     refuse_unknown(module, built, rest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    spec = AttentionSpec(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
+    spec = AttentionParams(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
     absorbed: Absorbed | None = getattr(module, latent.NAME, None)
     if absorbed is None:
         call = Call(layer_index(module), query, {"k": key, "v": value}, value.shape[-1], 0, spec, rule)
@@ -93,7 +93,7 @@ def attend(ctx: StepContext | op.Step, call: Call) -> Tensor:
     streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
     spec, asked = call.spec, call.selection
     if asked:
-        spec = replace(spec, chosen_TK=_chosen(ctx, asked), chooser=asked.layer)
+        spec = replace(spec, topk_indices_TK=_chosen(ctx, asked), index_layer=asked.layer)
     if isinstance(ctx, op.Step):
         return op.call(ctx, call.layer, q_THD, streams, call.width, spec)
     return attention(ctx, call.layer, q_THD, streams, spec)
@@ -101,11 +101,13 @@ def attend(ctx: StepContext | op.Step, call: Call) -> Tensor:
 
 def _chosen(ctx: StepContext | op.Step, asked: Selection) -> Tensor:
     """The tokens of a selection. Layers that share one ask once."""
-    if asked.chosen_TK is None or asked.ctx is not ctx:
-        ask = op.select if isinstance(ctx, op.Step) else select
+    if asked.topk_indices_TK is None or asked.ctx is not ctx:
         asked.ctx = ctx
-        asked.chosen_TK = ask(ctx, asked.layer, asked.q_THD, asked.key_T1D, asked.weights_TH, asked.top_k)  # type: ignore[arg-type]
-    return asked.chosen_TK
+        arguments = asked.layer, asked.q_THD, asked.key_T1D, asked.weights_TH, asked.top_k
+        asked.topk_indices_TK = (
+            op.select(ctx, *arguments) if isinstance(ctx, op.Step) else select_topk(ctx, *arguments)
+        )
+    return asked.topk_indices_TK
 
 
 def layer_index(module: nn.Module) -> int:
@@ -144,7 +146,7 @@ class Call:
     streams: dict[str, Tensor]
     width: int
     rope: int
-    spec: AttentionSpec
+    spec: AttentionParams
     rule: MaskRule | None
     selection: Selection | None = None
 

@@ -1,4 +1,4 @@
-"""Geometry by observation: a model without weights runs once on the meta device, and says what it asks of
+"""ModelSpec by observation: a model without weights runs once on the meta device, and says what it asks of
 attention.
 
 So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
-from nibble.geometry import INDEX, LATENT, Geometry, Kind, LayerGroup, Stream
+from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, Stream
 from nibble.models import hook
 from nibble.models.adapt import adapted, mask_for
-from nibble.models.config import named_class
 from nibble.models.guard import Positions, Unrouted, check_masks, check_modules
 from nibble.models.hook import Call
 from nibble.models.quiet import first_line, quiet
+from nibble.models.refusals import named_class
 from nibble.models.rope import fix_rope, stretch
 
 _TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_known: dict[tuple[str, str, str, int | None], Geometry] = {}
+_known: dict[tuple[str, str, str, int | None], ModelSpec] = {}
 
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
@@ -56,7 +56,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     return adapted(model).eval()
 
 
-def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> Geometry:
+def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
     """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises
     ConfigError. A config is looked at once in a process.
     """
@@ -66,7 +66,7 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
     return _known[asked]
 
 
-def observed(model: Any, name: str, dtype: str, max_context: int | None = None) -> Geometry:
+def observed(model: Any, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
     """The geometry of the model that skeleton() gave. Raises ConfigError."""
     config = model.config
     text = config.get_text_config()
@@ -78,7 +78,7 @@ def observed(model: Any, name: str, dtype: str, max_context: int | None = None) 
         )
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
     groups, owner = _run(model, text, max_context or limit)
-    return Geometry(
+    return ModelSpec(
         model=name,
         family=text.model_type,
         groups=groups,
@@ -125,7 +125,7 @@ def decoder_of(model: Any) -> nn.Module:
 def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
     """What each layer asks of attention, by layer; raises ConfigError where the model does not get that far.
 
-    Called as engine/runner.py calls it: all tokens are computed, and the logits of one are asked for.
+    Called as engine/model_runner.py calls it: all tokens are computed, and the logits of one are asked for.
     """
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")

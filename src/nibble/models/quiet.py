@@ -22,7 +22,7 @@ def _no_report(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without progress bars and load reports, which models/load.py turns into errors."""
+    """Without progress bars and load reports, which models/checkpoint.py turns into errors."""
     bars = transformers_logging.is_progress_bar_enabled()
     loggers = [logging.getLogger(name) for name in _LOUD]
     transformers_logging.disable_progress_bar()

@@ -22,13 +22,11 @@ from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import PromptTooLong, RequestError
 from nibble.server import dialect, pages
-from nibble.server.answers import ChatWriter, TextWriter, Writer
 from nibble.server.cache_view import cache_view
-from nibble.server.client import Ask, EngineClient, EngineDiedError, Piece, State
+from nibble.server.engine_client import Ask, EngineClient, EngineDiedError, Piece, State
+from nibble.server.errors import error_of, install_handlers
 from nibble.server.exchange import Journal, Sink, exchange_of
-from nibble.server.failures import error_of, install_handlers
 from nibble.server.fidelity_view import warning
-from nibble.server.flow import Events, Gate, event, merged, unless_gone
 from nibble.server.grammar_check import GrammarCheck
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.logs import access_log
@@ -43,7 +41,9 @@ from nibble.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
+from nibble.server.responses import ChatWriter, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
+from nibble.server.streaming import Events, Gate, event, merged, unless_gone
 from nibble.server.tool_types import Tool, arguments_as_text, message_for_template, tools_for_template
 
 LONG_TEXT = 20_000

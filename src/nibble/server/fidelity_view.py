@@ -1,4 +1,4 @@
-"""What the fidelity watch found (engine/fidelity.py), as Prometheus reads it and as /health warns of it.
+"""What the fidelity watch found (engine/error_monitor.py), as Prometheus reads it and as /health warns of it.
 
 Owns FidelityCollector and warning(). Both are made of the engine's counts (wire.Stats) and of what it is
 (wire.Ready.about); there is nothing of either without --watch-fidelity. Must not know of HTTP or engines.
@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nibble.server.client import EngineClient, State
+from nibble.server.engine_client import EngineClient, State
 
 MODEL = "model_name"
 PREFIX = "fidelity_"

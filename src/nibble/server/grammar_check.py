@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nibble.engine.grammar import Grammars
+from nibble.engine.structured_output import Grammars
 
 REMEMBERED = 256
 """Grammars that were found good, and are not tried again."""

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nibble.server.failures import error_of, failure
+from nibble.server.errors import error_of, failure
 from nibble.server.pages import PATHS as PAGE_PATHS
 
 BODY_S = 60.0

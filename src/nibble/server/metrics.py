@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 import nibble
 from nibble.errors import NibbleError, RequestError
-from nibble.server.client import EngineClient, Piece, State
+from nibble.server.engine_client import EngineClient, Piece, State
 from nibble.server.fidelity_view import FidelityCollector
 
 if TYPE_CHECKING:

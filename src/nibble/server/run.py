@@ -23,8 +23,8 @@ from nibble.config import Config
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import WeightError
 from nibble.server.app import make_app
-from nibble.server.client import EngineDiedError, ProcessClient
 from nibble.server.dialect import Dialect
+from nibble.server.engine_client import EngineDiedError, ProcessClient
 from nibble.server.logs import configure, tell
 from nibble.server.patience import SECONDS, Patient
 from nibble.server.settings import Settings
@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
 def _looked_up(config: Config, folder: str) -> Tokenizer | None:
     """The tokenizer, if there is one; raises ConfigError where a name in the config is nobody's. Seconds of imports, to
     be spent while the engine's process is at its own: it refuses the rest, once it has looked at the model."""
-    from nibble.attention.resolve import check_names
+    from nibble.attention.planner.resolve import check_names
 
     check_names(config)
     try:

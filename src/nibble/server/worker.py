@@ -21,13 +21,13 @@ import zmq
 
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
-from nibble.server import wire
+from nibble.server import messages as wire
 from nibble.server.logs import configure
 
 if TYPE_CHECKING:
-    from nibble.engine.engine import Ticket
-    from nibble.engine.grammar import Matcher
+    from nibble.engine.engine import RequestHandle
     from nibble.engine.llm import LLM
+    from nibble.engine.structured_output import Matcher
 
 STATS_S = 0.5
 """Between two counts, at least."""
@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, llm: LLM, socket: zmq.Socket[bytes], parent: int) -> None:
         self._llm, self._engine, self._socket = llm, llm.engine, socket
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, RequestHandle] = {}
         self._left: dict[int, int] = {}
         self._outbox: list[tuple[int, int, float | None, Delta]] = []
         self._makers = ThreadPoolExecutor(MAKERS, "grammar")
@@ -107,13 +107,13 @@ class Worker:
         else:
             self._left[message.id] = message.params.n
 
-    def _submit(self, message: wire.Submit, matcher: Matcher | None) -> Ticket:
+    def _submit(self, message: wire.Submit, matcher: Matcher | None) -> RequestHandle:
         def take(piece: Delta) -> None:
             ticket = self._tickets.get(message.id)
             if ticket is None:  # aborted
                 return
             leader = ticket.requests[0]
-            self._outbox.append((message.id, leader.cached, leader.started, piece))
+            self._outbox.append((message.id, leader.num_prefix_hit_tokens, leader.started, piece))
             if piece.finish_reason:
                 self._left[message.id] -= 1
                 if not self._left[message.id]:
@@ -139,9 +139,9 @@ class Worker:
 
 def about(llm: LLM) -> wire.Ready:
     """What is served."""
-    from nibble.attention import price
-    from nibble.attention.explain import as_dict
-    from nibble.models.places import find
+    from nibble.attention.planner import price
+    from nibble.attention.planner.explain import as_dict
+    from nibble.models.hub import find
 
     scheduler = llm.engine.scheduler
     staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
@@ -166,7 +166,7 @@ def numbers(llm: LLM) -> dict[str, float]:
                 found[prefix + name] = float(value)
 
     add("", asdict(llm.engine.scheduler.metrics))
-    return found | (llm.fidelity.numbers() if llm.fidelity else {})
+    return found | (llm.error_monitor.numbers() if llm.error_monitor else {})
 
 
 def main(address: str, log_format: str) -> None:

@@ -17,19 +17,19 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nibble.attention import explain, price
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionSpec
+from nibble.attention.metadata import AttentionParams
+from nibble.attention.planner import explain, price
 from nibble.cache.scales import KVScales
 from nibble.config import parse_bytes
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
-from nibble.hardware import in_words
+from nibble.hardware import format_bytes
 from nibble.models.forward import plain
 from nibble.transformers.design import Prompt, design, scales_for
+from nibble.transformers.patching import attach
 from nibble.transformers.step import Step, counted, pack
 from nibble.transformers.store import Row, Store
-from nibble.transformers.switch import attach
 
 IGNORED = frozenset({"cache_position", "use_cache", "return_dict"})
 """Keywords that change nothing in what is computed."""
@@ -60,7 +60,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
         made = design(model, {"kv_memory": kv_memory, **options})
-        self.model, self.plan, self._limit = model, made.plan, made.geometry.max_context
+        self.model, self.plan, self._limit = model, made.plan, made.model_spec.max_context
         with attach(model, NibbleCache).lent():
             self.scales: KVScales = scales_for(made, model, calibrate)
         memory = made.config.kv_memory
@@ -84,7 +84,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
     @property
     def tokens(self) -> int:
         """Tokens that its rows have stored; a past that rows share counts for each."""
-        return sum(row.stored for row in self._rows)
+        return sum(row.num_stored_tokens for row in self._rows)
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         schemes = "; ".join(dict.fromkeys(group.scheme for group in self.plan.groups))
         return (
             f"NibbleCache({schemes}: {self.tokens:,} tokens in {len(self._rows)} rows, {held:,} of {total:,} pages of "
-            f"{self.plan.page_size} tokens held, {in_words(self.nbytes)}{most})"
+            f"{self.plan.page_size} tokens held, {format_bytes(self.nbytes)}{most})"
         )
 
     # One call of the model
@@ -119,10 +119,10 @@ class NibbleCache(Cache):  # type: ignore[misc]
             logits = self._computed(self._step(rows, new_BQ, ids_BQ, given))
         except BaseException:
             for row in rows:
-                self._store.cut(row, row.stored)
+                self._store.cut(row, row.num_stored_tokens)
             raise
         for row, count in zip(rows, counted(new_BQ), strict=True):
-            row.stored += count
+            row.num_stored_tokens += count
         self._rows, self._seen_BL = rows, seen_BL
         out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
         return out.to_tuple() if given.get("return_dict") is False else out
@@ -142,7 +142,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
 
     def _computed(self, step: Step) -> Tensor:
         watch = _Layers()
-        ctx = StepContext(self.plan, self._store.pool, self._backends, step.meta, watch=watch)
+        ctx = StepContext(self.plan, self._store.pool, self._backends, step.meta, observer=watch)
         found = plain(self.model)(step.ids_T[None], step.positions_T[None], step.keep_S, ctx)
         if missing := set(range(len(self.plan.owner))) - watch.seen:
             raise ConfigError(
@@ -217,7 +217,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         return seen_BL
 
     def _check_room(self, rows: Sequence[Row], new_BQ: Tensor) -> None:
-        longest = max(row.stored + count for row, count in zip(rows, counted(new_BQ), strict=True))
+        longest = max(row.num_stored_tokens + count for row, count in zip(rows, counted(new_BQ), strict=True))
         if longest > self._limit:
             raise PromptTooLong(
                 f"a row would have {longest} tokens, and the cache was made for {self._limit} (max_context, or the "
@@ -306,8 +306,8 @@ class _Layers:
     def __init__(self) -> None:
         self.seen: set[int] = set()
 
-    def see(
-        self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionSpec, out_THD: Tensor
+    def observe(
+        self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams, out_THD: Tensor
     ) -> None:
         self.seen.add(layer)
 

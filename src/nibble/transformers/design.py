@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
-from nibble.attention import backends, measured
-from nibble.attention.resolve import require_runnable, resolve
+from nibble.attention import backends
+from nibble.attention.planner import timings as measured
+from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, Design, find_scales, measure, tokenizer_of
-from nibble.engine.calibrate import builtin_texts
+from nibble.engine.build import CHUNK, Design, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.calibration import builtin_texts
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import probe
-from nibble.models.config import refuse
 from nibble.models.observe import BYTES, observed, skeleton
+from nibble.models.refusals import refuse
 
 OPTIONS = (
     "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
@@ -45,12 +46,12 @@ def design(model: Any, options: dict[str, Any]) -> Design:
             f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "
             f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
         )
-    geometry = observed(bare, config.model, config.dtype, config.max_context)
-    known = backends.present()
+    model_spec = observed(bare, config.model, config.dtype, config.max_context)
+    known = backends.available_backends()
     times = measured.load(hardware, known) if config.tuned else measured.NOTHING
-    plan = resolve(config, geometry, hardware, known, measured=times)
+    plan = resolve(config, model_spec, hardware, known, measured=times)
     require_runnable(plan)
-    return Design(config, hardware, geometry, plan)
+    return Design(config, hardware, model_spec, plan)
 
 
 def _config(model: Any, options: dict[str, Any]) -> Config:
@@ -100,9 +101,9 @@ def scales_for(made: Design, model: Any, calibrate: Sequence[Prompt] | None) -> 
     if calibrate is None and source == "calibrate":
         calibrate = builtin_texts()
     if calibrate is not None:
-        return measure(made, model, _encoded(made, calibrate), CHUNK)
+        return measure_scales(made, model, _encoded(made, calibrate), CHUNK)
     named = bool(getattr(model, "name_or_path", ""))  # else there is no checkpoint to look at
-    found = find_scales(made, source) if named or source != "auto" else kv_scales.NONE
+    found = resolve_scales(made, source) if named or source != "auto" else kv_scales.NONE
     kv_scales.require(made.plan.layout, found)
     return found
 

@@ -16,10 +16,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nibble.attention.capability import Phase
-from nibble.attention.metadata import AttentionMetadata, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionMetadata
+from nibble.attention.planner.support import Phase
 from nibble.engine.batch import ORDER
-from nibble.engine.parcel import ALIGNED
+from nibble.engine.transfer import ALIGNED
 from nibble.transformers.store import Row
 
 
@@ -65,10 +65,10 @@ def pack(
     """The step of new tokens, for which `rows` have pages. new_BQ: which columns are tokens, on the host, as is
     columns_C. positions_BQ: as the caller counts them; None: as they are stored."""
     counts, width, device = counted(new_BQ), new_BQ.shape[1], ids_BQ.device
-    phases = [phase_of(row.stored, count) for row, count in zip(rows, counts, strict=True)]
+    phases = [phase_of(row.num_stored_tokens, count) for row, count in zip(rows, counts, strict=True)]
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: ORDER.index(phases[i]))
     places_T = torch.cat([new_BQ[i].nonzero()[:, 0] + i * width for i in order])
-    stored = [torch.arange(rows[i].stored, rows[i].stored + counts[i]) for i in order]
+    stored = [torch.arange(rows[i].num_stored_tokens, rows[i].num_stored_tokens + counts[i]) for i in order]
     slots = [_slots(rows[i], at, page_size) for i, at in zip(order, stored, strict=True)]
     at_T = places_T.to(device)
     kept_BC = _inverse(places_T, new_BQ.numel()).view(new_BQ.shape)[:, columns_C]
@@ -99,8 +99,8 @@ def _segments(
     phases: Sequence[Phase],
     counts: Sequence[int],
     device: torch.device,
-) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
+) -> tuple[AttentionBatch, ...]:
+    segments: list[AttentionBatch] = []
     for phase, part in groupby(order, key=lambda i: phases[i]):
         found = tuple(part)
         start = segments[-1].stop if segments else 0
@@ -108,7 +108,10 @@ def _segments(
         width = max(map(len, pages))
         stride = -(-width // ALIGNED) * ALIGNED
         table = torch.tensor([row + [0] * (stride - len(row)) for row in pages], dtype=torch.int32)
-        pages_BN = table.to(device)[:, :width]
-        q_lens, kv_lens = [counts[i] for i in found], [rows[i].stored + counts[i] for i in found]
-        segments.append(Segment.of(phase, start, q_lens, kv_lens, pages_BN))
+        page_table_BN = table.to(device)[:, :width]
+        query_lens, seq_lens = (
+            [counts[i] for i in found],
+            [rows[i].num_stored_tokens + counts[i] for i in found],
+        )
+        segments.append(AttentionBatch.from_lens(phase, start, query_lens, seq_lens, page_table_BN))
     return tuple(segments)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 
 from nibble.cache.layout import CacheLayout
-from nibble.cache.pages import Pages
+from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.errors import CapacityError, OutOfPages
 from nibble.kernels.gather import Paged
-from nibble.kernels.move import move
+from nibble.kernels.offload.copy_tokens import copy_tokens
 
 FIRST = 1024
 """Tokens that a pool without a bound begins with."""
@@ -30,7 +30,7 @@ class Row:
     """What one row of a batch has stored: `stored` tokens, in pages in their order."""
 
     pages: list[int] = field(default_factory=list)
-    stored: int = 0
+    num_stored_tokens: int = 0
 
 
 class Store:
@@ -47,7 +47,7 @@ class Store:
                 f"{layout.bytes_per_page} bytes"
             )
         self.pool = self._allocate(pages)
-        self.pages = Pages(pages)
+        self.pages = PageAllocator(pages)
         self._left: deque[Row] = deque()
 
     def _allocate(self, pages: int) -> PagedPool:
@@ -71,25 +71,26 @@ class Store:
         self._drop_left()
         size = self.layout.page_size
         for row in rows:
-            self.cut(row, row.stored)  # what a step had reserved that broke off
+            self.cut(row, row.num_stored_tokens)  # what a step had reserved that broke off
         fresh = [
-            -(-(row.stored + count) // size) - len(row.pages) for row, count in zip(rows, counts, strict=True)
+            -(-(row.num_stored_tokens + count) // size) - len(row.pages)
+            for row, count in zip(rows, counts, strict=True)
         ]
         shared = list(self._written_by_several(rows))
         self._make_room(sum(fresh) + len(shared))
-        copies = [(row, row.pages[-1], self.pages.take(1)[0]) for row in shared]
+        copies = [(row, row.pages[-1], self.pages.allocate(1)[0]) for row in shared]
         for row, _, page in copies:
             row.pages[-1] = page
         self._copy(self.pool, [old for _, old, _ in copies], self.pool, [new for _, _, new in copies])
-        self.pages.drop(old for _, old, _ in copies)
+        self.pages.release(old for _, old, _ in copies)
         for row, count in zip(rows, fresh, strict=True):
-            row.pages += self.pages.take(count)
+            row.pages += self.pages.allocate(count)
 
     def _written_by_several(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Rows whose last page has room left, and other holders; the last of its holders among them may keep it."""
         holders: dict[int, int] = {}
         for row in rows:
-            if row.stored % self.layout.page_size:
+            if row.num_stored_tokens % self.layout.page_size:
                 page = row.pages[-1]
                 left = holders.setdefault(page, self.pages.count(page))
                 if left > 1:
@@ -119,7 +120,7 @@ class Store:
             return
         from_M, to_M = self._slots(old), self._slots(new)
         for here, there in zip(_streams(source), _streams(target), strict=True):
-            move(here, from_M, there, to_M)
+            copy_tokens(here, from_M, there, to_M)
 
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:
         size = self.layout.page_size
@@ -128,16 +129,16 @@ class Store:
 
     def fork(self, row: Row) -> Row:
         """Another row with the same past."""
-        self.cut(row, row.stored)
-        self.pages.share(row.pages)
-        return Row(list(row.pages), row.stored)
+        self.cut(row, row.num_stored_tokens)
+        self.pages.retain(row.pages)
+        return Row(list(row.pages), row.num_stored_tokens)
 
     def cut(self, row: Row, stored: int) -> None:
         """Forgets all tokens of `row` but the first `stored`."""
         keep = -(-stored // self.layout.page_size)
-        self.pages.drop(reversed(row.pages[keep:]))
+        self.pages.release(reversed(row.pages[keep:]))
         del row.pages[keep:]
-        row.stored = stored
+        row.num_stored_tokens = stored
 
     def leave(self, rows: Iterable[Row]) -> None:
         """Rows that nobody will ask for again. May be said at any time, in the middle of anything: a garbage collector

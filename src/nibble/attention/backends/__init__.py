@@ -11,11 +11,11 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nibble.attention.capability import BackendInfo
+from nibble.attention.planner.support import BackendInfo
 from nibble.errors import ConfigError, unknown
-from nibble.kernels import absence
+from nibble.kernels import import_problem
 
-__all__ = ["all_backends", "get", "lacks", "present", "register", "unregister"]
+__all__ = ["all_backends", "available_backends", "get", "missing_requirement", "register", "unregister"]
 
 _registry: dict[str, BackendInfo] = {}
 
@@ -44,24 +44,28 @@ def all_backends() -> Mapping[str, BackendInfo]:
     return dict(sorted(_registry.items()))
 
 
-def lacks(info: BackendInfo) -> str | None:
+def missing_requirement(info: BackendInfo) -> str | None:
     """What the backend needs and this machine lacks, with the cure; None where it can run."""
-    away = [absence(package) for package in info.packages]
+    away = [import_problem(package) for package in info.packages]
     if away and all(away):
         why = " or ".join(dict.fromkeys(filter(None, away)))
         return f"the package {' or '.join(info.packages)}, which {why}: {info.install}"
-    trouble = info.trouble() if info.trouble else None
+    trouble = info.unavailable_reason() if info.unavailable_reason else None
     return f"{trouble}: {info.install}" if trouble else None
 
 
-def present() -> Mapping[str, BackendInfo]:
+def available_backends() -> Mapping[str, BackendInfo]:
     """Every backend; in place of the adapters of those that cannot run here, what they lack.
 
     What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
     """
-    found = {name: (info, lacks(info) if info.runnable else None) for name, info in all_backends().items()}
+    found = {
+        name: (info, missing_requirement(info) if info.runnable else None)
+        for name, info in all_backends().items()
+    }
     return {
-        name: replace(info, adapter=None, lack=lack) if lack else info for name, (info, lack) in found.items()
+        name: replace(info, adapter=None, missing=lack) if lack else info
+        for name, (info, lack) in found.items()
     }
 
 

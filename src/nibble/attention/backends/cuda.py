@@ -1,4 +1,4 @@
-"""cuda: Nibble's own decode kernel in CUDA C++ (kernels/cuda/decode.cu), compiled at first use by NVRTC.
+"""cuda: Nibble's own decode kernel in CUDA C++ (kernels/attention/decode.cu), compiled at first use by NVRTC.
 
 Reads pages in their own bytes at memory speed on any GPU since Ampere, FP4 units or not.
 """
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nibble.attention.capability import BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import BackendInfo, Phase, Support
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
 
 if TYPE_CHECKING:
-    from nibble.kernels.cuda.decode import Decode
+    from nibble.kernels.attention.cuda import Decode
 
 
 class Cuda:
@@ -25,13 +25,13 @@ class Cuda:
     def __init__(self) -> None:
         self._decode: Decode | None = None
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        from nibble.kernels.cuda.decode import COLUMNS, Decode
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+        from nibble.kernels.attention.cuda import COLUMNS, Decode
 
         if self._decode is None:
             self._decode = Decode(q_THD.device)
         k, v = view.streams["k"], view.streams["v"]
-        queries = max(segment.q_lens)
+        queries = max(segment.query_lens)
         columns = queries * q_THD.shape[1] // k.stream.heads
         if columns > COLUMNS:
             raise BackendError(f"{queries} tokens a request make {columns} query rows; {COLUMNS} is the most")
@@ -41,9 +41,9 @@ class Cuda:
             v.planes,
             (k.format.name, v.format.name),
             columns,
-            segment.kv_lens_B,
-            None if queries == 1 else segment.q_starts_B1,
-            segment.pages_BN,
+            segment.seq_lens_B,
+            None if queries == 1 else segment.cu_seqlens_q_B1,
+            segment.page_table_BN,
             (k.scale, v.scale),
             spec.scale,
             spec.window,
@@ -57,7 +57,7 @@ DIMS = (64, 128, 256)
 
 def _trouble() -> str | None:
     try:
-        from nibble.kernels.cuda.compile import trouble
+        from nibble.kernels.nvrtc import trouble
     except Exception as error:  # a broken package must not break every plan
         return f"cuda-bindings, which cannot be imported ({type(error).__name__}: {error})"
     return trouble()
@@ -71,8 +71,8 @@ def _row(
     prefer: int,
     cites: str,
     dims: Iterable[int] = DIMS,
-) -> Row:
-    return Row(
+) -> Support:
+    return Support(
         phase=frozenset({phase}),
         kind=frozenset({"mha"}),
         format=frozenset(formats),
@@ -83,7 +83,7 @@ def _row(
         group=frozenset(groups),
         dtype=frozenset({"bfloat16", "float16"}),
         prefer=prefer,
-        cites=cites,
+        source=cites,
     )
 
 
@@ -99,9 +99,9 @@ BACKEND = BackendInfo(
     adapter=Cuda,
     packages=("cuda.bindings",),
     install="pip install cuda-bindings nvidia-cuda-nvrtc",
-    trouble=_trouble,
+    unavailable_reason=_trouble,
     graphs=True,
-    rows=(
+    support=(
         _row(Phase.DECODE, LOW, BEFORE_BLACKWELL, range(1, 17), 60, REPORT),
         _row(
             Phase.DECODE,

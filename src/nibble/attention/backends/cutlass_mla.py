@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
 from nibble.attention.backends.vendor import PLAIN, RANK, ROPE, TOKEN, Workspace, latents, row, some_tokens
-from nibble.attention.capability import BackendInfo, Phase
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import BackendInfo, Phase
 from nibble.cache.view import KVView
 
 HEADS = 128
@@ -35,7 +35,7 @@ WORKSPACE = 128 << 20
 class _Rows:
     """A segment, a token to a request."""
 
-    pages_TN: Tensor
+    page_table_TN: Tensor
     lens_T: Tensor
     padding_T11: Tensor
 
@@ -47,9 +47,9 @@ class CutlassMla:
         self._mla = package(f"{PACKAGE}.mla")
         self._workspace = Workspace(WORKSPACE)
         self._wrappers: dict[tuple[int, int, torch.dtype], Any] = {}
-        self._known: WeakKeyDictionary[Segment, _Rows] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[AttentionBatch, _Rows] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         latent = latents(view, "CUTLASS's MLA kernel")
         if segment not in self._known:
             self._known[segment] = _rows(segment, view.page_size)
@@ -61,7 +61,7 @@ class CutlassMla:
             query=query.contiguous(),
             kv_cache=latent.planes[0][:, :, 0],
             kv_len=rows.lens_T,
-            page_table=rows.pages_TN,
+            page_table=rows.page_table_TN,
         )
         return out_THD[:, :heads].masked_fill(rows.padding_T11, 0.0)
 
@@ -90,18 +90,18 @@ class CutlassMla:
         return self._wrappers[key]
 
 
-def _rows(segment: Segment, page: int) -> _Rows:
-    pages_TN, lens_T = segment.pages_BN, segment.kv_lens_B
+def _rows(segment: AttentionBatch, page: int) -> _Rows:
+    page_table_TN, lens_T = segment.page_table_BN, segment.seq_lens_B
     if segment.phase is not Phase.DECODE:
-        total, counts_B = segment.stop - segment.start, segment.q_starts_B1.diff()
-        pages_TN = pages_TN.repeat_interleave(counts_B, 0, output_size=total)
+        total, counts_B = segment.stop - segment.start, segment.cu_seqlens_q_B1.diff()
+        page_table_TN = page_table_TN.repeat_interleave(counts_B, 0, output_size=total)
         after_B = (
-            segment.kv_lens_B - segment.q_starts_B1[1:]
+            segment.seq_lens_B - segment.cu_seqlens_q_B1[1:]
         )  # how far a token's place in the step is from its length
         lens_T = after_B.repeat_interleave(counts_B, output_size=total)
         lens_T = lens_T + torch.arange(1, total + 1, dtype=torch.int32, device=lens_T.device)
-    lacking = -pages_TN.shape[1] % (WHOLE // page)
-    return _Rows(torch.nn.functional.pad(pages_TN, (0, lacking)).contiguous(), *some_tokens(lens_T))
+    lacking = -page_table_TN.shape[1] % (WHOLE // page)
+    return _Rows(torch.nn.functional.pad(page_table_TN, (0, lacking)).contiguous(), *some_tokens(lens_T))
 
 
 BACKEND = BackendInfo(
@@ -111,9 +111,9 @@ BACKEND = BackendInfo(
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    trouble=trouble,
+    unavailable_reason=trouble,
     graphs=True,
-    rows=tuple(
+    support=tuple(
         row(
             "mla", phase=TOKEN, format={fmt}, arch={100, 103}, page={16, 32, 64, 128}, group=range(1, HEADS + 1),
             dtype={dtype}, prefer=40, held=WORKSPACE,

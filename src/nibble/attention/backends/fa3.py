@@ -28,11 +28,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.vendor import PLAIN, RANK, TOKEN, Offer, latents, row
-from nibble.attention.capability import NEVER, PROMPT, WITH, BackendInfo, Phase
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.backends.vendor import PLAIN, RANK, TOKEN, KernelPackages, latents, row
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase
 from nibble.cache.view import KVView
-from nibble.geometry import LATENT
+from nibble.model_spec import LATENT
 
 OWN = "flash_attn_interface"
 PARTS = ("PAGEDKV", "LOCAL", "SOFTCAP", "SPLIT", "FP16")
@@ -71,11 +71,11 @@ def _left_out() -> str | None:
     return f"was built without {', '.join(missing)}" if missing else None
 
 
-OFFER = Offer(
+OFFER = KernelPackages(
     modules=(OWN, "sgl_kernel.flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"),
     install="pip install sglang-kernel, or vllm, or build hopper/ of Dao-AILab/flash-attention from source",
-    fault=_fault,
-    aside=frozenset({"vllm"}),
+    incompatibility=_fault,
+    import_alone=frozenset({"vllm"}),
 )
 
 
@@ -84,17 +84,17 @@ class FA3:
 
     def __init__(self) -> None:
         self._call = _bound(OFFER.load())
-        self._tables: WeakKeyDictionary[Segment, dict[int, Tensor]] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[AttentionBatch, dict[int, Tensor]] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         planes = [entry.planes[0] for entry in view.streams.values()]
         parts = _parts(view.page_size, max(plane.shape[-1] for plane in planes))
         planes = [x.view(-1, view.page_size // parts, *x.shape[2:]) for x in planes]
         options: dict[str, Any] = {
-            "cache_seqlens": segment.kv_lens_B,
+            "cache_seqlens": segment.seq_lens_B,
             "page_table": self._table(segment, parts),
-            "cu_seqlens_q": segment.q_starts_B1,
-            "max_seqlen_q": max(segment.q_lens),
+            "cu_seqlens_q": segment.cu_seqlens_q_B1,
+            "max_seqlen_q": max(segment.query_lens),
             "softmax_scale": spec.scale,
             "causal": True,
             "window_size": (-1, -1) if spec.window is None else (spec.window - 1, 0),
@@ -108,7 +108,7 @@ class FA3:
             options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
         else:
             options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
-        found = self._call(max(segment.kv_lens), options)
+        found = self._call(max(segment.seq_lens), options)
         if spec.sinks_H is None:
             return found
         out_THD, lse_HT, *_ = found
@@ -116,14 +116,14 @@ class FA3:
         kept_TH = (lse_HT - spec.sinks_H.float()[:, None]).sigmoid().t()
         return (out_THD * kept_TH[..., None]).to(out_THD.dtype)
 
-    def _table(self, segment: Segment, parts: int) -> Tensor:
+    def _table(self, segment: AttentionBatch, parts: int) -> Tensor:
         """The pages of each request where each is cut into `parts`: made once for all layers of a step."""
         if parts == 1:
-            return segment.pages_BN
+            return segment.page_table_BN
         known = self._tables.setdefault(segment, {})
         if parts not in known:
-            order = torch.arange(parts, dtype=torch.int32, device=segment.pages_BN.device)
-            known[parts] = (segment.pages_BN[..., None] * parts + order).flatten(1)
+            order = torch.arange(parts, dtype=torch.int32, device=segment.page_table_BN.device)
+            known[parts] = (segment.page_table_BN[..., None] * parts + order).flatten(1)
         return known[parts]
 
 
@@ -209,9 +209,9 @@ BACKEND = BackendInfo(
     packages=OFFER.packages,
     install=OFFER.install,
     versions="vLLM 0.33.0, sglang-kernel 0.4.10",
-    trouble=OFFER.trouble,
+    unavailable_reason=OFFER.unavailable_reason,
     graphs=True,
-    rows=(
+    support=(
         *(
             row(
                 "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=HOPPER, page=PAGES, dim=DIMS, dtype={dtype},

@@ -20,10 +20,10 @@ from nibble.attention.backends.vendor import (
     row,
     without_cuda,
 )
-from nibble.attention.capability import PROMPT, BackendInfo, Phase
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import PROMPT, BackendInfo, Phase
 from nibble.cache.view import KVView
-from nibble.geometry import LATENT
+from nibble.model_spec import LATENT
 
 PACKAGE, DISTRIBUTION, OLDEST = "flash_attn.cute", "flash-attn-4", "4.0.0b36"
 INSTALL = f"pip install '{DISTRIBUTION}[cu13]>={OLDEST}'"
@@ -40,13 +40,13 @@ class FA4:
     def __init__(self) -> None:
         self._package = imported(PACKAGE, INSTALL)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         options: dict[str, Any] = {
-            "cu_seqlens_q": segment.q_starts_B1,
-            "max_seqlen_q": max(segment.q_lens),
-            "max_seqlen_k": max(segment.kv_lens),
-            "seqused_k": segment.kv_lens_B,
-            "page_table": segment.pages_BN,
+            "cu_seqlens_q": segment.cu_seqlens_q_B1,
+            "max_seqlen_q": max(segment.query_lens),
+            "max_seqlen_k": max(segment.seq_lens),
+            "seqused_k": segment.seq_lens_B,
+            "page_table": segment.page_table_BN,
             "softmax_scale": spec.scale,
             "causal": True,
             "window_size": (None, None) if spec.window is None else (spec.window - 1, 0),
@@ -76,8 +76,8 @@ BACKEND = BackendInfo(
     packages=(PACKAGE,),
     install=INSTALL,
     versions=OLDEST,
-    trouble=trouble,
-    rows=(
+    unavailable_reason=trouble,
+    support=(
         *(
             row(
                 "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=arch, page={16, 32, 64}, dim={64, 96, 128},

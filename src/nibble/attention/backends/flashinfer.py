@@ -44,11 +44,11 @@ from nibble.attention.backends.vendor import (
     row,
     without_cuda,
 )
-from nibble.attention.capability import NEVER, PROMPT, WITH, BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase, Support
 from nibble.cache.view import KVView, StreamView
-from nibble.geometry import LATENT
-from nibble.kernels import absence
+from nibble.kernels import import_problem
+from nibble.model_spec import LATENT
 
 PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
 OLDEST = "0.7.2"
@@ -80,7 +80,7 @@ _CACHE = "flashinfer_jit_cache"
 
 def _compiles() -> bool:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return not absence(_CACHE) or bool(shutil.which("nvcc")) or Path(home, "bin/nvcc").exists()
+    return not import_problem(_CACHE) or bool(shutil.which("nvcc")) or Path(home, "bin/nvcc").exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +111,20 @@ class _Planned:
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
-        self._segment: Callable[[], Segment | None] = lambda: None
+        self._segment: Callable[[], AttentionBatch | None] = lambda: None
         self._copied: torch.cuda.Event | None = None
 
     @property
-    def segment(self) -> Segment | None:
+    def segment(self) -> AttentionBatch | None:
         return self._segment()
 
-    def plan(self, segment: Segment, how: Callable[[], None]) -> None:
+    def plan(self, segment: AttentionBatch, how: Callable[[], None]) -> None:
         """Plans anew. The host's copy of the last plan may still be on its way to the device, and is waited for."""
         if self._copied is not None:
             self._copied.synchronize()
         self._segment = lambda: None
         how()
-        if segment.pages_BN.is_cuda:
+        if segment.page_table_BN.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._segment = ref(segment)
@@ -139,7 +139,7 @@ class FlashInfer:
         self._planned: dict[_Ask, list[_Planned]] = {}
         self._scales = Scales(PACKAGE)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         if q_THD.stride(-1) != 1:
             q_THD = q_THD.contiguous()
         if LATENT in view.streams:
@@ -154,7 +154,7 @@ class FlashInfer:
             options["kv_cache_sf"] = (k.planes[1], v.planes[1])
         return wrapper.run(q_THD, (k.planes[0], v.planes[0]), **options)
 
-    def _latents(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def _latents(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         latent = latents(view, PACKAGE)
         ask = _ask(q_THD, latent, view.page_size, segment, spec)
         wrapper = self._wrapper(ask, segment, self._latent_wrapper, self._plan_latents)
@@ -167,9 +167,9 @@ class FlashInfer:
     def _wrapper(
         self,
         ask: _Ask,
-        segment: Segment,
+        segment: AttentionBatch,
         make: Callable[[_Ask, Tensor], Any],
-        plan: Callable[[Any, _Ask, Segment], None],
+        plan: Callable[[Any, _Ask, AttentionBatch], None],
     ) -> Any:
         """The wrapper that is planned for this segment: the same for all layers that ask so."""
         known = self._planned.setdefault(ask, [])
@@ -181,7 +181,7 @@ class FlashInfer:
             free = (
                 known.pop(0)
                 if len(known) == COPIES
-                else _Planned(make(ask, self._workspace.on(segment.pages_BN.device)))
+                else _Planned(make(ask, self._workspace.on(segment.page_table_BN.device)))
             )
         else:
             known.remove(free)
@@ -198,11 +198,11 @@ class FlashInfer:
     def _latent_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
         return self._mla.BatchMLAPagedAttentionWrapper(scratch, backend=ask.template)
 
-    def _plan_latents(self, wrapper: Any, ask: _Ask, segment: Segment) -> None:
+    def _plan_latents(self, wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
         indptr, indices_P, _ = _pages(segment, ask.page)
         wrapper.plan(
             metadata=self._mla.MLAPlanMetadata.csr(
-                segment.q_starts_B1, indptr.to(indices_P.device), indices_P, segment.kv_lens_B
+                segment.cu_seqlens_q_B1, indptr.to(indices_P.device), indices_P, segment.seq_lens_B
             ),
             num_heads=ask.heads,
             head_dim_ckv=RANK,
@@ -217,7 +217,7 @@ class FlashInfer:
         )
 
 
-def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: Segment, spec: AttentionSpec) -> _Ask:
+def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: AttentionBatch, spec: AttentionParams) -> _Ask:
     stored, narrow = keys.planes[0].dtype, keys.planes[0].dtype != q_THD.dtype
     latents = keys.stream.name == LATENT
     fa3 = capability(q_THD) == 90 and not narrow and (latents or not segment.phase.decodes)
@@ -237,9 +237,9 @@ def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: Segment, spec: Att
     )
 
 
-def _plan_heads(wrapper: Any, ask: _Ask, segment: Segment) -> None:
+def _plan_heads(wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
     indptr, indices_P, last_B = _pages(segment, ask.page)
-    starts = torch.tensor(tuple(accumulate(segment.q_lens, initial=0)), dtype=torch.int32)
+    starts = torch.tensor(tuple(accumulate(segment.query_lens, initial=0)), dtype=torch.int32)
     wrapper.plan(
         starts,
         indptr,
@@ -258,18 +258,18 @@ def _plan_heads(wrapper: Any, ask: _Ask, segment: Segment) -> None:
     )
 
 
-def _pages(segment: Segment, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pages(segment: AttentionBatch, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """int32: where each request's pages begin, with the end of the last [B + 1]; the pages of all requests [P]; and how
     much the last page of each holds [B]. Lengths are on the host, where plans are made; pages stay on the device.
     """
-    counts = [-(-length // size) for length in segment.kv_lens]
+    counts = [-(-length // size) for length in segment.seq_lens]
     indptr = torch.tensor(tuple(accumulate(counts, initial=0)), dtype=torch.int32)
-    last_B = torch.tensor([(length - 1) % size + 1 for length in segment.kv_lens], dtype=torch.int32)
-    total, device = int(indptr[-1]), segment.pages_BN.device
+    last_B = torch.tensor([(length - 1) % size + 1 for length in segment.seq_lens], dtype=torch.int32)
+    total, device = int(indptr[-1]), segment.page_table_BN.device
     counts_B = torch.tensor(counts, device=device)
     owners_P = torch.repeat_interleave(counts_B, output_size=total)
     columns_P = torch.arange(total, device=device) - (counts_B.cumsum(0) - counts_B)[owners_P]
-    return indptr, segment.pages_BN[owners_P, columns_P], last_B
+    return indptr, segment.page_table_BN[owners_P, columns_P], last_B
 
 
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
@@ -292,7 +292,7 @@ def _heads(
     dims: Iterable[int] = (64, 128, 256),
     staged: int | None = None,
     **more: Iterable[int],
-) -> Row:
+) -> Support:
     facts: dict[str, Any] = {"packing": {"nhd", "hnd"}, "arch": GPUS, "sinks": NEVER}
     return row(
         "mha", phase=phase, format=formats, dim=dims, dtype=dtypes, prefer=prefer, staged=staged,
@@ -308,7 +308,7 @@ def _latents(
     prefer: int,
     staged: int | None,
     cites: str,
-) -> Row:
+) -> Support:
     given: dict[str, Any] = {"arch": GPUS, "group": TILED}
     return row(
         "mla", phase=phase, format={fmt}, dtype={dtype}, prefer=prefer, staged=staged, held=WORKSPACE + PLANS,
@@ -358,8 +358,8 @@ BACKEND = BackendInfo(
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    trouble=trouble,
-    rows=(
+    unavailable_reason=trouble,
+    support=(
         *(
             _heads(phase, {fmt}, {dtype}, prefer, cites, staged=staged, **facts)
             for phase, facts, prefer, staged, cites in PROMPT_ROWS

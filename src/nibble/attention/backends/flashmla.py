@@ -25,9 +25,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.vendor import ALL, PLAIN, RANK, TOKEN, Offer, latents, row
-from nibble.attention.capability import BackendInfo, Phase
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.backends.vendor import ALL, PLAIN, RANK, TOKEN, KernelPackages, latents, row
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import BackendInfo, Phase
 from nibble.cache.view import KVView, StreamView
 
 HEADS = (64, 128)
@@ -52,15 +52,15 @@ def _fault(kernels: ModuleType) -> str | None:
     return None
 
 
-OFFER = Offer(
+OFFER = KernelPackages(
     modules=(
         "flash_mla.flash_mla_interface",
         "sgl_kernel.flash_mla",
         "vllm.third_party.flashmla.flash_mla_interface",
     ),
     install="pip install sgl-flash-mla",
-    fault=_fault,
-    aside=frozenset({"vllm"}),
+    incompatibility=_fault,
+    import_alone=frozenset({"vllm"}),
 )
 
 
@@ -71,22 +71,22 @@ class FlashMLA:
         self._kernels = OFFER.load()
         legacy = "use_legacy" in signature(self._kernels.flash_mla_with_kvcache).parameters
         self._options = {"use_legacy": True} if legacy else {}
-        self._schedules: WeakKeyDictionary[Segment, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-        self._places: WeakKeyDictionary[Segment, Tensor] = WeakKeyDictionary()
+        self._schedules: WeakKeyDictionary[AttentionBatch, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[AttentionBatch, Tensor] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         latent = latents(view, "FlashMLA")
-        if spec.slots_TK is None:
+        if spec.topk_slots_TK is None:
             return self._dense(q_THD, latent, segment, spec.scale)
-        heads, slots_T1K = q_THD.shape[1], _in_steps(spec.slots_TK)[:, None]
+        heads, topk_slots_T1K = q_THD.shape[1], _in_steps(spec.topk_slots_TK)[:, None]
         full = next(size for size in HEADS if heads <= size)
         q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, full - heads)) if heads < full else q_THD
         attend = self._records if latent.packing.record else self._flat
-        out_THD = attend(q_THD, latent, segment, slots_T1K, spec.scale)
+        out_THD = attend(q_THD, latent, segment, topk_slots_T1K, spec.scale)
         return out_THD if heads == full else out_THD[:, :heads].contiguous()
 
-    def _dense(self, q_THD: Tensor, latent: StreamView, segment: Segment, scale: float) -> Tensor:
-        count, most = len(segment.q_lens), max(segment.q_lens)
+    def _dense(self, q_THD: Tensor, latent: StreamView, segment: AttentionBatch, scale: float) -> Tensor:
+        count, most = len(segment.query_lens), max(segment.query_lens)
         place_T = self._place(segment, q_THD.device)
         if place_T is None:
             q_BnHD = q_THD.reshape(count, most, *q_THD.shape[1:])
@@ -96,8 +96,8 @@ class FlashMLA:
         out_BnHD, _ = self._kernels.flash_mla_with_kvcache(
             q=q_BnHD.contiguous(),
             k_cache=latent.planes[0],
-            block_table=segment.pages_BN,
-            cache_seqlens=segment.kv_lens_B,
+            block_table=segment.page_table_BN,
+            cache_seqlens=segment.seq_lens_B,
             head_dim_v=RANK,
             tile_scheduler_metadata=self._schedule(segment, *q_BnHD.shape[:3]),
             softmax_scale=scale,
@@ -108,18 +108,18 @@ class FlashMLA:
         out: Tensor = out_BnHD.flatten(0, 1)
         return out if place_T is None else out[place_T]
 
-    def _place(self, segment: Segment, device: torch.device) -> Tensor | None:
+    def _place(self, segment: AttentionBatch, device: torch.device) -> Tensor | None:
         """Where a token goes in [B * n]: at the end of its request's rows, which see the most. None if all are full."""
-        most = max(segment.q_lens)
-        if min(segment.q_lens) == most:
+        most = max(segment.query_lens)
+        if min(segment.query_lens) == most:
             return None
         if segment not in self._places:
-            rows = [i * most + most - n + j for i, n in enumerate(segment.q_lens) for j in range(n)]
+            rows = [i * most + most - n + j for i, n in enumerate(segment.query_lens) for j in range(n)]
             self._places[segment] = torch.tensor(rows, device=device)
         return self._places[segment]
 
     def _records(
-        self, q_THD: Tensor, latent: StreamView, segment: Segment, slots_T1K: Tensor, scale: float
+        self, q_THD: Tensor, latent: StreamView, segment: AttentionBatch, topk_slots_T1K: Tensor, scale: float
     ) -> Tensor:
         codes_PS1 = latent.planes[0]
         record = codes_PS1.stride(1)
@@ -129,34 +129,38 @@ class FlashMLA:
             block_table=None,
             cache_seqlens=None,
             head_dim_v=RANK,
-            tile_scheduler_metadata=self._schedule(segment, *q_THD.shape[:2], slots_T1K.shape[2]),
+            tile_scheduler_metadata=self._schedule(segment, *q_THD.shape[:2], topk_slots_T1K.shape[2]),
             softmax_scale=scale,
             causal=False,
             is_fp8_kvcache=True,
-            indices=slots_T1K,
+            indices=topk_slots_T1K,
             **self._options,
         )
         return out_T1HD[:, 0]
 
     def _flat(
-        self, q_THD: Tensor, latent: StreamView, segment: Segment, slots_T1K: Tensor, scale: float
+        self, q_THD: Tensor, latent: StreamView, segment: AttentionBatch, topk_slots_T1K: Tensor, scale: float
     ) -> Tensor:
         tokens_L1D = latent.planes[0].flatten(0, 1)
         out_THD, *_ = self._kernels.flash_mla_sparse_fwd(
-            q=q_THD, kv=tokens_L1D, indices=slots_T1K, sm_scale=scale, d_v=RANK, **self._options
+            q=q_THD, kv=tokens_L1D, indices=topk_slots_T1K, sm_scale=scale, d_v=RANK, **self._options
         )
         return out_THD
 
-    def _schedule(self, segment: Segment, *shape: int) -> Any:
+    def _schedule(self, segment: AttentionBatch, *shape: int) -> Any:
         known = self._schedules.setdefault(segment, {})
         if shape not in known:
             known[shape] = self._kernels.get_mla_metadata()[0]
         return known[shape]
 
 
-def _in_steps(slots_TK: Tensor) -> Tensor:
-    lacking = -slots_TK.shape[1] % CHOSEN
-    return torch.nn.functional.pad(slots_TK, (0, lacking), value=-1) if lacking else slots_TK.contiguous()
+def _in_steps(topk_slots_TK: Tensor) -> Tensor:
+    lacking = -topk_slots_TK.shape[1] % CHOSEN
+    return (
+        torch.nn.functional.pad(topk_slots_TK, (0, lacking), value=-1)
+        if lacking
+        else topk_slots_TK.contiguous()
+    )
 
 
 README = "deepseek-ai/FlashMLA README"
@@ -177,9 +181,9 @@ BACKEND = BackendInfo(
     packages=OFFER.packages,
     install=OFFER.install,
     versions="sgl-flash-mla 1.0.0, vLLM 0.33.0, sglang-kernel 0.4.10",
-    trouble=OFFER.trouble,
+    unavailable_reason=OFFER.unavailable_reason,
     graphs=True,
-    rows=(
+    support=(
         *(
             row(
                 "mla", phase=phase, format={fmt}, arch=HOPPER, page={64}, group=groups, dtype={dtype}, prefer=prefer,

@@ -3,7 +3,7 @@
 Windows are blocks of keys that are left out, and a mask within those that are not; caps are an expression; a sink
 scales the result by what the sum of the softmax becomes with it. Which blocks of keys a block of queries sees is worked
 out from lengths, once for all layers of a step: no mask of queries by keys is ever made on a GPU. Quantised pages are
-staged (attention/staging.py).
+staged (attention/dequantize.py).
 
 Shape suffixes: T tokens, B requests, n new tokens of each (padded), L stored tokens (padded), Q blocks of queries,
 K blocks of keys, S slots of B * n, H query heads, G KV heads, D values of a head.
@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.capability import BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
-from nibble.attention.staging import MAX_TOKENS
+from nibble.attention.dequantize import MAX_TOKENS
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import BackendInfo, Phase, Support
 from nibble.cache.view import KVView
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
@@ -47,7 +47,7 @@ class _Part:
     """Requests that are computed together. taken_T: rows of the part's tokens in [B * n]; None where those are all."""
 
     rows: slice
-    pages_BN: Tensor
+    page_table_BN: Tensor
     lens_B: Tensor
     counts: tuple[int, ...]
     most: int
@@ -60,13 +60,15 @@ class Flex:
     """The adapter. How a step's requests are cut and what they see is worked out once for layers with equal windows."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Segment, dict[int | None, tuple[_Part, ...]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[AttentionBatch, dict[int | None, tuple[_Part, ...]]] = (
+            WeakKeyDictionary()
+        )
         import torch._dynamo as dynamo
 
         # beyond the limit the compiler would go on without compiling, and say nothing
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, VARIANTS)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         known = self._known.setdefault(segment, {})
         if spec.window not in known:
             known[spec.window] = tuple(_parts(segment, view.page_size, spec.window))
@@ -74,20 +76,20 @@ class Flex:
         return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _parts(segment: Segment, page: int, window: int | None) -> Iterator[_Part]:
+def _parts(segment: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:
     """Neighbours that fit into MAX_TOKENS padded stored tokens; prompts of more than a block alone."""
     row, first = 0, 0
-    step = max(1, MAX_TOKENS // _whole(max(segment.kv_lens)))
-    alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(segment.q_lens)]
+    step = max(1, MAX_TOKENS // _whole(max(segment.seq_lens)))
+    alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(segment.query_lens)]
     for _, group in groupby(alone):
         last = first + len(tuple(group))
-        counts, lens = segment.q_lens[first:last], segment.kv_lens[first:last]
+        counts, lens = segment.query_lens[first:last], segment.seq_lens[first:last]
         yield _part(segment, slice(row, row + sum(counts)), slice(first, last), counts, lens, page, window)
         row, first = row + sum(counts), last
 
 
 def _part(
-    segment: Segment,
+    segment: AttentionBatch,
     rows: slice,
     requests: slice,
     counts: tuple[int, ...],
@@ -96,7 +98,7 @@ def _part(
     window: int | None,
 ) -> _Part:
     most, length = max(counts), _whole(max(lens))
-    device = segment.pages_BN.device
+    device = segment.page_table_BN.device
     taken = None
     if min(counts) < most:
         taken = torch.cat([torch.arange(i * most, i * most + count) for i, count in enumerate(counts)]).to(
@@ -105,7 +107,7 @@ def _part(
     lens_B, counts_B = (torch.tensor(values, device=device) for values in (lens, counts))
     return _Part(
         rows,
-        segment.pages_BN[requests, : -(-max(lens) // page)],
+        segment.page_table_BN[requests, : -(-max(lens) // page)],
         lens_B,
         counts,
         most,
@@ -150,7 +152,7 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
     )
 
 
-def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionSpec) -> Tensor:
+def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionParams) -> Tensor:
     k_BGLD, v_BGLD = (_gathered(view, name, part, q_THD.dtype) for name in "kv")
     q_BnHD = _padded(q_THD, part)
     found: Any = _kernel(q_THD.is_cuda)(
@@ -184,7 +186,7 @@ def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
 
 def _gathered(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
     """[B, G, L, D], zeros behind each request's tokens: a masked NaN would still reach the result."""
-    values_BLGD = view.streams[name].values(part.pages_BN, dtype)[:, : part.length]
+    values_BLGD = view.streams[name].values(part.page_table_BN, dtype)[:, : part.length]
     values_BLGD = F.pad(values_BLGD, (0, 0, 0, 0, 0, part.length - values_BLGD.shape[1]))
     behind_BL = torch.arange(part.length, device=part.lens_B.device) >= part.lens_B[:, None]
     return values_BLGD.masked_fill(behind_BL[..., None, None], 0.0).transpose(1, 2)
@@ -219,8 +221,8 @@ def _kernel(on_gpu: bool) -> Callable[..., Any]:
     return torch.compile(flex_attention) if on_gpu else interpreted
 
 
-def _row(arch: set[int], prefer: int, cites: str) -> Row:
-    return Row(
+def _row(arch: set[int], prefer: int, cites: str) -> Support:
+    return Support(
         phase=frozenset(Phase),
         kind=frozenset({"mha"}),
         format=frozenset({"fp32", "bf16", "fp16"}),
@@ -228,7 +230,7 @@ def _row(arch: set[int], prefer: int, cites: str) -> Row:
         arch=frozenset(arch),
         prefer=prefer,
         workspace=COPIES * MAX_TOKENS,
-        cites=cites,
+        source=cites,
     )
 
 
@@ -236,7 +238,7 @@ BACKEND = BackendInfo(
     name="flex_attention",
     summary="torch's FlexAttention, compiled, over gathered pages",
     adapter=Flex,
-    rows=(
+    support=(
         _row(
             {80, 86, 89, 90, 100, 103, 120, 121},
             -13,

@@ -1,7 +1,7 @@
 """sdpa: the attention that torch brings. On a GPU its fused kernels, for new tokens over a prefix in any format.
 
 Elsewhere, and where a window asks for a mask, torch.nn.functional.scaled_dot_product_attention request by request; for
-that quantised pages are staged (attention/staging.py). No score capping and no sinks: torch's functions have neither.
+that quantised pages are staged (attention/dequantize.py). No score capping and no sinks: torch's functions have neither.
 
 Shape suffixes: T tokens, n new tokens of a request, L stored tokens, H query heads, G KV heads, D values of a head.
 """
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.capability import NEVER, PROMPT, BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import NEVER, PROMPT, BackendInfo, Phase, Support
 from nibble.cache.view import KVView
-from nibble.kernels import prefill
+from nibble.kernels.attention import prefill
 
 HALVES = (torch.bfloat16, torch.float16)
 CUDNN_DIM = 128
@@ -28,9 +28,11 @@ class SDPA:
     """The adapter. How a step's requests are cut is worked out once for all layers, and forgotten with its segments."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Segment, dict[bool, tuple[prefill.Block, ...]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[AttentionBatch, dict[bool, tuple[prefill.Block, ...]]] = (
+            WeakKeyDictionary()
+        )
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         k, v = view.streams["k"].paged, view.streams["v"].paged
         fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
         if not fused or spec.window is not None or segment.phase.decodes:
@@ -38,9 +40,9 @@ class SDPA:
         known, cudnn = self._known.setdefault(segment, {}), _has_cudnn(q_THD)
         if cudnn not in known:
             known[cudnn] = prefill.cut(
-                segment.q_lens, segment.kv_lens, segment.pages_BN, view.page_size, cudnn=cudnn
+                segment.query_lens, segment.seq_lens, segment.page_table_BN, view.page_size, cudnn=cudnn
             )
-        return prefill.attend(q_THD, k, v, known[cudnn], spec)
+        return prefill.prefill_attention(q_THD, k, v, known[cudnn], spec)
 
 
 def _has_cudnn(q_THD: Tensor) -> bool:
@@ -49,12 +51,12 @@ def _has_cudnn(q_THD: Tensor) -> bool:
     return major in {9, 10} and q_THD.shape[2] <= CUDNN_DIM and torch.backends.cudnn.is_available()
 
 
-def _masked(q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+def _masked(q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
     """Request by request, with a mask."""
     pieces = []
-    for i, q_nHD in enumerate(q_THD.split(segment.q_lens)):
-        length = segment.kv_lens[i]
-        pages = segment.pages_BN[i : i + 1, : -(-length // view.page_size)]
+    for i, q_nHD in enumerate(q_THD.split(segment.query_lens)):
+        length = segment.seq_lens[i]
+        pages = segment.page_table_BN[i : i + 1, : -(-length // view.page_size)]
         k_GLD, v_GLD = (
             view.streams[name].values(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
         )
@@ -82,8 +84,8 @@ BACKEND = BackendInfo(
     name="sdpa",
     summary="what torch brings: on GPUs its fused kernels, for prompts over any format; last bits vary with the batch",
     adapter=SDPA,
-    rows=(
-        Row(
+    support=(
+        Support(
             phase=PROMPT,
             kind=frozenset({"mha"}),
             format=None,
@@ -96,9 +98,9 @@ BACKEND = BackendInfo(
             sinks=NEVER,
             prefer=40,
             workspace=prefill.WORKSPACE,
-            cites="benchmarks/extend.py on one H200, 8K new on 32K stored: nvfp4 at 614 TFLOP/s, bf16 at 595",
+            source="benchmarks/extend.py on one H200, 8K new on 32K stored: nvfp4 at 614 TFLOP/s, bf16 at 595",
         ),
-        Row(
+        Support(
             phase=frozenset(Phase),
             kind=frozenset({"mha"}),
             format=frozenset({"fp32", "bf16", "fp16"}),
@@ -106,7 +108,7 @@ BACKEND = BackendInfo(
             softcap=NEVER,
             sinks=NEVER,
             prefer=-12,
-            cites="tests/conformance",
+            source="tests/conformance",
         ),
     ),
 )

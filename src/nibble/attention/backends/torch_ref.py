@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.capability import BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import BackendInfo, Phase, Support
 from nibble.cache.view import KVView
-from nibble.kernels import sparse
+from nibble.kernels import sparse_mla as sparse
 
 TILE = 256
 SPAN_VALUES = 1 << 18
@@ -67,37 +67,43 @@ class TorchRef:
     """
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Segment, dict[_Shape, tuple[_Rectangle, ...]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[AttentionBatch, dict[_Shape, tuple[_Rectangle, ...]]] = (
+            WeakKeyDictionary()
+        )
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
-        if spec.slots_TK is not None:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+        if spec.topk_slots_TK is not None:
             latents = view.keys
-            return sparse.reference(q_THD, latents.paged, latents.stream.rope, spec.slots_TK, spec.scale)
+            return sparse.reference(q_THD, latents.paged, latents.stream.rope, spec.topk_slots_TK, spec.scale)
         heads, keys = q_THD.shape[1], view.keys.stream
         shape = heads // keys.heads, keys.values, spec.window
         known = self._known.setdefault(segment, {})
         if shape not in known:
             known[shape] = tuple(_rectangles(segment, *shape, heads, q_THD.device))
-        pieces = [_attend(q_THD, rect, view, segment.pages_BN[rect.requests], spec) for rect in known[shape]]
+        pieces = [
+            _attend(q_THD, rect, view, segment.page_table_BN[rect.requests], spec) for rect in known[shape]
+        ]
         return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
 
 
 def _rectangles(
-    segment: Segment, group: int, values: int, window: int | None, heads: int, device: torch.device
+    segment: AttentionBatch, group: int, values: int, window: int | None, heads: int, device: torch.device
 ) -> Iterator[_Rectangle]:
     """Cuts a segment into rectangles that keep within the bounds on keys and scores."""
     row = 0
-    batch = max(1, SPAN_VALUES // (max(segment.kv_lens) * values)) if max(segment.q_lens) <= BATCHED else 1
-    for first, last in _equal_runs(segment.q_lens, batch):
-        n, kv_lens = segment.q_lens[first], segment.kv_lens[first:last]
-        step = max(BATCHED, SCORES // (heads * len(kv_lens) * max(kv_lens)))  # cuts single prompts only
+    batch = (
+        max(1, SPAN_VALUES // (max(segment.seq_lens) * values)) if max(segment.query_lens) <= BATCHED else 1
+    )
+    for first, last in _equal_runs(segment.query_lens, batch):
+        n, seq_lens = segment.query_lens[first], segment.seq_lens[first:last]
+        step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(seq_lens)))  # cuts single prompts only
         for start in range(0, n, step):
             stop = min(start + step, n)
-            lens = tuple(length - n + stop for length in kv_lens)
+            lens = tuple(length - n + stop for length in seq_lens)
             rows = slice(row + start, row + start + (stop - start) * len(lens))
             spans = tuple(_spans(lens, stop - start, group, values, window, device))
             yield _Rectangle(rows, stop - start, slice(first, last), spans)
-        row += n * len(kv_lens)
+        row += n * len(seq_lens)
 
 
 def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
@@ -127,13 +133,15 @@ def _spans(
         yield _Span(start, tuple(max(0, min(length, stop) - start) for length in lens), hidden.unsqueeze(1))
 
 
-def _attend(q_THD: Tensor, rect: _Rectangle, view: KVView, pages_BN: Tensor, spec: AttentionSpec) -> Tensor:
+def _attend(
+    q_THD: Tensor, rect: _Rectangle, view: KVView, page_table_BN: Tensor, spec: AttentionParams
+) -> Tensor:
     """One rectangle -> float32 [B * n, H, Dv]."""
-    B, n, H, G = len(pages_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
+    B, n, H, G = len(page_table_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
     rows, more = n * H // G, padded(n * H // G) - n * H // G
     q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
     q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, more))
-    tiles = [_tiles(q_BGRD, view, pages_BN, spec, span) for span in rect.spans]
+    tiles = [_tiles(q_BGRD, view, page_table_BN, spec, span) for span in rect.spans]
     peak, weight, values = (
         tiles[0] if len(tiles) == 1 else (torch.cat(part, 2) for part in zip(*tiles, strict=True))
     )
@@ -145,12 +153,14 @@ def _attend(q_THD: Tensor, rect: _Rectangle, view: KVView, pages_BN: Tensor, spe
 
 
 def _tiles(
-    q_BGRD: Tensor, view: KVView, pages_BN: Tensor, spec: AttentionSpec, span: _Span
+    q_BGRD: Tensor, view: KVView, page_table_BN: Tensor, spec: AttentionParams, span: _Span
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
     size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
     first, last = span.start // size, -(-(span.start + longest) // size)
-    k_BGLD, v_BGLD = view.heads(pages_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE)
+    k_BGLD, v_BGLD = view.heads(
+        page_table_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE
+    )
     scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -180,22 +190,22 @@ BACKEND = BackendInfo(
     name="torch_ref",
     summary="the definition, in plain torch: every format, phase and machine; slow on a GPU",
     adapter=TorchRef,
-    rows=(
-        Row(
+    support=(
+        Support(
             phase=ANY_PHASE,
             kind=frozenset({"mha"}),
             format=None,
             packing=frozenset({"nhd", "hnd"}),
             prefer=-10,
-            cites="tests/conformance",
+            source="tests/conformance",
         ),
-        Row(
+        Support(
             phase=ANY_PHASE,
             kind=frozenset({"mla", "dsa"}),
             format=None,
             packing=frozenset({"nhd", "hnd", "record"}),
             prefer=-10,
-            cites="tests/conformance",
+            source="tests/conformance",
         ),
     ),
 )

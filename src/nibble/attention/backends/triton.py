@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.attention.capability import NEVER, PROMPT, WITH, BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase, Support
 from nibble.cache.view import KVView
-from nibble.geometry import LATENT
-from nibble.kernels import mla, sparse
+from nibble.kernels import mla
+from nibble.kernels import sparse_mla as sparse
+from nibble.model_spec import LATENT
 
 FORMATS = frozenset(
     {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "fp4_mx16", "mxfp4", "fp8_e4m3:nvfp4"}
@@ -29,10 +30,10 @@ STAGED = 22
 RACE = "benchmarks/backends.py on one H200"
 
 
-def _heads(cites: str, staged: int | None = None, **facts: frozenset[Any]) -> Row:
+def _heads(cites: str, staged: int | None = None, **facts: frozenset[Any]) -> Support:
     """A row for heads; with `staged`, of prompts on Hopper over plain values."""
     given: dict[str, Any] = {"phase": PROMPT if staged else frozenset(Phase)}
-    return Row(
+    return Support(
         kind=frozenset({"mha"}),
         format=PLAIN if staged else FORMATS,
         packing=frozenset({"nhd", "hnd"}),
@@ -41,14 +42,14 @@ def _heads(cites: str, staged: int | None = None, **facts: frozenset[Any]) -> Ro
         dim=frozenset(range(16, 257, 16)),
         prefer=20,
         staged=staged,
-        cites=cites,
+        source=cites,
         **given | facts,
     )
 
 
-def _latent(kind: str, packing: set[str], prefer: int, cites: str, staged: int | None = None) -> Row:
+def _latent(kind: str, packing: set[str], prefer: int, cites: str, staged: int | None = None) -> Support:
     """A row for latents; with `staged`, of prompts on Hopper over plain values."""
-    return Row(
+    return Support(
         phase=PROMPT if staged else frozenset(Phase),
         kind=frozenset({kind}),
         format=PLAIN if staged else LATENT_FORMATS,
@@ -62,7 +63,7 @@ def _latent(kind: str, packing: set[str], prefer: int, cites: str, staged: int |
         sinks=NEVER,
         prefer=prefer,
         staged=staged,
-        cites=cites,
+        source=cites,
     )
 
 
@@ -70,18 +71,20 @@ class Triton:
     """The adapter."""
 
     def __init__(self) -> None:
-        from nibble.kernels.triton import attention
+        from nibble.kernels.attention import triton as attention
 
-        self._kernel = attention.attend
+        self._kernel = attention.paged_attention
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         # a decode step may be recorded in a CUDA graph, where lengths are not known
-        longest = () if segment.phase.decodes else (max(segment.kv_lens),)
+        longest = () if segment.phase.decodes else (max(segment.seq_lens),)
         keys = view.keys
-        if spec.slots_TK is not None:
-            return sparse.attend(q_THD, keys.paged, keys.stream.rope, spec.slots_TK, spec.scale)
+        if spec.topk_slots_TK is not None:
+            return sparse.sparse_mla_attention(
+                q_THD, keys.paged, keys.stream.rope, spec.topk_slots_TK, spec.scale
+            )
         if LATENT in view.streams:
-            return mla.attend(q_THD, keys.paged, keys.stream.rope, segment, spec.scale, *longest)
+            return mla.mla_attention(q_THD, keys.paged, keys.stream.rope, segment, spec.scale, *longest)
         return self._kernel(q_THD, view.streams["k"].paged, view.streams["v"].paged, segment, spec, *longest)
 
 
@@ -92,7 +95,7 @@ BACKEND = BackendInfo(
     install="pip install triton",
     adapter=Triton,
     graphs=True,
-    rows=(
+    support=(
         _heads("on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)"),
         _heads(
             f"{RACE}: 8K on 32K of NVFP4 with sinks in 12.3 ms over staged pages, 15.9 as they are",

@@ -41,8 +41,8 @@ from nibble.attention.backends.vendor import (
     row,
     some_tokens,
 )
-from nibble.attention.capability import NEVER, BackendInfo, Phase, Row
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
 from nibble.cache.view import KVView
 
 WORD = 16
@@ -55,11 +55,11 @@ class _Lens:
     draft tokens that each draft token sees.
     """
 
-    pages_BN: Tensor
+    page_table_BN: Tensor
     lens_B: Tensor
     padding_B11: Tensor | None = None
     mask_TW: Tensor | None = None
-    kv_starts_B1: Tensor | None = None
+    cu_seqlens_k_B1: Tensor | None = None
 
 
 class TrtllmMha:
@@ -69,10 +69,10 @@ class TrtllmMha:
         self._decode = package(f"{PACKAGE}.decode")
         self._prefill = package(f"{PACKAGE}.prefill")
         self._workspace = Workspace(WORKSPACE)
-        self._known: WeakKeyDictionary[Segment, _Lens] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[AttentionBatch, _Lens] = WeakKeyDictionary()
         self._scales = Scales(PACKAGE)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         k, v = view.streams["k"], view.streams["v"]
         gen = capability(q_THD) in DATACENTRE
         if segment not in self._known:
@@ -82,7 +82,7 @@ class TrtllmMha:
             "query": q_THD.contiguous(),
             "kv_cache": (k.planes[0], v.planes[0]),
             "workspace_buffer": self._workspace.on(q_THD.device),
-            "block_tables": lens.pages_BN,
+            "block_tables": lens.page_table_BN,
             "seq_lens": lens.lens_B,
             "bmm1_scale": spec.scale * self._scales.of(k),
             "bmm2_scale": self._scales.of(v),
@@ -100,52 +100,58 @@ class TrtllmMha:
             out_THD = self._prompt(segment, lens, options)
         return out_THD if lens.padding_B11 is None else out_THD.masked_fill_(lens.padding_B11, 0.0)
 
-    def _token(self, segment: Segment, lens: _Lens, gen: bool, options: dict[str, Any]) -> Tensor:
+    def _token(self, segment: AttentionBatch, lens: _Lens, gen: bool, options: dict[str, Any]) -> Tensor:
         """One new token, or a few: of one number each, or packed."""
-        options["max_seq_len"] = max(segment.kv_lens)
-        most = max(segment.q_lens)
-        ragged = min(segment.q_lens) < most
+        options["max_seq_len"] = max(segment.seq_lens)
+        most = max(segment.query_lens)
+        ragged = min(segment.query_lens) < most
         if gen:
             if ragged:
-                options |= {"q_len_per_req": None, "max_q_len": most, "cum_seq_lens_q": segment.q_starts_B1}
+                options |= {
+                    "q_len_per_req": None,
+                    "max_q_len": most,
+                    "cum_seq_lens_q": segment.cu_seqlens_q_B1,
+                }
             else:
                 options["q_len_per_req"] = most
             return self._decode.trtllm_batch_decode_with_kv_cache(**options, backend="trtllm-gen")
         options |= {"q_len_per_req": most, "mask": lens.mask_TW}
         if ragged:
-            options["q_cu_seq_lens"] = segment.q_starts_B1
+            options["q_cu_seq_lens"] = segment.cu_seqlens_q_B1
         elif most > 1 and lens.mask_TW is not None:
             options["mask"] = lens.mask_TW.view(-1, most, lens.mask_TW.shape[1])
         out: Tensor = self._decode.xqa_batch_decode_with_kv_cache(**options)
         return out.view_as(options["query"])  # of draft tokens it is [B, n, H, D]
 
-    def _prompt(self, segment: Segment, lens: _Lens, options: dict[str, Any]) -> Tensor:
+    def _prompt(self, segment: AttentionBatch, lens: _Lens, options: dict[str, Any]) -> Tensor:
         return self._prefill.trtllm_batch_context_with_kv_cache(
             **options,
-            max_q_len=max(segment.q_lens),
-            max_kv_len=max(segment.kv_lens),
-            batch_size=len(segment.q_lens),
-            cum_seq_lens_q=segment.q_starts_B1,
-            cum_seq_lens_kv=lens.kv_starts_B1,
+            max_q_len=max(segment.query_lens),
+            max_kv_len=max(segment.seq_lens),
+            batch_size=len(segment.query_lens),
+            cum_seq_lens_q=segment.cu_seqlens_q_B1,
+            cum_seq_lens_kv=lens.cu_seqlens_k_B1,
         )
 
 
-def _lens(segment: Segment, device: torch.device, *, masked: bool) -> _Lens:
-    pages_BN, lens_B = segment.pages_BN.contiguous(), segment.kv_lens_B
+def _lens(segment: AttentionBatch, device: torch.device, *, masked: bool) -> _Lens:
+    page_table_BN, lens_B = segment.page_table_BN.contiguous(), segment.seq_lens_B
     if (
         segment.phase is Phase.DECODE
     ):  # which may be recorded in a CUDA graph: lengths are known to the device alone
-        return _Lens(pages_BN, *some_tokens(lens_B))
+        return _Lens(page_table_BN, *some_tokens(lens_B))
     if segment.phase is Phase.VERIFY:
-        return _Lens(pages_BN, lens_B, mask_TW=_causal(segment.q_lens).to(device) if masked else None)
+        return _Lens(
+            page_table_BN, lens_B, mask_TW=_causal(segment.query_lens).to(device) if masked else None
+        )
     starts_B1 = torch.nn.functional.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))
-    return _Lens(pages_BN, lens_B, kv_starts_B1=starts_B1)
+    return _Lens(page_table_BN, lens_B, cu_seqlens_k_B1=starts_B1)
 
 
-def _causal(q_lens: tuple[int, ...]) -> Tensor:
+def _causal(query_lens: tuple[int, ...]) -> Tensor:
     """uint16 [T, W]: for each draft token a bit for those of its request up to itself, in whole words of 32 bits."""
-    width = -(-max(q_lens) // 32) * 32
-    own_T = torch.cat([torch.arange(count) for count in q_lens])
+    width = -(-max(query_lens) // 32) * 32
+    own_T = torch.cat([torch.arange(count) for count in query_lens])
     seen_TB = (torch.arange(width) <= own_T[:, None]).view(len(own_T), -1, WORD)
     return (seen_TB.int() << torch.arange(WORD)).sum(-1).to(torch.uint16)
 
@@ -175,7 +181,7 @@ def _row(
     prefer: int,
     cites: str,
     **more: Iterable[Any],
-) -> Row:
+) -> Support:
     own: dict[str, Any] = {} if arch == DATACENTRE else {"group": frozenset(range(1, 17)), "sinks": NEVER}
     own |= more
     return row(
@@ -191,9 +197,9 @@ BACKEND = BackendInfo(
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    trouble=trouble,
+    unavailable_reason=trouble,
     graphs=True,
-    rows=(
+    support=(
         *(_row(ALL, fmt, {dtype}, DATACENTRE, 60, GEN) for fmt, dtype in PLAIN),
         _row(TOKEN, "fp8_e4m3", {"bfloat16"}, DATACENTRE, 60, f"{GEN}; FlashInfer: bf16 queries over e4m3"),
         *(

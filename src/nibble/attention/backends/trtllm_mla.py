@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
 from nibble.attention.backends.vendor import RANK, ROPE, TOKEN, Workspace, latents, row, some_tokens
-from nibble.attention.capability import BackendInfo, Phase
-from nibble.attention.metadata import AttentionSpec, Segment
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import BackendInfo, Phase
 from nibble.cache.view import KVView
 
 WORKSPACE = 256 << 20
@@ -32,19 +32,19 @@ class TrtllmMla:
     def __init__(self) -> None:
         self._mla = package(f"{PACKAGE}.mla")
         self._workspace = Workspace(WORKSPACE)
-        self._known: WeakKeyDictionary[Segment, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[AttentionBatch, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: Segment, spec: AttentionSpec) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         latent = latents(view, "trtllm-gen")
         if segment not in self._known:
-            self._known[segment] = some_tokens(segment.kv_lens_B)
+            self._known[segment] = some_tokens(segment.seq_lens_B)
         lens_B, padding_B11 = self._known[segment]
-        most = max(segment.q_lens)
+        most = max(segment.query_lens)
         options: dict[str, Any] = {}
-        if min(segment.q_lens) == most:
+        if min(segment.query_lens) == most:
             query = q_THD.unflatten(0, (-1, most))
         else:
-            query, options = q_THD, {"cum_seq_lens_q": segment.q_starts_B1, "max_q_len": most}
+            query, options = q_THD, {"cum_seq_lens_q": segment.cu_seqlens_q_B1, "max_q_len": most}
         out: Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
             query=query.contiguous(),
             kv_cache=latent.planes[0][:, :, 0],
@@ -52,9 +52,9 @@ class TrtllmMla:
             qk_nope_head_dim=UNUSED,
             kv_lora_rank=RANK,
             qk_rope_head_dim=ROPE,
-            block_tables=segment.pages_BN.contiguous(),
+            block_tables=segment.page_table_BN.contiguous(),
             seq_lens=lens_B,
-            max_seq_len=max(segment.kv_lens),
+            max_seq_len=max(segment.seq_lens),
             bmm1_scale=spec.scale,
             bmm2_scale=1.0,
             backend="trtllm-gen",
@@ -72,9 +72,9 @@ BACKEND = BackendInfo(
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    trouble=trouble,
+    unavailable_reason=trouble,
     graphs=True,
-    rows=(
+    support=(
         row(
             "mla", phase=TOKEN, format={"bf16"}, arch={100, 103}, page={32, 64}, group={*range(1, 65), 128},
             dtype={"bfloat16"}, prefer=60, held=WORKSPACE,

@@ -22,12 +22,12 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from nibble.attention.capability import NEVER, Phase, Row
+from nibble.attention.planner.support import NEVER, Phase, Support
 from nibble.cache.view import KVView, StreamView
 from nibble.errors import BackendError
-from nibble.geometry import LATENT
-from nibble.kernels import MISSING, absence
+from nibble.kernels import MISSING, import_problem
 from nibble.kernels.gather import Paged
+from nibble.model_spec import LATENT
 
 ALL = frozenset(Phase)
 TOKEN = frozenset({Phase.DECODE, Phase.VERIFY})
@@ -40,21 +40,21 @@ WIDTH = RANK + ROPE
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class KernelPackages:
     """Kernels that several packages bring. modules: where they are, best first. install: for people. fault: what the
     version at hand of a module lacks, if anything. aside: packages of which only that module is imported.
     """
 
     modules: tuple[str, ...]
     install: str
-    fault: Callable[[ModuleType], str | None]
-    aside: frozenset[str] = frozenset()
+    incompatibility: Callable[[ModuleType], str | None]
+    import_alone: frozenset[str] = frozenset()
 
     @property
     def packages(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name.partition(".")[0] for name in self.modules))
 
-    def trouble(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """What keeps all of those that are here from working; None if one does."""
         lack = without_cuda()
         if lack:
@@ -73,12 +73,12 @@ class Offer:
         faults = []
         for name in self.modules:
             package = name.partition(".")[0]
-            if why := absence(package):
+            if why := import_problem(package):
                 if why != MISSING:
                     faults.append(f"{package} {why}")
                 continue
             try:
-                with _aside(package) if package in self.aside else nullcontext():
+                with _aside(package) if package in self.import_alone else nullcontext():
                     module = imported(name, self.install)
             except BackendError as error:
                 faults.append(str(error).removesuffix(f": {self.install}"))
@@ -91,7 +91,7 @@ class Offer:
 
     def _fault(self, module: ModuleType) -> str | None:
         try:
-            return self.fault(module)
+            return self.incompatibility(module)
         except Exception as error:  # of a version that nobody has seen yet
             return f"is not as expected ({type(error).__name__}: {error})"
 
@@ -149,13 +149,15 @@ LATENT_FACTS: dict[str, Iterable[Any]] = {
 
 def row(
     kind: str, *, prefer: int, cites: str, staged: int | None = None, held: int = 0, **allowed: Iterable[Any]
-) -> Row:
+) -> Support:
     """A Row of collections of allowed values. No kernel of latents has windows, caps or sinks, and all want a token's
     values together."""
     given: dict[str, Iterable[Any]] = {} if kind == "mha" else LATENT_FACTS
     facts: dict[str, Any] = {"format": None}
     facts |= {name: frozenset(values) for name, values in (given | allowed).items()}
-    return Row(kind=frozenset({kind}), prefer=prefer, staged=staged, cites=cites, held=held, **facts)
+    return Support(
+        kind=frozenset({kind}), prefer=prefer, staged=staged, source=cites, workspace_bytes=held, **facts
+    )
 
 
 def latents(view: KVView, package: str) -> StreamView:

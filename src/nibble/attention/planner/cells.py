@@ -1,0 +1,164 @@
+"""What every backend can do with the cache of one plan, cell by cell, and what stands behind it.
+
+A cell is a backend in one phase of one layer group: verified by the conformance tests on such a GPU, declared in its
+rows, possible over staged pages, or refused. Owns Cell and its words. Must not decide anything; must not name a backend
+or a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import groupby
+from typing import Any
+
+from nibble.attention.planner import ledger, needs
+from nibble.attention.planner.ledger import LedgerEntry
+from nibble.attention.planner.options import PlanRequest
+from nibble.attention.planner.plan import GroupPlan, Plan
+from nibble.attention.planner.support import BackendInfo, Need, Phase, format_values
+
+DECISIVE = {"kind": "for", "arch": "on", "phase": "for"}
+"""What no row has is reason enough, in this order: `only for mla`, `only on SM90`, `only for decode`."""
+
+
+class Status(StrEnum):
+    """What a backend can do."""
+
+    VERIFIED = "verified"  # it conformed on a GPU of this compute capability
+    DECLARED = "declared"  # its rows say so
+    STAGED = "staged"  # over pages that are dequantised first
+    ASKED = "asked"  # the same, but only with --allow-staging
+    REFUSED = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """need: what is asked, with its phase. chosen: by the plan. evidence: of what is verified. reasons: of a refusal,
+    or why pages must be staged."""
+
+    group: GroupPlan
+    need: Need
+    backend: str
+    status: Status
+    chosen: bool = False
+    evidence: LedgerEntry | None = None
+    reasons: tuple[str, ...] = ()
+
+
+def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
+    """Every backend of `request` in every phase of every group of its plan."""
+    seen = {entry.key: entry for entry in ledger.read(ledger.shipped())}
+    for group, part in zip(plan.groups, needs.scheme_groups(request.config, request.model_spec), strict=True):
+        for info in request.backends.values():
+            for phase in Phase:
+                need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
+                chosen = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
+                found = seen.get((info.name, str(phase), need.kind, need.format, need.arch))
+                yield Cell(group, need, info.name, *_judged(request, info, need, found, chosen))
+
+
+def _judged(
+    request: PlanRequest, info: BackendInfo, need: Need, found: LedgerEntry | None, chosen: bool
+) -> tuple[Status, bool, LedgerEntry | None, tuple[str, ...]]:
+    if info.serves(need):
+        return (Status.VERIFIED if found else Status.DECLARED), chosen, found, ()
+    staged, reasons = request.staged(need), _reasons(info, need)
+    if staged and request.could_stage and info.serves(staged):
+        return (Status.STAGED if request.may_stage(need.phase) else Status.ASKED), chosen, None, reasons
+    return Status.REFUSED, False, None, reasons
+
+
+def _reasons(info: BackendInfo, need: Need) -> tuple[str, ...]:
+    """Why no row serves `need`: the first thing that none of them has, else what the nearest lacks."""
+    rows = info.support
+    for name, word in DECISIVE.items():
+        left = tuple(row for row in rows if name not in row.misses(need))
+        if not left:
+            allowed = frozenset().union(*(getattr(row, name) for row in rows))
+            return (f"only {word} {format_values(name, allowed)}",)
+        rows = left
+    return replace(info, support=rows).nearest(need)
+
+
+def as_dicts(found: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Ready for JSON."""
+    return [
+        {
+            "group": cell.group.group.name,
+            "scheme": cell.group.scheme,
+            "phase": str(cell.need.phase),
+            "backend": cell.backend,
+            "status": "refused" if cell.status is Status.REFUSED else str(cell.status),
+            "chosen": cell.chosen,
+            "verified": _evidence(cell.evidence) if cell.evidence else None,
+            "reasons": list(cell.reasons),
+        }
+        for cell in found
+    ]
+
+
+def _evidence(entry: LedgerEntry) -> dict[str, Any]:
+    return {"gpu": entry.gpu, "date": entry.date, "versions": dict(entry.versions)}
+
+
+def as_lines(found: Iterable[Cell], request: PlanRequest) -> Iterator[str]:
+    """A table for each group: backends down, phases across; then what is behind it, and the reasons of refusals."""
+    for group, mine in groupby(found, key=lambda cell: cell.group):
+        entries = tuple(mine)
+        yield ""
+        yield _headline(group, entries[0].need)
+        yield from _table(entries)
+        yield from _evidences(entries)
+        yield from _refusals(entries)
+    yield from _absent(request)
+
+
+def _headline(group: GroupPlan, need: Need) -> str:
+    where = f"{group.group.name}: layers {needs.format_layers(group.layers)} in {group.scheme}"
+    return f"{where} ({need.kind}, packing {need.packing}), {str(need).partition(', ')[2]}"
+
+
+def _table(entries: tuple[Cell, ...]) -> Iterator[str]:
+    width = max(len(cell.backend) for cell in entries)
+    yield f"  {'':<{width}}  {''.join(f'{phase:<11}' for phase in Phase)}".rstrip()
+    for name, row in groupby(entries, key=lambda cell: cell.backend):
+        marks = [f"{cell.status}{'*' if cell.chosen else ''}" for cell in row]
+        if set(marks) != {Status.REFUSED}:
+            yield f"  {name:<{width}}  {''.join(f'{mark:<11}' for mark in marks)}".rstrip()
+    yield "  * chosen; staged: pages are dequantised first; asked: so too, only with --allow-staging"
+
+
+def _evidences(entries: tuple[Cell, ...]) -> Iterator[str]:
+    behind: dict[str, dict[str, None]] = {}
+    for cell in entries:
+        if cell.evidence:
+            behind.setdefault(str(cell.evidence), {})[cell.backend] = None
+    for text, names in behind.items():
+        yield f"  verified on {text}: {', '.join(names)}"
+
+
+def _refusals(entries: tuple[Cell, ...]) -> Iterator[str]:
+    """Reasons by backend; phases that share them share a line, and are named where they are not all."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for cell in entries:
+        if cell.reasons:
+            lines.setdefault((cell.backend, "; ".join(cell.reasons)), []).append(str(cell.need.phase))
+    if lines:
+        yield "  refused, or not read as it is stored:"
+    for (name, why), phases in lines.items():
+        where = "" if len(phases) == len(Phase) else f" ({', '.join(phases)})"
+        yield f"    {name}{where}: {why}"
+
+
+def _absent(request: PlanRequest) -> Iterator[str]:
+    """What cannot run here."""
+    names = [name for name, info in request.backends.items() if not info.runnable]
+    lacking = {name: lack for name in names if (lack := request.backends[name].missing)}
+    without = [name for name in names if name not in lacking]
+    if names:
+        yield ""
+    yield from (f"{name} cannot run here: it needs {lack}" for name, lack in lacking.items())
+    if without:
+        yield f"declared only, this version cannot run them: {', '.join(without)}"

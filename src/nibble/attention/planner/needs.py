@@ -1,0 +1,125 @@
+"""What a model asks of attention under a config: schemes by layer, groups split by scheme, and their needs.
+
+Owns Part, which becomes a GroupPlan once routes are chosen, and the check that every stream can be stored
+at all. Must not know of backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from nibble.attention.planner.support import Need, Phase
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.config import Config
+from nibble.errors import ConfigError
+from nibble.formats import scheme as schemes
+from nibble.formats import transforms as transform
+from nibble.formats.scheme import Scheme
+from nibble.hardware import Hardware
+from nibble.model_spec import LayerGroup, ModelSpec, Stream
+
+
+class UnstorableError(ConfigError):
+    """A scheme refuses a stream of the model, or a transform its layer group."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeGroup:
+    """Layers of one group that share a scheme."""
+
+    group: LayerGroup
+    layers: tuple[int, ...]
+    scheme: Scheme
+
+    def stored_layer(self, layer: int) -> LayerLayout:
+        """What a layer of this part stores."""
+        streams = tuple(
+            StreamLayout(stream, self.scheme.format_of(stream).name) for stream in self.group.streams
+        )
+        return LayerLayout(layer, streams, self.scheme.transforms)
+
+    def need(
+        self, phase: Phase, hardware: Hardware, dtype: str, page: int | None, packing: str | None
+    ) -> Need:
+        """What this part asks for in `phase`; page and packing are None while they are to be chosen."""
+        group = self.group
+        return Need(
+            phase, group.kind, self.stored_layer(0).format_key, packing, hardware.arch, page, group.head_dim,
+            group.group_size, dtype, group.window is not None, group.softcap, group.sinks,
+            kv_heads=group.streams[0].heads,
+        )  # fmt: skip
+
+
+def compute_dtype(config: Config, hardware: Hardware) -> str:
+    """The dtype that `auto` stands for: float32 on a CPU, where it is fastest and exact, else bfloat16."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if hardware.is_cpu else "bfloat16"
+
+
+def scheme_groups(config: Config, model_spec: ModelSpec) -> tuple[SchemeGroup, ...]:
+    """The geometry's groups, split where layers differ in scheme; raises UnstorableError and ConfigError.
+
+    A layer that reads another's pages has that layer's scheme.
+    """
+    asked = schemes.by_layer(config.kv_format, config.kv_layers, model_spec.layers)
+    found = []
+    for group in model_spec.groups:
+        by_scheme: dict[Scheme, list[int]] = {}
+        for layer in group.layers:
+            by_scheme.setdefault(asked[model_spec.owner[layer]], []).append(layer)
+        found += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
+    for part in found:
+        _check(part)
+    return tuple(found)
+
+
+def shared_kv_notes(config: Config, model_spec: ModelSpec) -> tuple[str, ...]:
+    """A note for each layer whose own rule has no effect, because it reads another layer's pages."""
+    asked = schemes.by_layer(config.kv_format, config.kv_layers, model_spec.layers)
+    return tuple(
+        f"layer {layer} reads the pages of layer {owner}, so it has that layer's scheme {asked[owner].name}"
+        for layer, owner in enumerate(model_spec.owner)
+        if asked[layer] != asked[owner]
+    )
+
+
+def layout(found: Iterable[SchemeGroup], model_spec: ModelSpec, page_size: int, packing: str) -> CacheLayout:
+    """The cache's layout: what every layer with pages of its own stores."""
+    stored = {layer: part.stored_layer(layer) for part in found for layer in part.layers}
+    return CacheLayout(tuple(stored[layer] for layer in model_spec.stored_layers), page_size, packing)
+
+
+def _check(part: SchemeGroup) -> None:
+    where = f"group {part.group.name} (layers {format_layers(part.layers)})"
+    for stream in part.group.streams:
+        if reason := part.scheme.refuses(stream):
+            raise UnstorableError(f"stream {stream.name} of {where}: {reason}; {_fitting(part.group)}")
+    for name in part.scheme.transforms:
+        if reason := transform.get(name).refuses(part.group):
+            raise UnstorableError(f"{part.scheme.name} for {where}: {reason}; leave +{name} out")
+
+
+def _fitting(group: LayerGroup) -> str:
+    shapes = ", ".join(_shape(stream) for stream in group.streams)
+    return f"formats that fit {shapes}: {', '.join(schemes.fitting(*group.streams))}"
+
+
+def _shape(stream: Stream) -> str:
+    return f"{stream.name} {stream.heads}x{stream.dim}"
+
+
+def format_layers(layers: Iterable[int]) -> str:
+    """`0, 1, 2, 5` -> `0-2,5`; `0, 2, 4, 6` -> `0-6 by 2`."""
+    found, runs = sorted(layers), list[list[int]]()
+    steps = {high - low for low, high in pairwise(found)}
+    if len(found) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{found[0]}-{found[-1]} by {steps.pop()}"
+    for layer in found:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,102 @@
+"""What was decided: the routes of every layer group and phase, with page size and packing. All of it frozen.
+
+Owns Route, GroupPlan and Plan. How they are chosen is in resolve.py. Must not know of torch or of any one
+backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nibble.attention.planner.support import Phase, Support
+from nibble.cache.layout import CacheLayout
+from nibble.errors import Unsupported
+from nibble.model_spec import LayerGroup
+
+STAGED_PACKING = "nhd"
+"""How staged pages are packed, whatever the cache's packing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The backend of one group in one phase.
+
+    stage_to: the plain format its pages are dequantised into first, in STAGED_PACKING.
+    runnable: whether this version has an adapter for the backend, or only knows its facts.
+    graphs: whether a CUDA graph may hold it, in DECODE.
+    measured: its time on this machine in words, where that had a say in the choice. failed: why it did not finish when
+    it was timed here; it is chosen all the same where nobody did better.
+    """
+
+    phase: Phase
+    backend: str
+    row: Support
+    stage_to: str | None = None
+    runnable: bool = True
+    graphs: bool = False
+    measured: str = ""
+    failed: str = ""
+
+    @property
+    def why(self) -> str:
+        """What stands behind it: a measurement here, or the row's source; and what speaks against it."""
+        failed = f"; failed when it was timed on this machine: {self.failed}" if self.failed else ""
+        return (self.measured or self.row.source) + failed
+
+    def __str__(self) -> str:
+        return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A layer group that shares a scheme: the same layers group by group, split where `kv_layers` says so."""
+
+    group: LayerGroup
+    layers: tuple[int, ...]
+    scheme: str
+    routes: tuple[Route, ...]
+
+    def route(self, phase: Phase) -> Route:
+        """The route of `phase`; Unsupported where the plan has none (VERIFY only, see the plan's notes)."""
+        for route in self.routes:
+            if route.phase is phase:
+                return route
+        decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
+        raise Unsupported(f"{phase} of layer group {self.group.name} in {self.scheme}", decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A host tier. buffer: tokens of a hot buffer, in whole pages. layout: what the host stores."""
+
+    buffer: int
+    layout: CacheLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The cache's layout and the routes over it. notes: what was left to `auto`, and why it was chosen so. tier: where
+    there is one."""
+
+    layout: CacheLayout
+    groups: tuple[GroupPlan, ...]
+    owner: tuple[int, ...]
+    dtype: str
+    notes: tuple[str, ...] = ()
+    tier: Tier | None = None
+
+    @property
+    def stores(self) -> tuple[CacheLayout, ...]:
+        """What is stored, on the device and on the host."""
+        return (self.layout, self.tier.layout) if self.tier else (self.layout,)
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    def group_of(self, layer: int) -> GroupPlan:
+        return next(group for group in self.groups if layer in group.layers)
+
+    def route(self, layer: int, phase: Phase) -> Route:
+        """The route of attention layer `layer` in `phase`."""
+        return self.group_of(layer).route(phase)

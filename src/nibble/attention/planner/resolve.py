@@ -1,0 +1,204 @@
+"""From what the user said to what is done: the plan of a config, a model and a machine.
+
+Owns the choice of backends, page size and packing. Choosing, validating and documenting are one function
+over the backends' rows: nothing here names a backend or a format. Must not import torch, load weights or
+touch a GPU.
+
+    check_names        what can be refused of a config before there is a model to look at
+    resolve            Config, ModelSpec, Hardware -> Plan, or Unsupported with reasons and a command
+    attempt            the same, or None
+    require_runnable   what an engine asks before it starts: are the plan's backends here?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from nibble.attention.backends import all_backends, missing_requirement
+from nibble.attention.planner import needs, options
+from nibble.attention.planner import offload as tiering
+from nibble.attention.planner import refusal as reasons
+from nibble.attention.planner import suggest as remedy
+from nibble.attention.planner.needs import SchemeGroup, UnstorableError
+from nibble.attention.planner.options import ROUTED, WEIGHTS, Ask, Option, Options, PlanRequest
+from nibble.attention.planner.plan import GroupPlan, Plan, Route
+from nibble.attention.planner.refusal import UnservedError
+from nibble.attention.planner.support import BackendInfo, Phase
+from nibble.attention.planner.timings import NOTHING, Timings
+from nibble.cache import packing as packings
+from nibble.config import Config, parse_hisparse
+from nibble.errors import ConfigError, Unsupported
+from nibble.formats import scheme as schemes
+from nibble.hardware import Hardware
+from nibble.model_spec import ModelSpec
+
+GPU_PAGES = (64, 32, 16, 128, 1)
+CPU_PAGES = (16, 32, 64, 128, 1)
+"""Page sizes by preference where rows leave the choice: kernels like 64 tokens, prefixes like small pages."""
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError where a config names a scheme or a backend that nobody knows, as resolve() would: Transformers
+    need not be imported to hear that."""
+    schemes.parse(config.kv_format)
+    list(schemes.rules(config.kv_layers))
+    for asked in {config.backend_for(True), config.backend_for(False)} - {"auto"}:
+        options.by_name(asked, all_backends())
+
+
+def resolve(
+    config: Config,
+    model_spec: ModelSpec,
+    hardware: Hardware,
+    backends: Mapping[str, BackendInfo] | None = None,
+    *,
+    declared: bool = False,
+    verify: bool = False,
+    measured: Timings = NOTHING,
+) -> Plan:
+    """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
+
+    declared: let `auto` also choose backends that this version knows but cannot run yet.
+    verify: whether draft tokens will come: refuse where VERIFY cannot be served, and serve it by the best. Otherwise
+    such a plan has no VERIFY route, and a note says so, and no backend holds memory for VERIFY alone. measured: times
+    on this machine (attention/planner/timings.py), by which `auto` orders backends before their `prefer`.
+    """
+    table = dict(sorted((all_backends() if backends is None else backends).items()))
+    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
+
+    def attempt(edited: Config) -> Plan | None:
+        try:
+            return _resolve(replace(request, config=edited))
+        except ConfigError:
+            return None
+
+    try:
+        return _resolve(request)
+    except UnservedError as unserved:
+        error = unserved.explain()
+        raise Unsupported(error.need, error.refusals, remedy.suggest_command(request, attempt)) from None
+    except UnstorableError as error:
+        way_out = remedy.suggest_command(request, attempt)
+        raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
+
+
+def attempt(
+    config: Config, model_spec: ModelSpec, hardware: Hardware, *, declared: bool = False
+) -> Plan | None:
+    """As resolve(), but None where there is no plan, with no search for what would work."""
+    try:
+        return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared, False))
+    except ConfigError:
+        return None
+
+
+def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
+    """Raises ConfigError where a backend of the plan has no adapter, or its package is missing."""
+    table = all_backends() if backends is None else backends
+    for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
+        info = table[name]
+        if lack := info.missing or (missing_requirement(info) if info.runnable else None):
+            raise ConfigError(f"backend {name} needs {lack}")
+        if not info.runnable:
+            able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
+            raise ConfigError(
+                f"this version knows backend {name} but has no adapter for it; it can run: {able}"
+            )
+
+
+def _resolve(request: PlanRequest) -> Plan:
+    found = needs.scheme_groups(request.config, request.model_spec)
+    tiering.check(request.config, found)
+    choices = _choices(request, found)
+    page, packing = _storage(request, choices)
+    groups = tuple(_group(request, part, choices, page, packing) for part in found)
+    borrowed = needs.shared_kv_notes(request.config, request.model_spec)
+    notes = (*borrowed, *reasons.notes(request, groups, page, packing))
+    layout = needs.layout(found, request.model_spec, page, packing)
+    tier = tiering.decide(request.config, found, layout)
+    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
+
+
+def _choices(request: PlanRequest, found: Iterable[SchemeGroup]) -> Options:
+    """All options of all asks; raises UnservedError at the first that no row serves, whatever the storage."""
+    choices: dict[Ask, tuple[Option, ...]] = {}
+    for part in found:
+        for phase in Phase:
+            choices[part, phase] = options.serving(request, part, phase)
+            if not _enough(request, choices, part, phase):
+                raise UnservedError(partial(reasons.refusal, request, part, phase))
+    return choices
+
+
+def _enough(request: PlanRequest, choices: Options, part: SchemeGroup, phase: Phase) -> bool:
+    optional = phase is Phase.VERIFY and not request.verify
+    return optional or bool(choices[part, phase])
+
+
+def _pick(able: Iterable[Option], page: int, packing: str) -> Option | None:
+    """The best of an ask's options on one page size and packing."""
+    return next((option for option in able if option.fits(page, packing)), None)
+
+
+def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
+    """The page size and packing that please most: one choice, since all groups and phases share storage."""
+    best: tuple[int, int, str] | None = None
+    for page in _pages(request, choices):
+        for packing in _packings(choices):
+            score = _score(request, choices, page, packing)
+            if score is not None and (best is None or score > best[0]):
+                best = (score, page, packing)
+    if best is None:
+        raise UnservedError(partial(reasons.no_common_storage, request, choices))
+    return best[1], best[2]
+
+
+def _score(request: PlanRequest, choices: Options, page: int, packing: str) -> int | None:
+    """The preferences of all asks together, by weight and number of layers; None where one is not served."""
+    total = 0
+    for part, phase in choices:
+        if phase in ROUTED or request.verify:
+            option = _pick(choices[part, phase], page, packing)
+            if option is None:
+                return None
+            total += option.prefer * WEIGHTS.get(phase, 0) * len(part.layers)
+    return total
+
+
+def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
+    """Page sizes to try, the preferred ones first."""
+    if request.config.page_size is not None:
+        return (request.config.page_size,)
+    usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
+    named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
+    return (*usual, *sorted(named - set(usual)))
+
+
+def _packings(choices: Options) -> Iterable[str]:
+    """Packings to try: those that the pool knows, then those that only rows name."""
+    named = {name for choice in choices.values() for option in choice for name in option.packings or ()}
+    return (*packings.names(), *sorted(named - set(packings.names())))
+
+
+def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str) -> GroupPlan:
+    routes: list[Route] = []
+    for phase in ROUTED:
+        option = _pick(choices[part, phase], page, packing)
+        assert option is not None, "the storage that was chosen serves every ask"
+        routes.append(option.route(phase))
+    drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
+    verify = _pick(drafts, page, packing)
+    if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
+        routes.append(verify.route(Phase.VERIFY))
+    return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
+
+
+def _drafts(request: PlanRequest, able: Iterable[Option], used: set[str]) -> Iterable[Option]:
+    """Who may serve VERIFY. Where nobody asked for it, no backend is brought in that holds memory for it alone."""
+    return (
+        option
+        for option in able
+        if request.verify or not option.row.workspace_bytes or option.backend.name in used
+    )

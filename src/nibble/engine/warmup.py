@@ -1,0 +1,148 @@
+"""From a model with its pool to one that serves: test, compile, record, and a look at the memory.
+
+On a CPU only the test is made. Owns Startup, prepare() and the check that reality keeps to the budget. What a step
+does is the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
+from nibble.attention.planner.memory import KEPT, MemoryPlan, most_decodes
+from nibble.cache.manager import CacheManager
+from nibble.config import Config
+from nibble.engine.batch import Batch, ScheduledRequest
+from nibble.engine.cuda_graphs import CudaGraphs, Graphs, live
+from nibble.engine.model_runner import ModelRunner
+from nibble.engine.request import Request
+from nibble.engine.selftest import self_test, tier_test
+from nibble.errors import CapacityError
+from nibble.hardware import format_bytes
+
+FIRST_STEP = 24
+"""Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
+
+
+@dataclass
+class StartupReport:
+    """How a start went. seconds: what its parts took, by name, in order. notes: what users should know."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
+
+    @property
+    def summary(self) -> str:
+        """`12.3 s: weights 2.0, compile 9.1, ...`."""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s: {parts}"
+
+
+def warm_up(
+    runner: ModelRunner,
+    config: Config,
+    budget: MemoryPlan,
+    startup: StartupReport,
+    longest: int,
+    *,
+    tested: bool = True,
+) -> None:
+    """Makes a runner ready to serve requests of up to `longest` tokens; raises BackendError, ConfigError or
+    CapacityError where it is not fit to.
+    """
+    with out_of_memory_explained(budget):
+        with startup.part("self-test"):
+            if tested:
+                self_test(runner.plan, runner.pool, runner.backends)
+                if runner.tier:
+                    tier_test(runner.tier, runner.pool)
+        if runner.device.type != "cuda":
+            return
+        with startup.part("compile"):
+            _warm(runner, (min(FIRST_STEP, longest),))
+        with startup.part("graphs"):
+            _record(runner, config, budget, startup)
+        with startup.part("largest step"):
+            _warm(runner, _largest(runner, budget.step_tokens, longest))
+            torch.cuda.synchronize()
+    check_memory(budget, torch.cuda.mem_get_info()[0])
+
+
+def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:
+    """Gives the runner its decode steps: recorded, or run over the same buffers where graphs are not wanted."""
+    reason = cuda_graph_blocker(runner.plan)
+    if reason is None and not runner.pool.is_capturable:
+        reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
+    if reason is None:
+        most = most_decodes(config, budget.step_tokens)
+        runner.record(Graphs(graph_sizes(most), runner.device, CudaGraphs() if config.graphs else live))
+    elif config.graphs:
+        startup.notes.append(reason)
+
+
+def _warm(runner: ModelRunner, lengths: Sequence[int]) -> None:
+    """One step of prompts of these lengths, over pages that are free again afterwards."""
+    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
+    requests = [Request(f"warm-{i}", [0] * length) for i, length in enumerate(lengths)]
+    for request in requests:
+        request.lease = manager.open(request.token_ids, "")
+        manager.reserve(request.lease, len(request.token_ids))
+    runner.forward(
+        Batch.from_scheduled(
+            ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests
+        )
+    )
+    for request in requests:
+        assert request.lease
+        manager.release(request.lease)
+
+
+def _largest(runner: ModelRunner, tokens: int, longest: int) -> list[int]:
+    """Prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
+    pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
+    while tokens and pages and len(lengths) < runner.tables.padding_row:
+        length = min(tokens, longest, pages * size)
+        lengths.append(length)
+        tokens, pages = tokens - length, pages - -(-length // size)
+    return lengths
+
+
+def check_memory(budget: MemoryPlan, free: int) -> None:
+    """Raises CapacityError where more is in use than was planned, so that too little of the reserve is left."""
+    if free < KEPT * budget.reserve:
+        used = budget.memory - free - budget.pool
+        raise CapacityError(
+            f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of weights and "
+            f"{format_bytes(budget.workspace)} of workspace were planned, and {format_bytes(free)} are left; {_advice(budget)}"
+        )
+
+
+@contextmanager
+def out_of_memory_explained(budget: MemoryPlan) -> Iterator[None]:
+    """Turns torch's error into one that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the GPU's memory does not suffice for the plan ({format_bytes(budget.weights)} of weights, "
+            f"{format_bytes(budget.workspace)} of workspace, a pool of {format_bytes(budget.pool)}); {_advice(budget)}"
+        ) from error
+
+
+def _advice(budget: MemoryPlan) -> str:
+    smaller = max(budget.pool - budget.reserve, budget.pool // 2)
+    return (
+        f"what would help: --kv-memory {smaller >> 20}MiB, a smaller --token-budget (now {budget.step_tokens}), "
+        "or ending other programs on this GPU"
+    )

@@ -1,0 +1,1 @@
+"""Time the attention backends of a model on this machine."""

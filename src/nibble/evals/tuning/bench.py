@@ -1,0 +1,291 @@
+"""A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
+
+The entrants are the resolver's own options (attention/planner/options.py), staged ones included; each is called as an engine
+calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
+its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
+everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One entrant's
+failure is its own. Must not know of any one backend or format.
+
+Shape suffixes: T tokens, H query heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention.dequantize import dequantize_pages
+from nibble.attention.layer import AttentionBackend
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner import options
+from nibble.attention.planner.needs import SchemeGroup
+from nibble.attention.planner.options import Option, PlanRequest
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES
+from nibble.attention.planner.support import Phase
+from nibble.cache import packing as packings
+from nibble.cache.view import KVView
+from nibble.errors import NibbleError
+from nibble.evals.tuning import timing as clock
+from nibble.evals.tuning.fixtures import Fixture, make_fixture
+from nibble.evals.tuning.workloads import Workload
+
+STEP_MS, FEW = 20.0, 4
+"""A step has as many calls as a model has layers, fewer where they take longer than this together; FEW at least."""
+LONG_MS = 50.0
+"""A call that takes longer is a step of its own: what a backend plans for it is little beside it."""
+HOPELESS = 6.0
+"""An entrant that takes so many times as long as the best so far, twice, is timed by one call."""
+SPEND_MS, FEWEST = 40.0, 3
+"""What the replays of one entrant may take together, in ms, and how many are made at least."""
+BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Relative errors from which an answer is wrong: a few times those of plain torch. Conformance tests are stricter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An option of the resolver, on the page size and packing that it is timed with."""
+
+    option: Option
+    page: int
+    packing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How an entrant did. ms: a call, None where it failed; error: relative; failure: why it did not finish. captured:
+    in a CUDA graph. chosen: whether the plan has it. rough: timed by one call. read_bytes: of the cache, at least."""
+
+    backend: str
+    stage_to: str | None
+    page: int
+    packing: str
+    phase: Phase
+    workload: str
+    prefer: int
+    graphs: bool
+    chosen: bool = False
+    ms: float | None = None
+    error: float | None = None
+    captured: bool = False
+    rough: bool = False
+    read_bytes: int = 0
+    failure: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}, staged" if self.stage_to else self.backend
+
+
+def entrants(
+    request: PlanRequest, plan: Plan, part: SchemeGroup, phase: Phase, names: Collection[str] = ()
+) -> tuple[Candidate, ...]:
+    """Everybody who may serve a part, best preference first, on the plan's storage where he reads it.
+
+    names: only these backends. The reference is what others are checked against; on a GPU it does not race, unless
+    it is named or alone.
+    """
+    found: dict[tuple[str, str | None], Candidate] = {}
+    for option in options.serving(request, part, phase):
+        page, packing = _place(request, plan, option)
+        entrant = Candidate(option, page, packing)
+        if not names or option.backend.name in names:
+            found.setdefault(entrant.option.key, entrant)
+    everybody = tuple(found.values())
+    if names or request.hardware.is_cpu:
+        return everybody
+    return tuple(e for e in everybody if e.option.backend.adapter is not TorchRef) or everybody[:1]
+
+
+def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
+    """The plan's page size and packing, or the first of the usual ones that the option reads."""
+    usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
+    sizes = [plan.page_size, *usual, *sorted(option.pages or ())]
+    packs = [plan.layout.packing, *packings.names(), *sorted(option.packings or ())]
+    return next((page, packing) for packing in packs for page in sizes if option.fits(page, packing))
+
+
+def bench_backends(
+    request: PlanRequest, plan: Plan, part: SchemeGroup, workload: Workload, names: Collection[str] = ()
+) -> Iterator[Result]:
+    """Runs all entrants one after the other, those that share pages together. Raises what broke the device itself."""
+    field = entrants(request, plan, part, workload.phase, names)
+    best: float | None = None
+    for place in dict.fromkeys((entrant.page, entrant.packing) for entrant in field):
+        judge: _Judge | None = None
+        for entrant in (entrant for entrant in field if (entrant.page, entrant.packing) == place):
+            result = blank(plan, part, entrant, workload)
+            try:  # kernels and their compilers fail in all manners, which is their own business
+                judge = judge or _Judge(request, part, workload, entrant)
+                result = _run(request, judge, entrant, result, best)
+            except Exception as error:
+                result = replace(result, failure=_in_words(error))
+            _require_device(request, result)
+            if result.ms is not None:
+                best = min(result.ms, best or result.ms)
+            yield result
+        judge = None
+        _free(request)
+
+
+def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload) -> Result:
+    """What is known of an entrant before it runs."""
+    option, phase = entrant.option, workload.phase
+    group = next(group for group in plan.groups if (group.group, group.layers) == (part.group, part.layers))
+    routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
+    return Result(
+        option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
+        option.prefer, option.route(phase).graphs, entrant.option.key in routes,
+    )  # fmt: skip
+
+
+def _run(
+    request: PlanRequest, judge: _Judge, entrant: Candidate, result: Result, best: float | None
+) -> Result:
+    scene, make = judge.scene, entrant.option.backend.adapter
+    assert make is not None, "an entrant can run"
+    adapter, stage_to = make(), entrant.option.stage_to
+
+    def attend(layer: int, segment: AttentionBatch) -> Tensor:
+        return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)
+
+    # what is worked out once per step is so at the first call, and no layer's time
+    planned = replace(scene.segment)
+    error = judge.error(0, attend(0, planned))
+    hopeless = math.inf if best is None else HOPELESS * best + 1
+    once = _once_ms(request, lambda: attend(0, planned))
+    if once > hopeless:
+        once = min(once, _once_ms(request, lambda: attend(0, planned)))
+    if once > hopeless:
+        return replace(result, ms=once, error=error, rough=True, read_bytes=scene.read_bytes)
+    calls = _calls(scene, once)
+
+    def step() -> list[Tensor]:
+        segment = replace(scene.segment)  # the same tensors, and nothing that a backend may remember
+        for i in range(calls):
+            out = attend(i % scene.layers, segment)
+        return [out]
+
+    decode, device = result.phase is Phase.DECODE, request.hardware.device
+    recorded = decode and result.graphs and request.config.graphs
+    took = clock.time_calls(
+        step, calls, graph=recorded, ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
+    )
+    if took.captured:  # a graph may hold something else than what was called
+        error = max(error, judge.error((calls - 1) % scene.layers, took.outputs[-1]))
+    return replace(result, ms=took.ms, error=error, captured=took.captured, read_bytes=scene.read_bytes)
+
+
+def _attend(
+    adapter: AttentionBackend,
+    q_THD: Tensor,
+    view: KVView,
+    segment: AttentionBatch,
+    spec: AttentionParams,
+    stage_to: str | None,
+) -> Tensor:
+    """One layer's attention as an engine calls it, staging included."""
+    if stage_to is None:
+        return adapter.attend(q_THD, view, segment, spec)
+    pieces = dequantize_pages(view, segment, stage_to, spec.window)
+    parts = [adapter.attend(q_THD[p.start : p.stop], v, p, spec) for v, p in pieces]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class _Judge:
+    """A scene, and what the reference answers in it: the same for all entrants, so it is asked once."""
+
+    def __init__(
+        self, request: PlanRequest, part: SchemeGroup, workload: Workload, entrant: Candidate
+    ) -> None:
+        where = entrant.page, entrant.packing, request.dtype, request.hardware.device
+        self.scene: Fixture = make_fixture(part, workload, *where)
+        self._bound = BOUNDS[getattr(torch, request.dtype)]
+        self._known: dict[int, list[Tensor]] = {}
+
+    def error(self, layer: int, out_THD: Tensor) -> float:
+        """The relative error of a layer's answer; raises where it is wrong."""
+        pairs = zip(self.scene.samples, self._wanted(layer), strict=True)
+        error = max(_relative(out_THD[rows], wanted) for (rows, _), wanted in pairs)
+        if error > self._bound:
+            raise WrongAnswerError(
+                f"relative error {error:.1e}, and {self._bound:g} is the most: a wrong answer has no speed"
+            )
+        return error
+
+    def _wanted(self, layer: int) -> list[Tensor]:
+        if layer not in self._known:
+            scene, reference = self.scene, TorchRef()
+            self._known[layer] = [
+                reference.attend(scene.queries[layer][rows].float(), scene.view(layer), segment, scene.spec)
+                for rows, segment in scene.samples
+            ]
+        return self._known[layer]
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    """||found - wanted|| / ||wanted||; infinite where it is not a number."""
+    error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return math.inf if math.isnan(error) else error
+
+
+class WrongAnswerError(NibbleError):
+    """A backend's answer is not the reference's."""
+
+
+def _once_ms(request: PlanRequest, call: Callable[[], object]) -> float:
+    """One call, once it has been called before, on the wall's clock."""
+    _synchronise(request)
+    start = time.perf_counter()
+    call()
+    _synchronise(request)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _calls(scene: Fixture, once_ms: float) -> int:
+    """Calls of a step, given how long one takes."""
+    few = 1 if once_ms > LONG_MS else FEW
+    return max(min(max(int(STEP_MS / max(once_ms, 1e-3)), few), clock.CALLS), scene.layers)
+
+
+def _synchronise(request: PlanRequest) -> None:
+    if not request.hardware.is_cpu:
+        torch.cuda.synchronize()
+
+
+def _require_device(request: PlanRequest, result: Result) -> None:
+    """A kernel that ran into memory that is not its own takes the whole device with it: nobody can go on."""
+    try:
+        _synchronise(request)
+    except Exception as error:
+        raise DeviceLostError(
+            f"{result.name} broke the device in {result.phase} {result.workload}: {_in_words(error)}"
+        ) from error
+
+
+class DeviceLostError(NibbleError):
+    """No more can be run in this process."""
+
+
+def _free(request: PlanRequest) -> None:
+    if not request.hardware.is_cpu:
+        torch.cuda.empty_cache()
+
+
+def _in_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def fastest(results: Sequence[Result], *, recordable: bool = False) -> Result | None:
+    """The fastest of those that finished. recordable: of those that an engine can record, if any of them can."""
+    finished = [result for result in results if result.ms is not None]
+    if recordable:
+        finished = [result for result in finished if result.graphs] or finished
+    return min(finished, key=lambda result: result.ms or 0.0, default=None)

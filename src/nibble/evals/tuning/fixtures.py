@@ -1,0 +1,123 @@
+"""A scene: requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
+
+Owns Scene. Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the
+error of a format is not counted when what is read is judged. Must not know of backends.
+
+Shape suffixes: T tokens, B requests, N pages of a request, H heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.needs import SchemeGroup
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.cache.pool import PagedPool
+from nibble.cache.scales import ONE
+from nibble.cache.view import KVView
+from nibble.errors import ConfigError
+from nibble.evals.tuning import timing as clock
+from nibble.evals.tuning.workloads import Workload
+
+CHUNK = 1 << 16
+"""Tokens that are made up and written at a time."""
+SOFTCAP = 5.0
+"""Where scores are capped, so that it is seen."""
+ROWS = 8
+"""Rows of a request that are checked at each place."""
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """Requests in a pool, and what they ask. samples: rows whose answers are checked, each with a segment of their own.
+    read_bytes: what one call must read of the cache."""
+
+    pool: PagedPool
+    segment: AttentionBatch
+    queries: tuple[Tensor, ...]
+    spec: AttentionParams
+    samples: tuple[tuple[slice, AttentionBatch], ...]
+    read_bytes: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.queries)
+
+    def view(self, layer: int) -> KVView:
+        return self.pool.view(layer)
+
+
+def make_fixture(
+    part: SchemeGroup, workload: Workload, page: int, packing: str, dtype: str, device: str
+) -> Fixture:
+    """A scene of `workload` for the layers of `part`."""
+    group, work = part.group, workload
+    if group.top_k:
+        raise ConfigError("sparse attention is not timed: its indexer chooses what it reads")
+    rng = torch.Generator(device).manual_seed(SEED)
+    entries = tuple(StreamLayout(stream, part.scheme.format_of(stream).name) for stream in group.streams)
+    size = sum(entry.bytes_per_token for entry in entries)
+    seen = min(work.stored, work.new + group.window) if group.window else work.stored
+    read = work.requests * seen * size
+    shape = (work.requests * work.new, group.q_heads, group.head_dim)
+    asked = math.prod(shape) * getattr(torch, dtype).itemsize
+    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + asked)), 1), clock.CALLS)
+    layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
+    pages = -(-work.stored // page)
+    pool = PagedPool(layout, work.requests * pages, ONE, device)
+    for layer in range(layers):
+        _fill(pool, layer, getattr(torch, dtype), rng)
+    order = torch.randperm(work.requests * pages, generator=rng, device=device).int()
+    page_table_BN = order.view(work.requests, pages)
+    shape = (work.requests * work.new, group.q_heads, group.head_dim)
+    queries = tuple(
+        torch.randn(shape, generator=rng, dtype=getattr(torch, dtype), device=device) for _ in range(layers)
+    )
+    sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
+    spec = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
+    segment = AttentionBatch.from_lens(
+        work.phase, 0, [work.new] * work.requests, [work.stored] * work.requests, page_table_BN
+    )
+    return Fixture(pool, segment, queries, spec, _samples(work, page_table_BN), read)
+
+
+def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator) -> None:
+    """Writes random tokens to every slot of a layer."""
+    slots, device = pool.pages * pool.layout.page_size, pool.device
+    entries = pool.layout.layers[layer].streams
+    for start in range(0, slots, CHUNK):
+        slot_mapping_T = torch.arange(start, min(start + CHUNK, slots), device=device)
+        random = {
+            entry.stream.name: torch.randn(
+                len(slot_mapping_T),
+                entry.stream.heads,
+                entry.stream.dim,
+                generator=rng,
+                dtype=dtype,
+                device=device,
+            )
+            for entry in entries
+        }
+        pool.write(layer, random, slot_mapping_T)
+
+
+def _samples(work: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
+    """The first and the last rows of the first and the last request."""
+    starts = list(accumulate([work.new] * work.requests, initial=0))
+    rows = min(ROWS, work.new)
+    found = []
+    for request in sorted({0, work.requests - 1}):
+        for first in sorted({0, work.new - rows}):
+            begin, stored = starts[request] + first, work.stored - work.new + first + rows
+            own = AttentionBatch.from_lens(
+                work.phase, 0, [rows], [stored], page_table_BN[request : request + 1]
+            )
+            found.append((slice(begin, begin + rows), own))
+    return tuple(found)

@@ -1,0 +1,92 @@
+"""Transforms of K that cost no bytes and make it easier to quantise, with what they ask of the query.
+
+Owns Transform and the table of them. Each leaves the softmax of attention as it was:
+
+- kmean: K minus a static mean per head. Scores shift by q . mean, the same for all keys of a query, and a softmax
+  does not see a shift. Learned sinks and score capping do see it, so those models are refused.
+- rot: K and Q times an orthogonal Hadamard matrix, block-wise where head_dim is no power of two. Scores are
+  unchanged; outliers of single channels are spread over the block.
+
+Shape suffixes: T tokens, H heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nibble.errors import ConfigError, unknown
+from nibble.model_spec import LayerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """key: (k_THD, mean_HD or None) -> float32 k_THD. needs_mean: whether calibration must supply the mean.
+    rotates: whether the query goes the same way (kernels/rotate/__init__.py).
+    """
+
+    name: str
+    summary: str
+    key: Callable[[Tensor, Tensor | None], Tensor]
+    needs_mean: bool = False
+    shifts_scores: bool = False
+    rotates: bool = False
+
+    def refuses(self, group: LayerGroup) -> str | None:
+        """Why a layer group cannot use this transform, or None."""
+        if group.kind != "mha":
+            return f"{self.name} transforms K heads, and {group.kind} caches a latent instead"
+        if self.shifts_scores and (group.sinks or group.softcap):
+            return (
+                f"{self.name} shifts scores, which {'sinks' if group.sinks else 'score capping'} would notice"
+            )
+        return None
+
+
+@functools.cache
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """float32 [size, size], orthogonal and symmetric; size is a power of two (Sylvester's construction)."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (matrix / size**0.5).to(device)
+
+
+def rotate(x_THD: Tensor, mean_HD: Tensor | None = None) -> Tensor:
+    """x_THD in float32, block by block times a Hadamard matrix. Its own inverse."""
+    dim = x_THD.shape[-1]
+    block = dim & -dim  # the largest power of two that divides dim
+    blocks = x_THD.float().unflatten(-1, (-1, block))
+    return (blocks @ hadamard(block, x_THD.device)).flatten(-2)
+
+
+def _subtract(x_THD: Tensor, mean_HD: Tensor | None) -> Tensor:
+    assert mean_HD is not None
+    return x_THD.float() - mean_HD
+
+
+_TABLE = {
+    entry.name: entry
+    for entry in (
+        Transform(
+            "kmean", "subtract a static per-head mean of K", _subtract, needs_mean=True, shifts_scores=True
+        ),
+        Transform("rot", "rotate K and Q by a Hadamard matrix", rotate, rotates=True),
+    )
+}
+
+
+def names() -> tuple[str, ...]:
+    """All transforms, in the order in which they are applied."""
+    return tuple(_TABLE)
+
+
+def get(name: str) -> Transform:
+    """The transform called `name`; raises ConfigError."""
+    if name not in _TABLE:
+        raise ConfigError(unknown("transform", name, names()))
+    return _TABLE[name]

@@ -1,1 +1,0 @@
-"""Triton twins of the operations one level up. Imported only where triton is installed."""

@@ -1,0 +1,101 @@
+"""What a model's layers cache and ask of attention, with no idea how it is stored.
+
+Owns Stream, LayerGroup and ModelSpec. Must not know of formats, backends, torch or any model family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["mha", "mla", "dsa"]
+"""Attention kind: `mha` covers MHA, GQA and MQA; `mla` caches a latent; `dsa` is sparse attention over it."""
+
+LATENT = "latent"
+"""The stream of MLA: one vector for all heads, key and value in one; its last `rope` values are of the key alone."""
+INDEX = "index_k"
+"""The stream that an indexer of sparse attention scores; attention itself does not read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One vector that a layer caches per token: `heads` rows of `dim` values, the last `rope` of them rotary."""
+
+    name: str
+    heads: int
+    dim: int
+    rope: int = 0
+
+    @property
+    def values(self) -> int:
+        """Values per token."""
+        return self.heads * self.dim
+
+
+HEADS = (Stream("k", heads=1, dim=128), Stream("v", heads=1, dim=128))
+"""One KV head of a usual size: what formats are shown on."""
+LATENTS = (Stream(LATENT, heads=1, dim=576, rope=64), Stream(INDEX, heads=1, dim=128, rope=64))
+"""The latent of DeepSeek V3.2, and its index key."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that ask the same of attention.
+
+    layers: indices of the attention layers, ascending.
+    q_heads: query heads of each layer.
+    window: sliding window in tokens, the present one included; None for full attention.
+    softcap, sinks: whether scores are capped by tanh, and whether learned sink logits join the softmax.
+    top_k: tokens that a query looks at in sparse attention, 0 where it looks at all.
+    """
+
+    name: str
+    kind: Kind
+    streams: tuple[Stream, ...]
+    layers: tuple[int, ...]
+    q_heads: int
+    window: int | None = None
+    softcap: bool = False
+    sinks: bool = False
+    top_k: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of the first stream's heads."""
+        return self.streams[0].dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.streams[0].heads
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All that Nibble must know of a model to plan its cache.
+
+    owner[layer]: the layer whose pages `layer` reads; itself, unless KV is shared across layers.
+    weight_bytes: size of the weights in the compute dtype.
+    """
+
+    model: str
+    family: str
+    groups: tuple[LayerGroup, ...]
+    owner: tuple[int, ...]
+    max_context: int
+    vocab_size: int
+    hidden_size: int
+    weight_bytes: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.owner)
+
+    @property
+    def stored_layers(self) -> tuple[int, ...]:
+        """Layers that have pages of their own."""
+        return tuple(layer for layer, owner in enumerate(self.owner) if owner == layer)
+
+    def group_of(self, layer: int) -> LayerGroup:
+        """The group that `layer` belongs to."""
+        return next(group for group in self.groups if layer in group.layers)

@@ -1,0 +1,116 @@
+"""Weights: from a checkpoint to a model that is ready to serve.
+
+Owns load(). Transformers reads and places the weights; here they are checked, rope is fixed, and linear layers are
+packed on a CPU, or merged on a GPU. Must not know of requests or of the cache's format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nibble.errors import WeightError
+from nibble.model_spec import ModelSpec
+from nibble.models import hook
+from nibble.models.adapt import adapted
+from nibble.models.experts import pack_experts
+from nibble.models.hub import find
+from nibble.models.kv_scales import is_scale
+from nibble.models.linear import pack_linears
+from nibble.models.merged_linear import widen
+from nibble.models.quiet import first_line, quiet
+from nibble.models.refusals import named_class
+from nibble.models.rope import fix_rope, tabulate_rope
+
+
+def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:
+    """The model of `geometry` in `dtype` on `device`, in eval mode. Raises WeightError."""
+    path = find(model_spec.model)
+    try:
+        with quiet():
+            model, info = (named_class(config) or AutoModelForCausalLM).from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=hook.NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by _check, with the other differences
+                trust_remote_code=False,
+            )
+    except SafetensorError as error:
+        raise WeightError(
+            f"a weight file of {path} is broken or cut short ({error}); download it again"
+        ) from error
+    except (UnpicklingError, EOFError) as error:
+        raise WeightError(
+            f"a weight file of {path} is broken, or is no PyTorch checkpoint ({first_line(error)}); "
+            "download it again, as safetensors where there is a choice"
+        ) from error
+    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
+    _check(info, model_spec.model)
+    return ready(model.to(device), model_spec.max_context)
+
+
+def ready(model: nn.Module, max_context: int) -> nn.Module:
+    """Makes a loaded model ready to serve, in place."""
+    adapted(model)
+    fix_rope(model, max_context)
+    if next(model.parameters()).is_cuda:
+        tabulate_rope(model, max_context)
+        widen(model)
+    else:
+        pack_linears(model)
+        pack_experts(model)
+    return model.eval().requires_grad_(False)
+
+
+def _check(info: dict[str, Any], model: str) -> None:
+    """Raises WeightError unless the checkpoint has exactly the model's tensors, KV scales aside."""
+    missing = sorted(info.get("missing_keys", ()))
+    unexpected = sorted(key for key in info.get("unexpected_keys", ()) if not is_scale(key))
+    mismatched = sorted(_shapes(entry) for entry in info.get("mismatched_keys", ()))
+    problems = (
+        ("lacks", missing, "the download may be incomplete"),
+        (
+            "has other shapes than config.json says for",
+            mismatched,
+            "weights and config.json belong to different models",
+        ),
+        ("holds, beside those of the model,", unexpected, "they would be ignored, and the answers wrong"),
+    )
+    for what, keys, meaning in problems:
+        if keys:
+            raise WeightError(
+                f"the checkpoint {model!r} {what} {len(keys)} tensors, {keys[0]} among them: {meaning}"
+            )
+
+
+def _shapes(entry: Any) -> str:
+    """(name, stored shape, model's shape) as text."""
+    name, *shapes = entry if isinstance(entry, (tuple, list)) else (entry,)
+    return (
+        f"{name} ({' stored, needed '.join(str(tuple(shape)) for shape in shapes)})" if shapes else str(name)
+    )
+
+
+def folder(model: str) -> Path:
+    """The local folder of a model's checkpoint; a hub model is fetched if it is not here yet. Raises WeightError."""
+    path = Path(find(model))
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"])
+        )
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise WeightError(f"cannot fetch {model!r}: {first_line(error)}") from error

@@ -1,0 +1,95 @@
+"""Sparse attention (DSA): an indexer that hands on what it would score with, instead of scoring.
+
+Transformers' layers call their indexer without the context of a step, and hand what it returns on to the attention
+function, as `indices`, and to later layers that share the selection. So the indexer's place is taken by one that
+returns a Selection: queries, key and weights, and, once a layer's attention has asked for it, the tokens that were
+chosen. Owns absorb_indexers(), stand_ins() and Selection. Must not know of caches.
+
+Shape suffixes: T tokens, H heads of the indexer, D values of a head; a leading 1 is Transformers' batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROTATIONS = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
+"""Functions by which families rotate, in their own modules; an indexer's code names one of them."""
+
+
+class Selection:
+    """What the indexer of layer `layer` asks: q_THD, key_T1D, weights_TH.
+
+    topk_indices_TK: the answer, once it is known. ctx: in which context.
+    """
+
+    def __init__(self, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int) -> None:
+        self.layer, self.top_k = layer, top_k
+        self.q_THD, self.key_T1D, self.weights_TH = q_THD, key_T1D, weights_TH
+        self.topk_indices_TK: Tensor | None = None
+        self.ctx: Any = None
+
+
+class Indexer(nn.Module):
+    """The projections of a family's indexer."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.wq_b, self.wk, self.k_norm, self.weights_proj = (
+            source.wq_b,
+            source.wk,
+            source.k_norm,
+            source.weights_proj,
+        )
+        self.heads, self.rope, self.top_k = source.n_heads, source.qk_rope_head_dim, source.index_topk
+        self.layer, self.scale = source.layer_idx, source.softmax_scale * source.n_heads**-0.5
+        self.rotate = _rotation(type(source))
+
+    def forward(
+        self, x: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
+    ) -> Selection:
+        q_1THD = self.wq_b(q_resid).unflatten(-1, (self.heads, -1))
+        k_1T1D = self.k_norm(self.wk(x)).unsqueeze(2)
+        q_rope, k_rope = self.rotate(
+            q_1THD[..., : self.rope], k_1T1D[..., : self.rope], *position_embeddings, unsqueeze_dim=2
+        )
+        q_1THD = torch.cat((q_rope, q_1THD[..., self.rope :]), -1)
+        k_1T1D = torch.cat((k_rope, k_1T1D[..., self.rope :]), -1)
+        weights_1TH = self.weights_proj(x.to(self.weights_proj.weight.dtype)).float() * self.scale
+        return Selection(self.layer, q_1THD[0], k_1T1D[0], weights_1TH[0], self.top_k)
+
+
+def _rotation(indexer: type) -> Callable[..., tuple[Tensor, Tensor]]:
+    """How a family's indexer rotates."""
+    named = inspect.unwrap(indexer.forward).__code__.co_names  # type: ignore[attr-defined]
+    found = next(name for name in ROTATIONS if name in named)
+    rotate: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[indexer.__module__], found)
+    return rotate
+
+
+def absorb_indexers(model: nn.Module) -> int:
+    """Takes the place of all indexers of `model`; returns how many it found."""
+    found = _indexing(model)
+    for module in found:
+        module.indexer = Indexer(module.indexer)
+    return len(found)
+
+
+def stand_ins(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Layers of `model`, which is not changed, with the indexers that absorb_indexers() would have given them."""
+    return [(module, {"indexer": Indexer(module.indexer)}) for module in _indexing(model)]
+
+
+def _indexing(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _is_indexer(getattr(module, "indexer", None))]
+
+
+def _is_indexer(module: Any) -> bool:
+    return isinstance(module, nn.Module) and all(
+        hasattr(module, name) for name in ("wq_b", "wk", "index_topk")
+    )

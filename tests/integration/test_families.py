@@ -1,0 +1,380 @@
+"""Model families: Nibble's logits must be those of the unmodified Transformers model, for every family it serves.
+
+Each family is a tiny random checkpoint, served in fp32 over a paged cache, whole and in chunks of 7 tokens. The same
+comparison must notice planted errors (K off by a thousandth, a window, a soft cap or sinks left out), else it would
+prove nothing: greedy tokens alone would not notice the first of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import nibble.transformers as nt
+from nibble import LLM
+from nibble.attention.metadata import AttentionParams
+from nibble.cache.pool import PagedPool
+from nibble.engine.build import run_prompt
+from nibble.models import hook, linear
+from nibble.models.quiet import quiet
+from tiny import MLA, save_model
+
+TOLERANCE = 1e-4
+WINDOW = 8
+VOCAB = 512
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "eos_token_id": None,
+    "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MOE = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+}
+GEMMA3N = {
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+    "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "n_inner": 96}
+OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """options: of its config, over BASE. windows: the sliding windows that must be observed. asks: what it asks of
+    attention beside keys and values; leaving any out must show. owner: whose pages each layer reads, if not its own."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (2, 16)
+    windows: tuple[int | None, ...] = (None,)
+    asks: tuple[str, ...] = ()
+    owner: tuple[int, ...] = ()
+
+    def config(self, name: str) -> Any:
+        heads, dim = self.heads
+        layout = {"num_key_value_heads": heads, "head_dim": dim}
+        with quiet():  # one of them warns of its own defaults
+            return self._made(name, layout)
+
+    def _made(self, name: str, layout: dict[str, int]) -> Any:
+        return AutoConfig.for_model(name, **{**BASE, **layout, **self.options})
+
+
+def windowed(heads: tuple[int, int] = (2, 16), *asks: str, mixed: bool = True, **options: Any) -> Family:
+    windows = (None, WINDOW) if mixed else (WINDOW,)
+    kinds = MIXED if mixed else {}
+    return Family({"sliding_window": WINDOW, **kinds, **options}, heads, windows, ("window", *asks))
+
+
+def latent(**options: Any) -> Family:
+    """MLA: one latent of 32 + 8 values for four heads of 16 + 8, whose values have 32. The experts are as above."""
+    ranks = {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+    }
+    experts = {**ROUTED, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+    return Family({**experts, **ranks, "num_key_value_heads": 4, "head_dim": 8, **options}, (1, 40))
+
+
+def sparse(**options: Any) -> Family:
+    """DSA: MLA that looks at 12 tokens. So many heads of the indexer that no two tokens have the same score: which of
+    them is chosen would be anyone's guess."""
+    indexer = {"index_topk": 12, "index_n_heads": 32, "index_head_dim": 32}
+    return replace(latent(**indexer, **options), asks=("chosen",))
+
+
+LONGCAT = {
+    "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2,
+}  # fmt: skip
+LOOPED = ("longcat_flash",)
+"""Families whose experts are computed one after the other on the rows that chose them, by their own code, and so depend
+on the number of rows in the last bit."""
+SCALAR_GATE = ("qwen2_moe",)
+"""Families with a sigmoid of one value per token. torch computes elements in vectors of up to 32 and the rest one by
+one, which may differ in the last bit; so widths here are multiples of 32, as those of real models are."""
+
+FAMILIES = {
+    "axk1": latent(),
+    "deepseek_v2": latent(topk_method="greedy", routed_scaling_factor=1.0),
+    "deepseek_v3": latent(),
+    "deepseek_v32": sparse(),
+    "glm_moe_dsa": sparse(indexer_types=["full", "shared", "full", "shared"]),
+    "glm4_moe_lite": latent(),
+    "longcat_flash": latent(**LONGCAT),
+    "minicpm3": latent(hidden_act="silu"),
+    "mistral4": latent(num_local_experts=8),
+    "youtu": latent(),
+    "afmoe": windowed(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
+    "apertus": Family(),
+    "arcee": Family(),
+    "cohere": Family({"logit_scale": 1.0}),
+    "cohere2": windowed(logit_scale=1.0),
+    "ernie4_5": Family(),
+    "exaone4": windowed(),
+    "flex_olmo": Family(MOE),
+    "gemma": Family({}, (1, 256)),
+    "gemma2": windowed((1, 128), "softcap", attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+    "gemma3_text": windowed((2, 64)),
+    "gemma3n_text": Family(
+        {**SHARED, **GEMMA3N, "sliding_window": WINDOW},
+        windows=(None, WINDOW),
+        asks=("window",),
+        owner=(0, 1, 2, 3, 2, 3),
+    ),
+    "gemma4_text": Family(
+        {**SHARED, "global_head_dim": 32, "sliding_window": WINDOW, "hidden_size_per_layer_input": 32},
+        windows=(None, WINDOW),
+        asks=("window",),
+        owner=(0, 1, 2, 3, 2, 3),
+    ),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(ROUTED),
+    "gpt2": Family(GPT2, (4, 16)),
+    "gpt_neox": Family({}, (4, 16)),
+    "gpt_oss": windowed((2, 64), "sinks", **MOE),
+    "granite": Family({"attention_multiplier": 0.25}),
+    "granitemoe": Family({**MOE, "attention_multiplier": 0.25}),
+    "helium": Family({"num_attention_heads": 4}, (4, 16)),
+    "hunyuan_v1_dense": Family(),
+    "hunyuan_v1_moe": Family({"num_experts": 4, "moe_topk": 2}),
+    "llama": Family({"tie_word_embeddings": True}, (2, 64)),
+    "minimax_m2": Family({**MOE, "num_experts": 32, "num_local_experts": 32, "rotary_dim": 8}),
+    "ministral": windowed(),
+    "ministral3": windowed(mixed=False),
+    "mistral": windowed((2, 128), mixed=False),
+    "mixtral": windowed(mixed=False, num_local_experts=8, num_experts_per_tok=2),
+    "nanochat": Family({}, (4, 16)),
+    "olmo": Family({}, (4, 16)),
+    "olmo2": Family(),
+    "olmo3": windowed(),
+    "olmoe": Family(MOE),
+    "opt": Family(OPT, (4, 16)),
+    "phi": Family({"hidden_size": 320, "initializer_range": 0.08}, (4, 80)),
+    "phi3": windowed((2, 96), mixed=False, hidden_size=384, initializer_range=0.08),
+    "qwen2": Family({}, (1, 16)),
+    "qwen2_moe": Family({**MOE, "shared_expert_intermediate_size": 32}),
+    "qwen3": Family({"tie_word_embeddings": True}, (2, 128)),
+    "qwen3_moe": Family({**MOE, "norm_topk_prob": True}),
+    "seed_oss": Family(),
+    "smollm3": Family({"no_rope_layers": [1, 0, 1, 0]}),
+    "starcoder2": windowed(mixed=False),
+    "vaultgemma": windowed((2, 16), "softcap", attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+}
+
+
+NAMED = {"mistral4": "Mistral4ForCausalLM"}
+"""Families whose class Transformers finds only by the name that a checkpoint gives."""
+
+
+def make(name: str, config: Any) -> Any:
+    """A random model of a family, as Transformers has it."""
+    if name not in NAMED:
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    config.architectures = [NAMED[name]]
+    return getattr(transformers, NAMED[name])._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+
+
+@dataclass
+class Served:
+    """One family, loaded once: the unmodified model, and the same checkpoint behind an LLM."""
+
+    name: str
+    path: Path
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.name]
+
+    @cached_property
+    def reference(self) -> Any:
+        torch.manual_seed(0)
+        model = make(self.name, self.family.config(self.name))
+        model = model.float().eval()
+        with quiet():
+            model.save_pretrained(self.path)
+        return model
+
+    @cached_property
+    def expected(self) -> Tensor:
+        with torch.inference_mode():
+            return self.reference(torch.tensor([PROMPT]), use_cache=False).logits[0]
+
+    @cached_property
+    def llm(self) -> LLM:
+        assert self.reference is not None
+        return LLM(
+            str(self.path), kv_format="fp32", max_context=96, max_running=4, token_budget=7, kv_memory="8MiB"
+        )
+
+    def error(self) -> float:
+        """Largest difference of a logit, over all positions, in chunks of token_budget."""
+        return float((self.llm.logits(PROMPT) - self.expected).abs().max())
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (count,), generator=generator).tolist()
+
+
+PROMPT = tokens(40, seed=1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(request.param, tmp_path_factory.mktemp(request.param))
+    assert served.llm.engine  # loaded before any test plants an error
+    yield served
+
+
+def test_logits_are_those_of_the_unmodified_model(served: Served) -> None:
+    assert served.expected.isfinite().all()
+    assert served.expected.abs().max() > 0.5, "logits so small that an error would not show"
+    assert served.error() < TOLERANCE
+
+
+def test_logits_do_not_depend_on_chunks(served: Served) -> None:
+    """To the last bit, on a CPU: a difference of one would flip a step of a quantised cache now and then."""
+    whole, *others = (
+        torch.cat(run_prompt(served.llm.engine.runner, served.llm.engine.scheduler.manager, PROMPT, chunk))
+        for chunk in (len(PROMPT), 7, 1)
+    )
+    assert float((whole - served.expected).abs().max()) < TOLERANCE
+    for found in others:
+        if served.name in (*SCALAR_GATE, *LOOPED) or not linear.available():
+            assert float((found - whole).abs().max()) < TOLERANCE
+        else:
+            assert torch.equal(found, whole)
+
+
+def test_geometry_is_observed(served: Served) -> None:
+    model_spec, family = served.llm._made.model_spec, served.family
+    assert sorted({group.window for group in model_spec.groups}, key=str) == sorted(family.windows, key=str)
+    assert model_spec.owner == (family.owner or tuple(range(model_spec.layers)))
+    assert any(stream.heads == family.heads[0] for group in model_spec.groups for stream in group.streams)
+    assert any(group.head_dim == family.heads[1] for group in model_spec.groups)
+    assert any(group.softcap for group in model_spec.groups) == ("softcap" in family.asks)
+    assert any(group.sinks for group in model_spec.groups) == ("sinks" in family.asks)
+
+
+def test_a_planted_error_in_keys_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PagedPool.write
+
+    def planted(self: PagedPool, layer: int, streams: Any, slot_mapping_T: Tensor) -> None:
+        first = next(iter(streams))  # keys, or the latent
+        plain(self, layer, {**streams, first: streams[first] * 1.001}, slot_mapping_T)
+
+    monkeypatch.setattr(PagedPool, "write", planted)
+    assert served.error() > TOLERANCE
+
+
+def test_what_a_layer_asks_is_not_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ask in served.family.asks:
+        with monkeypatch.context() as patch:
+            if ask == "chosen":
+                patch.setattr(hook, "_chosen", lambda *_: None)
+            else:
+                patch.setattr(
+                    hook, "AttentionParams", lambda *given, ask=ask: _without(AttentionParams(*given), ask)
+                )
+            assert served.error() > 10 * TOLERANCE, ask
+
+
+def _without(spec: AttentionParams, ask: str) -> AttentionParams:
+    window, softcap, sinks = spec.window, spec.softcap, spec.sinks_H
+    return AttentionParams(
+        spec.scale,
+        None if ask == "window" else window,
+        None if ask == "softcap" else softcap,
+        None if ask == "sinks" else sinks,
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3", "glm_moe_dsa"]
+)
+def test_greedy_answers_in_a_batch_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    served = Served(name, tmp_path)
+    prompts = [tokens(count, seed) for seed, count in enumerate((5, 37, 18))]
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [
+        served.reference.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts
+    ]
+    found = served.llm.generate(prompts, max_tokens=16, ignore_eos=True)
+    assert [
+        prompt + list(out.completions[0].token_ids) for prompt, out in zip(prompts, found, strict=True)
+    ] == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt2",
+        "longcat_flash",
+        "minicpm3",
+        "mistral4",
+        "deepseek_v32",
+    ],
+)
+def test_generate_over_a_nibble_cache_answers_as_without(name: str, tmp_path: Path) -> None:
+    """Families whose layers ask for more, or share; the usual ones are in test_transformers.py."""
+    model = Served(name, tmp_path).reference
+    ids = torch.tensor([tokens(37, 1), [0] * 20 + tokens(17, 2)])
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    given = {"attention_mask": (ids != 0).long(), **options}
+    expected = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, past_key_values=nt.NibbleCache(model, "fp32"), **given), expected)
+
+
+@pytest.mark.skipif(not linear.available(), reason="this build of torch cannot pack weights")
+@pytest.mark.parametrize("width", [64, 1024, 2048, 4096])
+def test_products_do_not_depend_on_how_many_rows_there_are(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, width, generator=generator) for rows in (96, 40))
+    packed = linear.pack(weight)
+    whole = linear.product(x, packed, None)
+    assert torch.allclose(whole, x @ weight.T, atol=1e-3)
+    for rows in (1, 2, 3, 7, 8, 9, 16, 33):
+        assert torch.equal(linear.product(x[:rows], packed, None), whole[:rows]), rows
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    """Its checkpoints name code of their own, of which nothing is run."""
+    path = save_model(tmp_path, "deepseek_v3", **MLA)
+    prompt = list(range(20, 45))
+    options: dict[str, Any] = {"kv_format": "fp32", "max_context": 64, "kv_memory": "2MiB"}
+    expected = LLM(str(path), **options).logits(prompt)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    file.write_text(json.dumps(config))
+    llm = LLM(str(path), **options)
+    assert torch.equal(llm.logits(prompt), expected)
+    assert [group.group.kind for group in llm.plan.groups] == ["mla"]

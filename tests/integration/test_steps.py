@@ -1,0 +1,167 @@
+"""The parts of a step: parcels, page tables, draws on the device, what a start checks and what a budget foresees."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nibble import LLM, CapacityError
+from nibble.attention.planner.capture import graph_sizes
+from nibble.attention.planner.memory import KEPT, TOKENS_CPU, TOKENS_GPU, MemoryPlan, plan_memory
+from nibble.attention.planner.resolve import resolve
+from nibble.cache.manager import CacheManager
+from nibble.config import Config, SamplingParams
+from nibble.engine.build import plan_engine
+from nibble.engine.page_tables import PageTables
+from nibble.engine.request import Request
+from nibble.engine.sampler import Sampler, uniform, uniforms
+from nibble.engine.transfer import ALIGNED, PackedInts
+from nibble.engine.warmup import StartupReport, _largest, check_memory, out_of_memory_explained
+from nibble.hardware import GIB, lookup_gpu
+from planning import QWEN3_8B
+
+CPU = torch.device("cpu")
+
+
+def test_parts_of_a_parcel_begin_on_a_grid() -> None:
+    parcel = PackedInts()
+    lists = [[7], [1, 2, 3, 4, 5], [], [9, 9]]
+    places = [parcel.add(values) for values in lists]
+    sent = parcel.send(CPU)
+    assert [sent[place].tolist() for place in places] == lists
+    assert all(place.start % ALIGNED == 0 for place in places)
+
+
+def test_a_table_is_told_of_new_pages_once() -> None:
+    manager, tables = CacheManager(20, 4), PageTables(2, 8, CPU)
+    leases = [manager.open([1, 2, 3], "") for _ in range(2)]
+    for lease, upto in zip(leases, (9, 5), strict=True):
+        manager.reserve(lease, upto)
+    rows = [tables.row(lease) for lease in leases]
+
+    def tell() -> int:
+        places, pages = tables.take_updates()
+        tables.apply(torch.tensor(places, dtype=torch.int64), torch.tensor(pages, dtype=torch.int32))
+        return len(pages)
+
+    assert (tell(), tell()) == (5, 0)
+    manager.reserve(leases[1], 13)
+    assert [tables.row(lease) for lease in leases] == rows and tell() == 2
+    for row, lease in zip(rows, leases, strict=True):
+        assert tables.table_RN[row, : len(lease.pages)].tolist() == lease.pages
+
+    manager.release(leases[0])
+    third = manager.open([5], "")
+    manager.reserve(third, 1)
+    assert tables.row(third) == rows[0], "the row of a released lease serves the next"
+    assert tell() == 1 and tables.table_RN[rows[0], 0] == third.pages[0]
+    assert not tables.table_RN[tables.padding_row].any()
+
+
+def test_random_numbers_are_the_same_on_the_device() -> None:
+    dice = random.Random(0)
+    seeds = [0, 1, -1, (1 << 64) - 1, 1 << 63, *(dice.randrange(-(1 << 63), 1 << 64) for _ in range(200))]
+    positions = [dice.randrange(1 << 20) for _ in seeds]
+    as_signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
+    found = uniforms(torch.tensor(as_signed), torch.tensor(positions)).tolist()
+    assert found == [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+
+
+def test_a_pick_knows_how_many_there_will_be() -> None:
+    """Steps that run ahead sample a token before the one before it is in the request's list."""
+    request = Request("r", [1, 2], SamplingParams(temperature=1.0, seed=4))
+    logits, sampler = torch.zeros(1, 1000), Sampler()
+    early = [sampler.pick(logits, [request], [made]).read()[0] for made in range(3)]
+    late = []
+    for _ in range(3):
+        late += sampler.sample(logits, [request])
+        request.token_ids.append(0)
+    assert early == late and len({pick.token for pick in early if pick}) == 3
+
+
+def test_what_is_no_number_has_a_token_that_a_step_may_run_on() -> None:
+    logits = torch.randn(3, 50)
+    logits[1] = float("nan")
+    requests = [Request(str(i), [1], SamplingParams(temperature=t)) for i, t in enumerate((0.0, 1.0, 1.0))]
+    for order in (requests, requests[::-1]):
+        picks = Sampler().pick(logits, order, [0, 0, 0])
+        assert picks.read()[1] is None and all(pick for i, pick in enumerate(picks.read()) if i != 1)
+        assert ((picks.tokens_S >= 0) & (picks.tokens_S < 50)).all()
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.01}])
+def test_draws_in_parts_are_the_same(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 200, generator=torch.Generator().manual_seed(1))
+    requests = [Request(str(i), [1], SamplingParams(temperature=1.0, seed=i, **params)) for i in range(9)]
+    whole = Sampler().sample(logits, requests)
+    monkeypatch.setattr("nibble.engine.sampler.DRAWN", 500)
+    assert Sampler().sample(logits, requests) == whole
+
+
+# Starting
+
+
+def gpu_budget(**options: Any) -> MemoryPlan:
+    config = Config(model="m", **options)
+    return plan_memory(config, QWEN3_8B, lookup_gpu("h200"), resolve(config, QWEN3_8B, lookup_gpu("h200")))
+
+
+def test_a_budget_foresees_recorded_steps_and_libraries() -> None:
+    plain, recorded = (gpu_budget(attention_backend="triton", graphs=graphs) for graphs in (False, True))
+    assert recorded.runtime > plain.runtime >= GIB
+    logits = graph_sizes(256)[-1] * QWEN3_8B.vocab_size * 2
+    assert recorded.runtime - plain.runtime > logits
+    assert recorded.pool < plain.pool
+    assert gpu_budget(attention_backend="torch_ref").runtime == plain.runtime, "it cannot be recorded"
+
+
+def test_steps_are_larger_on_a_gpu(tiny: Path) -> None:
+    assert gpu_budget().step_tokens == TOKENS_GPU
+    assert plan_engine(Config(model=str(tiny), device="cpu")).budget.step_tokens == TOKENS_CPU
+    assert gpu_budget(token_budget=100).step_tokens == 100
+
+
+def test_a_plan_that_cannot_be_recorded_says_so(tiny: Path) -> None:
+    config = Config(model=str(tiny), attention_backend="torch_ref")
+    note = "decode steps run without CUDA graphs: torch_ref of group full cannot be recorded"
+    assert note in plan_engine(config, lookup_gpu("h200")).plan.notes
+    assert note not in plan_engine(replace(config, graphs=False), lookup_gpu("h200")).plan.notes
+    assert note not in plan_engine(config, lookup_gpu("cpu")).plan.notes
+
+
+def test_a_start_that_uses_up_the_reserve_is_refused() -> None:
+    made = gpu_budget()
+    check_memory(made, int(KEPT * made.reserve) + 1)
+    with pytest.raises(
+        CapacityError, match=r"in use beside the cache, where 8\.00 GiB .* --kv-memory \d+MiB"
+    ):
+        check_memory(made, int(KEPT * made.reserve) - 1)
+
+
+def test_running_out_of_memory_says_what_would_help() -> None:
+    made = gpu_budget()
+    with (
+        pytest.raises(CapacityError, match=r"does not suffice for the plan .* --token-budget"),
+        out_of_memory_explained(made),
+    ):
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(10, 1000), (500, 100), (5000, 1000), (7, 3)])
+def test_the_largest_step_is_filled_as_far_as_there_is_room(tokens: int, longest: int, tiny: Path) -> None:
+    runner = LLM(str(tiny), kv_format="bf16", kv_memory="1MiB", max_running=4, max_context=512).engine.runner
+    lengths = _largest(runner, tokens, longest)
+    pages = sum(-(-length // runner.plan.page_size) for length in lengths)
+    assert max(lengths) <= longest and len(lengths) <= 5 and pages <= runner.pool.pages
+    assert sum(lengths) == tokens or len(lengths) == 5 or pages == runner.pool.pages
+
+
+def test_a_start_is_timed_part_by_part(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_format="bf16", kv_memory="1MiB")
+    assert list(llm.startup) == ["weights", "self-test"] and all(s >= 0 for s in llm.startup.values())
+    assert StartupReport({"weights": 1.25, "compile": 20.0}).summary == "21.2 s: weights 1.2, compile 20.0"

@@ -1,0 +1,86 @@
+"""A toy backend that can be recorded, since its DECODE reads lengths from the device only; and two that cannot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
+from nibble.cache.pool import PagedPool
+from nibble.cache.view import KVView
+
+
+class Masked:
+    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+        if segment.phase is not Phase.DECODE:
+            return TorchRef().attend(q_THD, view, segment, spec)
+        k_BLHD, v_BLHD = (
+            view.streams[name]
+            .gather(segment.page_table_BN)
+            .repeat_interleave(q_THD.shape[1] // view.streams["k"].stream.heads, 2)
+            for name in "kv"
+        )
+        seen_BL = torch.arange(k_BLHD.shape[1]) < self.lengths(segment)[:, None]
+        scores_BHL = torch.einsum("bhd,blhd->bhl", q_THD.float(), k_BLHD) * spec.scale
+        weights_BHL = scores_BHL.masked_fill(~seen_BL[:, None], float("-inf")).softmax(-1).nan_to_num()
+        v_BLHD = v_BLHD.masked_fill(~seen_BL[:, :, None, None], 0.0)
+        return torch.einsum("bhl,blhd->bhd", weights_BHL, v_BLHD).to(q_THD.dtype)
+
+    def lengths(self, segment: AttentionBatch) -> Tensor:
+        return segment.seq_lens_B
+
+
+class Frozen(Masked):
+    """Takes lengths from the host's tuple: right in a step of its own, and wrong in one that is replayed."""
+
+    def lengths(self, segment: AttentionBatch) -> Tensor:
+        return torch.tensor(segment.seq_lens, dtype=torch.int32)
+
+
+class Peeking(Masked):
+    """Waits for the device to read lengths."""
+
+    def lengths(self, segment: AttentionBatch) -> Tensor:
+        return segment.seq_lens_B.clamp(max=int(segment.seq_lens_B.max()))
+
+
+def info(adapter: type[Masked]) -> BackendInfo:
+    return BackendInfo(
+        name="toy_graph",
+        summary="dense attention under a mask of lengths",
+        adapter=adapter,
+        graphs=True,
+        support=(
+            Support(
+                phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, packing=frozenset({"hnd"}),
+                window=NEVER, softcap=NEVER, sinks=NEVER, prefer=1, source="this test",
+            ),
+        ),
+    )  # fmt: skip
+
+
+class MaskedAppend:
+    """Writes every slot of the pool, by a mask: no matter what the slots are, the same calls."""
+
+    captures = True
+
+    def __init__(self, pool: PagedPool, layer: int) -> None:
+        self.view = pool.view(layer)
+
+    def __call__(self, streams: dict[str, Tensor], slot_mapping_T: Tensor) -> None:
+        for name, x_THD in streams.items():
+            entry = self.view.streams[name]
+            for plane, values in zip(entry.planes, entry.format.encode(x_THD, entry.scale), strict=True):
+                whole = plane.view(torch.uint8).transpose(1, 2)  # [page, slot, head, bytes]
+                flat = whole.flatten(0, 1)
+                hits_ST = torch.arange(len(flat))[:, None] == slot_mapping_T
+                chosen = values.view(torch.uint8)[hits_ST.int().argmax(1)]
+                written = torch.where(hits_ST.any(1)[:, None, None], chosen, flat)
+                whole.copy_(written.unflatten(0, whole.shape[:2]))
+
+
+def make_recordable(pool: PagedPool) -> None:
+    """Gives a pool writes that can be recorded."""
+    pool._appends = {layer: (("k", MaskedAppend(pool, layer)),) for layer in pool.views}

@@ -1,0 +1,98 @@
+"""Sampling: filters against definitions written out, distributions against probabilities, seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from nibble.config import SamplingParams
+from nibble.engine.request import Request
+from nibble.engine.sampler import Sampler, uniform
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+PROBS = LOGITS.softmax(-1)
+
+
+def ask(**params: object) -> Request:
+    return Request("r", [0, 1], SamplingParams(temperature=1.0, **params))  # type: ignore[arg-type]
+
+
+def draw(count: int, **params: object) -> Counter[int]:
+    """Tokens drawn with `count` seeds."""
+    requests = [ask(seed=seed, **params) for seed in range(count)]
+    return Counter(pick.token for pick in Sampler().sample(LOGITS.expand(count, -1), requests) if pick)
+
+
+def test_draws_follow_the_distribution() -> None:
+    found = draw(20000)
+    for token, p in enumerate(PROBS.tolist()):
+        assert abs(found[token] / 20000 - p) < 4 * (p * (1 - p) / 20000) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 1}, {0}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": float(PROBS[0]) + 0.01}, {0, 1}),
+        ({"min_p": 0.3}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.2}, {0, 1, 2}),
+        ({"logit_bias": {0: -100.0, 1: -100.0}}, {2, 3, 4, 5}),
+    ],
+)
+def test_filters(params: dict[str, object], allowed: set[int]) -> None:
+    assert set(draw(3000, **params)) == allowed
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold = Counter(
+        pick.token
+        for pick in Sampler().sample(
+            LOGITS.expand(2000, -1),
+            [Request("r", [0], SamplingParams(temperature=0.2, seed=seed)) for seed in range(2000)],
+        )
+        if pick
+    )
+    assert cold[0] / 2000 == pytest.approx(float((LOGITS / 0.2).softmax(-1)[0]), abs=0.02)
+
+
+def test_penalties() -> None:
+    request = Request("r", [0, 3], SamplingParams(repetition_penalty=4.0))
+    assert Sampler().sample(LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
+    request = Request("r", [5], SamplingParams(presence_penalty=0.6, frequency_penalty=0.3))
+    request.token_ids += [0, 0]
+    assert Sampler().sample(LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
+    request = Request("r", [0, 0], SamplingParams(presence_penalty=5.0))
+    assert Sampler().sample(LOGITS[None], [request])[0].token == 0, "the prompt is not penalised by presence"  # type: ignore[union-attr]
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    rows = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    requests = [
+        Request(str(i), [1], SamplingParams(temperature=i % 3 * 0.7, seed=i, top_p=0.9, top_k=20))
+        for i in range(7)
+    ]
+    together = [pick.token for pick in Sampler().sample(rows, requests) if pick]
+    alone = [Sampler().sample(rows[i : i + 1], requests[i : i + 1])[0].token for i in range(7)]  # type: ignore[union-attr]
+    assert together == alone
+
+
+def test_logits_are_not_written() -> None:
+    logits = LOGITS[None].clone()
+    Sampler().sample(logits, [ask(seed=1, repetition_penalty=2.0, logit_bias={3: 5.0})])
+    assert torch.equal(logits[0], LOGITS)
+
+
+def test_not_a_number_is_no_token() -> None:
+    assert Sampler().sample(torch.full((1, 6), float("nan")), [ask()]) == [None]
+
+
+def test_uniform_is_uniform() -> None:
+    values = torch.tensor([uniform(seed, position) for seed in range(100) for position in range(100)])
+    assert float(values.min()) >= 0 and float(values.max()) < 1
+    assert torch.histc(values, 10, 0, 1).sub(1000).abs().max() < 150
+    assert uniform(1, 2) == uniform(1, 2) != uniform(2, 1)

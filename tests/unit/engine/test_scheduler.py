@@ -1,0 +1,712 @@
+"""The scheduler against a fake model that sees only what is stored, and checks that it is stored rightly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from nibble.attention.planner.support import Phase
+from nibble.cache.manager import CacheManager
+from nibble.config import SamplingParams
+from nibble.engine.batch import ORDER, Batch, ScheduledRequest
+from nibble.engine.request import Request, State
+from nibble.engine.scheduler import SLICES, Scheduler, divide
+from nibble.errors import PromptTooLong, RequestError
+from traffic import arrivals, expected, limits, next_token, prompt
+
+PAGE = 4
+
+
+class Engine:
+    """A scheduler, a pool whose cells remember what was written, and the loop between them."""
+
+    def __init__(
+        self, pages: int = 64, *, prefix_cache: bool = True, page: int = PAGE, **limits: int | None
+    ) -> None:
+        self.manager = CacheManager(pages, page, prefix_cache)
+        defaults: dict = {"max_running": 8, "token_budget": 64, "max_context": 1000}
+        self.scheduler = Scheduler(self.manager, **{**defaults, **limits})
+        self.cells: dict[tuple[int, int], int] = {}
+        self.names = iter(range(10**6))
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **more) -> Request:
+        request = Request(f"r{next(self.names)}", prompt, SamplingParams(max_tokens=max_tokens), **more)
+        self.scheduler.add(request)
+        return request
+
+    def schedule(self) -> Batch | None:
+        batch = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if batch is None:
+            return None
+        assert batch.num_tokens <= self.scheduler.token_budget
+        assert all(0 < work.num_tokens <= self.scheduler.chunk for work in batch.scheduled)
+        places = [ORDER.index(work.phase) for work in batch.scheduled]
+        assert places == sorted(places), "works of one phase are not side by side"
+        assert self.scheduler.running[0] in [work.request for work in batch.scheduled], (
+            "the oldest does not get on"
+        )
+        return batch
+
+    def compute(self, batch: Batch) -> dict[str, int]:
+        """Writes what `batch` says, and samples from what is in the cache then."""
+        return {
+            work.request.id: next_token(work.request.token_ids)
+            for work in batch.scheduled
+            if self._write(work)
+        }
+
+    def _write(self, work: ScheduledRequest) -> bool:
+        lease, tokens = work.request.lease, work.request.token_ids
+        seen = hash(work.request.namespace)
+        for i, token in enumerate(tokens[: work.end]):
+            seen = hash((seen, token))
+            cell = (lease.pages[i // self.manager.page_size], i % self.manager.page_size)
+            if i >= work.start:
+                self.cells[cell] = seen
+            assert self.cells[cell] == seen, f"token {i} of {work.request.id} is not what was stored"
+        return work.samples_token
+
+    def commit(self, batch: Batch) -> list[Request]:
+        ended = self.scheduler.commit(batch, self.compute(batch))
+        self.scheduler.check_integrity()
+        return ended
+
+    def step(self) -> Batch | None:
+        batch = self.schedule()
+        if batch:
+            self.commit(batch)
+        return batch
+
+    def run(self, steps: int = 10_000) -> Iterator[Batch]:
+        for _ in range(steps):
+            batch = self.step()
+            if batch is None:
+                assert not self.scheduler.unfinished
+                return
+            yield batch
+        raise AssertionError("no end in sight")
+
+    def finish(self) -> int:
+        """Runs to the end; the number of steps."""
+        return sum(1 for _ in self.run())
+
+
+def work_of(batch: Batch, request: Request) -> ScheduledRequest | None:
+    return next((work for work in batch.scheduled if work.request is request), None)
+
+
+# One request
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_answer_does_not_depend_on_chunks(chunk, prefix_cache):
+    engine = Engine(chunk=chunk, prefix_cache=prefix_cache)
+    requests = [engine.add(prompt(30 + i, i), 9) for i in range(3)]
+    engine.finish()
+    assert [request.output_token_ids for request in requests] == [
+        expected(request, 1000) for request in requests
+    ]
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+def test_phases_of_one_request():
+    engine = Engine(chunk=5)
+    request = engine.add(prompt(11), 3)
+    works = [batch.scheduled[0] for batch in engine.run()]
+    assert [(work.start, work.num_tokens, work.phase, work.samples_token) for work in works] == [
+        (0, 5, Phase.PREFILL, False),
+        (5, 5, Phase.EXTEND, False),
+        (10, 1, Phase.DECODE, True),
+        (11, 1, Phase.DECODE, True),
+        (12, 1, Phase.DECODE, True),
+    ]
+    assert request.num_output_tokens == 3
+
+
+def test_one_token_prompts_prefill_and_single_tokens_in_a_prompt_extend():
+    engine = Engine(chunk=1)
+    engine.add([1], 1)
+    engine.add([1, 2, 3], 1)
+    phases = [{work.request.id: work.phase for work in batch.scheduled} for batch in engine.run()]
+    assert phases == [
+        {"r0": Phase.PREFILL, "r1": Phase.PREFILL},
+        {"r1": Phase.EXTEND},
+        {"r1": Phase.DECODE},
+    ]
+
+
+def test_a_prompt_that_is_cached_but_for_one_token_decodes():
+    engine = Engine()
+    engine.add(prompt(9), 1)
+    engine.finish()
+    engine.add(prompt(9), 1)
+    (batch,) = engine.run()
+    assert [(work.start, work.phase) for work in batch.scheduled] == [(8, Phase.DECODE)]
+
+
+def test_batches_are_ordered_by_phase_and_then_arrival():
+    engine = Engine(token_budget=256)
+    engine.add(prompt(3, 1), 9)
+    engine.add(prompt(3, 2), 9)
+    engine.step()
+    engine.add(prompt(200, 3))
+    engine.scheduler.chunk = 8
+    engine.step()
+    engine.add(prompt(5, 4))
+    batch = engine.schedule()
+    assert [work.request.id for work in batch.scheduled] == ["r0", "r1", "r2", "r3"]
+    assert [work.phase for work in batch.scheduled] == [
+        Phase.DECODE,
+        Phase.DECODE,
+        Phase.EXTEND,
+        Phase.PREFILL,
+    ]
+    assert [work.request.id for work in batch.in_phase(Phase.DECODE)] == ["r0", "r1"]
+    assert batch.num_tokens == 1 + 1 + 8 + 5
+
+
+def test_nothing_to_do():
+    assert Engine().step() is None
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(RequestError, match="prompt is empty"):
+        Request("r", [])
+
+
+# Ends
+
+
+def test_stop_tokens_end_the_answer_and_are_not_in_it():
+    engine = Engine()
+    free = expected(Request("r", prompt(9), SamplingParams(max_tokens=9)), 1000)
+    stop = frozenset({free[3], 10**6})
+    request = engine.add(prompt(9), 9, stop_ids=stop)
+    engine.finish()
+    assert request.finish_reason == "stop"
+    assert request.output_token_ids == free[: free.index(free[3])]
+
+
+def test_a_stop_token_may_come_first():
+    engine = Engine()
+    request = engine.add(prompt(9), 9, stop_ids=frozenset({next_token(prompt(9))}))
+    assert engine.finish() == 1
+    assert (request.finish_reason, request.output_token_ids) == ("stop", [])
+
+
+def test_max_context_ends_an_answer():
+    engine = Engine(max_context=12)
+    request = engine.add(prompt(9), 99)
+    engine.finish()
+    assert (request.finish_reason, len(request.token_ids)) == ("length", 12)
+
+
+def test_the_pool_ends_an_answer():
+    engine = Engine(pages=3)
+    request = engine.add(prompt(9), 99)
+    engine.finish()
+    assert (request.finish_reason, len(request.token_ids)) == ("length", 12)
+    assert request.num_preemptions == 0
+
+
+def test_commit_returns_what_ended():
+    engine = Engine()
+    short, long = engine.add(prompt(3, 1), 1), engine.add(prompt(3, 2), 2)
+    assert engine.commit(engine.schedule()) == [short]
+    assert engine.commit(engine.schedule()) == [long]
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "message"),
+    [
+        ({"max_context": 10}, 10, r"has 10 tokens .* context length is 10 tokens; .* --max-context"),
+        ({"pages": 2}, 8, r"has 8 tokens .* cache holds 8; .* --kv-memory, or .* --kv-format"),
+    ],
+)
+def test_prompts_that_can_never_run_are_refused_at_once(limits, length, message):
+    engine = Engine(**limits)
+    with pytest.raises(PromptTooLong, match=message):
+        engine.add(prompt(length))
+    assert engine.scheduler.unfinished == 0
+    request = engine.add(prompt(length - 1))
+    engine.finish()
+    assert request.num_output_tokens == 1
+
+
+def test_the_caller_ends_a_request_at_a_stop_string():
+    engine = Engine()
+    request, other = engine.add(prompt(3, 1), 9), engine.add(prompt(3, 2), 9)
+    engine.step()
+    engine.scheduler.finish(request, "stop")
+    engine.scheduler.check_integrity()
+    assert (request.state, request.finish_reason, request.num_output_tokens) == (State.FINISHED, "stop", 1)
+    engine.finish()
+    assert other.num_output_tokens == 9 and request.num_output_tokens == 1
+
+
+def test_the_caller_may_correct_the_reason():
+    engine = Engine()
+    request = engine.add(prompt(3), 1)
+    engine.step()
+    engine.scheduler.finish(request, "stop")
+    assert request.finish_reason == "stop"
+    assert engine.scheduler.metrics.finished == 1
+
+
+# Aborts
+
+
+def test_abort_waiting_running_and_gone():
+    engine = Engine(max_running=1)
+    running, waiting = engine.add(prompt(9, 1), 9), engine.add(prompt(9, 2), 9)
+    engine.step()
+    assert (running.state, waiting.state) == (State.RUNNING, State.WAITING)
+    for request in (waiting, running):
+        assert engine.scheduler.abort(request.id) is request
+        engine.scheduler.check_integrity()
+        assert (request.finish_reason, request.lease) == ("abort", None)
+    assert engine.scheduler.abort(running.id) is None
+    assert engine.scheduler.abort("nobody") is None
+    assert engine.manager.stats.held == 0
+    assert engine.step() is None
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_abort_between_schedule_and_commit(decoding):
+    engine = Engine()
+    gone, stays = engine.add(prompt(9, 1), 9), engine.add(prompt(9, 2), 9)
+    if decoding:
+        engine.step()
+    batch = engine.schedule()
+    tokens = engine.compute(batch)
+    before = gone.num_output_tokens
+    engine.scheduler.abort(gone.id)
+    engine.scheduler.commit(batch, tokens)
+    engine.scheduler.check_integrity()
+    assert gone.num_output_tokens == before
+    engine.finish()
+    assert stays.output_token_ids == expected(stays, 1000)
+
+
+def test_a_step_that_failed_is_scheduled_again():
+    engine = Engine()
+    request = engine.add(prompt(9), 3)
+    first = engine.schedule()
+    assert engine.schedule() == first
+    engine.finish()
+    assert request.output_token_ids == expected(request, 1000)
+
+
+def test_a_batch_is_committed_once():
+    engine = Engine()
+    engine.add(prompt(9), 9)
+    batch = engine.schedule()
+    engine.commit(batch)
+    with pytest.raises(AssertionError, match="committed before"):
+        engine.scheduler.commit(batch, {"r0": 1})
+
+
+# Shares of the budget
+
+
+def test_decodes_come_first_and_prompts_take_the_rest():
+    engine = Engine(token_budget=16, pages=200)
+    decodes = [engine.add(prompt(2, i), 40) for i in range(4)]
+    engine.step()
+    long = engine.add(prompt(100, 9))
+    for _ in range(8):
+        batch = engine.step()
+        assert all(work_of(batch, request).phase is Phase.DECODE for request in decodes)
+        assert work_of(batch, long).num_tokens == 12
+
+
+def test_a_long_prompt_does_not_starve_short_ones():
+    engine = Engine(token_budget=512, pages=9000, max_running=64, max_context=40_000)
+    long = engine.add(prompt(30_000, 1))
+    engine.step()
+    short = [engine.add(prompt(40, i + 2), 1) for i in range(10)]
+    before = long.num_stored_tokens
+    batch = engine.step()
+    assert all(request.is_finished for request in short)
+    assert work_of(batch, long).num_tokens == 512 - 400
+    assert long.num_stored_tokens > before
+
+
+def test_a_short_prompt_gets_by_a_house_full_of_long_ones():
+    engine = Engine(token_budget=64, pages=9000, max_running=64, max_context=40_000)
+    for i in range(20):
+        engine.add(prompt(1000, i))
+    engine.step()
+    short = engine.add(prompt(8, 99), 1)
+    engine.step()
+    assert short.is_finished
+
+
+def test_equal_prompts_share_alike_and_all_of_the_budget_is_used():
+    engine = Engine(token_budget=300, pages=1000)
+    for i in range(4):
+        engine.add(prompt(200, i))
+    assert sorted(work.num_tokens for work in engine.step().scheduled) == [75] * 4
+
+
+def test_slices_are_worth_having():
+    engine = Engine(token_budget=16 * SLICES, pages=1000, max_running=20)
+    requests = [engine.add(prompt(100, i)) for i in range(12)]
+    works = engine.step().scheduled
+    assert [work.request for work in works] == requests[:SLICES]
+    assert [work.num_tokens for work in works] == [16] * SLICES
+
+
+def test_the_oldest_prompt_goes_on_however_many_short_ones_come():
+    engine = Engine(token_budget=64, pages=4000, max_running=4)
+    old = engine.add(prompt(400, 1), 1)
+    engine.step()
+    for i in range(100):
+        engine.add(prompt(60, i + 2), 1)
+        engine.step()
+        if old.is_finished:
+            break
+    assert old.is_finished and i < 25
+
+
+def test_prompts_get_on_beside_a_house_full_of_decodes():
+    engine = Engine(token_budget=16, max_running=20, pages=400)
+    for i in range(18):
+        engine.add([i], 60)
+    while (
+        any(request.num_output_tokens == 0 for request in engine.scheduler.running)
+        or engine.scheduler.waiting
+    ):
+        engine.step()
+    late = engine.add(prompt(20), 1)
+    batch = engine.step()
+    assert work_of(batch, late).num_tokens == 2
+    assert len(batch.in_phase(Phase.DECODE)) == 14
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_tiny_budgets_get_through(budget):
+    engine = Engine(token_budget=budget, pages=100)
+    requests = [engine.add(prompt(5 + i, i), 5) for i in range(6)]
+    engine.finish()
+    assert all(request.output_token_ids == expected(request, 1000) for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "portions"),
+    [
+        ([10, 10], 8, [4, 4]),
+        ([1, 10], 8, [1, 7]),
+        ([10, 1, 10], 9, [4, 1, 4]),
+        ([2, 2], 8, [2, 2]),
+        ([5, 5], 3, [1, 2]),
+        ([], 5, []),
+    ],
+)
+def test_divide(wanted, room, portions):
+    assert divide(wanted, room) == portions
+
+
+# Order and limits
+
+
+def test_never_more_than_max_running():
+    engine = Engine(max_running=3)
+    requests = [engine.add(prompt(5, i), 3) for i in range(10)]
+    for _ in engine.run():
+        assert len(engine.scheduler.running) <= 3
+    assert all(request.is_finished for request in requests)
+
+
+def test_requests_start_in_order_of_arrival():
+    engine = Engine(max_running=2, pages=20)
+    requests = [engine.add(prompt(5 + 20 * (i % 2), i), 3) for i in range(8)]
+    started: list[Request] = []
+    for batch in engine.run():
+        started += [work.request for work in batch.scheduled if work.start == 0]
+    assert started == requests
+
+
+def test_what_does_not_fit_is_not_looked_up_in_every_step(monkeypatch):
+    engine = Engine(pages=10)
+    engine.add(prompt(25, 1), 10)
+    engine.step()
+    large = engine.add(prompt(24, 2), 1)
+    lookups = []
+    found = engine.manager.open
+    monkeypatch.setattr(
+        engine.manager, "open", lambda *args, **more: lookups.append(args) or found(*args, **more)
+    )
+    engine.finish()
+    assert large.is_finished
+    assert len(lookups) == 2, "once when it came, and once when pages had come free"
+
+
+def test_the_same_requests_give_the_same_batches():
+    def trace() -> list[list[tuple[str, int, int]]]:
+        engine = Engine(pages=12, token_budget=10)
+        for i in range(12):
+            engine.add(prompt(3 + i, i % 3), 8)
+        return [
+            [(work.request.id, work.start, work.num_tokens) for work in batch.scheduled]
+            for batch in engine.run()
+        ]
+
+    assert trace() == trace()
+
+
+# Preemption
+
+
+def crowd(prefix_cache: bool) -> tuple[Engine, list[Request]]:
+    """Three requests that fit when they start, and do not when they have grown."""
+    engine = Engine(pages=10, prefix_cache=prefix_cache)
+    return engine, [engine.add(prompt(4, i), 20) for i in range(3)]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_youngest_gives_its_pages_to_the_older(prefix_cache):
+    engine, (old, middle, young) = crowd(prefix_cache)
+    ends = []
+    for _ in engine.run():
+        assert engine.scheduler.running == sorted(
+            engine.scheduler.running, key=lambda request: request.arrival
+        )
+        ends += [request for request in (old, middle, young) if request.is_finished and request not in ends]
+    assert old.num_preemptions == 0 and young.num_preemptions > 0
+    assert ends == [old, middle, young]
+    assert all(request.output_token_ids == expected(request, 1000) for request in (old, middle, young))
+    assert engine.scheduler.metrics.preemptions == middle.num_preemptions + young.num_preemptions
+
+
+def test_a_preempted_request_keeps_its_tokens_and_finds_its_pages_again():
+    engine, (*_, young) = crowd(prefix_cache=True)
+    while not young.num_preemptions:
+        before = list(young.token_ids)
+        engine.step()
+    assert young.state is State.WAITING and young.num_output_tokens > 0 and young.lease is None
+    assert young.token_ids == before
+    while young.state is State.WAITING:
+        engine.schedule()
+        engine.step()
+    assert young.num_prefix_hit_tokens == 0, (
+        "what it finds again is not counted as a prefix hit of the prompt"
+    )
+    assert engine.manager.stats.hit_tokens > 0
+
+
+def test_preemption_is_not_a_revolving_door():
+    """Who was preempted starts again only where there is room to grow; else there were 22 preemptions here."""
+    engine = Engine(pages=24, prefix_cache=False)
+    for i in range(8):
+        engine.add(prompt(12, i), 40)
+    assert engine.finish() < 140
+    assert engine.scheduler.metrics.preemptions <= 12
+
+
+def test_a_prompt_does_not_start_on_pages_that_a_running_one_still_needs():
+    engine = Engine(pages=30, token_budget=8)
+    old = engine.add(prompt(80, 1), 8)
+    engine.step()
+    young = engine.add(prompt(60, 2), 8)
+    engine.step()
+    assert young.state is State.WAITING
+    engine.finish()
+    assert old.num_preemptions == young.num_preemptions == 0
+
+
+def test_a_preempted_request_waits_in_order_of_arrival():
+    engine, (*_, young) = crowd(prefix_cache=True)
+    while not young.num_preemptions:
+        engine.step()
+    late = engine.add(prompt(4, 9))
+    assert engine.scheduler.waiting == [young, late]
+
+
+# Priorities
+
+
+def test_waiting_requests_start_by_priority_and_equals_by_arrival():
+    engine = Engine(max_running=1)
+    first = engine.add(prompt(5, 99), 3)
+    engine.step()
+    late = [engine.add(prompt(5, i), 2, priority=priority) for i, priority in enumerate((1, 0, 1, -5, 0))]
+    started = [first]
+    for batch in engine.run():
+        started += [work.request for work in batch.scheduled if work.request not in started]
+    assert started == [first, late[3], late[1], late[4], late[0], late[2]], (
+        "who runs is not put out for who waits"
+    )
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_least_important_gives_its_pages_though_it_came_first(prefix_cache):
+    engine = Engine(pages=10, prefix_cache=prefix_cache)
+    old, middle, young = (engine.add(prompt(4, i), 20, priority=-i) for i in range(3))
+    ends = []
+    for _ in engine.run():
+        ends += [request for request in (old, middle, young) if request.is_finished and request not in ends]
+    assert young.num_preemptions == 0 and old.num_preemptions > 0
+    assert ends == [young, middle, old]
+    assert all(request.output_token_ids == expected(request, 1000) for request in (old, middle, young))
+
+
+def test_important_prompts_are_first_in_the_budget():
+    engine = Engine(token_budget=SLICES, pages=900, max_running=20)
+    for i in range(12):
+        engine.add(prompt(20, i))
+    engine.step()
+    late, later = (engine.add(prompt(60, 20 + i), 1, priority=-i) for i in (1, 2))
+    batch = engine.schedule()
+    assert work_of(batch, later) and work_of(batch, late), "though they have most left"
+
+
+def test_equals_do_not_starve_one_another():
+    """However many of the same priority come later, the first ends first."""
+    engine = Engine(pages=12, max_running=4, token_budget=16)
+    old = engine.add(prompt(20, 1), 8, priority=3)
+    for i in range(200):
+        engine.add(prompt(8, i + 2), 8, priority=3)
+        engine.step()
+        if old.is_finished:
+            break
+    assert old.is_finished and not old.num_preemptions and i < 20
+
+
+def test_priorities_do_not_change_answers():
+    def answers(priorities: tuple[int, ...]) -> list[list[int]]:
+        engine = Engine(pages=12, token_budget=10)
+        requests = [
+            engine.add(prompt(3 + i, i % 3), 8, priority=priorities[i % len(priorities)]) for i in range(12)
+        ]
+        engine.finish()
+        return [request.output_token_ids for request in requests]
+
+    assert answers((0,)) == answers((2, -1, 0, 7))
+
+
+def test_metrics():
+    engine = Engine()
+    engine.add(prompt(9), 3)
+    engine.finish()
+    engine.add(prompt(9), 3)
+    engine.finish()
+    metrics = engine.scheduler.metrics
+    assert (metrics.prompt_tokens, metrics.decode_tokens, metrics.steps, metrics.finished) == (9, 5, 6, 2)
+    assert (metrics.waiting, metrics.running, metrics.preemptions) == (0, 0, 0)
+    assert (metrics.cache.lookup_tokens, metrics.cache.hit_tokens) == (18, 8)
+
+
+# Sharing
+
+
+def siblings(engine: Engine, tokens: list[int], n: int, max_tokens: int = 6) -> list[Request]:
+    leader = engine.add(tokens, max_tokens)
+    return [leader] + [engine.add(tokens, max_tokens, waits_for=leader) for _ in range(n - 1)]
+
+
+def test_siblings_share_the_pages_of_the_prompt():
+    engine = Engine(token_budget=16)
+    leader, *others = siblings(engine, prompt(30), 4)
+    engine.step()
+    assert all(request.state is State.WAITING for request in others)
+    engine.step()
+    engine.step()
+    assert all(request.lease.pages[:7] == leader.lease.pages[:7] for request in others)
+    assert all(request.num_prefix_hit_tokens == 28 for request in others)
+    engine.finish()
+    assert engine.scheduler.metrics.prompt_tokens == 30 + 3 * 2
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("when", ["at once", "in the prompt", "in the answer"])
+def test_siblings_go_on_without_their_leader(when, prefix_cache):
+    engine = Engine(token_budget=16, prefix_cache=prefix_cache)
+    leader, *others = siblings(engine, prompt(30), 3)
+    for _ in range(("at once", "in the prompt", "in the answer").index(when) * 2):
+        engine.step()
+    engine.scheduler.abort(leader.id)
+    engine.finish()
+    assert all(request.output_token_ids == expected(request, 1000) for request in others)
+    assert engine.manager.stats.held == 0
+
+
+def test_siblings_go_on_when_the_leader_stops_at_its_first_token():
+    engine = Engine()
+    leader = engine.add(prompt(9), 9, stop_ids=frozenset({next_token(prompt(9))}))
+    other = engine.add(prompt(9), 2, waits_for=leader)
+    engine.finish()
+    assert (leader.num_output_tokens, other.num_output_tokens, other.num_prefix_hit_tokens) == (0, 2, 8)
+
+
+def test_waiting_siblings_hold_nobody_up():
+    engine = Engine(token_budget=16)
+    leader, sibling = siblings(engine, prompt(60), 2)
+    other = engine.add(prompt(3, 5), 1)
+    engine.step()
+    assert other.is_finished and sibling.state is State.WAITING and not leader.num_output_tokens
+
+
+def test_equal_prompts_that_come_together_are_computed_once():
+    engine = Engine(token_budget=32, pages=200)
+    common = prompt(80)
+    requests = [engine.add([*common, *prompt(4, i + 1)], 3) for i in range(6)]
+    engine.finish()
+    assert engine.scheduler.metrics.prompt_tokens == 84 + 5 * 4
+    assert [request.num_prefix_hit_tokens for request in requests] == [0] + [80] * 5
+    assert all(request.output_token_ids == expected(request, 1000) for request in requests)
+
+
+def test_those_who_wait_for_a_common_page_go_on_when_it_is_lost():
+    engine = Engine(token_budget=16)
+    first, second = engine.add(prompt(60), 3), engine.add(prompt(60), 3)
+    engine.step()
+    assert second.num_stored_tokens == 0 < first.num_stored_tokens
+    engine.scheduler.abort(first.id)
+    engine.finish()
+    assert second.output_token_ids == expected(second, 1000)
+    assert second.num_prefix_hit_tokens == 16
+
+
+def test_requests_of_different_namespaces_share_nothing():
+    engine = Engine()
+    for name in ("a", "b"):
+        request = engine.add(prompt(9), 2, namespace=name)
+        engine.finish()
+        assert request.num_prefix_hit_tokens == 0
+
+
+# All at once
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mix_ends_right(seed, chunk):
+    """Short on pages, with aborts, siblings, common prefixes and late arrivals: every answer is as expected."""
+    dice = random.Random(seed)
+    engine = Engine(**limits(dice), chunk=chunk)
+    requests: list[Request] = []
+    aborted = set()
+    while len(requests) < 40 or engine.scheduler.unfinished:
+        if len(requests) < 40 and dice.random() < 0.4:
+            requests += arrivals(engine, dice, (0, 0, -3, 2) if seed % 2 else (0,))
+        batch = engine.schedule()
+        if dice.random() < 0.05 and requests and engine.scheduler.abort((victim := dice.choice(requests)).id):
+            aborted.add(victim)
+        if batch:
+            live = Batch(tuple(work for work in batch.scheduled if not work.request.is_finished))
+            engine.scheduler.commit(batch, engine.compute(live))
+            engine.scheduler.check_integrity()
+    for request in set(requests) - aborted:
+        assert request.output_token_ids == expected(request, engine.scheduler.limit)
+        stopped = request.num_output_tokens < min(
+            request.params.max_tokens, engine.scheduler.limit - len(request.prompt_token_ids)
+        )
+        assert request.finish_reason == ("stop" if stopped else "length")
+    assert engine.manager.stats.held == 0
+    engine.manager.clear()
+    assert engine.manager.stats.free == engine.manager.stats.total

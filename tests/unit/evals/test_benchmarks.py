@@ -1,0 +1,250 @@
+"""The benchmarks' own arithmetic, and that each of them runs: timings are for the GPU, mistakes are found here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+HOME = Path(__file__).parents[3] / "benchmarks"
+sys.path.insert(0, str(HOME))
+
+import append  # noqa: E402
+import backends  # noqa: E402
+import decode_attention as decode  # noqa: E402
+import engine_load  # noqa: E402
+import extend  # noqa: E402
+import paged  # noqa: E402
+import replay  # noqa: E402
+import serve_overhead  # noqa: E402
+import torch  # noqa: E402
+from report import Aim, aims_table, worst  # noqa: E402
+
+from nibble.attention.planner.support import Phase  # noqa: E402
+from nibble.evals.tuning import bench as race  # noqa: E402
+
+
+def test_shapes_and_heads_are_read() -> None:
+    assert paged.requests("B64x8K") == (8192,) * 64
+    assert paged.requests("1x128K+31x4K") == (131072, *[4096] * 31)
+    assert paged.heads("64/4") == paged.Heads(64, 4, 128) and paged.heads("32/8/64").dim == 64
+    assert paged.Heads().bytes_per_token("nvfp4") == 8 * 144
+    for wrong in ("64*8K", "8K", ""):
+        with pytest.raises(SystemExit):
+            paged.requests(wrong)
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "verdict"),
+    [(3.4, True, "aim"), (3.0, True, "floor"), (2.6, True, "MISSED"), (None, True, "not measured"),
+     (3.4, False, "MISSED"), (2.0, False, "aim")],
+)  # fmt: skip
+def test_a_verdict(value: float | None, least: bool, verdict: str) -> None:
+    aim = Aim("K1", "what", 2.7, 3.3, value, least) if least else Aim("K1", "what", 3.3, 2.7, value, least)
+    assert aim.verdict == verdict
+    assert verdict in aims_table([aim])
+
+
+def test_the_worst_of_what_is_not_all_known_is_unknown() -> None:
+    assert worst([2.0, 1.0]) == 1.0 and worst([2.0, 1.0], least=False) == 2.0
+    assert worst([2.0, None]) is None and worst([]) is None
+
+
+def cell(kernel: str, fmt: str, shape: str, ms: float, page: int = 64) -> decode.Cell:
+    size = sum(paged.requests(shape)) * paged.Heads().bytes_per_token(fmt)
+    return decode.Cell("32/8 d128", shape, kernel, fmt, page, "hnd", ms, size, 1e-3, 2e-3, True)
+
+
+def test_the_lines_of_decode_attention() -> None:
+    cells = [
+        cell("cuda", "nvfp4", "64x8K", 0.2), cell("triton", "nvfp4", "64x8K", 0.5),
+        cell("cuda", "nvfp4", "1x128K+31x4K", 0.1), cell("FlashInfer", "bf16", "64x8K", 0.6),
+        cell("FlashInfer XQA", "bf16", "64x8K", 0.7), cell("FlashInfer", "bf16", "64x8K", 0.58, page=16),
+        cell("FlashInfer XQA", "fp8_e4m3", "64x8K", 0.3), cell("cuda", "fp8_e4m3", "64x8K", 0.25),
+    ]  # fmt: skip
+    lines = {(aim.name, aim.what.rpartition(" ")[2]): aim.value for aim in decode.aims(cells, 4.27)}
+    assert lines["K1", "64x8K"] == pytest.approx(2.9)  # the better page of the best peer, the better backend
+    assert lines["K1", "64x32K"] is None and lines["K3", "64x32K"] is None
+    assert lines["K7", "64x8K"] == pytest.approx(1.2)
+    tokens = (131072 + 31 * 4096) / (64 * 8192)
+    assert lines["K5", "64x8K)"] == pytest.approx(0.1 / (0.2 * tokens))
+    table = decode.table(cells, 4.27)
+    assert "0.580 ms" in table and "0.600 ms" not in table and "**cuda**" in table
+
+
+def costs() -> engine_load.Costs:
+    steps = [
+        engine_load.Decode(n, context, 5 + 0.1 * n + 1e-4 * n * context)
+        for n in (1, 8, 32)
+        for context in (1024, 9216)
+    ]
+    return engine_load.Costs({1024: 20000.0, 16384: 10000.0}, steps)
+
+
+def test_costs_fit_what_was_measured() -> None:
+    found = costs()
+    assert found.per_token_ms == pytest.approx(1e-4) and found.misfit < 1e-6
+    assert found.decode_ms(16, 16 * 4096) == pytest.approx(5 + 1.6 + 1e-4 * 16 * 4096)
+    assert found.rate(2048) == 20000 and found.rate(30000) == 10000
+
+
+def stub(pages: int, running: int) -> Any:
+    """As much of an LLM as compute() reads."""
+    scheduler = SimpleNamespace(max_running=running, token_budget=8192, max_context=20480)
+    runner = SimpleNamespace(pool=SimpleNamespace(pages=pages, layout=SimpleNamespace(page_size=64)))
+    engine = SimpleNamespace(runner=runner, scheduler=scheduler)
+    return SimpleNamespace(engine=engine, config=SimpleNamespace(prefix_cache=True))
+
+
+def test_a_workload_is_computed_by_the_scheduler() -> None:
+    work = engine_load.Workload.parse("1K/2K")
+    assert str(work) == "1K/2K"
+    alone = engine_load.compute(stub(10_000, 32), costs(), work, 1)
+    decodes = sum(5.1 + 1e-4 * (1024 + i) for i in range(2048)) / 1e3
+    assert alone.seconds == pytest.approx(1024 / 20000 + decodes, rel=0.02)
+    assert alone.first_s == pytest.approx(1024 / 20000, rel=0.01) and alone.preemptions == 0
+    roomy = engine_load.compute(stub(10_000, 32), costs(), work, 32)
+    tight = engine_load.compute(stub(500, 32), costs(), work, 32)
+    assert tight.tokens_s < roomy.tokens_s and tight.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "expected"),
+    [
+        (decode, ["--backends", "torch_ref", "--formats", "nvfp4,bf16"], "**torch_ref** | nvfp4"),
+        (append, ["--formats", "nvfp4+rot,bf16"], "Nibble | nvfp4+rot"),
+        (extend, ["--backends", "torch_ref,sdpa", "--formats", "nvfp4,bf16"], "sdpa, staged | nvfp4"),
+        (backends, ["--only", "gqa/nvfp4,mla16//decode,sinks-window/bf16"], "| nvfp4 | sdpa, staged |"),
+    ],
+)
+def test_a_benchmark_runs(
+    module: Any,
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--out", str(tmp_path), *arguments])
+    module.main()
+    assert expected in capsys.readouterr().out
+    assert json.loads(next(tmp_path.glob("*.json")).read_text())["cells"]
+    assert expected in next(tmp_path.glob("*.md")).read_text()
+
+
+def raced(backend: str, ms: float | None, *, graphs: bool = True, chosen: bool = False) -> race.Result:
+    return race.Result(backend, None, 64, "hnd", Phase.DECODE, "64x8K", 1, graphs, chosen, ms, 1e-3)
+
+
+def test_what_auto_chose_is_judged_by_those_that_can_be_recorded() -> None:
+    auto, rival = raced("a", 0.30, chosen=True), raced("b", 0.25)
+    eager, broken = raced("c", 0.20, graphs=False), raced("d", None)
+    found = backends.verdict("gqa/bf16/decode/64x8K", [auto, rival, eager, broken])
+    assert found.ratio == pytest.approx(1.2) and found.best == rival and found.any == eager
+    text = backends.summary([found, backends.verdict("mqa", [rival])])
+    assert "1 of 1 jobs are above 1.05" in text and "not raced in: mqa" in text and "c 0.200 | 1.50" in text
+
+
+def test_the_order_of_backends_is_held_against_prefer() -> None:
+    fast, slow, eager = raced("a", 0.2), raced("b", 0.4), raced("c", 0.1, graphs=False)
+    other = {
+        "gqa/bf16/decode/1x32K": [replace(x, workload="1x32K", ms=y) for x, y in ((fast, 0.8), (slow, 0.2))]
+    }
+    text = backends.orders({"gqa/bf16/decode/64x8K": [fast, slow], **other})
+    assert "b 1.41 (1); a 2.00 (1) |  |" in text  # by the means of both workloads
+    text = backends.orders({"x/64x8K": [replace(fast, prefer=0), slow, eager, raced("d", None)]})
+    assert "c 1.00 (1, eager); a 2.00 (0); b 4.00 (1); d inf (1) | other than prefer |" in text
+
+
+def test_a_recorded_race_is_judged_by_the_preferences_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cells(need: str, works: tuple[str, ...], **times: float) -> list[dict[str, object]]:
+        return [
+            {"job": f"{need}/{work}", "backend": name, "stage_to": None, "page": 32, "ms": ms}
+            for work in works
+            for name, ms in times.items()
+        ]
+
+    decode = cells("gqa/nvfp4/decode", ("64x8K", "16x8K"), cuda=0.2, triton=0.1, flashinfer=0.01)
+    verify = cells("softcap/nvfp4/verify", ("16x8K",), triton=0.1)
+    later = [{**cell, "page": 64, "ms": 0.12} for cell in decode if cell["backend"] == "triton"]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, found in zip(paths, (decode + verify, later), strict=True):
+        path.write_text(json.dumps({"cells": found}))
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, paths)])
+    replay.main()
+    out = capsys.readouterr().out
+    assert "gqa/nvfp4/decode | cuda | triton | 1.67 | ABOVE |" in out, (
+        "on the plan's pages, by who can be recorded"
+    )
+    assert "softcap/nvfp4/verify | not recorded | triton | inf | ABOVE |" in out and "2 of 2 needs" in out
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, paths), "--without", "cuda,flashinfer"])
+    replay.main()
+    out = capsys.readouterr().out
+    assert "gqa/nvfp4/decode | triton | triton | 1.00 |" in out and "flashinfer" not in out
+    monkeypatch.setattr(sys, "argv", ["x", str(paths[0]), "--only", "mla16"])
+    with pytest.raises(SystemExit, match="2"):
+        replay.main()
+    assert "these files have no time" in capsys.readouterr().err
+
+
+def test_what_failed_in_a_race_has_no_time(tmp_path: Path) -> None:
+    cell = {"job": "gqa/nvfp4/decode/64x8K", "backend": "cuda", "stage_to": None, "page": 64, "ms": None}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"cells": [cell, {**cell, "page": 32, "ms": 0.1}]}))
+    assert [list(pages) for pages in replay.read([path]).values()] == [[32]]
+
+
+def test_jobs_are_selected_and_one_failure_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(race, "BOUNDS", {torch.float32: -1.0})
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--only", "gqa/bf16/decode"])
+    backends.main()
+    out = capsys.readouterr().out
+    assert "1 jobs" in out and out.count("a wrong answer has no speed") >= 2 and "auto failed" in out
+
+
+def test_a_wrong_kernel_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = paged.attend
+    monkeypatch.setattr(paged, "attend", lambda *args: right(*args) * 1.001)
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--backends", "torch_ref", "--formats", "bf16"])
+    with pytest.raises(SystemExit, match="wrong answer"):
+        decode.main()
+
+
+def test_an_engine_is_measured() -> None:
+    import engine_gpu
+
+    options = engine_gpu.arguments().parse_args(["--tiny", "--full", "32/64@2"])
+    result = engine_gpu.measure("tiny", "nvfp4", engine_gpu.plan(options), 1.0)
+    assert [(s.requests, s.context) for s in result.costs.decodes] == [(1, 32), (1, 96), (3, 32), (3, 96)]
+    assert len(result.outcomes) == 4 and result.real[0].tokens_s > 0
+    assert "**measured**" in engine_gpu.computed_table([result])
+    assert "does not fit" not in engine_gpu.measured_table([result])
+    json.dumps(engine_gpu.figures(result))
+
+
+def test_a_stream_is_read() -> None:
+    said = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "é"}]},
+        {"choices": [], "usage": {"completion_tokens": 2}},
+    ]
+    body = b"".join(f"data: {json.dumps(one)}\n\n".encode() for one in said) + serve_overhead.END
+    parts = [body[:7], body[7:90], body[90:]]
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    assert serve_overhead.unchunked(b"HTTP/1.1 200 OK\r\n\r\n" + chunked) == body
+    assert serve_overhead.read(b"HTTP/1.1 200 OK\r\n\r\n" + chunked) == ("aé", 2, 2)
+
+
+def test_prompts_differ_from_round_to_round() -> None:
+    text = "".join(f"line {i}\n" for i in range(9000))
+    asked = [prompt for round_ in range(4) for prompt in serve_overhead.prompts(text, 32, round_)]
+    assert len(set(asked)) == len(asked) and {len(prompt) for prompt in asked} == {240}

@@ -1,0 +1,310 @@
+"""Evals on a tiny random model: numbers against a hand computation, order against the coarseness of formats."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from nibble import LLM
+from nibble.config import Config
+from nibble.engine.outputs import Delta
+from nibble.errors import ConfigError, NibbleError, ScaleError
+from nibble.evals import agreement, plot
+from nibble.evals import grading as ask
+from nibble.evals.agreement import Agreement, Prediction
+from nibble.evals.perplexity import Perplexity, losses, windows
+from nibble.evals.recall import RecallCase
+from nibble.evals.report import SCHEMA, Report
+from nibble.evals.run import default_entries, evaluate
+from nibble.evals.sizes import QUICK, Entry, Sizes, parse, sizes
+from planning import DEEPSEEK_V32, QWEN3_8B
+from tiny import save_tiny
+
+TEXT = "".join(
+    f"def function_{i}(x, y={i * 7 % 13}):\n    return x + {i * i} * y  # {i}\n\n" for i in range(160)
+)
+SMALL = Sizes(
+    tokens=180, window=80, recall_cases=2, recall_lengths=(256,), attention_tokens=64, yardstick="fp32"
+)
+NAMES = ("bf16", "fp8_e4m3", "nvfp4", "nvfp4@0=fp8_e4m3", "nvfp4+kmean+rot")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoint(tmp_path_factory.mktemp("evals"))
+
+
+def checkpoint(folder: Path, **changes: Any) -> str:
+    """A tiny model with a tokenizer of bytes and a held-out text."""
+    save_tiny(folder, **{"num_hidden_layers": 2, "max_position_embeddings": 512, **changes})
+    (folder / "heldout.txt").write_text(TEXT)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def report(model: str) -> Report:
+    return evaluate(Config(model=model), NAMES, SMALL)
+
+
+# Windows and perplexity
+
+
+@pytest.mark.parametrize("length", [2, 5, 6, 7, 11, 40])
+@pytest.mark.parametrize(("size", "stride"), [(6, None), (6, 5), (6, 2), (6, 1), (2, 1)])
+def test_every_token_but_the_first_is_scored_once(length: int, size: int, stride: int | None) -> None:
+    ids = list(range(length))
+    found = windows(ids, size, stride)
+    assert [token for window in found for token in window.targets_S.tolist()] == ids[1:]
+    assert all(window.scored < len(window.ids) <= size for window in found)
+
+
+def test_a_smaller_stride_gives_more_context() -> None:
+    assert [window.scored for window in windows(range(10), 4, 2)] == [3, 2, 2, 2]
+
+
+def test_perplexity_is_that_of_transformers(model: str) -> None:
+    llm = LLM(model, kv_format="fp32")
+    ids = llm.tokenizer.encode(TEXT)[:150]
+    measured, nats, count = Perplexity(), 0.0, 0
+    for window in windows(ids, 64):
+        measured.add(llm.logits(window.ids), window)
+        nats, count = nats + _by_hand(model, window.ids, window.scored), count + window.scored
+    assert count == measured.count == len(ids) - 1
+    assert measured.value == pytest.approx(math.exp(nats / count), rel=1e-5)
+    assert measured.bits_per_byte(2.0) == pytest.approx(nats / count / math.log(2) / 2, rel=1e-5)
+
+
+def _by_hand(model: str, ids: tuple[int, ...], scored: int) -> float:
+    """The loss of the last `scored` tokens, by the unmodified model and plain arithmetic."""
+    with torch.inference_mode():
+        logits = (
+            Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+            .eval()(torch.tensor([list(ids)]))
+            .logits[0]
+        )
+    probabilities = logits.double().softmax(-1)
+    return sum(-math.log(probabilities[at - 1, ids[at]]) for at in range(len(ids) - scored, len(ids)))
+
+
+def test_losses_are_of_the_scored_tokens_only() -> None:
+    (window,) = windows([0, 1, 2], 3)
+    logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 9.0], [float("nan")] * 3])
+    assert losses(logits, window).tolist() == pytest.approx([math.log(1 + 2 * math.exp(-9))] * 2, rel=1e-3)
+
+
+# Agreement
+
+
+def test_kl_is_the_full_sum_while_all_tokens_are_remembered() -> None:
+    torch.manual_seed(0)
+    one, other = torch.randn(7, 50), torch.randn(7, 50)
+    wanted = torch.nn.functional.kl_div(
+        other.log_softmax(-1), one.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    torch.testing.assert_close(Prediction.of(one).kl(other), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_kl_of_few_remembered_tokens_is_a_close_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    one = 4 * torch.randn(64, 300)
+    other = one + 0.2 * torch.randn(64, 300)
+    whole = Prediction.of(one).kl(other)
+    monkeypatch.setattr(agreement, "KEEP", 64)
+    part = Prediction.of(one).kl(other)
+    assert (part <= whole + 1e-6).all()
+    assert part.mean() > 0.9 * whole.mean()
+
+
+def test_the_same_predictions_agree_wholly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "KEEP", 8)
+    rows = torch.randn(5, 20)
+    found = Agreement()
+    found.add(rows, Prediction.of(rows))
+    assert (found.top1, found.kl, found.kl_p99) == (1.0, 0.0, 0.0)
+
+
+# Recall
+
+
+def _llm_that_says(answers: dict[str, list[str]], asked: list[int]) -> LLM:
+    def stream(prompt: str, max_tokens: int):
+        asked.append(max_tokens)
+        return (Delta(0, piece, (1,)) for piece in answers[prompt])
+
+    tokenizer = SimpleNamespace(encode=list)
+    return SimpleNamespace(stream=stream, tokenizer=tokenizer)  # type: ignore[return-value]
+
+
+def test_recall_is_exact() -> None:
+    asked: list[int] = []
+    llm = _llm_that_says({"a": ["4", "2", "'\n"], "b": ["4", "3"], "c": ["4"], "d": ["42"]}, asked)
+    found = ask.grade(llm, [RecallCase(prompt, "42", "dict") for prompt in "abcd"])
+    assert list(found) == [True, False, False, True]
+    assert asked == [2, 2, 2, 2]
+
+
+# A whole evaluation
+
+
+def test_the_yardstick_agrees_with_itself(report: Report) -> None:
+    yardstick = report.results[0]
+    assert yardstick.name == report.yardstick == "fp32"
+    assert (yardstick.top1, yardstick.kl, yardstick.ratio) == (1.0, 0.0, 1.0)
+    assert yardstick.attention_error == (0.0, 0.0)
+
+
+def test_a_coarser_format_errs_more(report: Report) -> None:
+    fp32, bf16, fp8, nvfp4, mixed, _ = report.results
+    errors = [result.mean_attention_error for result in (fp32, bf16, fp8, nvfp4)]
+    assert errors == sorted(errors) and len(set(errors)) == 4  # type: ignore[type-var]
+    assert 0 < bf16.kl < fp8.kl < nvfp4.kl
+    assert (
+        fp8.attention_error[0] == mixed.attention_error[0]
+        and nvfp4.attention_error[1] == mixed.attention_error[1]
+    )
+
+
+def test_bytes_are_those_of_the_plan(report: Report) -> None:
+    found = {result.name: result.bytes_per_token for result in report.results}
+    head = {
+        "fp32": 256,
+        "bf16": 128,
+        "fp8_e4m3": 64,
+        "nvfp4": 36,
+        "nvfp4@0=fp8_e4m3": 50,
+        "nvfp4+kmean+rot": 36,
+    }
+    assert found == {name: 4 * size for name, size in head.items()}  # two layers of two heads
+
+
+def test_scales_are_measured_where_the_checkpoint_has_none(report: Report) -> None:
+    found = {result.name: result.scales for result in report.results}
+    assert found["bf16"] == "auto" and found["nvfp4"] == found["fp8_e4m3"] == "measured"
+
+
+def test_an_evaluation_repeats(model: str, report: Report) -> None:
+    again = evaluate(Config(model=model), ["nvfp4"], SMALL).results[1]
+    first = next(result for result in report.results if result.name == "nvfp4")
+    assert (again.perplexity, again.kl, again.recall) == (first.perplexity, first.kl, first.recall)
+    assert again.attention_error == first.attention_error
+
+
+def test_report_as_json_and_markdown(report: Report) -> None:
+    data = json.loads(report.as_json())
+    assert data["schema"] == SCHEMA
+    assert set(data) == {"schema", "model", "yardstick", "results", "skipped", "measured", "environment"}
+    assert data["measured"]["scored"] == SMALL.tokens - 1 and data["measured"]["window"] == 80
+    assert len(data["measured"]["text_sha256"]) == 16
+    for result in data["results"]:
+        assert set(result["recall"]) == {"256"} and 0 <= result["recall"]["256"] <= 1
+        assert len(result["attention_error"]) == 2 and 0 <= result["top1"] <= 1
+    lines = report.as_markdown().splitlines()
+    assert lines[0].split("|")[1:3] == [" scheme ", " bytes/token "]
+    assert [line.split("|")[1].strip() for line in lines[2 : 2 + len(report.results)]] == ["fp32", *NAMES]
+
+
+def test_plot(report: Report, tmp_path: Path) -> None:
+    plot.plot(report, tmp_path / "one.svg")
+    plot.plot(report, tmp_path / "two.svg")
+    text = (tmp_path / "one.svg").read_text()
+    assert text.startswith("<?xml") and text == (tmp_path / "two.svg").read_text()
+    with pytest.raises(ConfigError, match="cannot write the plot"):
+        plot.plot(report, tmp_path / "nowhere" / "one.svg")
+
+
+def test_plot_without_matplotlib(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"nibble-llm\[plot\]"):
+        plot.plot(report, tmp_path / "plot.png")
+
+
+def test_what_the_model_cannot_take_is_skipped_unless_it_was_named(tmp_path: Path) -> None:
+    odd = checkpoint(tmp_path, head_dim=24, num_hidden_layers=1)
+    least = Sizes(tokens=40, recall_cases=0, attention_tokens=0)
+    report = evaluate(Config(model=odd), [], least)
+    assert "not a multiple of 16" in report.skipped["nvfp4"]
+    assert {"bf16", "fp8_e4m3"} <= {result.name for result in report.results}
+    assert report.lengths == () and report.results[1].attention_error == ()
+    assert "nvfp4" in report.as_markdown()
+    with pytest.raises(ConfigError, match="not a multiple of 16"):
+        evaluate(Config(model=odd), ["nvfp4"], least)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"window": 1000}, {}, "more than the model's context of 512"),
+        ({"recall_lengths": (1024,)}, {}, "recall length 1024"),
+        ({}, {"kv_scales": "/nowhere.json"}, "cannot read KV scales"),
+    ],
+)
+def test_refused_before_anything_is_measured(model: str, changes: dict, options: dict, message: str) -> None:
+    with pytest.raises(NibbleError, match=message):
+        evaluate(
+            Config(model=model, **options), ["nvfp4"], Sizes(**{"tokens": 64, "yardstick": "fp32"} | changes)
+        )
+
+
+def test_missing_text(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the text"):
+        evaluate(Config(model=model), ["bf16"], SMALL, tmp_path / "none.txt")
+    bare = checkpoint(tmp_path / "bare")
+    (tmp_path / "bare" / "heldout.txt").unlink()
+    with pytest.raises(ConfigError, match="--text FILE"):
+        evaluate(Config(model=bare), ["bf16"], SMALL)
+
+
+def test_a_file_of_scales_must_suffice(model: str, tmp_path: Path) -> None:
+    peer = {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.01}}}}
+    (tmp_path / "scales.json").write_text(json.dumps(peer))
+    with pytest.raises(ScaleError, match="layer 1"):
+        evaluate(Config(model=model, kv_scales=str(tmp_path / "scales.json")), ["fp8_e4m3"], SMALL)
+
+
+def test_scales_are_measured_anew_if_asked(model: str) -> None:
+    report = evaluate(Config(model=model, kv_scales="calibrate"), ["nvfp4"], SMALL)
+    assert [result.scales for result in report.results] == ["auto", "measured"]
+
+
+def test_a_yardstick_that_needs_scales_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="the yardstick nvfp4 needs KV scales itself"):
+        evaluate(Config(model=model), ["bf16"], Sizes(yardstick="nvfp4"))
+
+
+# Options
+
+
+def test_entries() -> None:
+    assert Entry.parse("nvfp4@0,-1=fp8_e4m3") == Entry("nvfp4", "0,-1=fp8_e4m3")
+    assert Entry.parse("nvfp4@0,-1=fp8_e4m3").name == "nvfp4@0,-1=fp8_e4m3"
+    assert parse(["bf16", "nvfp4", "bf16"]) == (Entry("bf16"), Entry("nvfp4"))
+    for text in ("", "@0=bf16", "nvfp4@"):
+        with pytest.raises(ConfigError, match="write it as"):
+            Entry.parse(text)
+
+
+def test_default_entries_leave_out_formats_for_tests() -> None:
+    names = [entry.name for entry in default_entries(QWEN3_8B)]
+    assert names[0] == "bf16" and {"nvfp4", "k8v4", "nvfp4+rot"} <= set(names)
+    assert not {"fp32", "fp16"} & set(names)
+    sparse = [entry.name for entry in default_entries(DEEPSEEK_V32)]
+    assert sparse[0] == "bf16" and {"fp8_ds_mla", "nvfp4_ds_mla", "fp4_mx16"} <= set(sparse)
+    assert not {"k8v4", "nvfp4+rot", "fp32"} & set(sparse)
+
+
+def test_sizes() -> None:
+    assert sizes() == Sizes() and sizes(quick=True) == QUICK
+    assert sizes(quick=True, given={"tokens": 99, "window": None, "recall_lengths": ()}).tokens == 99
+    assert sizes(quick=True, given={"recall_lengths": ()}).recall_lengths == QUICK.recall_lengths
+    assert Sizes().lengths(4096) == (1024, 2048, 4096)
+    for wrong in ({"tokens": 1}, {"stride": 0}, {"window": 8, "stride": 8}, {"recall_cases": -1}):
+        with pytest.raises(ConfigError):
+            Sizes(**wrong)

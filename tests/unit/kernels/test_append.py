@@ -1,0 +1,193 @@
+"""The fused append and rotation, against the formats' own encoding: the same bytes, for every format and packing.
+
+Without a GPU the kernels run in Triton's interpreter, which rounds float32 to bfloat16 towards zero; so the values
+that are stored in bfloat16 here have no more bits than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nibble import formats
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.cache.pool import PagedPool, _targets
+from nibble.cache.scales import KVScales, LayerScales, StreamScale
+from nibble.formats import scheme
+from nibble.formats import transforms as transform
+from nibble.kernels.append import Reference, Target
+from nibble.kernels.append import triton as twin
+from nibble.kernels.codecs.encoders import ENCODERS
+from nibble.kernels.rotate import rotate
+from nibble.kernels.rotate.triton import rotate as rotate_twin
+from nibble.model_spec import HEADS as ONE_HEAD
+from nibble.model_spec import Stream
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE, PAGES = 4, 5
+HEADS, DIM = 3, 96  # neither is a power of two
+
+
+def values(seed: int, tokens: int = 7, heads: int = HEADS, dim: int = DIM) -> Tensor:
+    """bfloat16 values of many magnitudes, with what is awkward among them: blocks that hold zeros of both signs, what
+    lies beyond the scales' range on either side, values midway between two codes, and infinities."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, heads, dim, generator=rng) * torch.logspace(-6, 3, tokens).view(-1, 1, 1)
+    ties = torch.tensor(
+        [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0]
+    )
+    x[0, :, :16] = ties
+    x[1, :, :16] = torch.tensor([0.0, -0.0] * 8)
+    x[2, :, :16] *= 1e-30
+    x[3, :, 5] = 3e38
+    x[4, :, 7] = float("-inf")
+    return x.bfloat16()
+
+
+def pool(kv_format: str, packing: str, dims: tuple[int, int] = (DIM, DIM), heads: int = HEADS) -> PagedPool:
+    chosen = scheme.parse(kv_format)
+    streams = [Stream(name, heads, dim) for name, dim in zip("kv", dims, strict=True)]
+    entries = tuple(StreamLayout(stream, chosen.format_of(stream).name) for stream in streams)
+    layout = CacheLayout((LayerLayout(0, entries, chosen.transforms),), PAGE, packing)
+    mean = torch.randn(heads, dims[0], generator=torch.Generator().manual_seed(9)).tolist()
+    amax = {
+        name: StreamScale(300.0 + 7 * i, 1.0)
+        for i, name in enumerate(("k", "v", "k+rot", "k+kmean", "k+kmean+rot"))
+    }
+    scales = KVScales("test", {0: LayerScales(amax, tuple(map(tuple, mean)))})
+    return PagedPool(layout, PAGES, scales, DEVICE, poison=True)
+
+
+def planes(
+    kv_format: str, packing: str, streams: dict[str, Tensor], slots: list[int], *, fused: bool
+) -> list[Tensor]:
+    """The bytes of a pool after one append."""
+    dims = streams["k"].shape[2], streams["v"].shape[2]
+    target = pool(kv_format, packing, dims, streams["k"].shape[1])
+    targets = _targets(target.view(0))
+    assert twin.serves(targets)
+    write = twin.Append(targets) if fused else Reference(targets, target.view(0).joint_scale)
+    with np.errstate(all="ignore"):  # numpy, which the interpreter computes with, warns of what IEEE defines
+        write({name: x.to(DEVICE) for name, x in streams.items()}, torch.tensor(slots, device=DEVICE))
+    return [
+        plane.view(torch.uint8).cpu() for stream in target.view(0).streams.values() for plane in stream.planes
+    ]
+
+
+def compare(kv_format: str, packing: str, streams: dict[str, Tensor], slots: list[int]) -> None:
+    fused, plain = (planes(kv_format, packing, streams, slots, fused=fused) for fused in (True, False))
+    for found, expected in zip(fused, plain, strict=True):
+        assert torch.equal(found, expected), (
+            f"{int((found != expected).sum())} bytes of {found.numel()} differ"
+        )
+
+
+SLOTS = [6, 13, 0, 19, 7, 12, 3]
+
+
+@pytest.mark.parametrize("packing", ["nhd", "hnd"])
+@pytest.mark.parametrize("kv_format", scheme.fitting(*ONE_HEAD))
+def test_bytes_are_those_of_the_format(kv_format: str, packing: str) -> None:
+    compare(kv_format, packing, {"k": values(1), "v": values(2)}, SLOTS)
+
+
+@pytest.mark.parametrize("kv_format", ["nvfp4+kmean", "k8v4+kmean", "mxfp4+kmean", "fp32+kmean"])
+def test_a_mean_is_subtracted_from_keys(kv_format: str) -> None:
+    compare(kv_format, "hnd", {"k": values(1), "v": values(2)}, SLOTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads, dims", [(1, (128, 128)), (5, (80, 16)), (2, (256, 64)), (12, (32, 32))])
+def test_any_shape_dtype_and_stride(dtype: torch.dtype, heads: int, dims: tuple[int, int]) -> None:
+    """Heads before tokens in memory, as models hand them over, and values of every compute dtype."""
+    k, v = (values(i, 7, heads, dim).to(dtype) for i, dim in enumerate(dims))
+    k = k.transpose(0, 1).contiguous().transpose(0, 1)
+    assert heads == 1 or not k.is_contiguous()
+    compare("k8v4", "hnd", {"k": k, "v": v}, SLOTS)
+    compare("k8v4", "nhd", {"k": k.flip(-1).flip(-1)[..., :: dims[0] // 16], "v": v[..., :16]}, SLOTS)
+
+
+@pytest.mark.parametrize("packing", ["nhd", "hnd"])
+def test_negative_slots_store_nothing(packing: str) -> None:
+    streams = {"k": values(1), "v": values(2)}
+    compare("nvfp4", packing, streams, [-1, 13, 0, -1, 7, 12, -9])
+    for written in (planes("nvfp4", packing, streams, [-1] * 7, fused=fused) for fused in (True, False)):
+        assert all((plane == 0xFF).all() for plane in written)
+
+
+@pytest.mark.parametrize("kv_format", ["nvfp4", "fp8_e4m3"])
+def test_scales_may_differ_by_head(kv_format: str) -> None:
+    streams = {"k": values(1), "v": values(2)}
+    found = []
+    for make in (twin.Append, Reference):
+        target = pool(kv_format, "hnd")
+        scale = torch.tensor([[0.5], [0.01], [3.0]], device=DEVICE)
+        targets = {
+            name: replace(entry, pages=replace(entry.pages, scale=scale))
+            for name, entry in _targets(target.view(0)).items()
+        }
+        with np.errstate(all="ignore"):
+            make(targets)({n: x.to(DEVICE) for n, x in streams.items()}, torch.tensor(SLOTS, device=DEVICE))
+        found.append(target.view(0).streams["k"].planes)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*found, strict=True))
+
+
+def smooth(seed: int, dim: int) -> Tensor:
+    return torch.randn(7, HEADS, dim, generator=torch.Generator().manual_seed(seed)) * 10
+
+
+@pytest.mark.parametrize("dim", [16, 96, 128])
+def test_keys_are_rotated(dim: int) -> None:
+    """Sums of a rotation have another order, so last bits of float32 may differ; in a block of 4-bit codes that moves
+    few values, by one code."""
+    streams = {"k": smooth(1, dim), "v": smooth(2, dim)}
+    fused, plain = (
+        planes("fp32+kmean+rot", "nhd", streams, SLOTS, fused=fused)[0].view(torch.float32)
+        for fused in (True, False)
+    )
+    error = (fused.flatten(0, 1)[SLOTS] - plain.flatten(0, 1)[SLOTS]).abs()
+    assert (error <= 2**-20 * streams["k"].norm(dim=-1, keepdim=True)).all()
+    fused, plain = (planes("nvfp4+rot", "nhd", streams, SLOTS, fused=fused) for fused in (True, False))
+    assert (fused[0] != plain[0]).float().mean() < 0.01 and torch.equal(fused[2], plain[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+def test_queries_are_rotated(dim: int, dtype: torch.dtype) -> None:
+    q_THD = smooth(3, dim).to(dtype).transpose(0, 1).contiguous().transpose(0, 1).to(DEVICE)
+    exact = transform.rotate(q_THD.double())
+    step = torch.finfo(dtype).eps * exact.abs()
+    for found in (rotate_twin(q_THD), rotate(q_THD)):
+        assert found.dtype == dtype and found.shape == q_THD.shape
+        assert (
+            (found.double() - exact).abs() <= step + 2**-20 * q_THD.double().norm(dim=-1, keepdim=True)
+        ).all()
+    if dtype == torch.float32:
+        assert (rotate_twin(rotate_twin(q_THD)) - q_THD).abs().max() < 1e-4
+
+
+def refused() -> Iterator[dict[str, Target]]:
+    """Layers that the kernel leaves to the reference."""
+    good = _targets(pool("nvfp4", "hnd").view(0))
+    k, v = good["k"], good["v"]
+    yield {"k": k}
+    yield {"latent": k, "v": v}
+    yield {"k": k, "v": replace(v, transforms=(transform.get("rot"),))}
+    yield {"k": replace(k, transforms=(transform.get("rot"), transform.get("kmean"))), "v": v}
+    yield {"k": k, "v": _targets(pool("nvfp4", "hnd", heads=2).view(0))["v"]}
+    yield {"k": replace(k, pages=replace(k.pages, dim=40)), "v": v}
+
+
+def test_what_the_kernel_cannot_take_is_left_to_the_reference() -> None:
+    assert twin.serves(_targets(pool("nvfp4+kmean+rot", "hnd").view(0)))
+    assert not any(map(twin.serves, refused()))
+    assert pool("nvfp4", "hnd").is_capturable == (DEVICE == "cuda")
+
+
+def test_every_format_has_an_encoder() -> None:
+    assert ENCODERS.keys() == set(scheme.fitting(*ONE_HEAD)) & set(formats.names())

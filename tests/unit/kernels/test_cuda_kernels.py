@@ -1,0 +1,87 @@
+"""The CUDA C++ kernels compile, for every GPU and format that rows name, on a machine without a GPU or a compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nibble.attention.backends import cuda as backend
+from nibble.errors import BackendError
+from nibble.kernels.codecs.cuda_traits import FORMATS
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+from nibble.kernels import nvrtc as compiling
+from nibble.kernels.attention import cuda as decode
+from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, tokens_of_tile, warps_of_block
+
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
+"""Bytes of shared memory that a block can have, by compute capability (CUDA programming guide, technical
+specifications)."""
+ARCHS = sorted({arch for row in backend.BACKEND.support for arch in row.arch or ()})
+
+
+def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int = 8) -> Variant:
+    key, _, value = name.partition(":")
+    k, v = FORMATS[key], FORMATS[value or key]
+    warps = warps_of_block(k, v, dim, columns, SHARED[arch])
+    return Variant(dim, k, v, columns, tokens_of_tile(k), warps, page, bf16=True, softcap=columns > 8)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_for_every_gpu(arch: int) -> None:
+    for name in ("nvfp4", "bf16"):
+        assert compiling.cubin(SOURCE, arch, variant(name, arch).macros).startswith(compiling.ELF)
+
+
+@pytest.mark.parametrize(
+    "name", sorted({name for row in backend.BACKEND.support for name in row.format or ()})
+)
+@pytest.mark.parametrize(("dim", "page", "columns"), [(64, 16, 8), (256, 128, 16)])
+def test_compiles_for_every_format(name: str, dim: int, page: int, columns: int) -> None:
+    assert compiling.cubin(SOURCE, 90, variant(name, 90, dim, page, columns).macros)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", decode.HEAD_DIMS)
+def test_a_block_fits(arch: int, dim: int) -> None:
+    for name in FORMATS:
+        for columns in (8, 16):
+            chosen = variant(name, arch, dim, columns=columns)
+            assert chosen.shared(MAX_BATCH) + RESERVED <= SHARED[arch], f"{name} on SM{arch}"
+
+
+def test_a_compiled_kernel_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    macros = variant("fp8_e4m3", 90).macros
+    first = compiling.cubin(SOURCE, 90, macros)
+    (kept,) = (tmp_path / compiling.CUBINS).iterdir()
+    assert kept.read_bytes() == first
+    monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("it is compiled again"))
+    assert compiling.cubin(SOURCE, 90, macros) == first
+
+
+def test_a_broken_file_in_the_cache_is_replaced(tmp_path: Path) -> None:
+    macros = variant("fp8_e4m3", 90).macros
+    first = compiling.cubin(SOURCE, 90, macros)
+    (kept,) = (tmp_path / compiling.CUBINS).iterdir()
+    kept.write_bytes(b"")
+    assert compiling.cubin(SOURCE, 90, macros) == first == kept.read_bytes()
+
+
+def test_a_gpu_that_nvrtc_does_not_know_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((9, 0), None), ((13, 7), "an NVRTC that knows SM137")):
+        monkeypatch.setattr(compiling.torch.cuda, "get_device_capability", lambda found=capability: found)
+        said = compiling.trouble.__wrapped__()
+        assert said is None if expected is None else expected in said
+
+
+def test_an_error_shows_what_nvrtc_said() -> None:
+    with pytest.raises(BackendError, match=r"decode\.cu.*SIXTY_FOUR"):
+        compiling.cubin(SOURCE, 90, {**variant("nvfp4", 90).macros, "HEAD_DIM": "SIXTY_FOUR"})

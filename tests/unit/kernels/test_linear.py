@@ -1,0 +1,77 @@
+"""linear() for few rows: the twin in Triton's interpreter against float64, and the operator beside F.linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nibble.kernels import linear as op
+from nibble.kernels.linear import triton as twin
+from nibble.models.merged_linear import LargeLinear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tensors(rows: int, n: int, k: int, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(rows + n)
+    x, weight = torch.randn(rows, k), torch.randn(n, k) / k**0.5
+    halves = [y.to(DEVICE, torch.float16) for y in (x, weight, torch.randn(n))]
+    return halves[0], halves[1], halves[2] if bias else None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("n", [128, 96 * 64])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+def test_the_twin_multiplies(rows: int, n: int, bias: bool) -> None:
+    x, weight, b = tensors(rows, n, 256, bias)
+    expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    found = twin.linear(x[None], weight, b)
+    assert found.shape == (1, rows, n) and found.dtype == x.dtype
+    assert (found[0].double() - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_rows_may_lie_apart() -> None:
+    x, weight, _ = tensors(5, 128, 256, False)
+    apart = torch.randn(5, 700, device=DEVICE, dtype=x.dtype)[:, 100:356].copy_(x)
+    assert torch.equal(twin.linear(apart, weight, None), twin.linear(x, weight, None))
+    assert torch.equal(twin.linear(x.T.contiguous().T, weight, None), twin.linear(x, weight, None))
+
+
+def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(twin, "linear", lambda *args: calls.append(args) or args[0] @ args[1].T)
+    weight = torch.randn(8, 4)
+    for rows, twins in ((1, 1), (op.FEW, 2), (op.FEW + 1, 2)):
+        x = torch.randn(1, rows, 4)
+        assert torch.allclose(op.linear(x, weight), F.linear(x, weight))
+        assert len(calls) == twins
+
+
+def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {F.linear: 2.0}
+    for error, ms, expected in (
+        (0.0, 1.0, True), (0.001, 1.0, True), (0.1, 1.0, False), (float("nan"), 1.0, False), (0.0, 3.0, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(twin, "linear", lambda x, w, b, error=error: F.linear(x, w, b) * (1 + error))
+        monkeypatch.setattr(op, "_ms", lambda multiply, x, w, ms=ms: times.get(multiply, ms))
+        monkeypatch.setattr(op, "_won", {})
+        assert op._wins(torch.randn(8, 4)) is expected
+
+
+def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "linear", lambda *_: 1 / 0)
+    monkeypatch.setattr(op, "_won", {})
+    assert not op._wins(torch.randn(8, 4))
+
+
+def test_what_is_not_on_a_gpu_is_left_alone() -> None:
+    assert not op.serves(torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"))
+
+
+def test_a_compiler_sees_one_operator() -> None:
+    layer = LargeLinear(torch.nn.Linear(4, 8, bias=False))
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    for rows in (20, 33):
+        x = torch.randn(1, rows, 4)
+        assert torch.equal(run(x), layer(x))
