@@ -123,7 +123,16 @@ def guess_format(formats: Mapping[str, Format], chat_template: str | None) -> Fo
 
 
 def find_format(formats: Mapping[str, Format], name: str, chat_template: str | None = None) -> Format | None:
-    """Return a format by its name, which may be `auto` (by the chat template) or `none`; raises ConfigError."""
+    """Return a format by its name.
+
+    Args:
+        formats: of calls or of reasoning.
+        name: one of them, `auto` (by the chat template) or `none`.
+        chat_template: the model's, if it has one.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
     if name == AUTO:
         return guess_format(formats, chat_template)
     if name not in (*formats, NONE):
@@ -235,8 +244,10 @@ class AnswerFormat:
             return None
         parts = {"body": body} if "@body" in start else {}
         if self.reasoning:
+            # Reasoning is free; what is asked for begins after it.
             rules += [text_until("thought", self.reasoning.end, self.marks), r"gap: /[ \n]{0,3}/"]
             opening = lark_text(self.reasoning.start, self.marks)
+            # The start may stand in the prompt already.
             lead = f"({opening})? thought gap" if self.starts_inside else f"({opening} thought gap)?"
             start = f"{lead} ({start})"
         elif start == "@body":

@@ -116,10 +116,13 @@ def literals_of(layout: Layout) -> Literals:
     """Return the literals of a layout."""
     before, call, after = re.split(r"(\{.*\}|NAME.*?ARGUMENTS)", layout.call, maxsplit=1, flags=re.DOTALL)
     opening = _literals(layout.begin + before)
+    # Kimi's `functions.` is read with the name: both are the call's id, and models forget it.
     if opening and NAME.fullmatch(opening[-1]):
-        opening = opening[:-1]  # it is read with the name
+        opening = opening[:-1]
     middle = () if call.startswith("{") else _literals(re.sub("NAME|:NUMBER|ARGUMENTS", "", call))
+    # Where grammars allow one call only (Llama), models may still write several, with semicolons between them.
     separator = ";" if layout.separator is None else layout.separator.strip()
+    # Between tags, several calls may share what is around them: the innermost tag begins another one.
     if layout.argument and not layout.argument_separator:
         separator = opening[-1]
     return Literals(opening, middle, (*_literals(after), *_literals(layout.end)), separator)
@@ -162,11 +165,13 @@ class AnswerParser:
         self._format, self._reasoning, self._starts_inside = calls, reasoning, starts_inside
         self._eager, self._tools, self._max_calls = eager, tools, max_calls
         self._text, self._at, self._is_last = "", 0, False
-        self._start = 0  # where the text begins that was neither shown nor dropped
-        self._after_marker = False  # white space that comes now touches a marker
+        # Where the text begins that was neither shown nor dropped.
+        self._start = 0
+        # White space that comes now touches a marker.
+        self._after_marker = False
         self._events: list[Event] = []
-        self._index, self._is_bare = -1, False  # of the present call; it has no marker
-        self._is_sent = self._is_complete = False  # of the present call: an event, all its arguments
+        # Of the present call: its number, whether it has no marker, whether an event of it was sent, and all arguments.
+        self._index, self._is_bare, self._is_sent, self._is_complete = -1, False, False, False
         self._name, self._id, self._pieces = "", "", list[str]()
         self._new_id = calls.new_id if calls else str
         self._steps = self._run()
@@ -187,6 +192,7 @@ class AnswerParser:
             self._drop()
         if self._format:
             yield from self._calls(self._format)
+        # Where no calls are expected nothing is held back, not even white space.
         while True:
             self._show(len(self._text))
             self._text, self._at, self._start = "", 0, 0
@@ -202,7 +208,8 @@ class AnswerParser:
             yield from self._try(calls, marker)
 
     def _starts_bare(self, calls: CallFormat) -> Steps[bool]:
-        for marker in calls.markers:  # which may begin with the same character
+        # A marker may begin with the same character.
+        for marker in calls.markers:
             if (yield from self._literal(marker)):
                 return False
         yield from self._spaces()
@@ -250,6 +257,7 @@ class AnswerParser:
         """Show the text up to the next marker, and pass it; "" at the end, where the rest is not shown yet."""
         pattern = re.compile("|".join(map(re.escape, markers)) or NEVER)
         while True:
+            # Only here, between calls: within a call places in the text must stay.
             self._text, self._at, self._start = self._text[self._start :], 0, 0
             match = pattern.search(self._text)
             end = match.start() if match else len(self._text) - _overlap(self._text, markers)
@@ -298,6 +306,7 @@ class AnswerParser:
             elif not marker:
                 opening = tuple(literal for literal in opening if literal not in calls.markers)
             openings.append((opening, layout))
+        # The longest first: Mistral's list begins with a bracket, its other layout with nothing.
         for opening, layout in sorted(openings, key=lambda one: -len(one[0])):
             try:
                 yield from self._expect(*opening)
@@ -314,7 +323,8 @@ class AnswerParser:
         try:
             yield from self._members()
         except MalformedCallError:
-            if not self._is_complete:  # else only what stands around the arguments is broken
+            # Behind complete arguments a brace is missing at most: the call counts.
+            if not self._is_complete:
                 raise
             self._show(self._at)
         else:
@@ -333,6 +343,7 @@ class AnswerParser:
                 raise MalformedCallError
             yield from self._expect(":")
             yield from self._spaces()
+            # The first member of a name counts; arguments are held back until the call's name is there.
             if key in keys:
                 yield from self._value()
             elif key == "name":
@@ -358,11 +369,13 @@ class AnswerParser:
     def _named_call(self, layout: Layout) -> Steps[None]:
         """Read a name and an object."""
         name, call_id = (yield from self._read_name()), ""
-        if "NUMBER" in layout.call:  # functions.NAME:NUMBER, which is the id too
+        # functions.NAME:NUMBER is the id too.
+        if "NUMBER" in layout.call:
             call_id, name = name, name.removeprefix("functions.")
             name = name.rpartition(":")[0] or name
         elif (yield from self._literal(CALL_ID)):
             call_id = yield from self._read_name()
+        # None of these must be there: the brace says where arguments begin.
         for literal in literals_of(layout).middle:
             yield from self._literal(literal)
         self._begin(name, call_id)
@@ -385,10 +398,12 @@ class AnswerParser:
             yield from self._expect(before.strip())
             key = yield from self._key(key_end)
             schema = properties.get(key) if isinstance(properties, dict) else None
-            if "FLAG" in between:  # which says what the schema says else
+            # A flag says what the schema says in other formats.
+            if "FLAG" in between:
                 schema = {"type": "string"} if (yield from self._read_name()) == "true" else None
             yield from self._expect(*value_start)
-            first = key not in keys  # one that comes twice counts once
+            # An argument that comes twice counts once.
+            first = key not in keys
             if first:
                 self._add((", " if keys else "{") + quote(key) + ": ")
             keys.add(key)
@@ -418,6 +433,7 @@ class AnswerParser:
         ends = (end, "\n" + end) if lines else (end,)
         pattern = re.compile(("\n?" if lines else "") + re.escape(end))
         streams = types_of(schema, root) == {"string"}
+        # The line break before the value may not have come yet.
         while lines and self._at == len(self._text) and (yield from self._more()):
             pass
         self._at += lines and self._text.startswith("\n", self._at)
@@ -497,7 +513,8 @@ class AnswerParser:
             try:
                 piece = yield from self._piece(scan)
             except CutShortError:
-                if self._is_sent and not part:  # what is left is arguments too
+                # Half a number or an escape is left: it belongs to the arguments, not to the text.
+                if self._is_sent and not part:
                     self._send(CallDelta(self._index, None, None, self._text[self._at :]))
                     self._at = len(self._text)
                     self._drop()
@@ -526,6 +543,7 @@ class AnswerParser:
         self._pieces.append(piece)
         if not (last or self._eager):
             return
+        # Held back they come as one piece, when they are complete.
         arguments, self._pieces = "".join(self._pieces), []
         if not self._is_sent:
             self._is_sent = True

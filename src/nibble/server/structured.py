@@ -190,6 +190,7 @@ class GrammarCheck:
         return self._grammars[vocab_size]
 
     def _try(self, digest: bytes, grammar: str, vocab_size: int) -> None:
-        if digest not in self._good:  # others may have waited for the same one
+        # Others may have waited for the same one.
+        if digest not in self._good:
             self._grammars_for(vocab_size).check(grammar)
             self._good.append(digest)

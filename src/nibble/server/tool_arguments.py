@@ -46,7 +46,8 @@ class LiteralScan:
         self._closers: list[str] = []
         self._next = VALUE
         self._quote, self._is_key = "", False
-        self._comma = False  # Python's, held back until it is clear that no end follows
+        # Python's comma is held back until it is clear that no end follows.
+        self._comma = False
 
     def feed(self, text: str, at: int) -> tuple[str, int]:
         """Translate the token at `text[at]`.
@@ -67,8 +68,9 @@ class LiteralScan:
         if not match or len(match[0]) > MAX_WORD:
             raise ValueError(f"{text[at]!r} begins no value")
         token, end = match[0], match.end()
+        # There may be more of a word.
         if end == len(text) and token[0] not in PUNCTUATION:
-            return "", at  # there may be more of the word
+            return "", at
         had_comma, self._comma = self._comma, False
         piece = self._token(token)
         return (", " if had_comma and token not in ")]}" else "") + piece, end
@@ -90,7 +92,8 @@ class LiteralScan:
         elif "comma" in place and token == ",":
             self._comma = self._python
             after = (KEY, FIRST_KEY) if self._closers[-1] == "}" else (VALUE, ITEM)
-            self._next = after[self._python]  # Python may end after a comma
+            # Python may end after a comma.
+            self._next = after[self._python]
             return "" if self._python else token
         elif place == COLON and token == ":":
             self._next = VALUE
@@ -200,7 +203,8 @@ def _resolve(ref: str, root: Any) -> Any:
 def as_json(text: str, *, python: bool = False) -> str | None:
     """Return a value's JSON, written as JSON or as Python; None where it is neither."""
     scan, pieces, at = LiteralScan(python=python), list[str](), 0
-    text += " "  # which ends a number
+    # A number ends where something else begins.
+    text += " "
     try:
         while not scan.done:
             piece, end = scan.feed(text, at)

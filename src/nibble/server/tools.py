@@ -219,7 +219,14 @@ def lark_text(text: str, marks: Marks) -> str:
 
 
 def text_until(rule: str, end: str, marks: Marks) -> str:
-    """Return rule `rule`: any text up to `end`, and that."""
+    """Return a rule: any text up to a mark, and the mark.
+
+    Args:
+        rule: its name.
+        end: the mark, text before it included.
+        marks: markers that are tokens.
+    """
+    # A lazy lexeme ends with the first mark that is text; a token ends any text by itself.
     mark = next((mark for mark in marks if mark in end), None)
     if mark is None:
         return f"{rule}[lazy]: {TEXT} {lark_text(end, {})}"
@@ -246,11 +253,18 @@ def required_calls(
 def possible_calls(
     call_format: CallFormat, tools: Sequence[Function], max_calls: int | None, marks: Marks
 ) -> list[str]:
-    """Return rule `mixed`: text, in which a marker begins a call. Where there is no marker a call is the complete
-    answer, known by its first character. Arguments as in `required_calls`."""
+    """Return rule `mixed`: text, in which a marker begins a call.
+
+    Args:
+        call_format: how the model writes calls.
+        tools: what may be called.
+        max_calls: 1 or any number.
+        marks: markers that are tokens.
+    """
     layout = call_format.layout
     opening = layout.begin + layout.call
     marker = next((marker for marker in call_format.markers if opening.startswith(marker)), None)
+    # Without a marker a call is the complete answer, known by its first character.
     if marker is None:
         other = rf'other: /[^\s{re.escape(call_format.bare_start)}](.|\n)*/ | ""'
         return ["mixed: calls | other", other, *required_calls(call_format, tools, max_calls, marks)]
@@ -296,7 +310,7 @@ def _argument_rules(layout: Layout, tool: Function, rule: str, marks: Marks) -> 
         optional = (f"{rule}_{i}" + "?" * (key not in required) for i, key in enumerate(keys))
         yield f"{rule}: " + (" ".join(optional) or '""')
         return
-    # From the end: `first_i` are arguments from i on, `more_i` are those after another one.
+    # `first_i` are arguments from i on, `more_i` are those after another one: so no separator stands alone.
     yield f'{rule}_first_{len(keys)}: ""'
     yield f'{rule}_more_{len(keys)}: ""'
     for i, key in enumerate(keys):
