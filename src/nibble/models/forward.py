@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -17,10 +16,12 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from nibble.attention.layer import StepContext
 from nibble.attention.op import Step
 from nibble.errors import ConfigError
+from nibble.hardware import cache_folder
 from nibble.models.adapt import mask_for
 from nibble.models.hook import CONTEXT
 from nibble.models.quiet import first_line
@@ -74,7 +75,9 @@ def _options(model: nn.Module, backend: str) -> dict[str, Any] | None:
 
 def _first(run: Any, model: nn.Module, ids: Tensor, positions: Tensor, rows_S: Tensor, step: Step) -> Tensor:
     """The call that compiles: it says which sizes vary, and in words what went wrong."""
-    os.environ.setdefault(CACHE_VARIABLE, str(cache_folder()))
+    # Importing torch._dynamo fills the variable with a default in /tmp; only another value is the user's.
+    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0)):
         torch._dynamo.mark_dynamic(tensor, dim)
     try:
@@ -106,9 +109,3 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
 def _own(function: Any) -> Any:
     """A copy with a code object of its own, by which torch keeps what it compiled: one engine's are no other's."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-
-
-def cache_folder() -> Path:
-    """Where compiled code is kept from run to run, unless the environment says where."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "nibble" / "inductor"
