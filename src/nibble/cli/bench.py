@@ -108,8 +108,8 @@ CLASS = PassThrough
 EXAMPLES = """
 nibble bench serve
 nibble bench serve localhost:8000 --concurrency 1,8,64 --requests 200
-nibble bench serve localhost:8000 --rate 2,8 --input-tokens 2048 --json load.json
-nibble bench serve localhost:8000 --profile kind=sweep --constraint kind=max_duration,seconds=30
+nibble bench serve --rate 2,8 --input-tokens 2048 --json load.json
+nibble bench serve --constraint kind=max_duration,seconds=30
 """
 
 
