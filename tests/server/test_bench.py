@@ -52,8 +52,8 @@ def run(*arguments: str) -> Any:
 def options(arguments: list[str]) -> dict[str, Any]:
     """Values by flag; those of this command are JSON."""
     assert arguments[0] == "run"
-    found = dict(zip(arguments[1::2], arguments[2::2], strict=False))
-    return {flag: json.loads(value) if value.startswith("{") else value for flag, value in found.items()}
+    values = dict(zip(arguments[1::2], arguments[2::2], strict=False))
+    return {flag: json.loads(value) if value.startswith("{") else value for flag, value in values.items()}
 
 
 def test_defaults(calls: Calls, served: list[tuple[str, dict[str, str]]]) -> None:

@@ -18,7 +18,7 @@ from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
 from nibble.server.engine_client import Ask, EngineDiedError, State
-from nibble.server.exchange import Exchange, Journal
+from nibble.server.http_log import HttpLog, RequestLogMiddleware
 from nibble.server.metrics import COUNTED, RUNNING, Meters
 
 STATS = {
@@ -232,7 +232,7 @@ def test_exchanges_are_counted_by_route() -> None:
     @app.post("/tokenize")
     async def tokenize() -> None: ...
 
-    app.add_middleware(Journal, sinks=[meters.exchanged])
+    app.add_middleware(RequestLogMiddleware, sinks=[meters.count_http])
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -263,7 +263,7 @@ def test_what_is_refused_before_its_route_is_counted_by_its_path() -> None:
         async def nothing(*_: Any) -> Any: ...
 
         scope = {"type": "http", "method": "GET", "path": path, "headers": []}
-        await Journal(app, [meters.exchanged])(scope, nothing, nothing)
+        await RequestLogMiddleware(app, [meters.count_http])(scope, nothing, nothing)
 
     for path in ("/known", "/unknown", "/gone"):
         asyncio.run(ask(path))
@@ -277,7 +277,7 @@ def test_what_is_refused_before_its_route_is_counted_by_its_path() -> None:
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     engine = FakeEngine()
     meters, engine.stats = meters_of(engine), STATS | TIER | WATCH
-    meters.exchanged(Exchange("1", "GET", "/health", {}))
+    meters.count_http(HttpLog("1", "GET", "/health", {}))
     there = {key[0] for key in read(meters)}
     dashboard = json.loads(DASHBOARD.read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]

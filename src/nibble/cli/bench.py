@@ -85,7 +85,7 @@ def bench(
     }
     if not _names("--tokenizer", options):
         # GuideLLM would look up the served name on the hub, where neither `demo` nor a local folder is.
-        from nibble.models.places import find
+        from nibble.models.hub import find
 
         tokenizer = find(model or _served_model(url, key))
         defaults["--tokenizer"] = {"kind": "huggingface_auto", "model": tokenizer}
