@@ -69,8 +69,9 @@ def bench(
         raise ConfigError(unknown("measurement", what, (SERVE,)))
     if find_spec("guidellm") is None:
         raise ConfigError(f"a load test needs GuideLLM, which is not installed: {INSTALL}")
-    has_url = bool(rest) and not str(rest[0]).startswith("-")
-    url, options = _server_root(rest[0] if has_url else LOCAL_SERVER), (rest or [])[has_url:]
+    rest = rest or []
+    has_url = bool(rest) and not rest[0].startswith("-")
+    url, options = _server_root(rest[0] if has_url else LOCAL_SERVER), rest[has_url:]
     key = api_key or os.environ.get("NIBBLE_API_KEY")
     path = "/v1/chat/completions" if chat else "/v1/completions"
     # GuideLLM 0.8.1's `poisson` sent 2.3 times the rate it was given; `constant` keeps it.
