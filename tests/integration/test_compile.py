@@ -17,6 +17,8 @@ from nibble.models.forward import CACHE_VARIABLE, cache_folder, compiled, plain
 from tiny import save_tiny
 from toys import graph_backend
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "olmo3")
 PROMPTS = [list(range(5, n)) for n in (30, 6, 47)]
 
