@@ -20,6 +20,8 @@ from nibble.models.forward import CACHE_VARIABLE, compiled, plain
 from tiny import save_tiny
 from toys import graph_backend
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "olmo3")
 PROMPTS = [list(range(5, n)) for n in (30, 6, 47)]
 

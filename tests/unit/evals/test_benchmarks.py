@@ -29,6 +29,8 @@ from report import Aim, aims_table, worst  # noqa: E402
 from nibble.attention.planner.support import Phase  # noqa: E402
 from nibble.evals.tuning import bench as race  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def test_shapes_and_heads_are_read() -> None:
     assert paged.requests("B64x8K") == (8192,) * 64
