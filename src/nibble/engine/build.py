@@ -18,8 +18,7 @@ from nibble.attention import backends
 from nibble.attention.planner import price
 from nibble.attention.planner import timings as measured
 from nibble.attention.planner.capture import cuda_graph_blocker
-from nibble.attention.planner.memory import MemoryPlan, plan_memory
-from nibble.attention.planner.needs import compute_dtype
+from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
@@ -42,7 +41,6 @@ from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
-from nibble.engine.transfer import ALIGNED
 from nibble.engine.warmup import StartupReport, out_of_memory_explained, warm_up
 from nibble.errors import ScaleError
 from nibble.hardware import Hardware, probe
@@ -53,6 +51,7 @@ from nibble.models.forward import compiled
 from nibble.models.hub import find
 from nibble.models.observe import observe
 from nibble.models.refusals import load_config
+from nibble.spec import CacheSpec
 
 CALIBRATION_TOKENS = 8192
 CHUNK = 512
@@ -91,12 +90,13 @@ def plan_engine(
     known = backends.available_backends() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     model_config = load_config(config.model, config.index_topk)
-    model_spec = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
+    spec = CacheSpec.from_config(config)
+    model_spec = observe(model_config, config.model, spec.compute_dtype(hardware), config.max_context)
     times = measured.load(hardware, known) if here and by_times and config.tuned else measured.NOTHING
     plan = resolve(config, model_spec, hardware, known, declared=declared, measured=times)
     note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    room = plan_memory(config, model_spec, hardware, plan)
+    room = MemoryPlanner(spec, model_spec, hardware, plan).plan()
     return EnginePlan(config, hardware, model_spec, plan, model_config, room, times.warning)
 
 
@@ -197,8 +197,7 @@ def _engine(
         token_budget=made.budget.step_tokens,
         max_context=made.model_spec.max_context,
     )
-    width = manager.pages_for(min(made.model_spec.max_context, manager.capacity)) + 1
-    tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
+    tables = PageTables(config.max_running + 1, made.budget.table_width, made.hardware.device)
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
     eos_ids, vocabulary = _eos(model, tokenizer), made.model_spec.vocab_size
     return Engine(
@@ -212,11 +211,6 @@ def _engine(
         grammars=Grammars(tokenizer, vocabulary, eos_ids) if tokenizer else None,
         overlap=not made.hardware.is_cpu,
     )
-
-
-def _aligned(width: int) -> int:
-    """Columns of a page table whose rows all begin at multiples of 16 bytes."""
-    return -(-width // ALIGNED) * ALIGNED
 
 
 def adapters(plan: Plan) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from nibble.attention.layer import StepContext
 from nibble.attention.metadata import AttentionParams
 from nibble.attention.planner import explain, price
 from nibble.cache.scales import KVScales
-from nibble.config import parse_bytes
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
 from nibble.hardware import format_bytes
@@ -63,10 +62,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         self.model, self.plan, self._limit = model, made.plan, made.model_spec.max_context
         with attach(model, NibbleCache).lent():
             self.scales: KVScales = scales_for(made, model, calibrate)
-        memory = made.config.kv_memory
-        self._store = Store(
-            made.plan.layout, self.scales, model.device, None if memory is None else parse_bytes(memory)
-        )
+        self._store = Store(made.plan.layout, self.scales, model.device, made.config.kv_memory_bytes)
         self._backends = adapters(made.plan)
         self._forget()
 

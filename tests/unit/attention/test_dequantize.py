@@ -22,7 +22,6 @@ from nibble.attention.backends.torch_ref import TorchRef
 from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner import price
 from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.memory import plan_memory
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
@@ -34,7 +33,7 @@ from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
 from nibble.model_spec import ModelSpec, Stream
 from nibble.server.logs import decode_costs
-from planning import GPT_OSS, MODELS, QWEN3_8B
+from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
 
 PAGE, HEADS, DIM = 16, 2, 32
 LENGTHS = (5, 16, 90, 200, 64)
@@ -67,7 +66,7 @@ def segment(phase: Phase, new: int) -> AttentionBatch:
 def test_it_is_bounded_and_changes_no_answer(
     view: KVView, phase: Phase, new: int, window: int | None, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step, spec = segment(phase, new), AttentionParams(DIM**-0.5, window=window)
     q_THD = torch.randn(step.stop, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(9))
     parts = list(staging.dequantize_pages(view, step, "fp32", window))
@@ -85,7 +84,7 @@ def test_layers_of_a_step_share_what_is_worked_out(
     view: KVView, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that backends, who plan once for a segment, do so once for a step; and it is gone with the step."""
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step = segment(Phase.EXTEND, 4)
 
     one, again = (_segments(view, step, None) for _ in range(2))
@@ -104,7 +103,7 @@ def _segments(view: KVView, step: AttentionBatch, window: int | None) -> list[At
 def plan_of(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[Any, Any]:
     config = Config(model="m", **options)
     plan = resolve(config, model_spec, lookup_gpu(gpu), declared=True)
-    return plan, plan_memory(config, model_spec, lookup_gpu(gpu), plan)
+    return plan, memory_plan(config, model_spec, lookup_gpu(gpu), plan)
 
 
 def test_the_price_in_bytes() -> None:

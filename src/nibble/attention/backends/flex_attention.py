@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.dequantize import MAX_TOKENS
 from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import BackendInfo, Phase, Support
+from nibble.attention.planner.support import MAX_STAGED_TOKENS, BackendInfo, Phase, Support
 from nibble.cache.view import KVView
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
@@ -77,9 +76,9 @@ class Flex:
 
 
 def _parts(segment: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:
-    """Neighbours that fit into MAX_TOKENS padded stored tokens; prompts of more than a block alone."""
+    """Neighbours that fit into MAX_STAGED_TOKENS padded stored tokens; prompts of more than a block alone."""
     row, first = 0, 0
-    step = max(1, MAX_TOKENS // _whole(max(segment.seq_lens)))
+    step = max(1, MAX_STAGED_TOKENS // _whole(max(segment.seq_lens)))
     alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(segment.query_lens)]
     for _, group in groupby(alone):
         last = first + len(tuple(group))
@@ -229,7 +228,7 @@ def _row(arch: set[int], prefer: int, cites: str) -> Support:
         packing=frozenset({"nhd", "hnd"}),
         arch=frozenset(arch),
         prefer=prefer,
-        workspace=COPIES * MAX_TOKENS,
+        workspace=COPIES * MAX_STAGED_TOKENS,
         source=cites,
     )
 

@@ -50,7 +50,7 @@ class Cell:
 def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
     """Every backend of `request` in every phase of every group of its plan."""
     seen = {entry.key: entry for entry in ledger.read(ledger.shipped())}
-    for group, part in zip(plan.groups, needs.scheme_groups(request.config, request.model_spec), strict=True):
+    for group, part in zip(plan.groups, needs.scheme_groups(request.spec, request.model_spec), strict=True):
         for info in request.backends.values():
             for phase in Phase:
                 need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)

@@ -45,6 +45,7 @@ def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
             "staging": budget.staging,
             "activations": budget.activations,
             "runtime": budget.runtime,
+            "tables": budget.tables,
             "reserve": budget.reserve,
             "pool": budget.pool,
             "pages": budget.pages,
@@ -160,6 +161,7 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
         "staging": budget.staging,
         "activations": budget.activations,
         "runtime": budget.runtime,
+        "tables": budget.tables,
         "hot buffers": budget.tier,
     }
     used = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)

@@ -13,7 +13,6 @@ from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Route
 from nibble.attention.planner.support import BackendInfo, Need, Phase, format_values
-from nibble.config import parse_hisparse
 from nibble.errors import ConfigError, Unsupported
 
 
@@ -30,7 +29,7 @@ def refusal(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Unsupporte
     need = request.need(part, phase)
     considered = request.considered(phase)
     refusals = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
-    if request.config.backend_for(phase.decodes) == "auto":
+    if request.spec.backend_for(phase.decodes) is None:
         others = (info for name, info in request.backends.items() if name not in considered)
         would_serve = {
             info.name: (f"would serve it, but {_absent(info)}",) for info in others if info.serves(need)
@@ -66,7 +65,7 @@ def no_common_storage(request: PlanRequest, options: Options) -> Unsupported:
         for name, field in (("page size", "pages"), ("packing", "packings"))
         if not _common([_allowed(choice, field) for choice in asks])
     ]
-    page = f"page {request.config.page_size}" if request.config.page_size else "one page size"
+    page = f"page {request.spec.page_size}" if request.spec.page_size else "one page size"
     why = (
         f"no {' and no '.join(divided)} in common" if divided else "no page size and packing that go together"
     )
@@ -105,10 +104,10 @@ def _wants(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
 
 def notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, packing: str) -> Iterator[str]:
     """One line for each thing that was left to `auto`, that is staged, or that cannot run."""
-    if request.config.dtype == "auto":
+    if request.spec.dtype is None:
         why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
         yield f"dtype {request.dtype}: {why}"
-    if request.config.page_size is None:
+    if request.spec.page_size is None:
         small, usual = "small pages share prefixes finely", "what most kernels read in one piece"
         free = f"no route asks for another; {small if request.hardware.is_cpu else usual}"
         yield f"page size {page}: {_bound(groups, 'page') or free}"
@@ -140,15 +139,18 @@ def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
     for line, names in phases.items():
         yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
     if all(route.phase is not Phase.VERIFY for route in group.routes):
-        asked = request.config.backend_for(True)
-        who = "no backend that can run here serves" if asked == "auto" else f"{asked} does not serve"
-        hot = parse_hisparse(request.config.hisparse)
-        why = "a hot buffer is for one new token" if hot else f"{who} draft tokens over this storage"
+        decode = request.spec.decode_backend
+        who = f"{decode} does not serve" if decode else "no backend that can run here serves"
+        why = (
+            "a hot buffer is for one new token"
+            if request.spec.offload
+            else f"{who} draft tokens over this storage"
+        )
         yield f"no verify of {group.group.name} in {group.scheme}: {why}"
 
 
 def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
-    auto = request.config.backend_for(route.phase.decodes) == "auto"
+    auto = request.spec.backend_for(route.phase.decodes) is None
     if auto and route.phase in ROUTED:
         first = (
             "the best of those that serve it"

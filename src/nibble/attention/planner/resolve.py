@@ -17,8 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import needs, options
-from nibble.attention.planner import offload as tiering
+from nibble.attention.planner import needs, offload, options
 from nibble.attention.planner import refusal as reasons
 from nibble.attention.planner import suggest as remedy
 from nibble.attention.planner.needs import SchemeGroup, UnstorableError
@@ -28,11 +27,11 @@ from nibble.attention.planner.refusal import UnservedError
 from nibble.attention.planner.support import BackendInfo, Phase
 from nibble.attention.planner.timings import NOTHING, Timings
 from nibble.cache import packing as packings
-from nibble.config import Config, parse_hisparse
+from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
-from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
@@ -42,10 +41,9 @@ CPU_PAGES = (16, 32, 64, 128, 1)
 def check_names(config: Config) -> None:
     """Raises ConfigError where a config names a scheme or a backend that nobody knows, as resolve() would: Transformers
     need not be imported to hear that."""
-    schemes.parse(config.kv_format)
-    list(schemes.rules(config.kv_layers))
-    for asked in {config.backend_for(True), config.backend_for(False)} - {"auto"}:
-        options.by_name(asked, all_backends())
+    spec = CacheSpec.from_config(config)
+    for name in filter(None, (spec.decode_backend, spec.prefill_backend)):
+        options.by_name(name, all_backends())
 
 
 def resolve(
@@ -109,15 +107,15 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 
 def _resolve(request: PlanRequest) -> Plan:
-    found = needs.scheme_groups(request.config, request.model_spec)
-    tiering.check(request.config, found)
+    found = needs.scheme_groups(request.spec, request.model_spec)
+    offload.check_model(request.spec, request.model_spec.model, found)
     choices = _choices(request, found)
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in found)
-    borrowed = needs.shared_kv_notes(request.config, request.model_spec)
+    borrowed = needs.shared_kv_notes(request.spec, request.model_spec)
     notes = (*borrowed, *reasons.notes(request, groups, page, packing))
     layout = needs.layout(found, request.model_spec, page, packing)
-    tier = tiering.decide(request.config, found, layout)
+    tier = offload.plan_tier(request.spec.offload, found, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
 
 
@@ -169,8 +167,8 @@ def _score(request: PlanRequest, choices: Options, page: int, packing: str) -> i
 
 def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
     """Page sizes to try, the preferred ones first."""
-    if request.config.page_size is not None:
-        return (request.config.page_size,)
+    if request.spec.page_size is not None:
+        return (request.spec.page_size,)
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
     return (*usual, *sorted(named - set(usual)))
@@ -190,7 +188,7 @@ def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int,
         routes.append(option.route(phase))
     drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
     verify = _pick(drafts, page, packing)
-    if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
+    if verify and request.spec.offload is None:  # hot buffers are for one new token
         routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
 

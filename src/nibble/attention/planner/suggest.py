@@ -18,6 +18,7 @@ from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.model_spec import HEADS, LATENTS
+from nibble.spec import CacheSpec
 
 Attempt = Callable[[Config], Plan | None]
 Edit = Callable[[Config], Config]
@@ -33,7 +34,7 @@ def suggest_command(request: PlanRequest, attempt: Attempt) -> str | None:
     A plan that falls to plain torch on a GPU, unasked, is proposed where nothing else keeps the scheme.
     """
     kinds = tuple(tuple(kind) for kind in _edits(request))
-    others = tuple(tuple(kind) for kind in _scheme_edits(request.config))
+    others = tuple(tuple(kind) for kind in _scheme_edits(request.spec))
     found = _first(request, attempt, _singles(kinds))
     if found and _uses_reference(request, found[1]):
         faster = _first(request, attempt, _pairs(kinds))
@@ -68,15 +69,17 @@ def _first(request: PlanRequest, attempt: Attempt, kinds: Iterable[Iterable[Edit
 
 def _uses_reference(request: PlanRequest, plan: Plan) -> bool:
     """Whether plain torch gathers pages on a GPU, and nobody asked for it."""
-    asked = {request.config.backend_for(decode) for decode in (False, True)}
+    requested = {request.spec.prefill_backend, request.spec.decode_backend}
     routes = (route for group in plan.groups for route in group.routes)
-    return not request.hardware.is_cpu and any(r.row.prefer < 0 and r.backend not in asked for r in routes)
+    return not request.hardware.is_cpu and any(
+        r.row.prefer < 0 and r.backend not in requested for r in routes
+    )
 
 
 def _acceptable(request: PlanRequest, plan: Plan) -> bool:
     """Whether a plan can run, or the user is exploring what cannot."""
-    config, table = request.config, request.backends
-    named_backends = (table.get(config.backend_for(decode)) for decode in (False, True))
+    spec, table = request.spec, request.backends
+    named_backends = (table.get(name) for name in (spec.prefill_backend, spec.decode_backend) if name)
     explores = request.declared or any(info is not None and not info.runnable for info in named_backends)
     return explores or _runs(plan)
 
@@ -123,20 +126,17 @@ def _cost(request: PlanRequest, plan: Plan) -> tuple[bool, int]:
 
 def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
     """Kinds of edits that keep the scheme, the mildest first."""
-    config = request.config
-    names = tuple(request.backends)
-    yield (_set(decode_backend=name) for name in names if name != config.backend_for(True))
-    yield (_set(prefill_backend=name) for name in names if name != config.backend_for(False))
-    if (asked := config.page_size) is not None:
-        others = (page for page in PAGES if page != asked)
-        yield (
-            _set(page_size=page) for page in sorted(others, key=lambda page: max(page / asked, asked / page))
-        )
-    if not config.allow_staging:
+    spec, names = request.spec, tuple(request.backends)
+    yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
+    yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
+    if (size := spec.page_size) is not None:
+        sizes = (page for page in PAGES if page != size)
+        yield (_set(page_size=page) for page in sorted(sizes, key=lambda page: max(page / size, size / page)))
+    if not spec.allow_staging:
         yield iter([_set(allow_staging=True)])
-    if config.attention_backend != "auto":
+    if request.config.attention_backend != "auto":
         yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
-    if {config.backend_for(True), config.backend_for(False)} != {"auto"}:
+    if spec.decode_backend or spec.prefill_backend:
         yield iter([_set(attention_backend="auto", prefill_backend=None, decode_backend=None)])
 
 
@@ -147,12 +147,9 @@ def _set(**values: object) -> Edit:
     return edit
 
 
-def _scheme_edits(config: Config) -> Iterator[Iterator[Edit]]:
+def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
     """Another scheme in the place of each that is in use, those nearest in bytes first, one kind each."""
-    used = dict.fromkeys(
-        (schemes.parse(config.kv_format), *(new for _, new in schemes.rules(config.kv_layers)))
-    )
-    for old in used:
+    for old in spec.schemes:
         if old.transforms:
             yield iter([_rename(old, old.base)])
         others = sorted(
@@ -175,14 +172,10 @@ def _share(name: str) -> float:
 
 
 def _rename(old: schemes.Scheme, new: str) -> Edit:
-    def rule(text: str) -> str:
-        where, equals, name = text.partition("=")
-        return f"{where}={new}" if equals and schemes.parse(name) == old else text
-
     def edit(config: Config) -> Config:
-        kv_format = new if schemes.parse(config.kv_format) == old else config.kv_format
-        return replace(
-            config, kv_format=kv_format, kv_layers=";".join(map(rule, config.kv_layers.split(";")))
-        )
+        spec = CacheSpec.from_config(config)
+        rules = (rule.renamed(new) if rule.scheme == old else rule for rule in spec.layer_rules)
+        kv_format = new if spec.scheme == old else config.kv_format
+        return replace(config, kv_format=kv_format, kv_layers=";".join(rule.text for rule in rules))
 
     return edit

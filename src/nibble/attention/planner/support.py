@@ -66,6 +66,8 @@ class Need:
 
 NEVER, WITH = frozenset({False}), frozenset({True})
 PROMPT = frozenset({Phase.PREFILL, Phase.EXTEND})
+MAX_STAGED_TOKENS = 1 << 17
+"""Tokens whose pages are dequantised at once, unless a single request has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ def tuning(config: Config) -> Tuning:
     table = backends.available_backends()
     request = PlanRequest(made.config, made.model_spec, made.hardware, table, False, False)
     trials = []
-    for part in needs.scheme_groups(made.config, made.model_spec):
+    for part in needs.scheme_groups(request.spec, made.model_spec):
         for phase in ROUTED if not part.group.top_k else ():
             subject = measured.subject(part, phase, request.dtype)
             trials.append(Trial(part, phase, _works(made, part, phase), subject))
