@@ -154,10 +154,15 @@ def test_buffers_of_decode_steps_are_planned() -> None:
     assert planner.table_bytes > size
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_memory": "1MiB"}])
-@pytest.mark.parametrize("machine", [CPU, lookup_gpu("h200")], ids=str)
+SMALL_HOST = replace(lookup_gpu("h200"), host=16 * GIB)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_memory": "2MiB"}])
+@pytest.mark.parametrize(
+    ("model", "machine"), [(SMALL, CPU), (QWEN3_8B, lookup_gpu("h200")), (SMALL, SMALL_HOST)], ids=str
+)
 def test_more_requests_than_tables_have_room_for_are_refused(
-    machine: Hardware, options: dict[str, Any]
+    model: ModelSpec, machine: Hardware, options: dict[str, Any]
 ) -> None:
     with pytest.raises(CapacityError, match=r"a smaller --max-running \(now 1000000000\)"):
-        made(SMALL, machine, max_running=1_000_000_000, **options)
+        made(model, machine, max_running=1_000_000_000, **options)

@@ -181,6 +181,7 @@ class MemoryPlanner:
     def plan(self) -> MemoryPlan:
         """Return the memory plan; raise CapacityError where weights do not fit, or the pool is too small to serve."""
         step, layout = self.step, self.cache_plan.layout
+        self._check_host()
         room, limit = self._pool_room()
         split = self._split_pages(room)
         frame = layout.attended.bytes_per_page
@@ -313,13 +314,27 @@ class MemoryPlanner:
         buffers = self.graph_sizes[-1] * GRAPH_ROW_BYTES if self.graph_sizes else 0
         # with graphs the logits are theirs (runtime_bytes)
         buffers += 0 if self.spec.graphs else self.logits_bytes
-        return table + step + buffers + (rows * HOST_ROW_BYTES if self.device.is_cpu else 0)
+        return table + step + buffers + (self.host_table_bytes if self.device.is_cpu else 0)
+
+    @property
+    def host_table_bytes(self) -> int:
+        """What the host keeps about the rows of the page tables."""
+        return (self.spec.max_running + 1) * HOST_ROW_BYTES
 
     @cached_property
     def hot_buffer_bytes(self) -> int:
         """What the device keeps about hot buffers (cache/offload/hot_buffer.py)."""
         plan = self.cache_plan
         return offload.hot_buffer_bytes(plan.layout, plan.tier, self.spec.max_running + 2)
+
+    def _check_host(self) -> None:
+        """Raise CapacityError where the memory of the machine around a GPU does not hold its part of the tables."""
+        free, needed = self.device.host, self.host_table_bytes
+        if not self.device.is_cpu and free is not None and needed > free:
+            raise CapacityError(
+                f"the host's part of the page tables takes {format_bytes(needed)}, and {format_bytes(free)} are free; "
+                f"what would help: a smaller --max-running (now {self.spec.max_running})"
+            )
 
     # What is left for pages
 
