@@ -198,8 +198,8 @@ def test_a_remedy_works(question: tuple) -> None:
     try:
         resolve(config, model, machine, table, declared=declared)
     except Unsupported as error:
-        if error.remedy:
-            again, _, said = parse_command(error.remedy)
+        if error.refusal.suggestion:
+            again, _, said = parse_command(error.refusal.suggestion)
             assert resolve(again, model, machine, table, declared=said)
 
 

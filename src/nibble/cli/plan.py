@@ -59,12 +59,7 @@ def plan(
     except Unsupported as error:
         if not as_json:
             raise
-        print_json(
-            {
-                "model": model,
-                "refused": {"need": error.need, "reasons": error.refusals, "works": error.remedy},
-            }
-        )
+        print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
     asked = _asked(made, gpu, declared) if explain else None
     if as_json:

@@ -15,9 +15,9 @@ from torch import nn
 
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner import price
 from nibble.attention.planner import timings as measured
 from nibble.attention.planner.capture import cuda_graph_blocker
+from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable, resolve
@@ -154,7 +154,7 @@ def build(
     watch = _watch(made)  # before the start looks at the memory that is left, and used after it
     warm_up(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
     engine.runner.error_monitor = watch
-    startup.notes += price.warnings(made.plan, made.budget.context)
+    startup.notes += staging_warnings(made.plan, made.budget.context)
     engine.startup = startup
     return engine, made
 

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nibble.attention.layer import StepContext
 from nibble.attention.metadata import AttentionParams
-from nibble.attention.planner import explain, price
+from nibble.attention.planner import explain
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
@@ -90,7 +90,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
     @property
     def words(self) -> str:
         """The plan, what staging costs if there is any, and how full it is, for people."""
-        staged = map(str, price.staged(self.plan, self._limit))
+        staged = map(str, explain.staging_costs(self.plan, self._limit))
         return "\n".join((explain.as_text(self.plan), *staged, repr(self)))
 
     def __repr__(self) -> str:

@@ -12,14 +12,12 @@ touch a GPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import needs, offload, options
-from nibble.attention.planner import refusal as reasons
-from nibble.attention.planner import suggest as remedy
+from nibble.attention.planner import explain, needs, offload, options, refusal
 from nibble.attention.planner.needs import SchemeGroup, UnstorableError
 from nibble.attention.planner.options import ROUTED, WEIGHTS, Ask, Option, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
@@ -65,21 +63,14 @@ def resolve(
     """
     table = dict(sorted((all_backends() if backends is None else backends).items()))
     request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
-
-    def attempt(edited: Config) -> Plan | None:
-        try:
-            return _resolve(replace(request, config=edited))
-        except ConfigError:
-            return None
-
     try:
         return _resolve(request)
-    except UnservedError as unserved:
-        error = unserved.explain()
-        raise Unsupported(error.need, error.refusals, remedy.suggest_command(request, attempt)) from None
+    except UnservedError as error:
+        refused = refusal.refuse(request, error)
+        raise Unsupported(replace(refused, suggestion=_suggest(request))) from None
     except UnstorableError as error:
-        way_out = remedy.suggest_command(request, attempt)
-        raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
+        suggestion = _suggest(request)
+        raise ConfigError(f"{error}\nwhat works: {suggestion}" if suggestion else str(error)) from None
 
 
 def attempt(
@@ -90,6 +81,46 @@ def attempt(
         return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared, False))
     except ConfigError:
         return None
+
+
+Edited = tuple[Config, Plan]
+"""An edited config, and its plan."""
+
+
+def _suggest(request: PlanRequest) -> str | None:
+    """Return the nearest command that works: one edit if any does, else two; None where two do not help.
+
+    A plan that falls to plain torch on a GPU, unrequested, is proposed where nothing else keeps the scheme.
+    """
+    nearest = _first_plan(request, refusal.single_edits(request, keep_scheme=True))
+    if nearest and refusal.uses_reference(request, nearest[1]):
+        faster = _first_plan(request, refusal.double_edits(request, keep_scheme=True))
+        nearest = faster if faster and not refusal.uses_reference(request, faster[1]) else nearest
+    if nearest is None:
+        kinds = (edits(request, keep_scheme=False) for edits in (refusal.single_edits, refusal.double_edits))
+        nearest = _first_plan(request, itertools.chain.from_iterable(kinds))
+    return refusal.command(nearest[0], request.hardware, declared=request.declared) if nearest else None
+
+
+def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edited | None:
+    """Return the best of the first kind of edits that works without the reference, else of the first that works."""
+    slow: Edited | None = None
+    for kind in kinds:
+        if plans := [(config, plan) for config in kind if (plan := _attempt(request, config))]:
+            best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
+            if not refusal.uses_reference(request, best[1]):
+                return best
+            slow = slow or best
+    return slow
+
+
+def _attempt(request: PlanRequest, config: Config) -> Plan | None:
+    """Return the plan of an edited config; None where there is none, or none that can run."""
+    try:
+        plan = _resolve(replace(request, config=config))
+    except ConfigError:
+        return None
+    return plan if refusal.is_acceptable(request, plan) else None
 
 
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
@@ -113,7 +144,7 @@ def _resolve(request: PlanRequest) -> Plan:
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in found)
     borrowed = needs.shared_kv_notes(request.spec, request.model_spec)
-    notes = (*borrowed, *reasons.notes(request, groups, page, packing))
+    notes = (*borrowed, *explain.plan_notes(request, groups, page, packing))
     layout = needs.layout(found, request.model_spec, page, packing)
     tier = offload.plan_tier(request.spec.offload, found, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
@@ -126,7 +157,7 @@ def _choices(request: PlanRequest, found: Iterable[SchemeGroup]) -> Options:
         for phase in Phase:
             choices[part, phase] = options.serving(request, part, phase)
             if not _enough(request, choices, part, phase):
-                raise UnservedError(partial(reasons.refusal, request, part, phase))
+                raise UnservedError(part, phase)
     return choices
 
 
@@ -149,7 +180,7 @@ def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
             if score is not None and (best is None or score > best[0]):
                 best = (score, page, packing)
     if best is None:
-        raise UnservedError(partial(reasons.no_common_storage, request, choices))
+        raise UnservedError(options=choices)
     return best[1], best[2]
 
 
