@@ -184,7 +184,7 @@ class MemoryPlanner:
         self._check_host()
         room, limit = self._pool_room()
         split = self._split_pages(room)
-        frame = layout.attended.bytes_per_page
+        frame = layout.without_index.bytes_per_page
         result = MemoryPlan(
             memory=self.device.memory,
             weights=self.model.weight_bytes,
@@ -238,7 +238,7 @@ class MemoryPlanner:
             for layer in group.layers
             if any(route.stage_to for route in group.routes)
         }
-        layers = (entry for entry in plan.layout.attended.layers if entry.layer in owners)
+        layers = (entry for entry in plan.layout.without_index.layers if entry.layer in owners)
         return max((self.step.dequantized_bytes(entry, plan.page_size) for entry in layers), default=0)
 
     @property

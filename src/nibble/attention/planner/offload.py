@@ -59,7 +59,7 @@ def plan_tier(
     if offload.host_format is not None:
         _check_format(offload.host_format, parts)
     size = layout.page_size
-    return Tier(-(-buffer // size) * size, layout.attended.stored_as(offload.host_format, HOST_PACKING))
+    return Tier(-(-buffer // size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
 
 
 def _check_format(name: str, parts: tuple[SchemeGroup, ...]) -> None:
@@ -119,7 +119,7 @@ def split_pages(
     Raises:
         CapacityError: One request does not fit, or the host has less memory than is requested.
     """
-    size, frame = layout.page_size, layout.attended.bytes_per_page
+    size, frame = layout.page_size, layout.without_index.bytes_per_page
     index, request_pages = layout.bytes_per_page - frame + PLACE_BYTES, -(-longest // size)
     host_pages = _host_pages(spec.offload, tier, free_host)
     device_pages, useful_pages = room // layout.bytes_per_page, -(-useful // size)

@@ -196,7 +196,7 @@ def _for_speed(request: PlanRequest, part: SchemeGroup, phase: Phase) -> bool:
     if request.spec.backend_for(phase.decodes) is not None:
         return False
     memory = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
-    return memory.dequantized_bytes(part.stored_layer(0).attended) <= SHARE * memory.free_for_pages
+    return memory.dequantized_bytes(part.stored_layer(0).without_index) <= SHARE * memory.free_for_pages
 
 
 def score(plan: Plan) -> int:
