@@ -193,9 +193,7 @@ class Way:
         return f"{self.backend}{STAGED}" if self.stage_to else self.backend
 
     def adapter(self) -> AttentionBackend:
-        made = backends.get(self.backend).adapter
-        assert made is not None
-        return made()
+        return backends.create(backends.get(self.backend))
 
 
 def ways(names: Iterable[str], phase: Phase, heads: Heads, scheme: str, page_size: int) -> list[Way]:

@@ -20,12 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from nibble import formats
 from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.plan import STAGED_PACKING
+from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
 from nibble.model_spec import INDEX
-
-MAX_TOKENS = 1 << 17
-"""Bound of the workspace: tokens staged at once, unless a single request has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ _known: WeakKeyDictionary[AttentionBatch, dict[tuple[int, int | None], tuple[_Pa
 def dequantize_pages(
     view: KVView, segment: AttentionBatch, target: str, window: int | None = None
 ) -> Iterator[tuple[KVView, AttentionBatch]]:
-    """Cuts `segment` into parts of at most MAX_TOKENS, each with a view of its pages in the plain format `target`."""
+    """Cuts `segment` into parts of at most MAX_STAGED_TOKENS, each with a view of its pages in the plain format `target`."""
     known, key = _known.setdefault(segment, {}), (view.page_size, window)
     if key not in known:
         known[key] = tuple(_parts(_within(segment, view.page_size, window), view.page_size))
@@ -81,9 +79,9 @@ def _within(segment: AttentionBatch, page_size: int, window: int | None) -> Atte
 
 
 def _parts(segment: AttentionBatch, page_size: int) -> Iterator[_Part]:
-    """Runs of requests whose padded pages hold at most MAX_TOKENS; at least one request each."""
+    """Runs of requests whose padded pages hold at most MAX_STAGED_TOKENS; at least one request each."""
     count, width = segment.page_table_BN.shape
-    step = max(1, MAX_TOKENS // max(width * page_size, 1))
+    step = max(1, MAX_STAGED_TOKENS // max(width * page_size, 1))
     own_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=segment.page_table_BN.device)
     own_BN = own_BN.view(-1, width)
     if step >= count:  # lengths stay where they are: to send them again would make the host wait

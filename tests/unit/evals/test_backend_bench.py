@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner import needs
 from nibble.attention.planner.options import PlanRequest

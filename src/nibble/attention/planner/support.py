@@ -66,6 +66,8 @@ class Need:
 
 NEVER, WITH = frozenset({False}), frozenset({True})
 PROMPT = frozenset({Phase.PREFILL, Phase.EXTEND})
+MAX_STAGED_TOKENS = 1 << 17
+"""Tokens whose pages are dequantised at once, unless a single request has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +159,8 @@ def _show(name: str, value: Any) -> str:
 class BackendInfo:
     """A backend's file, as data.
 
-    adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
-    None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
+    adapter: `module:Class` of the attention object (attention/layer.py, AttentionBackend), or what makes it; the package
+    is imported only then. None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
     install: how a user gets one. versions: those that the adapter was written for, for people. trouble: says
     what keeps a package that is there from working, None if nothing. lack: what this machine lacks for it, with the
     cure; such a backend has no adapter here. graphs: whether a CUDA graph may hold its DECODE: it never waits for the
@@ -168,7 +170,7 @@ class BackendInfo:
     name: str
     support: tuple[Support, ...]
     summary: str
-    adapter: Callable[[], Any] | None = None
+    adapter: str | Callable[[], Any] | None = None
     packages: tuple[str, ...] = ()
     install: str | None = None
     versions: str | None = None

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention import backends
+from nibble.attention.backends import torch_ref
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.dequantize import dequantize_pages
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.metadata import AttentionBatch, AttentionParams
@@ -100,7 +102,9 @@ def entrants(
     everybody = tuple(found.values())
     if names or request.hardware.is_cpu:
         return everybody
-    return tuple(e for e in everybody if e.option.backend.adapter is not TorchRef) or everybody[:1]
+    return (
+        tuple(e for e in everybody if e.option.backend.adapter != torch_ref.BACKEND.adapter) or everybody[:1]
+    )
 
 
 def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
@@ -148,9 +152,8 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
 def _run(
     request: PlanRequest, judge: _Judge, entrant: Candidate, result: Result, best: float | None
 ) -> Result:
-    scene, make = judge.scene, entrant.option.backend.adapter
-    assert make is not None, "an entrant can run"
-    adapter, stage_to = make(), entrant.option.stage_to
+    scene, option = judge.scene, entrant.option
+    adapter, stage_to = backends.create(option.backend), option.stage_to
 
     def attend(layer: int, segment: AttentionBatch) -> Tensor:
         return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)

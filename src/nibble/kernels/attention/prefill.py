@@ -25,12 +25,12 @@ from nibble.kernels import triton_present
 from nibble.kernels.attention import Softmax
 from nibble.kernels.attention.merge import Part, merge_lse
 from nibble.kernels.gather import Paged, dequantize_pages
+from nibble.kernels.sizes import PREFILL_WORKSPACE
 
 ROWS = (8192, 4096, 2048)
-KEYS = (32768, 16384, 8192, 4096, 2048)
+KEYS = (PREFILL_WORKSPACE, 16384, 8192, 4096, 2048)
 """Sizes of new tokens and of keys that cuDNN is given. For fewer tokens the kernel that reads pages is no slower."""
 WORKSPACE = KEYS[0]
-"""Tokens that are dequantised at a time, but for what else their pages hold."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
