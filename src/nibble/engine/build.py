@@ -197,7 +197,7 @@ def _engine(
         token_budget=made.budget.step_tokens,
         max_context=made.model_spec.max_context,
     )
-    width = manager.pages_for(min(made.model_spec.max_context, manager.capacity)) + 1
+    width = manager.pages_for(min(made.model_spec.max_context, manager.num_tokens)) + 1
     tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
     eos_ids, vocabulary = _eos(model, tokenizer), made.model_spec.vocab_size
@@ -245,7 +245,7 @@ def resolve_scales(made: Design, source: str) -> KVScales:
         return kv_scales.load(Path(source), made.model_spec.layers)
     return (
         checkpoint_scales.read(folder(made.config.model))
-        if any(map(kv_scales.needed, made.plan.stores))
+        if any(map(kv_scales.needs_scales, made.plan.stores))
         else kv_scales.NONE
     )
 

@@ -90,7 +90,7 @@ def _value(found: Any, name: str) -> float | tuple[float, ...]:
     flat = [found]
     while any(isinstance(item, list) for item in flat):
         flat = [inner for item in flat for inner in (item if isinstance(item, list) else [item])]
-    values = tuple(scales.checked(item, name) for item in flat)
+    values = tuple(scales.check_scale(item, name) for item in flat)
     if not values:
         raise ScaleError(f"{name} is empty")
     return values[0] if len(values) == 1 else values

@@ -5,12 +5,8 @@ Quantised pages are staged (attention/dequantize.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nibble.attention.planner.support import MAX_STAGED_TOKENS, BackendInfo, Phase, Support
 
-if TYPE_CHECKING:  # torch's compiler takes a second to import
-    pass
 COPIES = 2
 """Of gathered pages, while what lies behind a request's tokens is cleared."""
 
