@@ -328,7 +328,7 @@ def test_what_is_lacking_is_named_with_its_cure(
 
     monkeypatch.setattr(metadata, "version", found)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(flashinfer, "_compiles", lambda: compiles)
+    monkeypatch.setattr(flashinfer_facts, "_compiles", lambda: compiles)
     lack = missing_requirement(backends.get(name))
     assert (says in lack if lack else False) if says else lack is None
 

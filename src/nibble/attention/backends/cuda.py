@@ -6,13 +6,8 @@ Reads pages in their own bytes at memory speed on any GPU since Ampere, FP4 unit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from nibble.attention.planner.support import BackendInfo, Phase, Support
-
-if TYPE_CHECKING:
-    pass
-
 
 DIMS = (64, 128, 256)
 
