@@ -25,7 +25,6 @@ from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import StepContext, attention
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.attention.planner import ledger
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
@@ -36,6 +35,7 @@ from nibble.cache.scales import ONE
 from nibble.cache.view import KVView
 from nibble.formats import scheme
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import LATENT, Kind, LayerGroup, Stream
 
 HARDWARE = probe()

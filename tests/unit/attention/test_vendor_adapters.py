@@ -30,7 +30,6 @@ from nibble.attention.backends import missing_requirement
 from nibble.attention.backends.adapters import flashinfer, trtllm_mha
 from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import attention
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.memory import held_bytes, plan_memory
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
@@ -41,6 +40,7 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from planning import DEEPSEEK_V3, QWEN3_8B
 
 STAND_INS = {
