@@ -18,8 +18,7 @@ import torch
 
 from nibble import LLM
 from nibble.attention import dequantize as staging
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -30,6 +29,7 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Stream
 from nibble.server.logs import decode_costs
 from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
