@@ -17,8 +17,8 @@ from nibble import LLM, SamplingParams
 from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
-from nibble.engine.build import plan_engine
 from nibble.engine.cuda_graphs import Graphs, live
+from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.kernels.offload.copy_tokens import copy_tokens

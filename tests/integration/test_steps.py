@@ -16,8 +16,8 @@ from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MI
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.build import plan_engine
 from nibble.engine.page_tables import PageTables
+from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms
 from nibble.engine.transfer import ALIGNED, PackedInts

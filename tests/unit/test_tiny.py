@@ -9,7 +9,7 @@ import pytest
 
 import nibble
 from nibble import LLM, ConfigError, ScaleError, Unsupported
-from nibble.engine.build import plan_engine
+from nibble.engine.plan import plan_engine
 from nibble.hardware import lookup_gpu
 
 

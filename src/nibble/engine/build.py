@@ -15,10 +15,7 @@ from torch import nn
 
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner import timings as measured
-from nibble.attention.planner.capture import cuda_graph_blocker
 from nibble.attention.planner.explain import staging_warnings
-from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
@@ -35,6 +32,7 @@ from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PageTables
+from nibble.engine.plan import Design, EnginePlan, plan_engine
 from nibble.engine.reference_rows import ReferenceRows
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler
@@ -43,61 +41,16 @@ from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.engine.warmup import StartupReport, out_of_memory_explained, warm_up
 from nibble.errors import ScaleError
-from nibble.hardware import Hardware, probe
-from nibble.model_spec import INDEX, ModelSpec
+from nibble.model_spec import INDEX
 from nibble.models import kv_scales as checkpoint_scales
 from nibble.models.checkpoint import download, load
 from nibble.models.forward import compiled
 from nibble.models.hub import locate
-from nibble.models.observe import observe
 from nibble.models.refusals import load_config
-from nibble.spec import CacheSpec
 
 CALIBRATION_TOKENS = 8192
 CHUNK = 512
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
-
-
-@dataclass(frozen=True)
-class Design:
-    """What is decided of a cache: for whom, on what, and how."""
-
-    config: Config
-    hardware: Hardware
-    model_spec: ModelSpec
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class EnginePlan(Design):
-    """Everything that is decided before weights load. warning: why times that were measured are not used."""
-
-    model_config: Any
-    budget: MemoryPlan
-    warning: str = ""
-
-
-def plan_engine(
-    config: Config, hardware: Hardware | None = None, *, declared: bool = False, by_times: bool = True
-) -> EnginePlan:
-    """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
-
-    On this machine, `auto` chooses among backends whose packages are here, and follows times that were measured on
-    it unless `config` or `by_times` says no; on another, among all that have adapters. A refusal's command has what
-    differs from the defaults in `config`: what a caller decides for himself does not belong there.
-    """
-    here = hardware is None
-    known = backends.available_backends() if here else backends.all_backends()
-    hardware = hardware or probe(config.device)
-    model_config = load_config(config.model, config.index_topk)
-    spec = CacheSpec.from_config(config)
-    model_spec = observe(model_config, config.model, spec.compute_dtype(hardware), config.max_context)
-    times = measured.load(hardware, known) if here and by_times and config.tuned else measured.NOTHING
-    plan = resolve(config, model_spec, hardware, known, declared=declared, measured=times)
-    note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
-    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    room = MemoryPlanner(spec, model_spec, hardware, plan).plan()
-    return EnginePlan(config, hardware, model_spec, plan, model_config, room, times.warning)
 
 
 @dataclass(frozen=True)
@@ -141,7 +94,12 @@ def build(
     made, tokenizer, texts, scales = ready.plan, ready.tokenizer, ready.texts, ready.scales
     startup.notes += filter(None, [made.warning])
     with startup.part("weights"):
-        model = load(made.model_config, made.model_spec, made.plan.dtype, made.hardware.device)
+        model = load(
+            load_config(config.model, config.index_topk),
+            made.model_spec,
+            made.plan.dtype,
+            made.hardware.device,
+        )
     if texts is not None and tokenizer is not None:
         with startup.part("calibration"):
             prompts = [tokenizer.encode(text) for text in texts]

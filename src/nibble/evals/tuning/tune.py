@@ -21,7 +21,7 @@ from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
 from nibble.attention.planner.timings import Timing
 from nibble.config import Config
-from nibble.engine.build import EnginePlan, plan_engine
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError
 from nibble.evals.tuning import workloads
 from nibble.evals.tuning.bench import Result, bench_backends
