@@ -23,12 +23,12 @@ from nibble.engine.outputs import Delta
 from nibble.errors import PromptTooLong, RequestError
 from nibble.server import chat_format, openapi, pages
 from nibble.server.cache_view import cache_view
-from nibble.server.engine_client import Ask, EngineClient, EngineDiedError, Piece, State
-from nibble.server.errors import error_of, install_handlers
-from nibble.server.fidelity_view import warning
+from nibble.server.engine_client import GenerationRequest, EngineClient, EngineDiedError, Piece, State
+from nibble.server.errors import response_of, install_handlers
+from nibble.server.fidelity_view import fidelity_warning
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.http_log import RequestLogMiddleware, Sink, access_log, http_log_of
-from nibble.server.metrics import Meters, Timer
+from nibble.server.metrics import Metrics, RequestTimer
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +40,7 @@ from nibble.server.protocol import (
 )
 from nibble.server.responses import ChatWriter, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
-from nibble.server.streaming import Events, Gate, event, merged, unless_gone
+from nibble.server.streaming import Events, AdmissionLimiter, event, merge_streams, cancel_on_disconnect
 from nibble.server.structured import GrammarCheck
 from nibble.server.tools import Tool, arguments_as_text, message_for_template, tools_for_template
 
@@ -66,8 +66,8 @@ class Api:
 
     def __init__(self, client: EngineClient, tokens: Tokens | None, name: str, settings: Settings) -> None:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
-        self.gate = Gate(settings.max_queue, settings.wait_when_full)
-        self.meters = Meters(client, name)
+        self.limiter = AdmissionLimiter(settings.max_queue, settings.wait_when_full)
+        self.metrics_registry = Metrics(client, name)
         self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokens)
         self._since = int(time.time())
@@ -105,15 +105,15 @@ class Api:
         state, stats = self.client.state, self.client.stats
         counts = {name: int(stats.get(key, 0)) for name, key in SHOWN.items()}
         about = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
-        if told := warning(stats):
+        if told := fidelity_warning(stats):
             about["warning"] = told
-        return JSONResponse({**about, "open": self.gate.open, **counts}, 200 if state is State.READY else 503)
+        return JSONResponse({**about, "open": self.limiter.num_open, **counts}, 200 if state is State.READY else 503)
 
     async def live(self) -> dict[str, str]:
         return {"status": "live"}
 
     async def metrics(self) -> Response:
-        text, kind = self.meters.render()
+        text, kind = self.metrics_registry.render()
         return Response(text, media_type=kind)
 
     async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Api:
         )
         form = self.chat_format.answer_format(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
-        params = form.params(asked.params(wanted, asked.wanted_logprobs()))
+        params = form.params(asked.params(wanted, asked.num_logprobs()))
         reader = form.parsers(eager=asked.stream)
         writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader, not asked.stream)
         return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
@@ -179,12 +179,12 @@ class Api:
         """A token as log-probabilities name it: special ones too, for the end may well be among the likeliest."""
         return self._tokens.decode(ids, None) if self._tokens else ""
 
-    def _ask(self, asked: Sampling, prompt: list[int], params: SamplingParams) -> Ask:
+    def _ask(self, asked: Sampling, prompt: list[int], params: SamplingParams) -> GenerationRequest:
         if asked.priority and self.settings.scheduling != PRIORITY:
             raise RequestError(
                 "priorities are not honoured here; start the server with --scheduling priority"
             )
-        return Ask(prompt, params, asked.cache_salt, asked.priority)
+        return GenerationRequest(prompt, params, asked.cache_salt, asked.priority)
 
     def _opened(self, request: Request, asked: Sampling, operation: str) -> None:
         """Note what the request is about; raises RequestError where another model is meant."""
@@ -219,15 +219,15 @@ class Api:
         return self.tokens.encode(text)
 
     async def _answer(
-        self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
+        self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[GenerationRequest]
     ) -> Response:
         times = [limit for limit in (asked.timeout, self.settings.timeout) if limit is not None]
         http_log = http_log_of(request.scope)
-        http_log.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
+        http_log.timers = timers = [self.metrics_registry.start_request(len(ask.prompt), ask.params.n) for ask in asks]
         writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
         choices = self._choices(writer, asks, timers, min(times, default=None))
         work = self._stream(writer, choices, asked) if asked.stream else self._collected(writer, choices)
-        return await unless_gone(request, work)
+        return await cancel_on_disconnect(request, work)
 
     async def _stream(
         self, writer: Writer, choices: AsyncGenerator[list[dict[str, Any]]], asked: Sampling
@@ -242,7 +242,7 @@ class Api:
         return StreamingResponse(self._events(writer, first, choices, told), media_type="text/event-stream")
 
     async def _choices(
-        self, writer: Writer, asks: Sequence[Ask], timers: Sequence[Timer], timeout: float | None
+        self, writer: Writer, asks: Sequence[GenerationRequest], timers: Sequence[RequestTimer], timeout: float | None
     ) -> AsyncGenerator[list[dict[str, Any]]]:
         """Choices of chunks, as they come; usage is the writer's. timeout: in seconds, all waiting included."""
         caches: dict[int, int] = {}
@@ -251,9 +251,9 @@ class Api:
         if grammar is not None and self.client.ready:
             async with asyncio.timeout_at(deadline):
                 await self.grammars.check(grammar, self.client.ready.vocab_size)
-        async with self.gate.passed(len(asks), deadline):
-            sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
-            async with aclosing(merged(sources, deadline)) as found:
+        async with self.limiter.acquire(len(asks), deadline):
+            sources = [timer.observe(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
+            async with aclosing(merge_streams(sources, deadline)) as found:
                 async for which, pieces in found:
                     caches[which] = pieces[-1].cached
                     writer.cached = sum(caches.values())
@@ -277,7 +277,7 @@ class Api:
     ) -> AsyncGenerator[bytes]:
         so_far = writer.usage if told.continuous_usage_stats else None
         events = Events(
-            writer.about() | ({"usage": None} if told.include_usage and not so_far else {}), so_far
+            writer.chunk_fields() | ({"usage": None} if told.include_usage and not so_far else {}), so_far
         )
         async with aclosing(choices):
             try:
@@ -285,9 +285,9 @@ class Api:
                 async for several in choices:
                     yield events.of(several)
                 if told.include_usage:
-                    yield event(writer.last())
+                    yield event(writer.usage_chunk())
             except Exception as error:  # the status has been sent: the stream says it
-                yield b"data: " + bytes(error_of(error).body) + b"\n\n"
+                yield b"data: " + bytes(response_of(error).body) + b"\n\n"
             yield b"data: [DONE]\n\n"
 
 
@@ -336,6 +336,6 @@ def make_app(
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
-    own: list[Sink] = [api.meters.count_http, partial(access_log, texts=settings.log_requests)]
+    own: list[Sink] = [api.metrics_registry.count_http, partial(access_log, texts=settings.log_requests)]
     app.add_middleware(RequestLogMiddleware, sinks=[*own, *sinks])
     return app

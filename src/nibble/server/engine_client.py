@@ -54,7 +54,7 @@ class EngineDiedError(NibbleError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
     """A request: prompt tokens, how to answer, whose pages it may share, and when it is served: lower ones before."""
 
     prompt: Sequence[int]
@@ -89,13 +89,13 @@ class EngineClient(Protocol):
     def stats(self) -> Mapping[str, float]: ...
     @property
     def restarts(self) -> int: ...
-    def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
+    def generate(self, ask: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """The pieces of the answers as they come, at most one of each; several of one answer that were not fetched are
         joined. Raises RequestError or EngineDiedError. Closing the iterator aborts the request."""
         ...
 
 
-class Mailbox:
+class OutputQueue:
     """Pieces that nobody has fetched yet: those of one answer are joined, so a slow reader costs its answer at most."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Mailbox:
         """All that has come; waits for something. Raises what it was told to, after the last piece."""
         await self._filled.wait()
         self._filled.clear()
-        found, self._pieces = [joined(pieces) for pieces in self._pieces.values()], {}
+        found, self._pieces = [join_pieces(pieces) for pieces in self._pieces.values()], {}
         if self._error:
             if not found:
                 raise self._error
@@ -123,7 +123,7 @@ class Mailbox:
         return found
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
     """Pieces of one answer, in their order, as one."""
     last = pieces[-1]
     if len(pieces) == 1:
@@ -148,7 +148,7 @@ class ProcessClient:
 
     def __init__(self, config: Config, *, restart: bool = True, log_format: str = "text") -> None:
         self._config, self._restart, self._log_format = config, restart, log_format
-        self._open: dict[int, Mailbox] = {}
+        self._open: dict[int, OutputQueue] = {}
         self._ids = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
@@ -191,10 +191,10 @@ class ProcessClient:
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
+    async def generate(self, ask: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         if self._state is not State.READY:
             raise EngineDiedError(f"the engine is {self._state}; try again in a while")
-        number, mailbox = next(self._ids), Mailbox()
+        number, mailbox = next(self._ids), OutputQueue()
         self._open[number] = mailbox
         left = ask.params.n
         try:
@@ -209,7 +209,7 @@ class ProcessClient:
                 with suppress(EngineDiedError):
                     await self._say(wire.Abort(number))
 
-    async def _say(self, order: wire.Order) -> None:
+    async def _say(self, order: wire.Command) -> None:
         """Raises EngineDiedError where nobody is there to hear it, for it would wait until the socket is closed."""
         assert self._socket
         try:
@@ -280,13 +280,13 @@ class ProcessClient:
         """Hears what the process says. One that cannot be understood is ended, as nobody would hear of its answers."""
         try:
             while True:
-                await self._hear(wire.news(await socket.recv()))
+                await self._hear(wire.decode_event(await socket.recv()))
         except Exception:
             log.exception("what the engine's process says cannot be understood")
             if process.returncode is None:
                 process.kill()
 
-    async def _hear(self, news: wire.News) -> None:
+    async def _hear(self, news: wire.Event) -> None:
         if isinstance(news, wire.Pieces):
             now = time.monotonic()
             for number, cached, started, delta in news.items:

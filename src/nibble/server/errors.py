@@ -31,7 +31,7 @@ CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: 
 """The word for an error, of its status, where the error has none of its own; clients expect a text or null."""
 
 
-def failure(
+def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
 ) -> JSONResponse:
     """An error as a response."""
@@ -41,22 +41,22 @@ def failure(
     return JSONResponse({"error": error}, status, headers)
 
 
-def error_of(error: Exception) -> JSONResponse:
+def response_of(error: Exception) -> JSONResponse:
     """The response of an error that was raised."""
     if isinstance(error, EngineDiedError):
-        return failure(503, str(error), **{"Retry-After": "2"})
+        return error_response(503, str(error), **{"Retry-After": "2"})
     if isinstance(error, TimeoutError):
-        return failure(408, "the request was not answered within its time")
+        return error_response(408, "the request was not answered within its time")
     if isinstance(error, NibbleError):
         status, said, code = status_of(error)
-        return failure(status, said, code=code, **({"Retry-After": "1"} if status == TOO_MANY else {}))
+        return error_response(status, said, code=code, **({"Retry-After": "1"} if status == TOO_MANY else {}))
     if isinstance(error, UnicodeEncodeError):
-        return failure(400, "the request has a text that is no Unicode: it holds half of a surrogate pair")
+        return error_response(400, "the request has a text that is no Unicode: it holds half of a surrogate pair")
     log.exception("a request failed", exc_info=error)
-    return failure(500, "the server made a mistake; its log says more")
+    return error_response(500, "the server made a mistake; its log says more")
 
 
-def complaint(errors: Sequence[Any], body: Any) -> tuple[str, str]:
+def describe_invalid(errors: Sequence[Any], body: Any) -> tuple[str, str]:
     """Where a body is wrong, and how: one error of pydantic's. Of a value that may be of several kinds each kind
     complains; the one that was probably meant fits on the outside, has least to say, and says it latest."""
     kinds: dict[tuple[Any, ...], list[tuple[list[Any], bool, str]]] = {}
@@ -96,14 +96,14 @@ def install_handlers(app: FastAPI) -> None:
     """What is wrong before a route's function is called: bodies, paths and methods. What that raises is JsonRoute's."""
 
     async def invalid(_: Request, error: Any) -> JSONResponse:
-        where, said = complaint(error.errors(), error.body)
-        return failure(400, f"{where}: {said}" if where else said, where or None)
+        where, said = describe_invalid(error.errors(), error.body)
+        return error_response(400, f"{where}: {said}" if where else said, where or None)
 
     async def raised(request: Request, error: Any) -> JSONResponse:
         said = str(error.detail)
         if error.status_code == 404:
             said = f"nothing is served at {request.url.path}; /openapi.json lists what is"
-        return failure(error.status_code, said, **dict(error.headers or {}))
+        return error_response(error.status_code, said, **dict(error.headers or {}))
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, raised)

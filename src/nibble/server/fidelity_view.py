@@ -70,7 +70,7 @@ class FidelityCollector(Collector):
             yield family
 
 
-def warning(stats: Mapping[str, float]) -> str | None:
+def fidelity_warning(stats: Mapping[str, float]) -> str | None:
     """What /health says while a layer is above its limit. The engine serves all the same."""
     if not stats.get(f"{PREFIX}alert"):
         return None

@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nibble.server.errors import error_of, failure
+from nibble.server.errors import response_of, error_response
 from nibble.server.pages import PATHS as PAGE_PATHS
 
 BODY_S = 60.0
@@ -44,7 +44,7 @@ class BodyLimit:
             return
         said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if not said.isdigit() or int(said) > self._limit:
-            response = failure(413, f"the body may have {self._limit} bytes at most", Connection="close")
+            response = error_response(413, f"the body may have {self._limit} bytes at most", Connection="close")
             await response(scope, receive, send)
             return
         seen, weight, more = 0, 0, True
@@ -91,7 +91,7 @@ class JsonRoute(APIRoute):
             except (HTTPException, RequestValidationError):  # which install_handlers() answers
                 raise
             except Exception as error:
-                return error_of(error)
+                return response_of(error)
 
         return handle
 
@@ -119,7 +119,7 @@ class KeyGuard:
             scheme, _, key = sent.partition(b" ")
             if not hmac.compare_digest(_digest(key.strip()), self._digest) or scheme.lower() != b"bearer":
                 said = "a valid API key is needed, as `Authorization: Bearer KEY`"
-                await failure(401, said, **{"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                await error_response(401, said, **{"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nibble.server.logging import log_event
 
 if TYPE_CHECKING:
-    from nibble.server.metrics import Timer
+    from nibble.server.metrics import RequestTimer
 
 SCOPE_KEY = "nibble.http_log"
 ID_HEADER = b"x-request-id"
@@ -51,7 +51,7 @@ class HttpLog:
     response_id: str = ""
     fields: Callable[[], Mapping[str, Any]] = dict
     """Return the fields that the request's body named."""
-    timers: Sequence[Timer] = ()
+    timers: Sequence[RequestTimer] = ()
     """One for each prompt."""
 
     @property

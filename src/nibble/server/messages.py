@@ -34,7 +34,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The engine's process is to end."""
 
 
-Order = Submit | Abort | Stop
+Command = Submit | Abort | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +76,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     numbers: dict[str, float]
 
 
-News = Ready | Failed | Refused | Pieces | Stats
+Event = Ready | Failed | Refused | Pieces | Stats
 
 
 def status_of(error: NibbleError) -> tuple[int, str, str | None]:
@@ -89,19 +89,19 @@ def status_of(error: NibbleError) -> tuple[int, str, str | None]:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+_orders: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_news: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
-def encode(message: Order | News) -> bytes:
+def encode(message: Command | Event) -> bytes:
     return _encoder.encode(message)
 
 
-def order(data: bytes) -> Order:
+def decode_command(data: bytes) -> Command:
     """What the server said."""
     return _orders.decode(data)
 
 
-def news(data: bytes) -> News:
+def decode_event(data: bytes) -> Event:
     """What the engine said."""
     return _news.decode(data)

@@ -54,7 +54,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Clock = Callable[[], float]
 
 
-class Meters:
+class Metrics:
     """All metrics of one server, in a registry of its own. clock: seconds that only grow."""
 
     def __init__(self, client: EngineClient, model: str, clock: Clock = time.monotonic) -> None:
@@ -112,9 +112,9 @@ class Meters:
         self._registry.register(FidelityCollector(client, model))
         ProcessCollector(registry=self._registry)
 
-    def request(self, prompt_tokens: int, answers: int = 1) -> Timer:
+    def start_request(self, prompt_tokens: int, answers: int = 1) -> RequestTimer:
         """The timer of a request that has just come."""
-        return Timer(self, prompt_tokens, answers)
+        return RequestTimer(self, prompt_tokens, answers)
 
     def count_http(self, http_log: HttpLog) -> None:
         """Count an HTTP request that has ended."""
@@ -142,7 +142,7 @@ class _Answer:
     later: int = 0
 
 
-class Timer:
+class RequestTimer:
     """The times of one request: a prompt, and so many answers. One that is refused leaves nothing behind in metrics.
 
     prompt, cached, tokens: how many of the prompt, of those found in the prefix cache, and of all answers. arrived,
@@ -150,7 +150,7 @@ class Timer:
     answers ended.
     """
 
-    def __init__(self, meters: Meters, prompt: int, answers: int) -> None:
+    def __init__(self, meters: Metrics, prompt: int, answers: int) -> None:
         self.prompt, self.cached, self.tokens = prompt, 0, 0
         self.arrived = meters.clock()
         self.started: float | None = None
@@ -161,7 +161,7 @@ class Timer:
         self._answers: dict[int, _Answer] = {}
         self._begun = self._ended = False
 
-    def piece(self, tokens: int, answer: int = 0, reason: str | None = None, at: float | None = None) -> None:
+    def add_tokens(self, tokens: int, answer: int = 0, reason: str | None = None, at: float | None = None) -> None:
         """So many tokens of an answer have come, together. reason: why it ended, with its last piece; the request
         ends with the last of its answers, and with that one's reason. at: when, if not now."""
         now = self._meters.clock() if at is None else at
@@ -201,7 +201,7 @@ class Timer:
             self._meters.decode.observe(self.last - self.first)
             self._meters.inference.observe(self.last - self.started)
 
-    async def over(self, source: AsyncGenerator[list[Piece]]) -> AsyncGenerator[list[Piece]]:
+    async def observe(self, source: AsyncGenerator[list[Piece]]) -> AsyncGenerator[list[Piece]]:
         """The same pieces, timed. Closed before its end is an abort."""
         try:
             async with aclosing(source):
@@ -224,8 +224,8 @@ class Timer:
         delta, reason = piece.delta, "error" if piece.delta.error else piece.delta.finish_reason
         *before, (last, tokens) = piece.marks
         for at, count in before:
-            self.piece(count, delta.index, None, at)
-        self.piece(tokens, delta.index, reason, last)
+            self.add_tokens(count, delta.index, None, at)
+        self.add_tokens(tokens, delta.index, reason, last)
 
     def _count(self, tokens: int, answer: int, now: float) -> None:
         there = self._answers.get(answer)
@@ -245,7 +245,7 @@ class Timer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
     """One number of the engine. key: in its stats. state: the value of the label, where numbers share a name."""
 
     name: str
@@ -255,29 +255,29 @@ class _Row:
 
 
 RUNNING = (
-    _Row("num_requests_running", "running", "Answers that are being computed."),
-    _Row("num_requests_waiting", "waiting", "Answers that wait for room."),
-    _Row("kv_cache_pages", "cache_held", "Pages of the KV cache.", "held"),
-    _Row("kv_cache_pages", "cache_idle", "", "idle"),
-    _Row("kv_cache_pages", "cache_free", "", "free"),
-    _Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
-    _Row("host_tier_frames", "tier_idle", "", "idle"),
-    _Row("host_tier_frames", "tier_hot", "", "hot"),
-    _Row("host_tier_frames", "tier_held", "", "held"),
+    Row("num_requests_running", "running", "Answers that are being computed."),
+    Row("num_requests_waiting", "waiting", "Answers that wait for room."),
+    Row("kv_cache_pages", "cache_held", "Pages of the KV cache.", "held"),
+    Row("kv_cache_pages", "cache_idle", "", "idle"),
+    Row("kv_cache_pages", "cache_free", "", "free"),
+    Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
+    Row("host_tier_frames", "tier_idle", "", "idle"),
+    Row("host_tier_frames", "tier_hot", "", "hot"),
+    Row("host_tier_frames", "tier_held", "", "held"),
 )
 """Gauges. Pages and frames are held by open requests, idle in the prefix cache, or free; hot: of hot buffers."""
 COUNTED = (
-    _Row("engine_steps", "steps", "Steps of the engine."),
-    _Row("num_preemptions", "preemptions", "Answers that had to give up their pages for a while."),
-    _Row("preempted_tokens", "preempted_tokens", "Stored tokens that preempted answers gave up."),
-    _Row("prefill_tokens_computed", "prompt_tokens", "Prompt tokens computed: not those that were cached."),
-    _Row("prefix_cache_queries", "cache_lookup_tokens", "Tokens looked up in the prefix cache."),
-    _Row("prefix_cache_hits", "cache_hit_tokens", "Tokens found in the prefix cache."),
-    _Row("prefix_cache_evicted_pages", "cache_evicted", "Pages that the prefix cache gave up."),
-    _Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
-    _Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
-    _Row("host_tier_dropped_pages", "tier_dropped", "Pages whose frames were given up."),
-    _Row("host_tier_spilled_requests", "tier_spilled", "Answers that went on with a hot buffer."),
+    Row("engine_steps", "steps", "Steps of the engine."),
+    Row("num_preemptions", "preemptions", "Answers that had to give up their pages for a while."),
+    Row("preempted_tokens", "preempted_tokens", "Stored tokens that preempted answers gave up."),
+    Row("prefill_tokens_computed", "prompt_tokens", "Prompt tokens computed: not those that were cached."),
+    Row("prefix_cache_queries", "cache_lookup_tokens", "Tokens looked up in the prefix cache."),
+    Row("prefix_cache_hits", "cache_hit_tokens", "Tokens found in the prefix cache."),
+    Row("prefix_cache_evicted_pages", "cache_evicted", "Pages that the prefix cache gave up."),
+    Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
+    Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
+    Row("host_tier_dropped_pages", "tier_dropped", "Pages whose frames were given up."),
+    Row("host_tier_spilled_requests", "tier_spilled", "Answers that went on with a hot buffer."),
 )
 """Counters of one life of the engine. A new one starts at nothing, as Prometheus knows of counters."""
 

@@ -15,14 +15,14 @@ SECONDS = 75.0
 _Base: Any = AutoHTTPProtocol
 
 
-class Patient(_Base):  # type: ignore[misc]
+class HeadTimeoutProtocol(_Base):  # type: ignore[misc]
     """Closes a connection on which no request is answered, and none has begun, between two looks."""
 
-    patience = SECONDS
+    timeout_s = SECONDS
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._looker = self.loop.call_later(self.patience, self._look, None)
+        self._looker = self.loop.call_later(self.timeout_s, self._look, None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._looker.cancel()
@@ -34,4 +34,4 @@ class Patient(_Base):  # type: ignore[misc]
         if self.cycle is before and not answering:
             self.transport.close()
         else:
-            self._looker = self.loop.call_later(self.patience, self._look, self.cycle)
+            self._looker = self.loop.call_later(self.timeout_s, self._look, self.cycle)

@@ -207,7 +207,7 @@ class ChatRequest(ToolFields, Sampling):
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told."""
         return (self.top_logprobs or 0) if self.logprobs else None
 

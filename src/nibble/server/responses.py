@@ -38,13 +38,13 @@ class Writer(ABC):
         self.completion_tokens += len(delta.token_ids)
         return self._added(index, delta, delta.finish_reason)
 
-    def about(self) -> dict[str, Any]:
+    def chunk_fields(self) -> dict[str, Any]:
         """What every chunk says beside its choices."""
         return self._about(self.chunk)
 
-    def last(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         """The chunk with usage."""
-        return self.about() | {"choices": [], "usage": self.usage()}
+        return self.chunk_fields() | {"choices": [], "usage": self.usage()}
 
     def body(self) -> dict[str, Any]:
         """All answers at once."""

@@ -17,22 +17,22 @@ from fastapi.responses import Response
 
 from nibble.errors import RequestError
 from nibble.server.engine_client import Piece
-from nibble.server.errors import failure
+from nibble.server.errors import error_response
 from nibble.server.http_log import CLIENT_GONE
 
 Pieces = list[Piece]
 _json = msgspec.json.Encoder()
 
 
-class Gate:
+class AdmissionLimiter:
     """Counts open requests, and turns away, or holds back, those that are too many."""
 
     def __init__(self, most: int, wait: bool) -> None:
-        self.open, self._most, self._wait = 0, most, wait
+        self.num_open, self._most, self._wait = 0, most, wait
         self._left = asyncio.Condition()
 
     @asynccontextmanager
-    async def passed(self, count: int, deadline: float | None = None) -> AsyncIterator[None]:
+    async def acquire(self, count: int, deadline: float | None = None) -> AsyncIterator[None]:
         """For so many requests at once; raises RequestError, with status 429 where there is no room now, and
         TimeoutError where they have waited until `deadline`, by the loop's clock."""
         async with self._left:
@@ -40,22 +40,22 @@ class Gate:
                 raise RequestError(
                     f"{count} prompts are more than the {self._most} that may be open here: send fewer"
                 )
-            if self.open + count > self._most and not self._wait:
+            if self.num_open + count > self._most and not self._wait:
                 raise RequestError(
-                    f"{self.open} requests are open, and {self._most} may be; try again later", 429
+                    f"{self.num_open} requests are open, and {self._most} may be; try again later", 429
                 )
             async with asyncio.timeout_at(deadline):
-                await self._left.wait_for(lambda: self.open + count <= self._most)
-            self.open += count
+                await self._left.wait_for(lambda: self.num_open + count <= self._most)
+            self.num_open += count
         try:
             yield
         finally:
-            self.open -= count
+            self.num_open -= count
             async with self._left:
                 self._left.notify_all()
 
 
-async def merged(
+async def merge_streams(
     sources: Sequence[AsyncGenerator[Pieces]], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
     """Pieces of several iterators as they come, with the number of each; an error of one ends all. Raises TimeoutError
@@ -111,12 +111,12 @@ async def _several(
                 await task
 
 
-async def unless_gone(request: Request, work: Awaitable[Response]) -> Response:
+async def cancel_on_disconnect(request: Request, work: Awaitable[Response]) -> Response:
     """What `work` gives; it is given up when the client is gone."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else failure(CLIENT_GONE, "the client went away")
+        return task.result() if task.done() else error_response(CLIENT_GONE, "the client went away")
     finally:
         for one in (task, gone):
             one.cancel()

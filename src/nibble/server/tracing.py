@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
 
-    from nibble.server.metrics import Timer
+    from nibble.server.metrics import RequestTimer
 
 INSTALL = "pip install 'nibble-llm[otel]'"
 NAME = "nibble"
@@ -96,7 +96,7 @@ def tracer_to(endpoint: str) -> Tracer:
     return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
 
-def phases_of(timer: Timer, ended: float) -> list[tuple[str, float, float]]:
+def phases_of(timer: RequestTimer, ended: float) -> list[tuple[str, float, float]]:
     """Return name, start and end of each phase that one prompt reached."""
     phases = [("queue", timer.arrived, ended if timer.started is None else timer.started)]
     if timer.started is not None:

@@ -53,7 +53,7 @@ class Worker:
 
     def run(self) -> None:
         """Serves until it is told to stop, or its parent is gone."""
-        self._say(about(self._llm))
+        self._say(ready_message(self._llm))
         while os.getppid() == self._parent:
             for message in self._orders():
                 if isinstance(message, wire.Stop):
@@ -66,11 +66,11 @@ class Worker:
             if time.monotonic() - self._counted > STATS_S:
                 self._count()
 
-    def _orders(self) -> Iterator[wire.Order]:
+    def _orders(self) -> Iterator[wire.Command]:
         """Orders that have come; while there is nothing to do, after a short wait for one."""
         wait = 0 if self._engine.busy else MAKING_MS if self._making else IDLE_MS
         while self._socket.poll(wait):
-            yield wire.order(self._socket.recv())
+            yield wire.decode_command(self._socket.recv())
             wait = 0
 
     def _obey(self, message: wire.Submit | wire.Abort) -> None:
@@ -131,13 +131,13 @@ class Worker:
 
     def _count(self) -> None:
         self._counted = time.monotonic()
-        self._say(wire.Stats(numbers(self._llm) | {"time": self._counted}))
+        self._say(wire.Stats(engine_stats(self._llm) | {"time": self._counted}))
 
-    def _say(self, message: wire.News) -> None:
+    def _say(self, message: wire.Event) -> None:
         self._socket.send(wire.encode(message))
 
 
-def about(llm: LLM) -> wire.Ready:
+def ready_message(llm: LLM) -> wire.Ready:
     """What is served."""
     from nibble.attention.planner.explain import as_dict, staging_warnings
     from nibble.models.hub import locate
@@ -153,7 +153,7 @@ def about(llm: LLM) -> wire.Ready:
     return wire.Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
 
 
-def numbers(llm: LLM) -> dict[str, float]:
+def engine_stats(llm: LLM) -> dict[str, float]:
     """Counts of the scheduler, of the cache, of the host tier, and of the fidelity watch, flat."""
     found: dict[str, float] = {}
 
