@@ -24,7 +24,7 @@ from nibble.engine.outputs import Delta
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
 from nibble.server import messages as wire
-from nibble.server.engine_client import GenerationRequest, EngineDiedError, Piece, State
+from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
 
 
 def free_port() -> int:

@@ -19,7 +19,7 @@ from nibble.server import messages as wire
 from nibble.server.app import Api, make_app
 from nibble.server.chat_parser import AnswerParser
 from nibble.server.engine_client import State
-from nibble.server.guards import BodyLimit
+from nibble.server.middleware import BodyLimit
 from nibble.server.responses import ChatWriter, TextWriter
 from nibble.server.settings import Settings
 

@@ -14,7 +14,14 @@ from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.server import messages as wire
-from nibble.server.engine_client import GenerationRequest, EngineDiedError, OutputQueue, Piece, ProcessClient, State
+from nibble.server.engine_client import (
+    EngineDiedError,
+    GenerationRequest,
+    OutputQueue,
+    Piece,
+    ProcessClient,
+    State,
+)
 from nibble.server.metrics import Metrics
 from nibble.server.streaming import Events, merge_streams
 
@@ -70,13 +77,13 @@ def test_the_client_stamps_what_it_hears() -> None:
         async def say(order: Any) -> None:
             said.append(order)
 
-        client._say = say  # type: ignore[method-assign]
+        client._send = say  # type: ignore[method-assign]
         pieces = client.generate(GenerationRequest([1], SamplingParams(n=2)))
         waiting = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
         (order,) = said
         items = [(order.id, 4, 2.5, Delta(0, "a", (5,))), (order.id, 4, 2.5, Delta(1, "b", (6, 7)))]
-        await client._hear(wire.decode_event(wire.encode(wire.Pieces(items))))
+        await client._handle(wire.decode_event(wire.encode(wire.Pieces(items))))
         found = await waiting
         await pieces.aclose()
         assert isinstance(said[-1], wire.Abort)
@@ -122,14 +129,14 @@ def test_a_deadline_holds_while_nothing_comes(count: int) -> None:
 
 def test_events_are_json_and_go_together() -> None:
     events = Events({"id": "x", "model": 'a"b'})
-    said = events.of([{"index": 0, "text": "naïve \u2028\n", "logprobs": None}, {"index": 1, "text": ""}])
+    said = events.encode([{"index": 0, "text": "naïve \u2028\n", "logprobs": None}, {"index": 1, "text": ""}])
     lines = said.decode().split("\n\n")
     assert lines.pop() == "" and len(lines) == 2
     first, second = (json.loads(line.removeprefix("data: ")) for line in lines)
     assert first == {
         "id": "x", "model": 'a"b', "choices": [{"index": 0, "text": "naïve \u2028\n", "logprobs": None}]
     }  # fmt: skip
-    assert second["choices"][0]["index"] == 1 and events.of([]) == b""
+    assert second["choices"][0]["index"] == 1 and events.encode([]) == b""
 
 
 class DyingEngine(ProcessClient):

@@ -17,9 +17,9 @@ import nibble
 from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
-from nibble.server.engine_client import GenerationRequest, EngineDiedError, State
+from nibble.server.engine_client import EngineDiedError, GenerationRequest, State
 from nibble.server.http_log import HttpLog, RequestLogMiddleware
-from nibble.server.metrics import COUNTED, RUNNING, Metrics
+from nibble.server.metrics import COUNTERS, GAUGES, Metrics
 
 STATS = {
     "waiting": 3, "running": 5, "steps": 70, "decode_tokens": 200, "prompt_tokens": 90, "preemptions": 2,
@@ -99,7 +99,7 @@ def test_a_request_is_timed() -> None:
 def test_answers_of_a_request_are_timed_apart() -> None:
     clock = Clock()
     meters = meters_of(clock=clock)
-    timer = meters.start_request(2, answers=2)
+    timer = meters.start_request(2, num_answers=2)
     for answer, reason in ((0, None), (1, None), (0, "stop"), (1, "length")):
         clock.now += 1.0
         timer.add_tokens(1, answer, reason)
@@ -212,7 +212,7 @@ def test_all_that_is_read_of_the_engine_is_there() -> None:
     llm = LLM("demo-mla", hisparse="on", kv_memory="64MiB")
     llm.generate("def f(", max_tokens=2)
     there = engine_stats(llm)
-    assert {row.key for row in (*RUNNING, *COUNTED)} - set(there) == {"tier_held"}, "which is worked out"
+    assert {row.key for row in (*GAUGES, *COUNTERS)} - set(there) == {"tier_held"}, "which is worked out"
     assert set(STATS | TIER) == set(there), "what these tests feed is not what an engine says"
 
 

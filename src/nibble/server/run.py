@@ -26,7 +26,7 @@ from nibble.server.app import make_app
 from nibble.server.chat_format import ChatFormat
 from nibble.server.engine_client import EngineDiedError, ProcessClient
 from nibble.server.logging import configure, log_event
-from nibble.server.patience import SECONDS, HeadTimeoutProtocol
+from nibble.server.middleware import KEEP_ALIVE_S, HeadTimeoutProtocol
 from nibble.server.settings import Settings
 from nibble.server.tracing import tracer_to
 
@@ -83,7 +83,7 @@ async def _listen(
             log_config=None,
             timeout_graceful_shutdown=math.ceil(settings.drain),
             access_log=False,
-            timeout_keep_alive=int(SECONDS),
+            timeout_keep_alive=int(KEEP_ALIVE_S),
             http=HeadTimeoutProtocol,
         )
     )
