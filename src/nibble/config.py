@@ -1,7 +1,6 @@
 """What the user said: frozen dataclasses. A field's doc is its command-line help and its row in the docs.
 
-Owns Config and SamplingParams and the checks that need nothing but their own values. What was decided from
-them is a Plan (attention/planner/resolve.py). Must not know of torch, models or backends.
+What was decided from them is a Plan (attention/planner/resolve.py).
 """
 
 from __future__ import annotations

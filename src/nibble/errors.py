@@ -1,6 +1,16 @@
-"""The exception tree: an error is an interface, and names the cause and what would work instead.
+"""The exceptions. An error is an interface: it names the cause and what would work.
 
-Owns every exception class of the package. Knows nothing of torch, models or caches.
+    NibbleError
+      ConfigError
+        Unsupported
+        ScaleError
+      WeightError
+      CapacityError
+        OutOfPages
+          OutOfFrames
+        PromptTooLong
+      BackendError
+      RequestError
 """
 
 from __future__ import annotations
@@ -92,9 +102,9 @@ class RequestError(NibbleError):
         super().__init__(message)
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown(kind: str, name: str, candidates: Iterable[str]) -> str:
     """One line for an unknown name: what was asked, the nearest known name, and all of them."""
-    known = sorted(known)
-    near = get_close_matches(name, known, n=1)
+    candidates = sorted(candidates)
+    near = get_close_matches(name, candidates, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}"
+    return f"unknown {kind} {name!r}: {hint}known are {', '.join(candidates)}"

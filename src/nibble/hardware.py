@@ -36,6 +36,7 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
+        """Return whether this is a CPU."""
         return self.arch == CPU_ARCH
 
     @property
@@ -83,9 +84,9 @@ def _free() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
     left = _container_left()
-    return min(x for x in (1024 * int(found), left) if x is not None) if found else left
+    return min(x for x in (1024 * int(kibibytes), left) if x is not None) if kibibytes else left
 
 
 def _container_limit() -> int | None:
@@ -140,8 +141,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, "") or platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def cuda_version() -> str | None:
@@ -153,6 +154,6 @@ def cuda_version() -> str | None:
 
 def cache_folder() -> Path:
     """$NIBBLE_CACHE, or nibble/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."""
-    if named := os.environ.get("NIBBLE_CACHE"):
-        return Path(named)
+    if folder := os.environ.get("NIBBLE_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"

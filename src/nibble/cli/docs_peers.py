@@ -1,7 +1,7 @@
 """docs/kv4.md: what other engines say of KV formats and backends, cell by cell, beside what is so here.
 
-What they say, and why it is otherwise here, is written by hand in docs/peers.json; what is so here is resolved, so the
-page cannot say what the resolver does not do. Owns Cell and the page. Must not name a backend or a format.
+What they say, and why it is otherwise here, is written by hand in docs/peers.json; what is so here is resolved, so
+the page cannot say what the resolver does not do.
 
     {"tables": [{"title", "source", "cells": [
       {"name", "kind", "format", "prefill"?, "decode"?, "theirs": "y" | "n", "on"?: GPUs that they name, "why"?}]}]}

@@ -1,7 +1,6 @@
 """The generated pages: docs/capabilities.md and docs/formats.md, in markdown.
 
-Owns their wording. Every fact comes from backends' rows, formats and the ledger, so a page cannot say what
-the resolver does not do. Must not name a backend or a format.
+Every fact comes from backends' rows, formats and the ledger, so a page cannot say what the resolver does not do.
 """
 
 from __future__ import annotations

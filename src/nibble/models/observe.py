@@ -1,9 +1,8 @@
 """ModelSpec by observation: a model without weights runs once on the meta device, and says what it asks of
 attention.
 
-So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
-for any family, with no table of families. Owns skeleton() and observe(), which are two
-steps. Must not know of caches, formats or backends.
+So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run, for any
+family, with no table of families.
 """
 
 from __future__ import annotations

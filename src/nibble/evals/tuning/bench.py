@@ -1,10 +1,10 @@
 """A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
 
-The entrants are the resolver's own options (attention/planner/options.py), staged ones included; each is called as an engine
-calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
-its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
-everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One entrant's
-failure is its own. Must not know of any one backend or format.
+The entrants are the resolver's own options (attention/planner/options.py), staged ones included; each is called as an
+engine calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per
+step in its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host
+does; everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One
+entrant's failure is its own.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """
@@ -82,6 +82,7 @@ class Result:
 
     @property
     def name(self) -> str:
+        """Return the backend's name, and whether its pages were staged."""
         return f"{self.backend}, staged" if self.stage_to else self.backend
 
 
@@ -178,7 +179,7 @@ def _run(
     decode, device = result.phase is Phase.DECODE, request.hardware.device
     recorded = decode and result.graphs and request.config.graphs
     took = clock.time_calls(
-        step, calls, graph=recorded, ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
+        step, calls, graph=recorded, queue_ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
     )
     if took.captured:  # a graph may hold something else than what was called
         error = max(error, judge.error((calls - 1) % scene.layers, took.outputs[-1]))
