@@ -32,6 +32,8 @@ from tape import record
 from tiny import MLA, SPARSE, save_tiny
 from toys import graph_backend
 
+pytestmark = pytest.mark.slow
+
 TEXT = "".join(map(chr, range(32, 127))) * 4
 PROMPTS = [
     torch.randint(32, 127, (n,), generator=torch.Generator().manual_seed(n)).tolist()

@@ -22,7 +22,7 @@ import zmq
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import messages as wire
-from nibble.server.logs import configure
+from nibble.server.logging import configure
 
 if TYPE_CHECKING:
     from nibble.engine.engine import RequestHandle

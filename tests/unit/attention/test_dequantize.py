@@ -31,7 +31,7 @@ from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Stream
-from nibble.server.logs import decode_costs
+from nibble.server.logging import decode_costs
 from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
 
 PAGE, HEADS, DIM = 16, 2, 32
