@@ -45,7 +45,7 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def observe_again(config: Any, name: str, *args: Any) -> ModelSpec:
         names.append(name)
-        return observe.observed(observe.skeleton(config), name, *args)
+        return observe.observe_skeleton(observe.skeleton(config), name, *args)
 
     monkeypatch.setattr(observe, "observe", observe_again)
     return names
