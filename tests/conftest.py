@@ -25,10 +25,17 @@ from hypothesis import settings
 
 from nibble.attention.planner import ledger
 from nibble.attention.planner.ledger import LedgerEntry
+from nibble.models import observations
 
 settings.register_profile("nibble", derandomize=True, deadline=None)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def observations_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests observe of their models is not kept for this machine's user."""
+    observations.FOLDER = str(tmp_path_factory.mktemp("observed"))
 
 
 @pytest.fixture(scope="session")
