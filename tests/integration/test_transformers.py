@@ -31,7 +31,7 @@ from nibble import (
     ScaleError,
 )
 from nibble.cache.pool import PagedPool
-from nibble.models.quiet import quiet
+from nibble.models.hub import quiet
 from nibble.transformers.store import FIRST, Row, Store
 from tiny import MLA, SPARSE, save_tiny
 

@@ -41,12 +41,12 @@ def serve(
     if chosen.api_key is None:
         chosen = replace(chosen, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet(model)
-    from nibble.models.hub import find
+    from nibble.models.hub import locate
     from nibble.server.engine_client import EngineDiedError
     from nibble.server.run import serve as run
 
     try:
-        run(served, chosen, find(model), _say_json if as_json else None)
+        run(served, chosen, locate(model), _say_json if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None

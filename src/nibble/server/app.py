@@ -21,13 +21,12 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import dialect, pages
+from nibble.server import chat_format, pages
 from nibble.server.cache_view import cache_view
 from nibble.server.engine_client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.errors import error_of, install_handlers
 from nibble.server.exchange import Journal, Sink, exchange_of
 from nibble.server.fidelity_view import warning
-from nibble.server.grammar_check import GrammarCheck
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.logs import access_log
 from nibble.server.metrics import Meters, Timer
@@ -44,7 +43,8 @@ from nibble.server.protocol import (
 from nibble.server.responses import ChatWriter, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
 from nibble.server.streaming import Events, Gate, event, merged, unless_gone
-from nibble.server.tool_types import Tool, arguments_as_text, message_for_template, tools_for_template
+from nibble.server.structured import GrammarCheck
+from nibble.server.tools import Tool, arguments_as_text, message_for_template, tools_for_template
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
@@ -53,7 +53,7 @@ SHOWN = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
 """What /health tells of the engine's counts."""
 
 
-class Tokens(dialect.Tokens, Protocol):
+class Tokens(chat_format.Tokens, Protocol):
     """What the server asks of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -70,7 +70,7 @@ class Api:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
         self.gate = Gate(settings.max_queue, settings.wait_when_full)
         self.meters = Meters(client, name)
-        self.dialect = dialect.Dialect(tokens, settings.tool_format, settings.reasoning_parser)
+        self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokens)
         self._since = int(time.time())
 
@@ -154,11 +154,13 @@ class Api:
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         self._opened(request, asked, "chat")
-        ids = await self._conversation(asked.messages, asked.open_tools(), **asked.chat_template_kwargs or {})
-        form = self.dialect.answer_format(asked, ids)
+        ids = await self._conversation(
+            asked.messages, asked.callable_tools(), **asked.chat_template_kwargs or {}
+        )
+        form = self.chat_format.answer_format(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
         params = form.params(asked.params(wanted, asked.wanted_logprobs()))
-        reader = form.reader(eager=asked.stream)
+        reader = form.parsers(eager=asked.stream)
         writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader, not asked.stream)
         return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
 
@@ -250,7 +252,7 @@ class Api:
         grammar = asks[0].params.grammar
         if grammar is not None and self.client.ready:
             async with asyncio.timeout_at(deadline):
-                await self.grammars.passed(grammar, self.client.ready.vocab_size)
+                await self.grammars.check(grammar, self.client.ready.vocab_size)
         async with self.gate.passed(len(asks), deadline):
             sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
             async with aclosing(merged(sources, deadline)) as found:

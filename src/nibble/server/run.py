@@ -23,7 +23,7 @@ from nibble.config import Config
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import WeightError
 from nibble.server.app import make_app
-from nibble.server.dialect import Dialect
+from nibble.server.chat_format import ChatFormat
 from nibble.server.engine_client import EngineDiedError, ProcessClient
 from nibble.server.logs import configure, tell
 from nibble.server.patience import SECONDS, Patient
@@ -47,7 +47,9 @@ def serve(config: Config, settings: Settings, folder: str, told: Told | None) ->
 
 async def _serve(config: Config, settings: Settings, folder: str, told: Told | None) -> None:
     configure(settings.log_format)
-    Dialect(None, settings.tool_format, settings.reasoning_parser)  # names that nobody knows, before all else
+    ChatFormat(
+        None, settings.tool_format, settings.reasoning_parser
+    )  # names that nobody knows, before all else
     traces = traces_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     name = settings.served_model_name or Path(config.model).name
     client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)

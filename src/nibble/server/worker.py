@@ -141,7 +141,7 @@ def about(llm: LLM) -> wire.Ready:
     """What is served."""
     from nibble.attention.planner import price
     from nibble.attention.planner.explain import as_dict
-    from nibble.models.hub import find
+    from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
     staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
@@ -151,7 +151,7 @@ def about(llm: LLM) -> wire.Ready:
         "startup": dict(llm.startup),
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return wire.Ready(find(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+    return wire.Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
 
 
 def numbers(llm: LLM) -> dict[str, float]:
