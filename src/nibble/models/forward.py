@@ -16,8 +16,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from nibble.attention.layer import StepContext
-from nibble.attention.op import Step
+from nibble.attention.layer import Step, StepContext
 from nibble.errors import ConfigError
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
