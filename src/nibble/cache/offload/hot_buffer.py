@@ -3,7 +3,7 @@
 What the books decide (residency.py) is told to the device at the beginning of a step, in stream order, so a step that
 is under way is not disturbed. Full pages are saved beside the steps, on a stream of their own, for which the device
 waits only before frames change hands. Inside a step nothing waits for the host: which tokens are missing is found, and
-brought, by kernels (kernels/offload/hot_buffer.py, kernels/offload/copy_tokens.py) on another stream, beside what the step does until it needs them.
+brought, by kernels (kernels/offload) on another stream, beside what the step does until it needs them.
 Owns HotTier, News and Coming. Must not know of requests, models or backends.
 
 Shape suffixes: T query tokens, K tokens that each looks at, N pages of a request, P pages in all, R rows of the tables
@@ -24,9 +24,7 @@ from nibble.cache.offload.host_pool import HostPool
 from nibble.cache.offload.residency import Copy, Moves, Residency
 from nibble.cache.pool import PagedPool
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload import hot_buffer as swap
-from nibble.kernels.offload.copy_tokens import copy_tokens
-from nibble.kernels.offload.hot_buffer import HotBuffer, HotLookup
+from nibble.kernels.offload import HotBuffer, HotLookup, copy_tokens, lookup_hot, resident_slots
 from nibble.model_spec import LATENT
 
 BESIDE = 16
@@ -170,9 +168,7 @@ class HotBuffers:
 
     def resident(self, topk_indices_TK: Tensor, page_table_TN: Tensor) -> PendingFetch:
         """Where chosen tokens lie whose pages are all on the device."""
-        return PendingFetch(
-            swap.resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size)
-        )
+        return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size))
 
     def prefetch(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
@@ -193,7 +189,7 @@ class HotBuffers:
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
         hot = self._hot[layer]
-        found = swap.lookup_hot(topk_indices_TK, rows_T, page_table_TN, self.frames_P, hot, self.page_size)
+        found = lookup_hot(topk_indices_TK, rows_T, page_table_TN, self.frames_P, hot, self.page_size)
         self.fetch(layer, found)
         return PendingFetch(found.topk_slots_TK, layer, found)
 
