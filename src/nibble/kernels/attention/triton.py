@@ -73,8 +73,8 @@ def _load_tile(
 ):
     """Load the parts of a tile of keys or values, or the one tile that they are joined to."""
     slot_N, keep_N = slots_of(first, n_N, tiles.PAGE_SIZE), first + n_N < stop
-    words = read_words(tiles, page, slot_N, head, keep_N, AXIS, MASKED)
-    parts = decode_tile(tiles, words, scales, AXIS)
+    items = read_words(tiles, page, slot_N, head, keep_N, AXIS, MASKED)
+    parts = decode_tile(tiles, items, scales, AXIS)
     if JOIN:
         parts = (interleave(parts, tiles.PARTS),)
     return parts

@@ -3,13 +3,13 @@
 An encoder is a `@triton.jit` function (x_RD, scale_R1) -> one [R, W] tile per plane, in the plane's order: x_RD in
 float32, scale_R1 the format's global scale of each row. Bytes are returned as integers.
 
-A decoder is a `@triton.jit` function (words, scale, DTYPE) -> a tuple of `parts` tiles of the words' shape. A packed
-format is read in words of 16 bits, each of which holds `parts` values of a row: 4 of E2M1, 2 of FP8. Part j has the
+A decoder is a `@triton.jit` function (items, scale, DTYPE) -> a tuple of `parts` tiles of the items' shape. A packed
+format is read in items of 16 bits, each of which holds `parts` values of a row: 4 of E2M1, 2 of FP8. Part j has the
 values j, j + parts, j + 2 * parts... of the row. A sum over a row is a sum over its parts, so attention permutes the
-query once instead of interleaving every tile. Two neighbouring words stand in one register wherever the tile came
+query once instead of interleaving every tile. Two neighbouring items stand in one register wherever the tile came
 from, and PTX decodes both at once (ptx.py).
 
-Block scales are decoded apart, by a function (codes, DTYPE), before they are spread over the words that share them.
+Block scales are decoded apart, by a function (codes, DTYPE), before they are spread over the items that share them.
 What is common to a whole stream stays off the element path: the global scale, and a power of two (`fold`) by which
 decoded values are too small. Nothing needs FP8 instructions, which GPUs before SM89 lack.
 
@@ -34,12 +34,12 @@ def no_scale(codes, DTYPE: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """How stored words become values."""
+    """How stored items become values."""
 
     decode: JITFunction
-    """(words, scale, DTYPE) -> `parts` tiles. Words are int16, or the plane's own values where parts is 1."""
+    """(items, scale, DTYPE) -> `parts` tiles. Items are int16, or the plane's own values where parts is 1."""
     scale: JITFunction = no_scale
-    """(codes, DTYPE) -> block scales for `decode`, which gets them in the words' shape."""
+    """(codes, DTYPE) -> block scales for `decode`, which gets them in the items' shape."""
     parts: int = 1
     block: int = 0
     """Values that share a block scale, 0 for none."""
@@ -49,7 +49,7 @@ class Decoder:
     """The dtype that decodes with the least work, if any, and holds every value exactly."""
 
     def serves(self, dim: int) -> bool:
-        """Return whether rows of `dim` values are whole words and blocks."""
+        """Return whether rows of `dim` values are whole items and blocks."""
         return dim % self.parts == 0 and dim % max(self.block, 1) == 0
 
 

@@ -66,9 +66,9 @@ def encode(x_RD, scale_R1):
 
 
 @triton.jit
-def decode(words, scale, DTYPE: tl.constexpr):
+def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E4M3 values, times their block scales and 2^-8."""
-    return unpack_fp8(words, 0, DTYPE, 4) * scale, unpack_fp8(words, 1, DTYPE, 4) * scale
+    return unpack_fp8(items, 0, DTYPE, 4) * scale, unpack_fp8(items, 1, DTYPE, 4) * scale
 
 
 @triton.jit

@@ -41,15 +41,15 @@ def encode_e5m2(x_RD, scale_R1):
 
 
 @triton.jit
-def decode_e4m3(words, scale, DTYPE: tl.constexpr):
+def decode_e4m3(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E4M3 values, times 2^-8."""
-    return unpack_fp8(words, 0, DTYPE, 4), unpack_fp8(words, 1, DTYPE, 4)
+    return unpack_fp8(items, 0, DTYPE, 4), unpack_fp8(items, 1, DTYPE, 4)
 
 
 @triton.jit
-def decode_e5m2(words, scale, DTYPE: tl.constexpr):
+def decode_e5m2(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E5M2 values."""
-    return unpack_fp8(words, 0, DTYPE, 5), unpack_fp8(words, 1, DTYPE, 5)
+    return unpack_fp8(items, 0, DTYPE, 5), unpack_fp8(items, 1, DTYPE, 5)
 
 
 def _codec(encode: JITFunction, decoder: Decoder, cuda: str) -> Codec:

@@ -22,9 +22,9 @@ def encode(x_RD, scale_R1):
 
 
 @triton.jit
-def decode(words, scale, DTYPE: tl.constexpr):
+def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E4M3 values to the values themselves: no dtype's range is too small for them."""
-    low, high = unpack_fp8(words, 0, DTYPE, 4), unpack_fp8(words, 1, DTYPE, 4)
+    low, high = unpack_fp8(items, 0, DTYPE, 4), unpack_fp8(items, 1, DTYPE, 4)
     return (low * 256.0).to(DTYPE), (high * 256.0).to(DTYPE)
 
 

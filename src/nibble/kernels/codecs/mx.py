@@ -65,9 +65,9 @@ def encode_fp4_mx16(x_RD, scale_R1):
 
 
 @triton.jit
-def decode(words, scale, DTYPE: tl.constexpr):
+def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales."""
-    a, b, c, d = unpack_e2m1(words, scale, True)
+    a, b, c, d = unpack_e2m1(items, scale, True)
     return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
 
 

@@ -51,9 +51,9 @@ def encode(x_RD, scale_R1):
 
 
 @triton.jit
-def decode(words, scale, DTYPE: tl.constexpr):
+def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales."""
-    return unpack_e2m1(words, scale, False)
+    return unpack_e2m1(items, scale, False)
 
 
 @triton.jit
@@ -80,15 +80,15 @@ UNPACK_8 = tl.constexpr(
 
 
 @triton.jit
-def decode_latent(words, scale, DTYPE: tl.constexpr):
+def decode_latent(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales: in float16 all four parts at once."""
     if HAS_PTX and tl.float16 == DTYPE:
         OUT: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
         parts = tl.inline_asm_elementwise(
-            UNPACK_8, "=&r,=&r,=&r,=&r,r,r", [words, scale], OUT, is_pure=True, pack=2
+            UNPACK_8, "=&r,=&r,=&r,=&r,r,r", [items, scale], OUT, is_pure=True, pack=2
         )
     else:
-        parts = unpack_e2m1(words, scale, False)
+        parts = unpack_e2m1(items, scale, False)
     return parts
 
 

@@ -15,9 +15,9 @@ def encode(x_RD, scale_R1):
 
 
 @triton.jit
-def decode(words, scale, DTYPE: tl.constexpr):
+def decode(items, scale, DTYPE: tl.constexpr):
     """Return values in DTYPE."""
-    return (words.to(DTYPE),)
+    return (items.to(DTYPE),)
 
 
 DECODER = Decoder(decode)

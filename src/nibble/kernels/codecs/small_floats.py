@@ -102,7 +102,7 @@ def e4m3_to_fp16(codes):
 
 
 @triton.jit
-def _unpack_e2m1(words, scale, PART: tl.constexpr, WIDE: tl.constexpr):
+def _unpack_e2m1(items, scale, PART: tl.constexpr, WIDE: tl.constexpr):
     """Unpack codes PART of words, times their scales, in the scales' dtype.
 
     In float16 they are times 2^-14 too, in bfloat16 times 2^-126 if not WIDE.
@@ -111,33 +111,33 @@ def _unpack_e2m1(words, scale, PART: tl.constexpr, WIDE: tl.constexpr):
     # the value, subnormals included, but for the bias of the exponent.
     if HAS_PTX and scale.dtype != tl.float32:
         PTX: tl.constexpr = e2m1_ptx(PART, scale.dtype == tl.float16, WIDE)
-        values = tl.inline_asm_elementwise(PTX, "=r,r,r", [words, scale], scale.dtype, is_pure=True, pack=2)
+        values = tl.inline_asm_elementwise(PTX, "=r,r,r", [items, scale], scale.dtype, is_pure=True, pack=2)
     elif scale.dtype == tl.float16:
-        codes = words >> 4 * PART
+        codes = items >> 4 * PART
         values = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.float16, bitcast=True) * scale
     else:
-        codes = words.to(tl.int32) >> 4 * PART
+        codes = items.to(tl.int32) >> 4 * PART
         values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * TWO_126 * scale
     return values
 
 
 @triton.jit
-def unpack_e2m1(words, scale, WIDE: tl.constexpr):
+def unpack_e2m1(items, scale, WIDE: tl.constexpr):
     """Unpack the four E2M1 values of each word, times their scales and a power of two (see _unpack_e2m1)."""
-    a, b = _unpack_e2m1(words, scale, 0, WIDE), _unpack_e2m1(words, scale, 1, WIDE)
-    return a, b, _unpack_e2m1(words, scale, 2, WIDE), _unpack_e2m1(words, scale, 3, WIDE)
+    a, b = _unpack_e2m1(items, scale, 0, WIDE), _unpack_e2m1(items, scale, 1, WIDE)
+    return a, b, _unpack_e2m1(items, scale, 2, WIDE), _unpack_e2m1(items, scale, 3, WIDE)
 
 
 @triton.jit
-def unpack_fp8(words, PART: tl.constexpr, DTYPE: tl.constexpr, EXPONENT: tl.constexpr):
+def unpack_fp8(items, PART: tl.constexpr, DTYPE: tl.constexpr, EXPONENT: tl.constexpr):
     """Unpack FP8 values with so many bits of exponent, from byte PART of words; E4M3 times 2^-8."""
     if HAS_PTX:
         IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
         PTX: tl.constexpr = fp8_ptx(PART, EXPONENT, not IS_BF16)
-        bits = tl.inline_asm_elementwise(PTX, "=r,r", [words], tl.int16, is_pure=True, pack=2)
+        bits = tl.inline_asm_elementwise(PTX, "=r,r", [items], tl.int16, is_pure=True, pack=2)
         values = bits.to(tl.bfloat16 if IS_BF16 else tl.float16, bitcast=True)
     elif EXPONENT == 4:
-        values = e4m3_to_fp16(words >> 8 * PART)
+        values = e4m3_to_fp16(items >> 8 * PART)
     else:
-        values = (words << 8 - 8 * PART & -256).to(tl.float16, bitcast=True)  # the upper half of a float16
+        values = (items << 8 - 8 * PART & -256).to(tl.float16, bitcast=True)  # the upper half of a float16
     return values.to(DTYPE)

@@ -106,9 +106,9 @@ class Tiles(NamedTuple):
     @classmethod
     def _of(cls, stream: Paged, dtype: torch.dtype, copied: bool) -> Tiles:
         decoder = DECODERS[stream.format.name]
-        data = _words(stream, decoder)
+        data = _items(stream, decoder)
         width = max(next_power_of_2(data.shape[3]), MIN_WIDTH)
-        words, blocks, each = Plane.of(data, width), Plane.of(data, width), 0
+        items, blocks, each = Plane.of(data, width), Plane.of(data, width), 0
         if decoder.block:
             scales = _widened(stream.planes_PHS[1]) if copied else stream.planes_PHS[1].view(torch.uint8)
             each = scales.dtype.itemsize
@@ -116,7 +116,7 @@ class Tiles(NamedTuple):
         per_head = stream.scale.stride(0) if stream.scale.dim() else 0
         constants = per_head, _DTYPES[dtype], decoder.parts, decoder.fold, each, stream.page_size
         # Functions go bare: only so does the compiler's cache notice that they were edited.
-        return cls(words, blocks, stream.scale, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
+        return cls(items, blocks, stream.scale, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
 
 
 class Section(NamedTuple):
@@ -145,11 +145,11 @@ class Section(NamedTuple):
             A kernel's argument.
         """
         width = max(next_power_of_2(data.shape[3]), MIN_WIDTH)
-        words = blocks = Plane.of(data, width)
+        items = blocks = Plane.of(data, width)
         if scales is not None:
             blocks = Plane.of(scales, width * decoder.parts // decoder.block)
         constants = _DTYPES[dtype], decoder.parts, int(scales is not None), data.shape[2]
-        return cls(words, blocks, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
+        return cls(items, blocks, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
 
     @classmethod
     def of_values(
@@ -167,12 +167,12 @@ class Section(NamedTuple):
         Returns:
             A kernel's argument.
         """
-        words = _words(latents, decoder)[..., first // decoder.parts : (first + count) // decoder.parts]
+        items = _items(latents, decoder)[..., first // decoder.parts : (first + count) // decoder.parts]
         if not decoder.block:
-            return cls.of(words, None, decoder, dtype)
+            return cls.of(items, None, decoder, dtype)
         scales = latents.planes_PHS[1][..., first // decoder.block : (first + count) // decoder.block]
         scales = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
-        return cls.of(words, scales, decoder, dtype)
+        return cls.of(items, scales, decoder, dtype)
 
 
 class IndexKeys(NamedTuple):
@@ -206,10 +206,10 @@ class IndexKeys(NamedTuple):
         kind, data = INDEX_KEYS[keys.format.name], keys.planes_PHS[0]
         if kind.decoder.parts > 1:
             data = data.view(torch.uint8 if as_bytes else torch.int16)
-        words = Plane.of(data, max(next_power_of_2(data.shape[3]), MIN_WIDTH))
-        scales = Plane.of(keys.planes_PHS[1].unsqueeze(3), 1) if kind.scaled else words
+        items = Plane.of(data, max(next_power_of_2(data.shape[3]), MIN_WIDTH))
+        scales = Plane.of(keys.planes_PHS[1].unsqueeze(3), 1) if kind.scaled else items
         constants = _DTYPES[dtype], kind.decoder.parts, kind.scaled, keys.page_size
-        return cls(words, scales, kind.decoder.decode, *map(tl.constexpr, constants))
+        return cls(items, scales, kind.decoder.decode, *map(tl.constexpr, constants))
 
 
 def serves(stream: Paged) -> bool:
@@ -262,7 +262,7 @@ def _sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, S
     return proper, Section.of_values(latents, decoder, rank, rope, dtype), ALIKE.value
 
 
-def _words(stream: Paged, decoder: Decoder) -> Tensor:
+def _items(stream: Paged, decoder: Decoder) -> Tensor:
     """Return the plane of values as what the decoder reads."""
     data = stream.planes_PHS[0]
     return data.view(torch.int16) if decoder.parts > 1 else data
@@ -371,12 +371,12 @@ def _bytes(items, EACH: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def decode_tile(tiles, words, scales, AXIS: tl.constexpr):
+def decode_tile(tiles, items, scales, AXIS: tl.constexpr):
     """Decode words and their block scales -> a tuple of PARTS tiles of values, but for the global scale."""
     wide = scales
     if tiles.EACH:
-        wide = _spread(scales, words.shape, AXIS)
-    return tiles.DECODE(words, wide, tiles.DTYPE)
+        wide = _spread(scales, items.shape, AXIS)
+    return tiles.DECODE(items, wide, tiles.DTYPE)
 
 
 @triton.jit

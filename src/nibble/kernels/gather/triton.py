@@ -44,10 +44,10 @@ def gather_kernel(
     # --- load
     page = pages_of(pages + request * pages_stride, start, n_R, length, tiles.PAGE_SIZE)
     slot_R = slots_of(start, n_R, tiles.PAGE_SIZE)
-    words = read_words(tiles, page, slot_R, head, keep_R, 1, True)
+    items = read_words(tiles, page, slot_R, head, keep_R, 1, True)
     scales = read_scales(tiles, page, slot_R, head, keep_R, 1, True)
     # --- decode
-    values_RD = interleave(decode_tile(tiles, words, scales, 1), tiles.PARTS).to(tl.float32)
+    values_RD = interleave(decode_tile(tiles, items, scales, 1), tiles.PARTS).to(tl.float32)
     values_RD *= global_scale(tiles, head)
     # --- store
     d = tl.arange(0, tiles.words.WIDTH * tiles.PARTS)[None, :]

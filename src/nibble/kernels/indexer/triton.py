@@ -96,8 +96,8 @@ def _score_tile(keys, queries, weights_H, table, first, visible, to, N: tl.const
     n_N = tl.arange(0, N)
     page, slot_N = pages_of(table, first, n_N, visible, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < visible
-    words = read_rows(keys.words, page, slot_N, 0, keep_N, 1, False)
-    parts = keys.DECODE(words, 0, keys.DTYPE)
+    items = read_rows(keys.words, page, slot_N, 0, keep_N, 1, False)
+    parts = keys.DECODE(items, 0, keys.DTYPE)
     # --- scores
     products = tl.dot(parts[0], tl.trans(queries[0]), input_precision="ieee")
     for j in tl.static_range(1, keys.PARTS):
@@ -172,8 +172,8 @@ def score_many_kernel(
     table += request.to(tl.int64) * table_stride
     page, slot_N = pages_of(table, first, n_N, length, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < length
-    words = read_rows(keys.words, page, slot_N, 0, keep_N, 1, True)
-    values = interleave(keys.DECODE(words, 0, keys.DTYPE), keys.PARTS)
+    items = read_rows(keys.words, page, slot_N, 0, keep_N, 1, True)
+    values = interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
     scale_N = tl.full([N], 1.0, tl.float32) * tl.load(global_scale)
     if keys.SCALED:
         scale_N *= read_key_scales(keys, page, slot_N, keep_N)

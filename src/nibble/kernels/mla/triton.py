@@ -72,14 +72,14 @@ def _accumulate(
     for first in tl.range(start, stop, N, num_stages=STAGES):
         # --- load
         slot_N, keep_N = slots_of(first, n_N, latent.PAGE_SIZE), first + n_N < stop
-        words, scales = read_section(latent, page, slot_N, keep_N, MASKED)
-        parts = decode_tile(latent, words, scales, 1)
+        items, scales = read_section(latent, page, slot_N, keep_N, MASKED)
+        parts = decode_tile(latent, items, scales, 1)
         # --- scores
         zeros = tl.zeros([M, N], tl.float32)
         rotary = zeros
         if ROPE:
-            words, scales = read_section(rope, page, slot_N, keep_N, MASKED)
-            rotary = dot_parts(zeros, q_rope, decode_tile(rope, words, scales, 1))
+            items, scales = read_section(rope, page, slot_N, keep_N, MASKED)
+            rotary = dot_parts(zeros, q_rope, decode_tile(rope, items, scales, 1))
         page = pages_of(table, first + N, n_N, stop, latent.PAGE_SIZE)  # a tile early, as loads depend on it
         if ROPE == APART:
             scores = dot_parts(zeros, q, parts) * unit + rotary * rope_unit

@@ -40,7 +40,7 @@ PROGRAMS = 48
 addresses is what takes time, and fewer rows at a time, which are of fewer requests, share more of it (on an H200,
 copying a step's misses: 39 GB/s with 48 programs, 33 with 264).
 """
-_WORDS = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_UNIT_DTYPES = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """What a unit of so many bytes is made of."""
 
 
@@ -79,8 +79,8 @@ class ByteCopy:
     """Of a row, in order."""
     units: int
     """Of a row."""
-    words: int
-    """Of a unit."""
+    unit_width: int
+    """Words of a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,13 @@ def _slots(pages: Paged) -> int:
 def _byte_copy(source: Paged, target: Paged) -> ByteCopy:
     pairs = [(_items(a), _items(b)) for a, b in zip(source.planes_PHS, target.planes_PHS, strict=True)]
     numbers = {number for pair in pairs for plane in pair for number in (plane.data_ptr(), *_sizes(plane))}
-    unit = next(size for size in _WORDS if all(number % size == 0 for number in numbers))
+    unit = next(size for size in _UNIT_DTYPES if all(number % size == 0 for number in numbers))
     runs, first = list[Run](), 0
     for i, (a, b) in enumerate(pairs):
         if i == 0 or not all(map(_follows, (a, b), pairs[i - 1])):
-            runs.append(_run(a, b, first // unit, _WORDS[unit]))
+            runs.append(_run(a, b, first // unit, _UNIT_DTYPES[unit]))
         first += _sizes(a)[0]
-    return ByteCopy(tuple(runs), first // unit, unit // _WORDS[unit].itemsize)
+    return ByteCopy(tuple(runs), first // unit, unit // _UNIT_DTYPES[unit].itemsize)
 
 
 def _run(source: Tensor, target: Tensor, first: int, dtype: torch.dtype) -> Run:
@@ -207,7 +207,7 @@ def _place(slot, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def copy_kernel(
     runs, from_M, to_M, count, tokens, FROM_SIZE: tl.constexpr, TO_SIZE: tl.constexpr,
-    UNITS: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Copy rows, unit by unit. Grid: programs that stride through tiles of units.
 
@@ -224,31 +224,31 @@ def copy_kernel(
         to_N = tl.load(to_M + row_N, mask=row_N < tokens, other=-1)
         # --- where units are read
         page_N, slot_N = _place(from_N, FROM_SIZE)
-        source_N = _source(runs[0], page_N, slot_N, unit_N, WORDS)
+        source_N = _source(runs[0], page_N, slot_N, unit_N, WIDTH)
         for i in tl.static_range(1, len(runs)):
-            other_N = _source(runs[i], page_N, slot_N, unit_N, WORDS)
+            other_N = _source(runs[i], page_N, slot_N, unit_N, WIDTH)
             source_N = tl.where(unit_N >= runs[i].FIRST, other_N, source_N)
         # --- where units are written
         page_N, slot_N = _place(to_N, TO_SIZE)
-        target_N = _target(runs[0], page_N, slot_N, unit_N, WORDS)
+        target_N = _target(runs[0], page_N, slot_N, unit_N, WIDTH)
         for i in tl.static_range(1, len(runs)):
-            other_N = _target(runs[i], page_N, slot_N, unit_N, WORDS)
+            other_N = _target(runs[i], page_N, slot_N, unit_N, WIDTH)
             target_N = tl.where(unit_N >= runs[i].FIRST, other_N, target_N)
         # --- load and store
-        word = tl.arange(0, WORDS)[None, :]
-        keep = tl.broadcast_to(((from_N >= 0) & (to_N >= 0))[:, None], [N, WORDS])
+        word = tl.arange(0, WIDTH)[None, :]
+        keep = tl.broadcast_to(((from_N >= 0) & (to_N >= 0))[:, None], [N, WIDTH])
         values = tl.load(source_N[:, None] + word, mask=keep)
         tl.store(target_N[:, None] + word, values, mask=keep)
 
 
 @triton.jit
-def _source(run, page_N, slot_N, unit_N, WORDS: tl.constexpr):
-    return run.source + (page_N * run.FROM_PAGE + slot_N * run.FROM_SLOT + (unit_N - run.FIRST) * WORDS)
+def _source(run, page_N, slot_N, unit_N, WIDTH: tl.constexpr):
+    return run.source + (page_N * run.FROM_PAGE + slot_N * run.FROM_SLOT + (unit_N - run.FIRST) * WIDTH)
 
 
 @triton.jit
-def _target(run, page_N, slot_N, unit_N, WORDS: tl.constexpr):
-    return run.target + (page_N * run.TO_PAGE + slot_N * run.TO_SLOT + (unit_N - run.FIRST) * WORDS)
+def _target(run, page_N, slot_N, unit_N, WIDTH: tl.constexpr):
+    return run.target + (page_N * run.TO_PAGE + slot_N * run.TO_SLOT + (unit_N - run.FIRST) * WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -271,15 +271,15 @@ def recode_kernel(pieces, from_M, to_M, count, tokens, FROM_SIZE: tl.constexpr, 
 @triton.jit
 def _read(section, page_R, slot_R, keep_R):
     """Load words and block scales, as they are stored."""
-    words = read_rows(section.words, page_R, slot_R, 0, keep_R, 1, True)
-    codes = words
+    items = read_rows(section.words, page_R, slot_R, 0, keep_R, 1, True)
+    codes = items
     if section.EACH:
         codes = read_rows(section.blocks, page_R, slot_R, 0, keep_R, 1, True)
-    return words, codes
+    return items, codes
 
 
 @triton.jit
-def _values(piece, words, codes):
+def _values(piece, items, codes):
     """Decode values to float32."""
     scale = piece.FOLD
     if piece.SCALED:
@@ -288,7 +288,7 @@ def _values(piece, words, codes):
     if piece.section.EACH:
         # the global scale goes to block scales first, so that roundings are those of the definition
         scales = piece.section.DECODE_SCALE(codes, piece.section.DTYPE) * scale
-    values_RD = interleave(decode_tile(piece.section, words, scales, 1), piece.section.PARTS).to(tl.float32)
+    values_RD = interleave(decode_tile(piece.section, items, scales, 1), piece.section.PARTS).to(tl.float32)
     if not piece.section.EACH and (piece.SCALED or piece.FOLD != 1):
         values_RD *= scale
     return values_RD
@@ -327,7 +327,7 @@ def copy_tokens(
     if isinstance(plan, ByteCopy):
         tiles = cdiv(tokens * plan.units, UNITS)
         copy_kernel[min(tiles, programs or PROGRAMS),](
-            plan.runs, from_M, to_M, count, tokens, source.page_size, target.page_size, plan.units, plan.words, UNITS,
+            plan.runs, from_M, to_M, count, tokens, source.page_size, target.page_size, plan.units, plan.unit_width, UNITS,
             num_warps=COPY_WARPS,
         )  # fmt: skip
     elif plan:

@@ -71,12 +71,12 @@ def _gather_section(section, slot_N):
     keep_N = slot_N >= 0
     slot_N = tl.where(keep_N, slot_N, 0)
     page_N, slot_N = (slot_N // section.PAGE_SIZE).to(tl.int64), slot_N % section.PAGE_SIZE
-    words = read_rows(section.words, page_N, slot_N, 0, keep_N, 1, True)
+    items = read_rows(section.words, page_N, slot_N, 0, keep_N, 1, True)
     scales = 0
     if section.EACH:
         codes = read_rows(section.blocks, page_N, slot_N, 0, keep_N, 1, True)
         scales = section.DECODE_SCALE(codes, section.DTYPE)
-    return decode_tile(section, words, scales, 1)
+    return decode_tile(section, items, scales, 1)
 
 
 @triton.jit
