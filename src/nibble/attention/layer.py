@@ -125,7 +125,7 @@ def _begun(ctx: StepContext, layer: int, segment: AttentionBatch, topk_indices_T
     if ctx.tier is None:
         return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, None, ctx.pool.layout.page_size))
     if segment.phase is not Phase.DECODE:
-        return ctx.tier.resident(topk_indices_TK, page_table_TN)
+        return ctx.tier.lookup_resident(topk_indices_TK, page_table_TN)
     assert segment.rows_B is not None
     return ctx.tier.prefetch(layer, topk_indices_TK, page_table_TN, segment.rows_B)
 

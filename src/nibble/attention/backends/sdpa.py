@@ -58,7 +58,7 @@ def _masked(q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: Attentio
         length = segment.seq_lens[i]
         pages = segment.page_table_BN[i : i + 1, : -(-length // view.page_size)]
         k_GLD, v_GLD = (
-            view.streams[name].values(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
+            view.streams[name].dequantize(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
         )
         out_HnD = F.scaled_dot_product_attention(
             q_nHD.transpose(0, 1)[None],

@@ -160,7 +160,7 @@ def _tiles(
     """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
     size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
     first, last = span.start // size, -(-(span.start + longest) // size)
-    k_BGLD, v_BGLD = view.heads(
+    k_BGLD, v_BGLD = view.dequantize_heads(
         page_table_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE
     )
     scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)
