@@ -28,11 +28,10 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.kernels.gather.naive import dequantize_pages
 from nibble.kernels.mla import mla_attention, naive
-from nibble.kernels.types import Paged
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64

@@ -27,12 +27,11 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels.gather.naive import dequantize_tokens
 from nibble.kernels.sparse_mla import naive, sparse_mla_attention
-from nibble.kernels.types import Paged
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64

@@ -15,17 +15,18 @@ from torch import Tensor
 from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.backends import torch_ref
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.selftest import self_test
 from nibble.formats.base import raw
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from tiny import MLA, SPARSE, save_tiny
 
 
-class Wrong(torch_ref.TorchRef):
+class Wrong(TorchRef):
     """The reference, with something planted in one phase."""
 
     phase = Phase.DECODE
@@ -59,7 +60,7 @@ def wrong() -> Iterator[type[Wrong]]:
         pass
 
     rows = tuple(replace(row, prefer=1) for row in torch_ref.BACKEND.support)
-    backends.register(replace(torch_ref.BACKEND, name="toy_wrong", adapter=Planted, rows=rows))
+    backends.register(replace(torch_ref.BACKEND, name="toy_wrong", adapter=Planted, support=rows))
     yield Planted
     backends.unregister("toy_wrong")
 

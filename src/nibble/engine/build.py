@@ -222,7 +222,8 @@ def _aligned(width: int) -> int:
 def adapters(plan: Plan) -> dict[str, Any]:
     """One adapter for every backend of the plan; a vendor package is imported here, in its constructor."""
     names = {route.backend for group in plan.groups for route in group.routes}
-    return {name: adapter() for name in sorted(names) if (adapter := backends.get(name).adapter) is not None}
+    infos = [backends.get(name) for name in sorted(names)]
+    return {info.name: backends.create(info) for info in infos if info.runnable}
 
 
 def tokenizer_of(model: str) -> Tokenizer | None:

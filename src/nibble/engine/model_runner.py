@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.offload.hot_buffer import HotBuffers
@@ -27,6 +26,7 @@ from nibble.engine.cuda_graphs import Buffers, Graphs
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.page_tables import PageTables
 from nibble.engine.transfer import PackedInts
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 

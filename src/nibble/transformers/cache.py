@@ -18,13 +18,13 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionParams
 from nibble.attention.planner import explain, price
 from nibble.cache.scales import KVScales
 from nibble.config import parse_bytes
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
 from nibble.hardware import format_bytes
+from nibble.kernels.types import AttentionParams
 from nibble.models.forward import plain
 from nibble.transformers.design import Prompt, design, scales_for
 from nibble.transformers.patching import attach

@@ -18,8 +18,7 @@ import torch
 
 from nibble import LLM
 from nibble.attention import dequantize as staging
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner import price
 from nibble.attention.planner.explain import as_dict, as_text
 from nibble.attention.planner.memory import plan_memory
@@ -32,6 +31,7 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Stream
 from nibble.server.logging import decode_costs
 from planning import GPT_OSS, MODELS, QWEN3_8B
@@ -67,7 +67,7 @@ def segment(phase: Phase, new: int) -> AttentionBatch:
 def test_it_is_bounded_and_changes_no_answer(
     view: KVView, phase: Phase, new: int, window: int | None, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step, spec = segment(phase, new), AttentionParams(DIM**-0.5, window=window)
     q_THD = torch.randn(step.stop, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(9))
     parts = list(staging.dequantize_pages(view, step, "fp32", window))
@@ -85,7 +85,7 @@ def test_layers_of_a_step_share_what_is_worked_out(
     view: KVView, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that backends, who plan once for a segment, do so once for a step; and it is gone with the step."""
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step = segment(Phase.EXTEND, 4)
 
     one, again = (_segments(view, step, None) for _ in range(2))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nibble.attention.dequantize import MAX_TOKENS
 from nibble.attention.planner.memory import RESERVE, SHARE, SPARE, MemoryPlan, kernel_bytes, plan_memory
 from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.config import Config
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, lookup_gpu
@@ -102,7 +102,7 @@ def test_staging_is_priced_by_its_bound() -> None:
     )
     k_and_v_in_bf16, one_in_float32 = 2 * 8 * 128 * 2, 8 * 128 * 4
     assert native.staging == 0
-    assert staged.staging == MAX_TOKENS * (k_and_v_in_bf16 + one_in_float32)
+    assert staged.staging == MAX_STAGED_TOKENS * (k_and_v_in_bf16 + one_in_float32)
 
 
 def test_a_small_model_stages_no_more_than_it_has() -> None:

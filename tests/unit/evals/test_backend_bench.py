@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner import needs
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
@@ -26,6 +25,7 @@ from nibble.evals.tuning import workloads
 from nibble.evals.tuning.bench import Result, entrants, fastest
 from nibble.evals.tuning.fixtures import make_fixture
 from nibble.hardware import Hardware, lookup_gpu, probe
+from nibble.kernels.types import AttentionBatch
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from planning import GEMMA2, QWEN3_8B, model_spec
 

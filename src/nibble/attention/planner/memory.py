@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from nibble import formats
-from nibble.attention.dequantize import MAX_TOKENS
 from nibble.attention.planner import offload as tiering
 from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.offload import Shares
 from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
 from nibble.config import Config, parse_bytes
 from nibble.errors import CapacityError
@@ -179,7 +179,7 @@ def staged_bytes(config: Config, model_spec: ModelSpec, layer: LayerLayout, dtyp
     together.
     """
     longest = _whole_pages(context(config, model_spec), page)
-    tokens = min(config.max_running * longest, max(MAX_TOKENS, longest))
+    tokens = min(config.max_running * longest, max(MAX_STAGED_TOKENS, longest))
     widest = max(entry.stream.values for entry in layer.streams)
     return tokens * (layer.bytes_in(formats.plain(dtype).name) + 4 * widest)
 
