@@ -1,6 +1,6 @@
 """Staging: dequantising pages into a workspace, for a backend that cannot read the cache's format.
 
-The only place where that happens, always declared by a route and priced by the plan (price.py). The workspace is made
+The only place where that happens, always declared by a route and priced by the plan (explain.py). The workspace is made
 for the requests at hand, never for the whole pool; pages that a window has left behind are not staged. Must not know of
 any one backend or format.
 

@@ -139,12 +139,11 @@ class Worker:
 
 def about(llm: LLM) -> wire.Ready:
     """What is served."""
-    from nibble.attention.planner import price
-    from nibble.attention.planner.explain import as_dict
+    from nibble.attention.planner.explain import as_dict, staging_warnings
     from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
-    staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
+    staged = staging_warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
     plan = {
         "hardware": asdict(llm.hardware),
         **as_dict(llm.plan, llm.budget),

@@ -19,8 +19,9 @@ from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, Design, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.build import CHUNK, measure_scales, resolve_scales, tokenizer_of
 from nibble.engine.calibration import builtin_texts
+from nibble.engine.plan import Design
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import probe
 from nibble.models.observe import BYTES, observed, skeleton
