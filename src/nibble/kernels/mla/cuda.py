@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nibble.kernels.codecs.cuda_latent_traits import HEADS, LATENTS, RANK, ROPE, Latent
+from nibble.kernels.codecs import CUDA_LATENTS as LATENTS
+from nibble.kernels.codecs.base import HEADS, RANK, ROPE
+from nibble.kernels.codecs.base import CudaLatent as Latent
 from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, trouble
 from nibble.kernels.types import AttentionBatch, Paged
 
@@ -87,7 +89,7 @@ def in_runs(planes_PHS: tuple[Tensor, ...]) -> bool:
 
 def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -> Tensor:
     """See kernels/mla/__init__.py."""
-    from nibble.kernels.attention.triton_kernel import combine_kernel
+    from nibble.kernels.split_kv import combine_kernel
 
     (tokens, heads, _), count = q_THD.shape, len(batch.seq_lens_B)
     latent, blocks = LATENTS[latents.format.name], _blocks(q_THD.device)
