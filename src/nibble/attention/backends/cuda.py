@@ -57,10 +57,10 @@ DIMS = (64, 128, 256)
 
 def _trouble() -> str | None:
     try:
-        from nibble.kernels.nvrtc import trouble
+        from nibble.kernels.nvrtc import unavailable_reason
     except Exception as error:  # a broken package must not break every plan
         return f"cuda-bindings, which cannot be imported ({type(error).__name__}: {error})"
-    return trouble()
+    return unavailable_reason()
 
 
 def _row(

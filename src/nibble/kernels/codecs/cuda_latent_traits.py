@@ -31,7 +31,7 @@ def _fp8(teams: int, pitch: int) -> Latent:
     on their way from team to team. pitch: bytes of a token's values and block scales."""
     tiles = TILE * (2 * pitch + 2 * ROPE)
     meeting = max(2 * HEADS * (RANK + ROPE) + teams * 2 * (2 * TILE * HEADS), 4 * HEADS * RANK)
-    return Latent("mla.cu", (("TEAMS", teams),), 128 * teams, teams * tiles + meeting)
+    return Latent("mla.cu", (("WARPGROUPS", teams),), 128 * teams, teams * tiles + meeting)
 
 
 def _fp4(teams: int, depth: int) -> Latent:
@@ -41,7 +41,7 @@ def _fp4(teams: int, depth: int) -> Latent:
     rest = 2 * 2 * HEADS * (RANK + ROPE) + 4 * 4 * HEADS + 8 * (13 * teams + 2) + 4 * 4 * (teams + 2)
     return Latent(
         "mla_fp4.cu",
-        (("TEAMS", teams), ("DEPTH", depth)),
+        (("WARPGROUPS", teams), ("DEPTH", depth)),
         128 * (teams + 2),
         tiles + maxima + rest,
         in_runs=True,

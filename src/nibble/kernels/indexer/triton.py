@@ -362,7 +362,7 @@ def _suits_hopper(keys: Paged, q_THD: Tensor, gpu: GPU, few: bool) -> bool:
 def best(scores_SL: Tensor, requests: Requests, topk_indices_TK: Tensor, start: int, rows: int) -> None:
     """The best of rows start to start + rows -> their rows of topk_indices_TK. scores_SL: as score() left them."""
     if topk_indices_TK.is_cuda and _cuda_present():
-        from nibble.kernels.indexer.cuda import best as fast
+        from nibble.kernels.indexer.cuda import topk as fast
 
         fast(scores_SL, requests.cu_seqlens_q_B1, requests.seq_lens_B, topk_indices_TK, start, rows)
         return
@@ -377,7 +377,7 @@ def best(scores_SL: Tensor, requests: Requests, topk_indices_TK: Tensor, start: 
 def _cuda_present() -> bool:
     """Whether CUDA C++ can be compiled here."""
     try:
-        from nibble.kernels.nvrtc import trouble
+        from nibble.kernels.nvrtc import unavailable_reason
     except ImportError:
         return False
-    return trouble() is None
+    return unavailable_reason() is None
