@@ -44,7 +44,7 @@ from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.engine.outputs import Delta
 from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
-from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import INDEX, LATENT, Stream
 
 MODEL, TINY_MODEL = "deepseek-v3.2, 4 layers", "tiny sparse"
@@ -191,7 +191,7 @@ def throughput(llm: LLM, todo: Plan, scheme: str, hisparse: str, likeness: float
     """Tokens of answers a second."""
     engine, tier, manager = llm.engine, llm.engine.runner.tier, llm.engine.scheduler.manager
     context = todo.context // llm.plan.page_size * llm.plan.page_size
-    most = manager.capacity // (todo.engine["max_context"] // llm.plan.page_size * llm.plan.page_size)
+    most = manager.num_tokens // (todo.engine["max_context"] // llm.plan.page_size * llm.plan.page_size)
     before = tier.lookup_counts if tier else {}
     seconds, running, seeds = 0.0, 0, range(-(-todo.asked // most) * most)
     for first in range(0, len(seeds), most):

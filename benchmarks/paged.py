@@ -129,7 +129,7 @@ class Cache:
         """What attention sees of one request: float32 K and V [L, G, D]."""
         view, length = self.view(layer), self.lens[request]
         pages = self.page_table_BN[request : request + 1, : -(-length // self.page_size)]
-        k, v = (view.streams[name].gather(pages)[0, :length] for name in "kv")
+        k, v = (view.streams[name].gather_reference(pages)[0, :length] for name in "kv")
         return k, v
 
 

@@ -1,7 +1,6 @@
 """What the machine is: the only capability query in the code, and the table of GPUs that plans may name.
 
-Owns Hardware, probe() and GPUS, and where this machine keeps what can be made again. Must not know of formats, backends
-or models. torch is imported by functions that ask it only.
+torch is imported only by the functions that need it.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ from tape import record
 from tiny import MLA, SPARSE, save_tiny
 from toys import graph_backend
 
+pytestmark = pytest.mark.slow
+
 TEXT = "".join(map(chr, range(32, 127))) * 4
 PROMPTS = [
     torch.randint(32, 127, (n,), generator=torch.Generator().manual_seed(n)).tolist()
@@ -521,8 +523,8 @@ def test_compiled_models_are_watched(gqa: Path) -> None:
 def test_a_host_tier_is_watched(dsa: Path) -> None:
     """Frames for two requests: latents come back from the host in a smaller format."""
     layout = served(dsa, "fp8_e4m3", 0.0, page_size=16).plan.layout
-    index = 8 * 400 * (layout.bytes_per_token - layout.attended.bytes_per_token)
-    memory = str((2 * 400 + 8 * 80) * layout.attended.bytes_per_token + index)
+    index = 8 * 400 * (layout.bytes_per_token - layout.without_index.bytes_per_token)
+    memory = str((2 * 400 + 8 * 80) * layout.without_index.bytes_per_token + index)
     options = {"hisparse": "buffer=32", "kv_memory": memory, "page_size": 16, "max_context": 400}
     random = torch.Generator().manual_seed(3)
     asked = [torch.randint(32, 127, (250 + 9 * i,), generator=random).tolist() for i in range(6)]

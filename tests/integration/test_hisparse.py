@@ -21,7 +21,7 @@ from nibble.engine.build import plan_engine
 from nibble.engine.cuda_graphs import Graphs, live
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
-from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import LATENTS
 from tiny import MLA, SPARSE, save_tiny
 
@@ -51,8 +51,8 @@ def tight(model: Path, hisparse: str = "buffer=32", requests: int = 2, **options
     """An engine whose device has room for about so many requests of the longest kind, hot buffers aside."""
     layout = plan_engine(Config(**asked_for(model, **options))).plan.layout
     tokens = requests * CONTEXT + 8 * 80
-    index = 8 * CONTEXT * (layout.bytes_per_token - layout.attended.bytes_per_token)
-    memory = tokens * layout.attended.bytes_per_token + index
+    index = 8 * CONTEXT * (layout.bytes_per_token - layout.without_index.bytes_per_token)
+    memory = tokens * layout.without_index.bytes_per_token + index
     return llm(model, hisparse, kv_memory=str(memory), **options)
 
 
@@ -216,7 +216,10 @@ def test_a_host_of_lower_precision(model: Path, kv_format: str, host_format: str
     asked = prompts(5)
     plain = llm(model, kv_format=kv_format)
     hot = tight(model, f"buffer=32,host_format={host_format}", kv_format=kv_format)
-    assert hot.plan.tier and hot.plan.tier.layout.bytes_per_token < plain.plan.layout.attended.bytes_per_token
+    assert (
+        hot.plan.tier
+        and hot.plan.tier.layout.bytes_per_token < plain.plan.layout.without_index.bytes_per_token
+    )
     expected, found = answers(plain, asked), answers(hot, asked)
     same = sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
     assert same > 0.5 * 5 * 40, "the answers have little to do with each other"

@@ -42,7 +42,8 @@ FOREIGN = {
     "sgl_kernel": set(),
     "typer": {"cli"},
     "matplotlib": {"evals"},
-    "opentelemetry": {"server/traces"},
+    "opentelemetry": {"server/tracing"},
+    "guidellm": {"cli/bench"},
 }
 FORMATS_NAMED_IN = (
     "formats/", "attention/backends/", "config", "kernels/codecs/",

@@ -61,7 +61,7 @@ def dequantize_pages(
 def _stage(stream: StreamView, page_table_BN: Tensor, page_size: int, target: str) -> StreamView:
     codec = formats.get(target)
     (plane,) = codec.planes(stream.stream)
-    values_BLHD = stream.values(page_table_BN, plane.torch_dtype)
+    values_BLHD = stream.dequantize(page_table_BN, plane.torch_dtype)
     pages = values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size))
     return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (pages,), stream.scale)
 

@@ -26,7 +26,7 @@ from nibble.cache.view import KVView
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import indexer
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.kernels.offload import resident_slots
 from nibble.model_spec import INDEX
 
 
@@ -125,7 +125,7 @@ def _begun(ctx: StepContext, layer: int, segment: AttentionBatch, topk_indices_T
     if ctx.tier is None:
         return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, None, ctx.pool.layout.page_size))
     if segment.phase is not Phase.DECODE:
-        return ctx.tier.resident(topk_indices_TK, page_table_TN)
+        return ctx.tier.lookup_resident(topk_indices_TK, page_table_TN)
     assert segment.rows_B is not None
     return ctx.tier.prefetch(layer, topk_indices_TK, page_table_TN, segment.rows_B)
 

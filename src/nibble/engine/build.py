@@ -48,9 +48,9 @@ from nibble.errors import ScaleError
 from nibble.hardware import Hardware, probe
 from nibble.model_spec import INDEX, ModelSpec
 from nibble.models import kv_scales as checkpoint_scales
-from nibble.models.checkpoint import folder, load
+from nibble.models.checkpoint import download, load
 from nibble.models.forward import compiled
-from nibble.models.hub import find
+from nibble.models.hub import locate
 from nibble.models.observe import observe
 from nibble.models.refusals import load_config
 
@@ -197,7 +197,7 @@ def _engine(
         token_budget=made.budget.step_tokens,
         max_context=made.model_spec.max_context,
     )
-    width = manager.pages_for(min(made.model_spec.max_context, manager.capacity)) + 1
+    width = manager.pages_for(min(made.model_spec.max_context, manager.num_tokens)) + 1
     tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
     eos_ids, vocabulary = _eos(model, tokenizer), made.model_spec.vocab_size
@@ -227,7 +227,7 @@ def adapters(plan: Plan) -> dict[str, Any]:
 
 def tokenizer_of(model: str) -> Tokenizer | None:
     """The model's tokenizer; None for a local checkpoint that has no tokenizer files."""
-    path = Path(find(model))
+    path = Path(locate(model))
     if path.exists() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
         return None
     return Tokenizer(str(path) if path.exists() else model)
@@ -243,8 +243,8 @@ def resolve_scales(made: Design, source: str) -> KVScales:
     if source != "auto":
         return kv_scales.load(Path(source), made.model_spec.layers)
     return (
-        checkpoint_scales.read(folder(made.config.model))
-        if any(map(kv_scales.needed, made.plan.stores))
+        checkpoint_scales.read(download(made.config.model))
+        if any(map(kv_scales.needs_scales, made.plan.stores))
         else kv_scales.NONE
     )
 

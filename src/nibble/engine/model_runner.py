@@ -147,7 +147,7 @@ class ModelRunner:
         return self._placed(pages_T.long() * size + positions_T % size, segments)
 
     def _placed(self, slot_mapping_T: Tensor, segments: Sequence[AttentionBatch]) -> AttentionMetadata:
-        frame_slot_mapping_T = self.tier.place(slot_mapping_T) if self.tier else None
+        frame_slot_mapping_T = self.tier.frame_slots(slot_mapping_T) if self.tier else None
         return AttentionMetadata(slot_mapping_T, tuple(segments), frame_slot_mapping_T)
 
     def _pad_rows(self, values: list[int]) -> list[int]:

@@ -28,8 +28,7 @@ from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.formats.base import raw
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload.copy_tokens import alike
-from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.kernels.offload import alike, resident_slots
 from nibble.model_spec import INDEX, LATENT
 
 CHOSEN = 40
@@ -69,7 +68,9 @@ def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
             x_SHD = torch.randn((tier.page_size, 1, stream.stream.dim), generator=random, device=tier.device)
             pool.write(layer, {LATENT: x_SHD}, torch.arange(tier.page_size, device=tier.device))
             tier.round_trip(layer, 0, 1)
-            sent_LD, found_LD = stream.gather(torch.tensor([[0], [1]], device=tier.device)).flatten(1, 2)
+            sent_LD, found_LD = stream.gather_reference(torch.tensor([[0], [1]], device=tier.device)).flatten(
+                1, 2
+            )
         if not alike(device, host):
             codes = host.format.encode(sent_LD[:, None], host.scale)
             again = device.format.encode(host.format.decode(codes, host.scale), device.scale)
@@ -201,7 +202,7 @@ class _Trial:
     def _read(self, name: str, slot_mapping_T: Tensor) -> Tensor:
         """What the pool holds of these tokens, dequantised."""
         size = self.plan.page_size
-        values_THD = self.view.streams[name].gather((slot_mapping_T // size)[:, None].int())
+        values_THD = self.view.streams[name].gather_reference((slot_mapping_T // size)[:, None].int())
         return values_THD[torch.arange(len(slot_mapping_T), device=self.device), slot_mapping_T % size]
 
     def _encoded(self, name: str, x_THD: Tensor) -> Tensor:

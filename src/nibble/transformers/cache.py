@@ -98,7 +98,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         return "\n".join((explain.as_text(self.plan), *staged, repr(self)))
 
     def __repr__(self) -> str:
-        held, total = self._store.held, self._store.pages.total
+        held, total = self._store.held, self._store.pages.num_pages
         most = "" if self._store.bounded else ", growing"
         schemes = "; ".join(dict.fromkeys(group.scheme for group in self.plan.groups))
         return (

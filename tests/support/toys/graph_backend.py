@@ -18,7 +18,7 @@ class Masked:
             return TorchRef().attend(q_THD, view, segment, spec)
         k_BLHD, v_BLHD = (
             view.streams[name]
-            .gather(segment.page_table_BN)
+            .gather_reference(segment.page_table_BN)
             .repeat_interleave(q_THD.shape[1] // view.streams["k"].stream.heads, 2)
             for name in "kv"
         )

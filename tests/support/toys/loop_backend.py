@@ -19,7 +19,7 @@ class Loop:
         out, row = torch.empty_like(q_THD), 0
         for i, (new, length) in enumerate(zip(segment.query_lens, segment.seq_lens, strict=True)):
             pages = segment.page_table_BN[i : i + 1, : -(-length // view.page_size)]
-            k, v = (view.streams[name].gather(pages)[0] for name in "kv")
+            k, v = (view.streams[name].gather_reference(pages)[0] for name in "kv")
             for t in range(new):
                 seen = length - new + t + 1
                 for head in range(q_THD.shape[1]):

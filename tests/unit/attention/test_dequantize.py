@@ -33,7 +33,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
 from nibble.model_spec import ModelSpec, Stream
-from nibble.server.logs import decode_costs
+from nibble.server.logging import decode_costs
 from planning import GPT_OSS, MODELS, QWEN3_8B
 
 PAGE, HEADS, DIM = 16, 2, 32

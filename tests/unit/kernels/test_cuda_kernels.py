@@ -8,7 +8,7 @@ import pytest
 
 from nibble.attention.backends import cuda as backend
 from nibble.errors import BackendError
-from nibble.kernels.codecs.cuda_traits import FORMATS
+from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 

@@ -18,11 +18,12 @@ from nibble import formats
 from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
-from nibble.kernels import gather, mla
 from nibble.kernels import nvrtc as compiling
-from nibble.kernels.codecs.cuda_latent_traits import LATENTS
-from nibble.kernels.gather import Paged
+from nibble.kernels.codecs import CUDA_LATENTS as LATENTS
+from nibble.kernels.gather.naive import dequantize_pages
 from nibble.kernels.mla import cuda as twin
+from nibble.kernels.mla import naive
+from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 
 SHARED, STATIC = 232448, {"mla.cu": 4096, "mla_fp4.cu": 0}
@@ -102,7 +103,7 @@ def test_many_requests(name: str, lens: tuple[int, ...], heads: int) -> None:
 def test_maxima_that_rise_late(name: str) -> None:
     """Scores far apart, and the largest one behind: sums are brought to another maximum in the middle of a segment."""
     stored, segment = batch(name, (3000, 700), 64, record=False, device="cuda")
-    keys_LD = gather.reference(stored, segment.page_table_BN[:1], torch.float32)[0, :3000, 0]
+    keys_LD = dequantize_pages(stored, segment.page_table_BN[:1], torch.float32)[0, :3000, 0]
     q_THD = torch.randn(2, 16, STREAM.dim, dtype=torch.bfloat16, device="cuda") * 30
     q_THD[0] = (keys_LD[2900] * torch.linspace(0.1, 3, 16, device="cuda")[:, None]).bfloat16()
     agrees(q_THD, stored, segment)
@@ -125,7 +126,7 @@ def test_queries_of_any_strides_and_no_numbers(name: str) -> None:
 
 def agrees(q_THD: Tensor, stored: Paged, segment: AttentionBatch) -> Tensor:
     """What the kernel answers, which must be the reference's."""
-    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
+    expected = naive.mla_attention(q_THD.float(), stored, twin.ROPE, segment, SCALE)
     found = twin.attend(q_THD, stored, segment, SCALE)
     assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
     return found

@@ -22,7 +22,8 @@ from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.kernels import indexer as op
-from nibble.kernels.gather import Paged
+from nibble.kernels.indexer import naive
+from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 
 DIM, HEADS, PAGE = 32, 4, 16
@@ -85,7 +86,7 @@ def test_requests_and_bounds_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     whole = op.select_topk(paged, asked(table, (6,), (70,)), q, weights, 9)
     pairs = op.select_topk(paged, asked(table.expand(2, -1), (4, 2), (68, 70)), q, weights, 9)
     assert torch.equal(pairs, whole)
-    monkeypatch.setattr(op, "SCORES", 1)
+    monkeypatch.setattr(naive, "MAX_SCORES", 1)
     assert torch.equal(op.select_topk(paged, asked(table, (6,), (70,)), q, weights, 9), whole)
 
 
@@ -199,11 +200,11 @@ def made(case: Case) -> tuple[Paged, AttentionBatch, Tensor, Tensor]:
 def test_the_twin_chooses_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, segment, q, weights = made(case)
     assert twin.serves(keys, q)
-    expected = op.reference(keys, segment, q, weights, case.top_k)
-    assert torch.equal(twin.choose(keys, segment, q, weights, case.top_k), expected)
+    expected = naive.select_topk(keys, segment, q, weights, case.top_k)
+    assert torch.equal(twin.select_topk(keys, segment, q, weights, case.top_k), expected)
     longest = max(length for length, _ in case.batch)
     monkeypatch.setattr(twin, "WORKSPACE", 1 << 12)  # a few rows at a time
-    assert torch.equal(twin.choose(keys, segment, q, weights, case.top_k, longest), expected)
+    assert torch.equal(twin.select_topk(keys, segment, q, weights, case.top_k, longest), expected)
 
 
 @pytest.mark.usefixtures("scalars_bound_loops")
@@ -217,9 +218,9 @@ def test_the_best_of_any_scores(top_k: int) -> None:
     lengths = (4224, 4200, 4001, 90)
     segment = asked(torch.zeros(4, 1, dtype=torch.int32, device=DEVICE), (1,) * 4, lengths)
     chosen = torch.empty(4, top_k, dtype=torch.int32, device=DEVICE)
-    twin.best(scores.to(DEVICE), segment, chosen, 0, 4)
+    twin.topk(scores.to(DEVICE), segment, chosen, 0, 4)
     for row, length in enumerate(lengths):
-        expected = op.largest(scores[row : row + 1, :length], length - 1, top_k)
+        expected = naive.largest(scores[row : row + 1, :length], length - 1, top_k)
         assert torch.equal(chosen[row : row + 1].cpu(), expected), row
 
 
@@ -227,15 +228,15 @@ def test_the_best_of_any_scores(top_k: int) -> None:
 def test_a_replayed_graph_reads_lengths_anew() -> None:
     keys, segment, q, weights = made(GPU_CASES[2])
     most = segment.seq_lens_B.clone()
-    twin.choose(keys, segment, q, weights, 40)
+    twin.select_topk(keys, segment, q, weights, 40)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = twin.choose(keys, segment, q, weights, 40)
+        found = twin.select_topk(keys, segment, q, weights, 40)
     for lengths in (most // 2, most, most * 0):
         segment.seq_lens_B.copy_(lengths)
         graph.replay()
-        assert torch.equal(found, op.reference(keys, segment, q, weights, 40))
+        assert torch.equal(found, naive.select_topk(keys, segment, q, weights, 40))
 
 
 @pytest.mark.parametrize("batch", [((5, 1), (0, 1), (40, 1)), ((90, 20), (33, 33), (0, 2), (7, 3))], ids=str)
@@ -243,7 +244,7 @@ def test_everything_is_chosen_without_scores(batch: tuple[tuple[int, int], ...])
     longest = max(stored + new for stored, new in batch)
     keys, segment, q, weights = made(Case("fp32", batch))
     for top_k in (longest, longest + 9):
-        expected = op.reference(keys, segment, q, weights, top_k)
+        expected = naive.select_topk(keys, segment, q, weights, top_k)
         assert torch.equal(op.select_topk(keys, segment, q, weights, top_k, longest), expected)
 
 

@@ -186,7 +186,7 @@ def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
 
 def _gathered(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
     """[B, G, L, D], zeros behind each request's tokens: a masked NaN would still reach the result."""
-    values_BLGD = view.streams[name].values(part.page_table_BN, dtype)[:, : part.length]
+    values_BLGD = view.streams[name].dequantize(part.page_table_BN, dtype)[:, : part.length]
     values_BLGD = F.pad(values_BLGD, (0, 0, 0, 0, 0, part.length - values_BLGD.shape[1]))
     behind_BL = torch.arange(part.length, device=part.lens_B.device) >= part.lens_B[:, None]
     return values_BLGD.masked_fill(behind_BL[..., None, None], 0.0).transpose(1, 2)

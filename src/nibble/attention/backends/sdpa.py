@@ -28,7 +28,7 @@ class SDPA:
     """The adapter. How a step's requests are cut is worked out once for all layers, and forgotten with its segments."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[AttentionBatch, dict[bool, tuple[prefill.Block, ...]]] = (
+        self._known: WeakKeyDictionary[AttentionBatch, dict[bool, tuple[prefill.QueryBlock, ...]]] = (
             WeakKeyDictionary()
         )
 
@@ -39,7 +39,7 @@ class SDPA:
             return _masked(q_THD, view, segment, spec)
         known, cudnn = self._known.setdefault(segment, {}), _has_cudnn(q_THD)
         if cudnn not in known:
-            known[cudnn] = prefill.cut(
+            known[cudnn] = prefill.plan_blocks(
                 segment.query_lens, segment.seq_lens, segment.page_table_BN, view.page_size, cudnn=cudnn
             )
         return prefill.prefill_attention(q_THD, k, v, known[cudnn], spec)
@@ -58,7 +58,7 @@ def _masked(q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: Attentio
         length = segment.seq_lens[i]
         pages = segment.page_table_BN[i : i + 1, : -(-length // view.page_size)]
         k_GLD, v_GLD = (
-            view.streams[name].values(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
+            view.streams[name].dequantize(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
         )
         out_HnD = F.scaled_dot_product_attention(
             q_nHD.transpose(0, 1)[None],

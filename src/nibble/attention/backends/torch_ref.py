@@ -22,7 +22,7 @@ from torch import Tensor
 from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import BackendInfo, Phase, Support
 from nibble.cache.view import KVView
-from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.sparse_mla import naive as sparse
 
 TILE = 256
 SPAN_VALUES = 1 << 18
@@ -74,7 +74,9 @@ class TorchRef:
     def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         if spec.topk_slots_TK is not None:
             latents = view.keys
-            return sparse.reference(q_THD, latents.paged, latents.stream.rope, spec.topk_slots_TK, spec.scale)
+            return sparse.sparse_mla_attention(
+                q_THD, latents.paged, latents.stream.rope, spec.topk_slots_TK, spec.scale
+            )
         heads, keys = q_THD.shape[1], view.keys.stream
         shape = heads // keys.heads, keys.values, spec.window
         known = self._known.setdefault(segment, {})
@@ -158,7 +160,7 @@ def _tiles(
     """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
     size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
     first, last = span.start // size, -(-(span.start + longest) // size)
-    k_BGLD, v_BGLD = view.heads(
+    k_BGLD, v_BGLD = view.dequantize_heads(
         page_table_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE
     )
     scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)

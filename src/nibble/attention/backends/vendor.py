@@ -26,7 +26,7 @@ from nibble.attention.planner.support import NEVER, Phase, Support
 from nibble.cache.view import KVView, StreamView
 from nibble.errors import BackendError
 from nibble.kernels import MISSING, import_problem
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT
 
 ALL = frozenset(Phase)

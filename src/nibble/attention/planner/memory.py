@@ -105,8 +105,8 @@ def plan_memory(config: Config, model_spec: ModelSpec, hardware: Hardware, plan:
     room, limit = _room(config, model_spec, hardware, plan, used, reserve)
     layout = plan.layout
     shared = _shares(config, model_spec, hardware, plan, room)
-    pool = shared.frames * layout.attended.bytes_per_page
-    pool += shared.pages * (layout.bytes_per_page - layout.attended.bytes_per_page)
+    pool = shared.frames * layout.without_index.bytes_per_page
+    pool += shared.pages * (layout.bytes_per_page - layout.without_index.bytes_per_page)
     if plan.tier and not shared.host:
         tables = 0
     result = MemoryPlan(
@@ -165,7 +165,7 @@ def staging_bytes(config: Config, model_spec: ModelSpec, plan: Plan) -> int:
         for layer in group.layers
         if any(r.stage_to for r in group.routes)
     }
-    layers = [entry for entry in plan.layout.attended.layers if entry.layer in owners]
+    layers = [entry for entry in plan.layout.without_index.layers if entry.layer in owners]
     return max(
         (staged_bytes(config, model_spec, entry, plan.dtype, plan.page_size) for entry in layers), default=0
     )

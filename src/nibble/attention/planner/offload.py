@@ -56,7 +56,7 @@ def decide(config: Config, parts: tuple[SchemeGroup, ...], layout: CacheLayout) 
     if asked.host_format is not None:
         _check_format(asked.host_format, parts)
     size = layout.page_size
-    return Tier(-(-buffer // size) * size, layout.attended.stored_as(asked.host_format, RECORD))
+    return Tier(-(-buffer // size) * size, layout.without_index.stored_as(asked.host_format, RECORD))
 
 
 def _check_format(name: str, parts: tuple[SchemeGroup, ...]) -> None:
@@ -100,7 +100,7 @@ def shares(
     of the longest requests as have room for their hot buffers, and what is left is frames. A prompt is computed with
     all of its pages on the device, so one request must fit there whole.
     """
-    size, frame = layout.page_size, layout.attended.bytes_per_page
+    size, frame = layout.page_size, layout.without_index.bytes_per_page
     index, whole = layout.bytes_per_page - frame, -(-longest // size)
     most, plain, wanted = (
         _host_pages(config, tier, free_host),

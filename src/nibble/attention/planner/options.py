@@ -192,7 +192,7 @@ def _for_speed(request: PlanRequest, part: SchemeGroup, phase: Phase) -> bool:
     if config.backend_for(phase.decodes) != "auto":
         return False
     left = left_for_pages(config, model_spec, request.hardware, request.dtype)
-    return staged_bytes(config, model_spec, part.stored_layer(0).attended, request.dtype) <= SHARE * left
+    return staged_bytes(config, model_spec, part.stored_layer(0).without_index, request.dtype) <= SHARE * left
 
 
 def score(plan: Plan) -> int:

@@ -38,7 +38,7 @@ class Cost:
 
 def of_layer(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: int) -> Cost:
     """What staging a layer of `group` costs. stored: what the layer, or the one whose pages it reads, stores."""
-    own, plain = stored.attended.bytes_per_token, stored.attended.bytes_in(stage_to)
+    own, plain = stored.without_index.bytes_per_token, stored.without_index.bytes_in(stage_to)
     within = min(tokens, group.window or tokens)
     looked_at = min(within, group.top_k or within)
     return Cost(tokens, within * (own + plain) + looked_at * plain, looked_at * own, looked_at * plain)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels.codecs.cuda_traits import FORMATS, Format
+from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
+from nibble.kernels.codecs.base import CudaFormat as Format
 from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
 
 SOURCE = Path(__file__).with_name("decode.cu")

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nibble.kernels.attention import Requests
-from nibble.kernels.codecs.cuda_latent_traits import HEADS, LATENTS, RANK, ROPE, Latent
-from nibble.kernels.gather import Paged
+from nibble.kernels.codecs import CUDA_LATENTS
+from nibble.kernels.codecs.base import HEADS, RANK, ROPE, CudaLatent
 from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, unavailable_reason
+from nibble.kernels.types import AttentionBatch, Paged
 
 ARCH = "90a"
 PAGES = (16, 32, 64, 128)
@@ -28,13 +28,13 @@ ALIGNMENT = 16
 _TYPES = (*[POINTER] * 12, *[LONG] * 3, *[INT] * 3, FLOAT, *[INT] * 6)
 
 
-def compile_latent(latent: Latent) -> bytes:
+def compile_latent(latent: CudaLatent) -> bytes:
     """Return the machine code of the kernel that reads a format of latents."""
     return cubin(Path(__file__).with_name(latent.source), ARCH, dict(latent.macros))
 
 
 @cache
-def _kernel(latent: Latent, device: int) -> Kernel:
+def _kernel(latent: CudaLatent, device: int) -> Kernel:
     return Kernel(compile_latent(latent), "mla", latent.shared_bytes(MAX_BATCH))
 
 
@@ -48,7 +48,7 @@ def _blocks(device: torch.device) -> int:
     return int(properties.multi_processor_count) if usable else 0
 
 
-def serves(q_THD: Tensor, latents: Paged, rope: int, batch: Requests) -> bool:
+def serves(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch) -> bool:
     """Return whether a kernel serves this call.
 
     Args:
@@ -58,7 +58,7 @@ def serves(q_THD: Tensor, latents: Paged, rope: int, batch: Requests) -> bool:
         batch: The requests.
     """
     return (
-        latents.format.name in LATENTS
+        latents.format.name in CUDA_LATENTS
         and (latents.dim - rope, rope, latents.heads) == (RANK, ROPE, 1)
         and q_THD.dtype == torch.bfloat16
         and q_THD.shape[1] <= HEADS
@@ -66,7 +66,7 @@ def serves(q_THD: Tensor, latents: Paged, rope: int, batch: Requests) -> bool:
         and len(batch.seq_lens_B) <= MAX_BATCH
         and latents.page_size in PAGES
         and all(map(_is_aligned, latents.planes_PHS))
-        and (not LATENTS[latents.format.name].in_runs or has_contiguous_slots(latents.planes_PHS))
+        and (not CUDA_LATENTS[latents.format.name].in_runs or has_contiguous_slots(latents.planes_PHS))
         and _blocks(q_THD.device) > 0
     )
 
@@ -94,7 +94,7 @@ def has_contiguous_slots(planes_PHS: tuple[Tensor, ...]) -> bool:
     return slots == rows or are_records
 
 
-def attend(q_THD: Tensor, latents: Paged, batch: Requests, scale: float) -> Tensor:
+def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -> Tensor:
     """Compute mla_attention (kernels/mla/__init__.py) for a call that serves() accepts.
 
     Args:
@@ -106,10 +106,10 @@ def attend(q_THD: Tensor, latents: Paged, batch: Requests, scale: float) -> Tens
     Returns:
         The output [T, H, RANK], bfloat16.
     """
-    from nibble.kernels.attention.triton_kernel import combine_kernel
+    from nibble.kernels.split_kv import combine_kernel
 
     (tokens, heads, _), batch_size = q_THD.shape, len(batch.seq_lens_B)
-    latent, blocks = LATENTS[latents.format.name], _blocks(q_THD.device)
+    latent, blocks = CUDA_LATENTS[latents.format.name], _blocks(q_THD.device)
     q_THD = q_THD if _is_loadable(q_THD) else q_THD.clone(memory_format=torch.contiguous_format)
     out = q_THD.new_empty(tokens, heads, RANK)
     rows = (blocks + batch_size) * HEADS

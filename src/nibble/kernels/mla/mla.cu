@@ -3,7 +3,7 @@
 // Compiled at run time, with this macro:
 //   WARPGROUPS   warpgroups of a block, as many as shared memory holds tiles for
 // Kernel: mla(...), a grid of one block per multiprocessor, 128 * WARPGROUPS threads, dynamic shared memory
-// as codecs/cuda_latent_traits.py says.
+// as codecs/ds_mla.py says.
 //
 // Storage: planes [page, slot, row] of any strides, rows of 16 aligned bytes: values, block scales, BF16
 // rotary values.

@@ -5,7 +5,7 @@
 //   WARPGROUPS  score warpgroups
 //   DEPTH       words of each row whose registers the tensor cores may still be reading
 // Kernel: mla(...), a grid of one block per multiprocessor, 128 * (WARPGROUPS + 2) threads, dynamic shared
-// memory as codecs/cuda_latent_traits.py says.
+// memory as codecs/ds_mla.py says.
 //
 // Storage: planes [page, slot, row] whose slots follow one another, or are records of all three in this
 // order: values, block scales, BF16 rotary values. All at multiples of 16 bytes.
