@@ -41,7 +41,7 @@ runs = pytest.mark.skipif(
 @pytest.mark.parametrize("name", LATENTS)
 def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
-    assert twin.compiled(LATENTS[name]).startswith(compiling.ELF)
+    assert twin.compile_latent(LATENTS[name]).startswith(compiling.ELF)
 
 
 @pytest.mark.parametrize("name", LATENTS)
@@ -61,10 +61,10 @@ def test_what_can_be_fetched_in_runs() -> None:
     planes, records = (
         batch("nvfp4_ds_mla", (20, 3), 16, record, "cpu")[0].planes_PHS for record in (False, True)
     )
-    assert twin.in_runs(planes) and twin.in_runs(records)
+    assert twin.has_contiguous_slots(planes) and twin.has_contiguous_slots(records)
     wide = torch.zeros(*planes[2].shape[:3], 2 * planes[2].shape[3], dtype=planes[2].dtype)
-    assert not twin.in_runs((*planes[:2], wide.chunk(2, -1)[1]))
-    assert not twin.in_runs((records[1], records[0], records[2]))
+    assert not twin.has_contiguous_slots((*planes[:2], wide.chunk(2, -1)[1]))
+    assert not twin.has_contiguous_slots((records[1], records[0], records[2]))
 
 
 @runs

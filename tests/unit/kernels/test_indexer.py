@@ -267,4 +267,4 @@ def test_the_cuda_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for arch, blocks, threads in ((80, 1, 512), (90, 1, 1024), (90, 8, 1024), (120, 2, 1024)):
         assert cubin(fast.SOURCE, arch, fast.macros(blocks, threads)).startswith(ELF)
     asked_for = [(64, 32768), (1, 131072), (8, 8192), (256, 8192), (1, 2048)]
-    assert [fast.blocks_of_row(rows, length, 132) for rows, length in asked_for] == [2, 8, 1, 1, 1]
+    assert [fast.cluster_size(rows, length, 132) for rows, length in asked_for] == [2, 8, 1, 1, 1]

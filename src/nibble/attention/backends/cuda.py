@@ -17,10 +17,10 @@ def _unavailable_reason() -> str | None:
     if not may_have_gpu():  # there is nothing to compile for, and nvrtc.py imports torch
         return None
     try:
-        from nibble.kernels.nvrtc import trouble
+        from nibble.kernels.nvrtc import unavailable_reason
     except Exception as error:  # a broken package must not break every plan
         return f"cuda-bindings, which cannot be imported ({type(error).__name__}: {error})"
-    return trouble()
+    return unavailable_reason()
 
 
 def _row(

@@ -83,11 +83,11 @@ def _cuda_fp8(warpgroups: int, pitch: int) -> CudaLatent:
     tiles = TILE * (2 * pitch + 2 * ROPE)
     # then queries and weights of tiles, or sums on their way from one warpgroup to another
     meeting = max(2 * HEADS * (RANK + ROPE) + warpgroups * 2 * (2 * TILE * HEADS), 4 * HEADS * RANK)
-    return CudaLatent("mla.cu", (("TEAMS", warpgroups),), 128 * warpgroups, warpgroups * tiles + meeting)
+    return CudaLatent("mla.cu", (("WARPGROUPS", warpgroups),), 128 * warpgroups, warpgroups * tiles + meeting)
 
 
 def _cuda_fp4(warpgroups: int, depth: int) -> CudaLatent:
-    """Return the traits of mla_fp4.cu. depth: tiles in flight."""
+    """Return the traits of mla_fp4.cu. depth: words of a row whose products may be in flight."""
     # of each warpgroup a tile as it is stored and as float16, weights, and maxima
     tiles = warpgroups * TILE * (2 * RANK + 2 * HEADS + RANK // 2 + RANK // 16 + 2 * ROPE)
     maxima = warpgroups * (4 + 2) * 4 * HEADS
@@ -95,7 +95,7 @@ def _cuda_fp4(warpgroups: int, depth: int) -> CudaLatent:
     rest = (
         2 * 2 * HEADS * (RANK + ROPE) + 4 * 4 * HEADS + 8 * (13 * warpgroups + 2) + 4 * 4 * (warpgroups + 2)
     )
-    macros = (("TEAMS", warpgroups), ("DEPTH", depth))
+    macros = (("WARPGROUPS", warpgroups), ("DEPTH", depth))
     return CudaLatent("mla_fp4.cu", macros, 128 * (warpgroups + 2), tiles + maxima + rest, in_runs=True)
 
 

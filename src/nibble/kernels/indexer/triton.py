@@ -439,7 +439,7 @@ def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, star
         rows: How many there are.
     """
     if topk_indices_TK.is_cuda and _cuda_present():
-        from nibble.kernels.indexer.cuda import best as fast
+        from nibble.kernels.indexer.cuda import topk as fast
 
         fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
         return
@@ -454,7 +454,7 @@ def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, star
 def _cuda_present() -> bool:
     """Return whether CUDA C++ can be compiled here."""
     try:
-        from nibble.kernels.nvrtc import trouble
+        from nibble.kernels.nvrtc import unavailable_reason
     except ImportError:
         return False
-    return trouble() is None
+    return unavailable_reason() is None
