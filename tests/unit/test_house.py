@@ -23,7 +23,7 @@ TORCH_FREE = (
     "errors", "files", "config", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
     "attention/planner/plan", "attention/planner/resolve", "attention/planner/needs", "attention/planner/options", "attention/planner/refusal",
     "attention/planner/suggest", "attention/planner/price",  "attention/planner/cells", "attention/planner/memory", "attention/planner/capture",
-    "attention/planner/offload", "attention/planner/timings", "attention/planner/versions", "engine/request", "engine/batch", "engine/scheduler",
+    "attention/planner/offload", "attention/planner/evidence", "engine/request", "engine/batch", "engine/scheduler",
     "engine/outputs", "engine/output_stream",
 )  # fmt: skip
 BOOKS = (
@@ -32,6 +32,9 @@ BOOKS = (
     "nibble.engine.outputs",
     "nibble.config",
     "nibble.model_spec",
+    "nibble.attention.backends",
+    "nibble.attention.planner.support",
+    "nibble.attention.planner.evidence",
 )
 FOREIGN = {
     "transformers": {"models", "engine/tokenizer", "transformers/cache"},

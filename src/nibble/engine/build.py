@@ -16,7 +16,7 @@ from torch import nn
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.planner import price
-from nibble.attention.planner import timings as measured
+from nibble.attention.planner import evidence
 from nibble.attention.planner.capture import cuda_graph_blocker
 from nibble.attention.planner.memory import MemoryPlan, plan_memory
 from nibble.attention.planner.needs import compute_dtype
@@ -92,7 +92,8 @@ def plan_engine(
     hardware = hardware or probe(config.device)
     model_config = load_config(config.model, config.index_topk)
     model_spec = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
-    times = measured.load(hardware, known) if here and by_times and config.tuned else measured.NOTHING
+    tuned = here and by_times and config.tuned
+    times = evidence.load_tuned(hardware, known) if tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, known, declared=declared, measured=times)
     note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan

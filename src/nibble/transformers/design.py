@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nibble.attention import backends
-from nibble.attention.planner import timings as measured
+from nibble.attention.planner import evidence
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
@@ -48,7 +48,7 @@ def design(model: Any, options: dict[str, Any]) -> Design:
         )
     model_spec = observed(bare, config.model, config.dtype, config.max_context)
     known = backends.available_backends()
-    times = measured.load(hardware, known) if config.tuned else measured.NOTHING
+    times = evidence.load_tuned(hardware, known) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, known, measured=times)
     require_runnable(plan)
     return Design(config, hardware, model_spec, plan)

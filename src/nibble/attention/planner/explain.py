@@ -106,8 +106,7 @@ def _route(route: Route) -> dict[str, Any]:
         "backend": route.backend,
         "stage_to": route.stage_to,
         "runnable": route.runnable,
-        "prefer": route.row.prefer,
-        "cites": route.row.source,
+        "cites": route.ranking or route.row.source,
         **({"measured": route.measured} if route.measured else {}),
         **({"failed": route.failed} if route.failed else {}),
     }

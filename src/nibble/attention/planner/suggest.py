@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
-from nibble.attention.planner.options import PlanRequest, score
+from nibble.attention.planner.options import PlanRequest, cost
 from nibble.attention.planner.plan import Plan
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError
@@ -70,7 +70,7 @@ def _uses_reference(request: PlanRequest, plan: Plan) -> bool:
     """Whether plain torch gathers pages on a GPU, and nobody asked for it."""
     asked = {request.config.backend_for(decode) for decode in (False, True)}
     routes = (route for group in plan.groups for route in group.routes)
-    return not request.hardware.is_cpu and any(r.row.prefer < 0 and r.backend not in asked for r in routes)
+    return not request.hardware.is_cpu and any(r.row.gathers and r.backend not in asked for r in routes)
 
 
 def _acceptable(request: PlanRequest, plan: Plan) -> bool:
@@ -116,9 +116,9 @@ def _apply(config: Config, edits: Iterable[Edit]) -> Config:
     return config
 
 
-def _cost(request: PlanRequest, plan: Plan) -> tuple[bool, int]:
-    """Of two edits of one kind the better: one that can run, then the one whose routes are preferred."""
-    return not (request.declared or _runs(plan)), -score(plan)
+def _cost(request: PlanRequest, plan: Plan) -> tuple[bool, float]:
+    """Return what orders edits of one kind: one that can run comes first, then the one with the better routes."""
+    return not (request.declared or _runs(plan)), cost(plan)
 
 
 def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:

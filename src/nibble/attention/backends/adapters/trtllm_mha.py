@@ -21,9 +21,8 @@ from nibble.attention.backends.flashinfer import (
     WORKSPACE,
     import_flashinfer,
 )
-from nibble.attention.backends.trtllm_mha import DATACENTRE
 from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import Phase
+from nibble.attention.planner.support import BLACKWELL, Phase
 from nibble.cache.view import KVView
 
 WORD = 16
@@ -55,7 +54,7 @@ class TrtllmMha:
 
     def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
         k, v = view.streams["k"], view.streams["v"]
-        gen = capability(q_THD) in DATACENTRE
+        gen = capability(q_THD) in BLACKWELL
         if segment not in self._known:
             self._known[segment] = _lens(segment, q_THD.device, masked=not gen)
         lens = self._known[segment]
