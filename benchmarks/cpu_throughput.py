@@ -20,7 +20,7 @@ from report import markdown, write_report
 from transformers import AutoModelForCausalLM
 
 from nibble import LLM
-from nibble.models.checkpoint import folder
+from nibble.models.checkpoint import download
 
 SCHEMES = ("bf16", "fp8_e4m3", "fp8_e5m2", "k8v4", "nvfp4", "nvfp4+kmean+rot", "fp4_mx16", "mxfp4")
 REQUESTS, ANSWER = 8, 128
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write a dated report to benchmarks/reports")
     args = parser.parse_args()
 
-    home = folder(args.model)
+    home = download(args.model)
     reference = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
     exact = LLM(args.model, kv_format="fp32", device="cpu")
     asked = prompts(exact, args.text or home / "heldout.txt", args.prompt_tokens)

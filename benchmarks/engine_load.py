@@ -148,7 +148,7 @@ def fits(llm: LLM, requests: int, context: int) -> bool:
     """Whether so many requests find pages for `context` tokens, and a few more."""
     manager = llm.engine.scheduler.manager
     room = manager.pages_for(context + STEPS + WARMUP + 1) + 1
-    return requests * room * manager.page_size <= manager.capacity
+    return requests * room * manager.page_size <= manager.num_tokens
 
 
 def plant(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:

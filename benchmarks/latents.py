@@ -12,7 +12,7 @@ from nibble.attention.planner.support import Need, Phase
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
 from nibble.hardware import probe
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 
 

@@ -24,7 +24,6 @@ from nibble import formats
 from nibble.attention import backends
 from nibble.attention.dequantize import dequantize_pages
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.packing import names as packings
@@ -33,6 +32,7 @@ from nibble.cache.scales import ONE
 from nibble.cache.view import KVView
 from nibble.formats import scheme as schemes
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Stream
 
 CHUNK = 1 << 16
@@ -129,7 +129,7 @@ class Cache:
         """What attention sees of one request: float32 K and V [L, G, D]."""
         view, length = self.view(layer), self.lens[request]
         pages = self.page_table_BN[request : request + 1, : -(-length // self.page_size)]
-        k, v = (view.streams[name].gather(pages)[0, :length] for name in "kv")
+        k, v = (view.streams[name].gather_reference(pages)[0, :length] for name in "kv")
         return k, v
 
 

@@ -24,7 +24,7 @@ from nibble import LLM
 from nibble.engine import build
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
-from nibble.models.checkpoint import ready
+from nibble.models.checkpoint import prepare_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -107,7 +107,7 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
         model = make(config, dtype, device, likeness)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
-        return ready(model, model_spec.max_context)
+        return prepare_model(model, model_spec.max_context)
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))

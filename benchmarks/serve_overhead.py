@@ -169,9 +169,9 @@ def busy(pid: int) -> float:
 
 
 def measure(options: Options) -> str:
-    from nibble.models.checkpoint import folder
+    from nibble.models.checkpoint import download
 
-    text = (folder("demo") / "heldout.txt").read_text(encoding="utf-8")
+    text = (download("demo") / "heldout.txt").read_text(encoding="utf-8")
     total = options.streams * options.tokens
     times: dict[str, list[float]] = {"LLM.generate": [], "nibble serve": []}
     cpu: dict[str, list[float]] = {"LLM.generate": [], "engine": [], "http": []}

@@ -26,7 +26,7 @@ from report import markdown, write_figures
 import gpu
 from nibble import LLM
 from nibble.config import Config
-from nibble.engine.build import plan_engine
+from nibble.engine.plan import plan_engine
 from nibble.evals import grading as ask
 from nibble.evals import recall, text
 from nibble.evals.perplexity import Perplexity, windows
@@ -82,7 +82,7 @@ def tight(made: dict[str, Any]) -> dict[str, Any]:
     """A device with room for two contexts, and for hot buffers of all requests."""
     plan = plan_engine(Config(**made)).plan
     assert plan.tier
-    latent = plan.layout.attended.bytes_per_token
+    latent = plan.layout.without_index.bytes_per_token
     index = plan.layout.bytes_per_token - latent
     tokens = 2 * made["max_context"] + AT_ONCE * (plan.tier.buffer + 2 * plan.page_size)
     return {
@@ -103,7 +103,7 @@ def measure(todo: Plan, scheme: str, attention: str) -> Result:
     away = looked.get("hits", 0) + looked.get("misses", 0)
     spilled = tier.residency.stats.spilled if tier else 0
     return Result(
-        scheme, attention, plan.layout.attended.bytes_per_token, plan.tier.layout.bytes_per_token if plan.tier else 0,
+        scheme, attention, plan.layout.without_index.bytes_per_token, plan.tier.layout.bytes_per_token if plan.tier else 0,
         perplexity.value, found, looked["hits"] / away if away else None, spilled,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def hot_answers(llm: LLM, cases: Sequence[recall.RecallCase]) -> Iterator[bool]:
                 and 0 < request.num_computed_tokens == request.num_tokens - 1
                 and manager.offload([lease])
             ):
-                manager.residency.drop(lease.pages[:-1])
+                manager.residency.evict(lease.pages[:-1])
         engine.step()
     for stream, case in zip(streams, cases, strict=True):
         yield "".join(piece.text for piece in stream).startswith(case.answer)

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nibble.transformers as nt
-from nibble.models.refusals import find
+from nibble.models.refusals import locate
 
-path = find("demo")  # or any folder or hub name
+path = locate("demo")  # or any folder or hub name
 model = AutoModelForCausalLM.from_pretrained(path)
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 tokenizer.pad_token = tokenizer.eos_token

@@ -25,7 +25,6 @@ from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import StepContext, attention
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Phase, Support
@@ -35,6 +34,7 @@ from nibble.cache.scales import ONE
 from nibble.cache.view import KVView
 from nibble.formats import scheme
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import LATENT, Kind, LayerGroup, Stream
 
 HARDWARE = probe()
@@ -267,7 +267,7 @@ def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
     view, row = s.ctx.pool.view(0), 0
     for (stored, new), pages in zip(batch, s.pages, strict=True):
         ids = torch.tensor([pages], device=DEVICE)
-        found = [stream.gather(ids)[0, : stored + new] for stream in view.streams.values()]
+        found = [stream.gather_reference(ids)[0, : stored + new] for stream in view.streams.values()]
         k, v = found if len(found) > 1 else (found[0], found[0][..., : case.shape.dim - case.shape.rope])
         q = s.q_THD[row : row + new]
         chosen = None if s.spec.topk_indices_TK is None else s.spec.topk_indices_TK[row : row + new]
@@ -348,7 +348,7 @@ def test_transforms_leave_attention_as_it_was(transforms: str, dim: int) -> None
     expected = attention(plain.ctx, 0, plain.q_THD, plain.streams, plain.spec)
     found = attention(other, 0, plain.q_THD, plain.streams, plain.spec)
     stored = [
-        p.view(0).streams["k"].gather(torch.tensor([plain.pages[0]], device=DEVICE))[0, :50]
+        p.view(0).streams["k"].gather_reference(torch.tensor([plain.pages[0]], device=DEVICE))[0, :50]
         for p in (plain.ctx.pool, pool)
     ]
     assert (stored[0] - stored[1]).abs().max() > 0.1

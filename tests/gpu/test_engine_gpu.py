@@ -237,8 +237,8 @@ def test_hisparse(scheme: str, setting: str) -> None:
     plain = LLM("demo-mla", kv_memory="256MiB", **options)
     prompts = [plain.tokenizer.encode(text[9000 * i :][:9000])[: 1300 + 40 * i] for i in range(12)]
     layout = plain.plan.layout
-    index = layout.bytes_per_token - layout.attended.bytes_per_token
-    memory = (2 * context + most * 512) * layout.attended.bytes_per_token + most * context * index
+    index = layout.bytes_per_token - layout.without_index.bytes_per_token
+    memory = (2 * context + most * 512) * layout.without_index.bytes_per_token + most * context * index
     hot = LLM("demo-mla", kv_memory=str(memory), hisparse=setting, **options)
     assert hot.engine.runner.graphs, hot.engine.startup.notes
     answers = []

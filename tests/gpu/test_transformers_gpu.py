@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nibble.transformers as nt
-from nibble.models.hub import find
+from nibble.models.hub import locate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def load(model: str, device: str, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(find(model), dtype=dtype).to(device)
+    return AutoModelForCausalLM.from_pretrained(locate(model), dtype=dtype).to(device)
 
 
 def ids(rows: int, count: int) -> torch.Tensor:

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import nibble.transformers as nt
 from nibble import LLM
-from nibble.attention.metadata import AttentionParams
 from nibble.cache.pool import PagedPool
 from nibble.engine.build import run_prompt
+from nibble.kernels.types import AttentionParams
 from nibble.models import hook, linear
-from nibble.models.quiet import quiet
+from nibble.models.hub import quiet
 from tiny import MLA, save_model
 
 TOLERANCE = 1e-4
@@ -265,7 +265,7 @@ def test_logits_do_not_depend_on_chunks(served: Served) -> None:
     )
     assert float((whole - served.expected).abs().max()) < TOLERANCE
     for found in others:
-        if served.name in (*SCALAR_GATE, *LOOPED) or not linear.available():
+        if served.name in (*SCALAR_GATE, *LOOPED) or not linear.is_available():
             assert float((found - whole).abs().max()) < TOLERANCE
         else:
             assert torch.equal(found, whole)
@@ -296,7 +296,7 @@ def test_what_a_layer_asks_is_not_dropped(served: Served, monkeypatch: pytest.Mo
     for ask in served.family.asks:
         with monkeypatch.context() as patch:
             if ask == "chosen":
-                patch.setattr(hook, "_chosen", lambda *_: None)
+                patch.setattr(hook, "_topk_indices", lambda *_: None)
             else:
                 patch.setattr(
                     hook, "AttentionParams", lambda *given, ask=ask: _without(AttentionParams(*given), ask)
@@ -353,16 +353,16 @@ def test_generate_over_a_nibble_cache_answers_as_without(name: str, tmp_path: Pa
     assert torch.equal(model.generate(ids, past_key_values=nt.NibbleCache(model, "fp32"), **given), expected)
 
 
-@pytest.mark.skipif(not linear.available(), reason="this build of torch cannot pack weights")
+@pytest.mark.skipif(not linear.is_available(), reason="this build of torch cannot pack weights")
 @pytest.mark.parametrize("width", [64, 1024, 2048, 4096])
 def test_products_do_not_depend_on_how_many_rows_there_are(width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, width, generator=generator) for rows in (96, 40))
     packed = linear.pack(weight)
-    whole = linear.product(x, packed, None)
+    whole = linear.packed_linear(x, packed, None)
     assert torch.allclose(whole, x @ weight.T, atol=1e-3)
     for rows in (1, 2, 3, 7, 8, 9, 16, 33):
-        assert torch.equal(linear.product(x[:rows], packed, None), whole[:rows]), rows
+        assert torch.equal(linear.packed_linear(x[:rows], packed, None), whole[:rows]), rows
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:

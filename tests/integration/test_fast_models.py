@@ -10,7 +10,7 @@ import torch
 from test_families import FAMILIES, make
 from torch import nn
 
-from nibble.models.merged_linear import MergedLinear, merge_linears, together
+from nibble.models.merged_linear import MergedLinear, linears_by_input, merge_linears
 from nibble.models.rope import RopeTable, fix_rope, tabulate_rope
 
 IDS = torch.randint(1, 300, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -46,7 +46,7 @@ def test_logits_are_the_same(family: str) -> None:
 def test_a_usual_family_is_merged_and_tabulated() -> None:
     model = model_of("qwen3")
     size = sum(p.nbytes for p in model.parameters())
-    assert [names for names in together(model) if "layers.1." in names[0]] == [
+    assert [names for names in linears_by_input(model) if "layers.1." in names[0]] == [
         tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qkv"),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]

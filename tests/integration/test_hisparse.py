@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
 from nibble.cache.offload.hot_buffer import HotBuffers
-from nibble.config import Config, HiSparse, parse_hisparse
+from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
-from nibble.engine.build import plan_engine
 from nibble.engine.cuda_graphs import Graphs, live
+from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.kernels.offload.copy_tokens import copy_tokens
@@ -51,8 +51,8 @@ def tight(model: Path, hisparse: str = "buffer=32", requests: int = 2, **options
     """An engine whose device has room for about so many requests of the longest kind, hot buffers aside."""
     layout = plan_engine(Config(**asked_for(model, **options))).plan.layout
     tokens = requests * CONTEXT + 8 * 80
-    index = 8 * CONTEXT * (layout.bytes_per_token - layout.attended.bytes_per_token)
-    memory = tokens * layout.attended.bytes_per_token + index
+    index = 8 * CONTEXT * (layout.bytes_per_token - layout.without_index.bytes_per_token)
+    memory = tokens * layout.without_index.bytes_per_token + index
     return llm(model, hisparse, kv_memory=str(memory), **options)
 
 
@@ -216,7 +216,10 @@ def test_a_host_of_lower_precision(model: Path, kv_format: str, host_format: str
     asked = prompts(5)
     plain = llm(model, kv_format=kv_format)
     hot = tight(model, f"buffer=32,host_format={host_format}", kv_format=kv_format)
-    assert hot.plan.tier and hot.plan.tier.layout.bytes_per_token < plain.plan.layout.attended.bytes_per_token
+    assert (
+        hot.plan.tier
+        and hot.plan.tier.layout.bytes_per_token < plain.plan.layout.without_index.bytes_per_token
+    )
     expected, found = answers(plain, asked), answers(hot, asked)
     same = sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
     assert same > 0.5 * 5 * 40, "the answers have little to do with each other"
@@ -315,8 +318,8 @@ def one_way(self: Any, layer: int, source: int, target: int) -> None:
 
 
 def test_settings_are_put_together_with_commas(model: Path) -> None:
-    assert parse_hisparse("on, buffer = 64") == HiSparse(buffer=64)
-    assert parse_hisparse("off") is None
+    assert OffloadSpec.parse("on, buffer = 64") == OffloadSpec(buffer=64)
+    assert OffloadSpec.parse("off") is None
     small = tight(model, "host_memory=1MiB", kv_format="fp8_ds_mla")
     assert small.budget.host <= 1 << 20
 

@@ -159,7 +159,7 @@ def test_a_flipped_code_is_noticed(tiny: Path, scales: Path) -> None:
     llm = LLM(str(tiny), kv_format="nvfp4", kv_scales=str(scales), kv_memory="4MiB")
     cold = answer(llm, [PROMPT])
     plane = llm.engine.runner.pool.view(0).streams["k"].planes[0]
-    page = llm.engine.scheduler.manager._tree.match(llm.engine.namespace + "/", PROMPT, len(PROMPT) - 1)[0]
+    page = llm.engine.scheduler.manager._radix.match(llm.engine.namespace + "/", PROMPT, len(PROMPT) - 1)[0]
     plane[page, 3, 0, 0] ^= 0x77
     hit = answer(llm, [PROMPT])
     assert hit[2] >= 80 and (hit[1] - cold[1]).abs().max() > 1e-5

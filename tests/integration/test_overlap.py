@@ -127,7 +127,7 @@ def test_a_token_too_many_is_thrown_away() -> None:
     request = engine.add(prompt(9), 9, stop_ids=frozenset({free[2]}))
     engine.finish()
     assert request.output_token_ids == free[: free.index(free[2])]
-    kept = len(engine.manager._tree) * PAGE
+    kept = len(engine.manager._radix) * PAGE
     assert kept <= 9 + len(request.output_token_ids), (
         "what was computed for the stop token is not in the prefix cache"
     )

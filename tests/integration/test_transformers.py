@@ -31,7 +31,7 @@ from nibble import (
     ScaleError,
 )
 from nibble.cache.pool import PagedPool
-from nibble.models.quiet import quiet
+from nibble.models.hub import quiet
 from nibble.transformers.store import FIRST, Row, Store
 from tiny import MLA, SPARSE, save_tiny
 
@@ -228,12 +228,12 @@ def test_the_store_keeps_rows_apart(gemma: Served) -> None:
                 store.pool.write(0, {"k": x, "v": x}, slots)
                 values.extend(fresh)
                 row.num_stored_tokens += count
-        holders = [sum(page in row.pages for row in rows) for page in range(store.pages.total)]
-        store.pages.check(holders)
+        holders = [sum(page in row.pages for row in rows) for page in range(store.pages.num_pages)]
+        store.pages.check_integrity(holders)
     for row, values in zip(rows, written, strict=True):
-        found = store.pool.view(0).streams["k"].gather(torch.tensor([row.pages], dtype=torch.int32))
+        found = store.pool.view(0).streams["k"].gather_reference(torch.tensor([row.pages], dtype=torch.int32))
         assert found[0, : len(values), 0, 0].tolist() == values
-    assert store.pages.total * layout.page_size > FIRST, "it never grew"
+    assert store.pages.num_pages * layout.page_size > FIRST, "it never grew"
 
 
 def test_a_cache_grows_or_says_that_it_is_full(gemma: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
     def open(self, namespace: str, tokens: list[int], spare: int | None) -> None:
         common, before = self.common(namespace, tokens), self.manager.stats
         try:
-            lease = self.manager.open(tokens, namespace, spare=spare)
+            lease = self.manager.open(tokens, namespace, spare_pages=spare)
         except OutOfPages:
             assert spare is not None and self.manager.stats == before
             return
@@ -86,7 +86,10 @@ class CacheMachine(RuleBasedStateMachine):
         writer = Writer(namespace, list(tokens), lease)
         self.check_hit(writer)
         if spare is not None:
-            assert self.manager.available >= self.manager.pages_for(len(tokens)) - len(lease.pages) + spare
+            assert (
+                self.manager.num_available_pages
+                >= self.manager.pages_for(len(tokens)) - len(lease.pages) + spare
+            )
         self.writers.append(writer)
 
     @precondition(lambda self: self.writers)
@@ -209,9 +212,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         while self.writers:
             self.release(0)
-        assert self.manager.available == self.manager.stats.total
+        assert self.manager.num_available_pages == self.manager.stats.total
         everything = self.manager.open([0], "a fresh start")
-        self.manager.reserve(everything, self.manager.capacity)
+        self.manager.reserve(everything, self.manager.num_tokens)
         self.manager.release(everything)
         self.manager.clear()
         self.manager.check_integrity()

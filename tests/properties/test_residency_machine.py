@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nibble.cache.manager import CacheManager, Lease
-from nibble.cache.offload.residency import NOWHERE, Residency
+from nibble.cache.offload.residency import NOT_RESIDENT, Residency
 from nibble.errors import OutOfFrames, OutOfPages
 
 PAGE, HOT = 2, 2
@@ -54,10 +54,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         for frame, i, content in loaded:
             assert content is not None, "a page was loaded that the host does not hold"
             self.device[frame, i] = content
-        self.residency.saves_done()
+        self.residency.mark_saves_launched()
         for page, frame in moves.places:
             self.places[page] = frame
-        self.residency.done()
+        self.residency.mark_applied()
 
     def save(self, copies) -> None:
         for page, frame in copies:
@@ -82,7 +82,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         """A step that stores all of a request's tokens; of one with a hot buffer, the next."""
         writer = self.pick(number)
         lease, upto = writer.lease, len(writer.tokens)
-        if lease.hot:
+        if lease.hot_frames:
             upto = min(upto, lease.num_stored_tokens + 1)
         before = self.manager.stats
         try:
@@ -93,7 +93,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.settle()
         for i in range(lease.num_stored_tokens, upto):
             frame = self.places[lease.pages[i // PAGE]]
-            assert frame != NOWHERE, "a page is written that is not on the device"
+            assert frame != NOT_RESIDENT, "a page is written that is not on the device"
             self.device[frame, i % PAGE] = tuple(writer.tokens[: i + 1])
         self.manager.commit(lease, writer.tokens, upto)
 
@@ -102,7 +102,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def extend(self, number: int, tokens: list[int]) -> None:
         writer = self.pick(number)
         if writer.lease.num_stored_tokens == len(writer.tokens):
-            writer.tokens += tokens[:1] if writer.lease.hot else tokens
+            writer.tokens += tokens[:1] if writer.lease.hot_frames else tokens
 
     @precondition(lambda self: self.writers)
     @rule(number=which, others=st.integers(0, 3))
@@ -110,12 +110,12 @@ class ResidencyMachine(RuleBasedStateMachine):
         """Of some leases that decode, in some order."""
         some = [self.pick(i) for i in range(number, number + others + 1)]
         leases = list(dict.fromkeys(w.lease for w in some if w.lease.num_stored_tokens == len(w.tokens)))
-        before, cold = self.residency.available, [lease for lease in leases if not lease.hot]
+        before, cold = self.residency.num_available, [lease for lease in leases if not lease.hot_frames]
         if self.manager.offload(leases):
-            assert self.residency.available > before
-            assert any(len(lease.hot) == HOT for lease in cold)
+            assert self.residency.num_available > before
+            assert any(len(lease.hot_frames) == HOT for lease in cold)
         else:
-            assert not any(lease.hot for lease in cold) and self.residency.available == before
+            assert not any(lease.hot_frames for lease in cold) and self.residency.num_available == before
 
     @precondition(lambda self: self.writers)
     @rule()
@@ -123,7 +123,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         """After its saves, and before the device was told of all."""
         moves = self.residency.take_moves()
         self.save(moves.saves)
-        self.residency.saves_done()
+        self.residency.mark_saves_launched()
 
     @precondition(lambda self: self.writers)
     @rule(number=which)
@@ -131,9 +131,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         """What happens beside a step: full pages are saved early."""
         self.settle()
         lease = self.pick(number).lease
-        copies = self.residency.to_save(lease.pages[: lease.num_stored_tokens // PAGE])
+        copies = self.residency.unsaved(lease.pages[: lease.num_stored_tokens // PAGE])
         self.save(copies)
-        self.residency.saved(copies)
+        self.residency.mark_saved(copies)
 
     @precondition(lambda self: self.writers)
     @rule(number=which)
@@ -163,14 +163,16 @@ class ResidencyMachine(RuleBasedStateMachine):
         """Not after every rule: what several do is told to the device together."""
         self.settle()
         for page, frame in self.places.items():
-            assert self.residency.frame(page) == frame, "the device was told something else"
+            assert self.residency.frame_of(page) == frame, "the device was told something else"
         for writer in self.writers:
             lease = writer.lease
             for i in range(lease.num_stored_tokens):
                 page, wanted = lease.pages[i // PAGE], tuple(writer.tokens[: i + 1])
-                frame = self.places.get(page, NOWHERE)
-                assert frame != NOWHERE or page not in lease.needed
-                found = self.host.get((page, i % PAGE)) if frame == NOWHERE else self.device[frame, i % PAGE]
+                frame = self.places.get(page, NOT_RESIDENT)
+                assert frame != NOT_RESIDENT or page not in lease.resident_pages
+                found = (
+                    self.host.get((page, i % PAGE)) if frame == NOT_RESIDENT else self.device[frame, i % PAGE]
+                )
                 assert found == wanted, f"token {i} was lost"
 
     def teardown(self) -> None:
@@ -181,7 +183,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.release(0)
         self.manager.clear()
         self.manager.check_integrity()
-        assert self.residency.stats.free == self.residency.frames
+        assert self.residency.stats.free == self.residency.num_frames
 
 
 class TestResidencyMachine(ResidencyMachine.TestCase):

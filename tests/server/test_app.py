@@ -17,9 +17,9 @@ from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError
 from nibble.server import messages as wire
 from nibble.server.app import Api, make_app
+from nibble.server.chat_parser import AnswerParser
 from nibble.server.engine_client import State
 from nibble.server.guards import BodyLimit
-from nibble.server.reasoning import AnswerReader
 from nibble.server.responses import ChatWriter, TextWriter
 from nibble.server.settings import Settings
 
@@ -385,7 +385,7 @@ def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
             begun.set()
             await asyncio.Event().wait()
 
-        app.state.api.grammars.passed = never
+        app.state.api.grammars.check = never
         bodies = [{"type": "http.request", "body": json.dumps({**TEXT, "guided_regex": "a"}).encode()}]
 
         async def receive() -> Any:
@@ -428,7 +428,7 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_streamed_is_not_kept(kept: bool) -> None:
-    readers = AnswerReader(None, None)
+    readers = AnswerParser()
     for writer in (
         TextWriter("m", lambda ids: "x", [1], [], True, kept),
         ChatWriter("m", lambda ids: "x", [1], True, lambda: readers, kept),

@@ -11,28 +11,33 @@ from hypothesis import strategies as st
 from test_tools import WEATHER, cut, everywhere, hermes, texts
 
 from nibble.errors import ConfigError
-from nibble.server import reasoning
-from nibble.server.reasoning import AnswerReader, ReasoningReader, Thought, delta_of, message_of, style_of
-from nibble.server.tool_reader import CallDelta, Text, ToolReader
-from nibble.server.tools import PARSERS
+from nibble.server.chat_events import CallDelta, Text, Thought, delta_of, message_of
+from nibble.server.chat_format import CALL_FORMATS, REASONING_FORMATS, find_format, guess_format
+from nibble.server.chat_parser import AnswerParser
+
+
+def guess_reasoning_format(template: str | None) -> str | None:
+    return getattr(guess_format(REASONING_FORMATS, template), "name", None)
 
 
 def test_guesses_the_reasoning_by_the_template() -> None:
-    assert reasoning.guess(None) is reasoning.guess("<｜Assistant｜>") is None
-    assert reasoning.guess("{{'<｜Assistant｜><think>\\n'}}") == "deepseek_r1"
-    assert reasoning.guess("<｜Assistant｜>{% if not thinking %}</think>{% endif %}") == "deepseek_v31"
+    assert guess_reasoning_format(None) is guess_reasoning_format("<｜Assistant｜>") is None
+    assert guess_reasoning_format("{{'<｜Assistant｜><think>\\n'}}") == "deepseek_r1"
+    assert guess_reasoning_format("<｜Assistant｜>{% if not thinking %}</think>{% endif %}") == "deepseek_v31"
     assert (
-        reasoning.guess("<｜Assistant｜>{% if '</think>' in content %}") == "qwen3"
+        guess_reasoning_format("<｜Assistant｜>{% if '</think>' in content %}") == "qwen3"
     )  # answers say where they begin
-    assert reasoning.guess("{%- if enable_thinking %}'<think>\\n\\n</think>'") == "qwen3"
-    assert reasoning.guess("[THINK]") == "magistral"
+    assert guess_reasoning_format("{%- if enable_thinking %}'<think>\\n\\n</think>'") == "qwen3"
+    assert guess_reasoning_format("[THINK]") == "magistral"
     with pytest.raises(ConfigError, match="unknown reasoning parser"):
-        style_of("none")
+        find_format(REASONING_FORMATS, "nothing")
 
 
 def think(style: str, prompt: str, pieces: Sequence[str]) -> tuple[str, str]:
-    reader = ReasoningReader(style_of(style), inside=style_of(style).inside(prompt))
-    events = [event for piece in pieces for event in reader.add(piece)] + reader.finish()
+    reader = AnswerParser(
+        None, REASONING_FORMATS[style], starts_inside=REASONING_FORMATS[style].starts_in(prompt)
+    )
+    events = [event for piece in pieces for event in reader.feed(piece)] + reader.feed("", last=True)
     kinds = [type(event) for event in events]
     assert Text not in kinds or Thought not in kinds[kinds.index(Text) :]
     return tuple("".join(e.text for e in events if isinstance(e, kind)) for kind in (Thought, Text))  # type: ignore[return-value]
@@ -65,7 +70,7 @@ def test_reasoning_cut_anywhere(style: str, prompt: str, text: str, thought: str
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(sorted(reasoning.STYLES)), st.sampled_from(["", "<think>", "</think>"]), texts, st.data()
+    st.sampled_from(sorted(REASONING_FORMATS)), st.sampled_from(["", "<think>", "</think>"]), texts, st.data()
 )
 def test_any_cutting_gives_the_same_reasoning(
     style: str, prompt: str, text: str, data: st.DataObject
@@ -74,16 +79,16 @@ def test_any_cutting_gives_the_same_reasoning(
     assert think(style, prompt, cut(data, text)) == whole == think(style, prompt, list(text))
 
 
-def answer(pieces: Sequence[str]) -> tuple[AnswerReader, list[list[Any]]]:
-    reader = AnswerReader(ReasoningReader(style_of("qwen3"), inside=False), ToolReader(PARSERS["hermes"]))
-    return reader, [reader.add(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+def answer(pieces: Sequence[str]) -> tuple[AnswerParser, list[list[Any]]]:
+    reader = AnswerParser(CALL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+    return reader, [reader.feed(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
 
 
 def test_reasoning_and_then_calls() -> None:
     text = f"<think>\nnot {hermes('no', '{}')}\n</think>\n\nI look.\n{hermes('f', WEATHER)}"
     for pieces in everywhere(text):
         reader, found = answer(pieces)
-        message = message_of(event for events in found for event in events)
+        message = message_of([event for events in found for event in events])
         call = message["tool_calls"][0]
         assert message == {
             "role": "assistant",
@@ -94,7 +99,7 @@ def test_reasoning_and_then_calls() -> None:
                 {"id": call["id"], "type": "function", "function": {"name": "f", "arguments": WEATHER}}
             ],
         }
-        assert reader.called
+        assert reader.num_calls
         deltas = [delta_of(events) for events in found]
         assert "".join(delta.get("content", "") for delta in deltas) == "I look."
         parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
@@ -105,9 +110,11 @@ def test_reasoning_and_then_calls() -> None:
 
 
 def test_answers_without_either() -> None:
-    reader = AnswerReader(None, None)
+    reader = AnswerParser()
     assert (
-        reader.add("<think>") == [Text("<think>")] and reader.add("", last=True) == [] and not reader.called
+        reader.feed("<think>") == [Text("<think>")]
+        and reader.feed("", last=True) == []
+        and not reader.num_calls
     )
     assert delta_of([]) == {}
     assert message_of([Text("a")]) == {"role": "assistant", "content": "a", "refusal": None}

@@ -14,8 +14,7 @@ from nibble.engine import structured_output as grammar
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
-from nibble.server.grammar_check import GrammarCheck
-from nibble.server.structured import StructuredFields
+from nibble.server.structured import GrammarCheck, StructuredFields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)
@@ -131,7 +130,7 @@ def test_what_takes_long_is_refused(grammars: Grammars, monkeypatch: pytest.Monk
 def test_grammars_are_tried_before_the_engine_gets_them(tokenizer: Tokenizer) -> None:
     async def test() -> None:
         check = GrammarCheck(tokenizer)
-        await asyncio.gather(*(check.passed("regex:a+", len(tokenizer)) for _ in range(4)))
+        await asyncio.gather(*(check.check("regex:a+", len(tokenizer)) for _ in range(4)))
         for bad in (
             "regex:(",
             "json_schema:{",
@@ -139,8 +138,8 @@ def test_grammars_are_tried_before_the_engine_gets_them(tokenizer: Tokenizer) ->
         ):
             for _ in range(2):
                 with pytest.raises(RequestError):
-                    await check.passed(bad, len(tokenizer))
-        await GrammarCheck(None).passed("regex:(", 5)
+                    await check.check(bad, len(tokenizer))
+        await GrammarCheck(None).check("regex:(", 5)
 
     asyncio.run(test())
 

@@ -12,9 +12,10 @@ from tokenizers import AddedToken
 
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
-from nibble.server.tool_grammar import Marks, Signature, calls, mixed
-from nibble.server.tool_reader import Parser, ToolReader, gathered
-from nibble.server.tools import PARSERS, PLAIN
+from nibble.server.chat_events import message_of
+from nibble.server.chat_format import CALL_FORMATS, JSON_LIST
+from nibble.server.chat_parser import AnswerParser, CallFormat
+from nibble.server.tools import Function, Marks, possible_calls, required_calls
 
 SCHEMA = {
     "type": "object",
@@ -30,17 +31,17 @@ SCHEMA = {
     "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
 }
 TOOLS = [
-    Signature("get_weather", SCHEMA, strict=True),
-    Signature("ping", {}),
-    Signature("NAME_ARGUMENTS", {}),
+    Function(name="get_weather", parameters=SCHEMA, strict=True),
+    Function(name="ping"),
+    Function(name="NAME_ARGUMENTS"),
 ]
-ALL = [*PARSERS.values(), PLAIN]
+ALL = [*CALL_FORMATS.values(), JSON_LIST]
 NAMES = [parser.name for parser in ALL]
 SOME = {"city": "Málaga <b>", "days": 3}
 MANY = {**SOME, "unit": "f", "brief": True, "place": {"x": 1.5}, "note": "go\nnow"}
 
 
-def tokenizer_of(parser: Parser, special: bool | None) -> tuple[Tokenizer, Marks]:
+def tokenizer_of(parser: CallFormat, special: bool | None) -> tuple[Tokenizer, Marks]:
     """The bundled one; the format's marks are added to it, special or not, or are plain text (None)."""
     found = Tokenizer(str(Path(__file__).parents[2] / "models/demo"))
     if special is not None:
@@ -51,26 +52,29 @@ def tokenizer_of(parser: Parser, special: bool | None) -> tuple[Tokenizer, Marks
     return found, marks
 
 
-def written(parser: Parser, made: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def written(parser: CallFormat, made: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Calls as the format's layout has them."""
     layout, said = parser.layout, []
     for number, (name, arguments) in enumerate(made):
         given = json.dumps(arguments, ensure_ascii=False)
         if layout.argument:
-            given = layout.joined.join(
+            given = layout.argument_separator.join(
                 layout.argument.replace("KEY", key)
                 .replace("FLAG", str(isinstance(value, str)).lower())
                 .replace(
-                    "VALUE", value if isinstance(value, str) and not layout.joined else as_text(value, parser)
+                    "VALUE",
+                    value
+                    if isinstance(value, str) and not layout.argument_separator
+                    else as_text(value, parser),
                 )
                 for key, value in arguments.items()
             )
         text = layout.call.replace("ARGUMENTS", "@A").replace("NUMBER", str(number)).replace("NAME", name)
         said.append(text.replace("@A", given))
-    return layout.begin + (layout.between or "").join(said) + layout.end
+    return layout.begin + (layout.separator or "").join(said) + layout.end
 
 
-def as_text(value: Any, parser: Parser) -> str:
+def as_text(value: Any, parser: CallFormat) -> str:
     return (
         str(value)
         if parser.name == "pythonic" and isinstance(value, bool)
@@ -81,7 +85,7 @@ def as_text(value: Any, parser: Parser) -> str:
 class Taker:
     """Says whether a grammar takes a text."""
 
-    def __init__(self, parser: Parser, special: bool | None, start: str, rules: Sequence[str]) -> None:
+    def __init__(self, parser: CallFormat, special: bool | None, start: str, rules: Sequence[str]) -> None:
         self.tokenizer, self.marks = tokenizer_of(parser, special)
         self._grammars = Grammars(self.tokenizer, len(self.tokenizer), self.tokenizer.eos_ids)
         self._lark = "lark:" + "\n".join([f"start: {start}", *rules])
@@ -97,25 +101,28 @@ class Taker:
         return True
 
 
-def taker(parser: Parser, special: bool | None, most: int | None = None, free: bool = False) -> Taker:
+def taker(
+    parser: CallFormat, special: bool | None, max_calls: int | None = None, free: bool = False
+) -> Taker:
     marks = tokenizer_of(parser, special)[1]
-    rules = (mixed if free else calls)(parser, TOOLS, most, marks)
+    rules = (possible_calls if free else required_calls)(parser, TOOLS, max_calls, marks)
     return Taker(parser, special, "mixed" if free else "calls", rules)
 
 
-def read(parser: Parser, text: str) -> list[tuple[str, Any]]:
-    reader = ToolReader(parser, tools={tool.name: tool.schema for tool in TOOLS})
-    shown, found = gathered(reader.add(text) + reader.finish())
+def read(parser: CallFormat, text: str) -> list[tuple[str, Any]]:
+    reader = AnswerParser(parser, tools={tool.name: tool.parameters for tool in TOOLS})
+    message = message_of(reader.feed(text) + reader.feed("", last=True))
+    shown, found = message["content"] or "", message.get("tool_calls", [])
     assert not shown.strip()
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
 
 
 @pytest.mark.parametrize("special", [None, False, True])
 @pytest.mark.parametrize("parser", ALL, ids=NAMES)
-def test_what_a_format_writes_is_taken_and_read(parser: Parser, special: bool | None) -> None:
+def test_what_a_format_writes_is_taken_and_read(parser: CallFormat, special: bool | None) -> None:
     found = taker(parser, special)
     made: list[tuple[str, Mapping[str, Any]]] = [("get_weather", MANY)]
-    if parser.layout.between is not None:
+    if parser.layout.separator is not None:
         made += [("ping", {}), ("NAME_ARGUMENTS", {}), ("get_weather", SOME)]
     text = written(parser, made)
     assert found.takes(text), text
@@ -124,14 +131,14 @@ def test_what_a_format_writes_is_taken_and_read(parser: Parser, special: bool | 
     for wrong in ({"city": "x"}, {"city": "x", "days": "many"}, {**SOME, "unit": "k"}, {**SOME, "brief": 1}):
         assert not found.takes(written(parser, [("get_weather", wrong)])), wrong
     assert not found.takes(written(parser, [("other", {})]))
-    one = taker(parser, special, most=1)
+    one = taker(parser, special, max_calls=1)
     assert one.takes(written(parser, made[:1]))
     assert len(made) == 1 or not one.takes(text)
 
 
 @pytest.mark.parametrize("special", [None, True])
-@pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
-def test_calls_that_may_come_between_text(parser: Parser, special: bool | None) -> None:
+@pytest.mark.parametrize("parser", CALL_FORMATS.values(), ids=CALL_FORMATS)
+def test_calls_that_may_come_between_text(parser: CallFormat, special: bool | None) -> None:
     found = taker(parser, special, free=True)
     good, bad = (written(parser, [("get_weather", said)]) for said in (SOME, {"city": "x", "days": "many"}))
     assert found.takes("Hello, 1 < 2.") and found.takes("") and found.takes(good)
@@ -148,9 +155,9 @@ def test_calls_that_may_come_between_text(parser: Parser, special: bool | None) 
 def test_what_is_lenient_and_what_is_not() -> None:
     odd = {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}, "required": ["x"]}
     for strict in (True, False):
-        rules = calls(PLAIN, [Signature("f", odd, strict)], None, {})
+        rules = required_calls(JSON_LIST, [Function(name="f", parameters=odd, strict=strict)], None, {})
         grammar = "lark:" + "\n".join(["start: calls", *rules])
-        tokenizer, _ = tokenizer_of(PLAIN, None)
+        tokenizer, _ = tokenizer_of(JSON_LIST, None)
         grammars = Grammars(tokenizer, len(tokenizer), tokenizer.eos_ids)
         if strict:
             with pytest.raises(Exception, match="odd"):

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nibble.errors import RequestError
-from nibble.server.tool_types import ToolFields, arguments_as_text, message_for_template, tools_for_template
+from nibble.server.tools import ToolFields, arguments_as_text, message_for_template, tools_for_template
 
 
 class Other(BaseModel):
@@ -34,13 +34,13 @@ def test_tools_of_requests() -> None:
             "tool_choice": "auto",
         }
     )
-    assert tools_for_template(asked.open_tools()) == [
+    assert tools_for_template(asked.callable_tools()) == [
         tool("f", description="d", parameters=schema),
         tool("g", parameters={"type": "object", "properties": {}}),
     ]
-    assert asked.most_calls() is None
+    assert asked.max_calls() is None
     asked = Request.model_validate({"tools": [tool()], "tool_choice": "none", "parallel_tool_calls": False})
-    assert tools_for_template(asked.open_tools()) is None and asked.most_calls() == 1
+    assert tools_for_template(asked.callable_tools()) is None and asked.max_calls() == 1
     bare: list[dict[str, Any]] = [
         {},
         {"tools": []},
@@ -48,7 +48,7 @@ def test_tools_of_requests() -> None:
         {"tools": None, "tool_choice": "none"},
     ]
     for fields in bare:
-        assert Request.model_validate(fields).open_tools() == []
+        assert Request.model_validate(fields).callable_tools() == []
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_refused_tools(fields: dict[str, Any], words: str) -> None:
 def test_some_tools_are_allowed(mode: str) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool("g")]}}
     asked = Request.model_validate({"tools": [tool("f"), tool("g")], "tool_choice": choice})
-    assert [one.function.name for one in asked.open_tools()] == ["g"] and asked.most_calls() is None
-    assert len(asked.forced_tools()) == (mode == "required")
+    assert [one.function.name for one in asked.callable_tools()] == ["g"] and asked.max_calls() is None
+    assert len(asked.required_tools()) == (mode == "required")
     with pytest.raises(ValidationError, match="'g', which is none"):
         Request.model_validate({"tools": [tool("f")], "tool_choice": choice})
 
@@ -96,8 +96,8 @@ def test_some_tools_are_allowed(mode: str) -> None:
 )
 def test_calls_that_must_come(choice: Any, forced: list[str], most: int | None) -> None:
     asked = Request.model_validate({"tools": [tool("f"), tool("g")], "tool_choice": choice})
-    assert [one.function.name for one in asked.forced_tools()] == forced and asked.most_calls() == most
-    assert len(asked.open_tools()) == (0 if choice == "none" else 2)
+    assert [one.function.name for one in asked.required_tools()] == forced and asked.max_calls() == most
+    assert len(asked.callable_tools()) == (0 if choice == "none" else 2)
 
 
 MAPPED = "{{ '<tool_call>' }}{{ tool_call.arguments | tojson }}{{ tool_call.arguments }}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nibble.errors import ConfigError
-from nibble.server import tools
-from nibble.server.json_scan import ObjectScan
-from nibble.server.tool_args import typed
-from nibble.server.tool_reader import CallDelta, Event, Text, ToolReader, gathered, joined
-from nibble.server.tools import PARSERS
+from nibble.server import chat_format
+from nibble.server.chat_events import CallDelta, Event, Text, merge_events, message_of
+from nibble.server.chat_format import CALL_FORMATS
+from nibble.server.chat_parser import AnswerParser
+from nibble.server.tool_arguments import LiteralScan, to_json
 
 Calls = list[tuple[str, str]]
 WEATHER = '{"location": "San Francisco, CA", "format": "celsius"}'
 NESTED = '{"a": {"b": [1, -2.5e3, {"c": "}]\\"{ </tool_call> \\\\"}], "d": null}, "e": true}'
 UNICODE = '{"ciudad": "Málaga 🌞", "城市": "\\u5317\\u4eac", "nothing": ""}'
-BEGIN, ONE, SEP, END, LAST = tools.DEEPSEEK
-K_BEGIN, K_ONE, K_SEP, K_END, K_LAST = tools.KIMI
+BEGIN, ONE, SEP, END, LAST = chat_format.DEEPSEEK
+K_BEGIN, K_ONE, K_SEP, K_END, K_LAST = chat_format.KIMI
 
 
 def hermes(name: str, arguments: str) -> str:
@@ -92,11 +93,12 @@ def read(
     name: str, pieces: Sequence[str], eager: bool = True, **options: Any
 ) -> tuple[str, Calls, list[Event]]:
     """Text, calls, and all events."""
-    reader = ToolReader(PARSERS[name], eager=eager, **options)
-    events = [event for piece in pieces for event in reader.add(piece)] + reader.finish()
-    text, calls = gathered(events)
+    reader = AnswerParser(CALL_FORMATS[name], eager=eager, **options)
+    events = [event for piece in pieces for event in reader.feed(piece)] + reader.feed("", last=True)
+    message = message_of(events)
+    text, calls = message["content"] or "", message.get("tool_calls", [])
     assert all(call["type"] == "function" and call["id"] for call in calls)
-    assert reader.complete <= len(calls)
+    assert reader.num_calls <= len(calls)
     return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls], events
 
 
@@ -360,9 +362,9 @@ def test_an_answer_that_is_cut_short() -> None:
 
 
 def test_arguments_come_as_they_grow() -> None:
-    reader = ToolReader(PARSERS["hermes"])
+    reader = AnswerParser(CALL_FORMATS["hermes"])
     found = [
-        reader.add(piece)
+        reader.feed(piece)
         for piece in ("Hi <tool", '_call>{"name": "f", "arg', 'uments": {"a', '": [1', ", 2]}")
     ]
     assert found[0] == [Text("Hi")] and found[1] == []
@@ -375,11 +377,11 @@ def test_arguments_come_as_they_grow() -> None:
         "type": "function",
         "function": {"name": "f", "arguments": '{"a'},
     }
-    assert reader.complete == 1
+    assert reader.num_calls == 1
     assert found[3] == [CallDelta(0, None, None, '": [')]  # a number is said when it is whole
     assert found[4] == [CallDelta(0, None, None, "1, 2]}")]
     assert more.openai() == {"index": 0, "function": {"arguments": "1, 2]}"}}
-    assert reader.add("}</tool_call>") == [] == reader.finish()
+    assert reader.feed("}</tool_call>") == [] == reader.feed("", last=True)
 
 
 def test_ids_are_as_models_want_them() -> None:
@@ -404,7 +406,7 @@ def test_a_bare_object_names_a_tool_that_is_there() -> None:
 def test_no_more_calls_than_asked_for() -> None:
     text = f"a{hermes('f', '{}')}b{hermes('g', '{}')}c"
     for pieces in everywhere(text):
-        assert read("hermes", pieces, most=1)[:2] == ("abc", [("f", "{}")])
+        assert read("hermes", pieces, max_calls=1)[:2] == ("abc", [("f", "{}")])
 
 
 def test_depth_and_length_do_no_harm() -> None:
@@ -428,7 +430,7 @@ FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<tool", "_call>", '{"name": "f", "arguments": ', '{"name":"f"', "{", "}", "}}", '"',
     ",", ":", "\\", "\\u12", "[", "]", ";", '"a": ', '"name"', '"arguments"', "null", "1", "e5", "\n", "  ", " " * 70,
     "text", "é🌞", "function", "name", "```json", "```", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "functions.f:0", WEATHER, NESTED, llama("f", "{}"), *tools.DEEPSEEK, *tools.KIMI, hermes("f", NESTED),
+    "functions.f:0", WEATHER, NESTED, llama("f", "{}"), *chat_format.DEEPSEEK, *chat_format.KIMI, hermes("f", NESTED),
     v3("f", "{}"), v31("f", "{}"), kimi("f", "{}"), "<think>", "</think>", "</thi",
     qwen("f", ("s", "x"), ("i", "1")), glm("f", ("s", "x"), ("i", "1")), "<function=f>", "<parameter=s>", "<parameter=i>",
     "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>f",
@@ -449,18 +451,18 @@ def plain(events: Sequence[Any]) -> list[Any]:
         CallDelta(event.index, "id" if event.id else None, event.name, event.arguments)
         if isinstance(event, CallDelta)
         else event
-        for event in joined(events)
+        for event in merge_events(events)
     ]
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(PARSERS)), st.booleans(), st.sampled_from([None, 1]), texts, st.data())
+@given(st.sampled_from(sorted(CALL_FORMATS)), st.booleans(), st.sampled_from([None, 1]), texts, st.data())
 def test_any_cutting_gives_the_same(
     name: str, eager: bool, most: int | None, text: str, data: st.DataObject
 ) -> None:
-    whole, calls, events = read(name, [text], eager, most=most, tools=TYPED)
-    assert plain(read(name, cut(data, text), eager, most=most, tools=TYPED)[2]) == plain(events)
-    assert plain(read(name, list(text), eager, most=most, tools=TYPED)[2]) == plain(events)
+    whole, calls, events = read(name, [text], eager, max_calls=most, tools=TYPED)
+    assert plain(read(name, cut(data, text), eager, max_calls=most, tools=TYPED)[2]) == plain(events)
+    assert plain(read(name, list(text), eager, max_calls=most, tools=TYPED)[2]) == plain(events)
     if not calls and most is None:
         assert whole == text
     if not eager:
@@ -533,17 +535,17 @@ def test_the_scan_takes_what_json_takes(text: str) -> None:
         good = True
     except ValueError:
         good = False
-    for members in (True, False):
-        scan, at = ObjectScan(members=members), 0
-        while (now := scan.feed(text, at)) > at:
-            at = now
-        assert (scan.done and at == len(text)) == good
-        if good and members:
-            assert {key: json.loads(value) for key, value in scan.values.items()}.keys() == json.loads(
-                text
-            ).keys()
-        elif good:
-            assert scan.values[""] == text
+    scan, at, value = LiteralScan(), 0, ""
+    with suppress(ValueError):
+        while (step := scan.feed(text, at))[1] > at:
+            value, at = value + step[0], step[1]
+    assert (scan.done and at == len(text)) == good
+    assert not good or value == text
+    call = f'<tool_call>{{"name": "f", "other": {text}, "arguments": {text}}}</tool_call>'
+    shown, calls, _ = read("hermes", [call])
+    assert (not shown and calls == [("f", text)]) == good
+    if good:
+        assert json.loads(calls[0][1]).keys() == json.loads(text).keys()
 
 
 # Which format
@@ -574,13 +576,13 @@ def test_the_scan_takes_what_json_takes(text: str) -> None:
     ],
 )  # fmt: skip
 def test_guesses_by_the_template(template: str | None, name: str | None) -> None:
-    assert tools.guess(template) == name
+    assert getattr(chat_format.guess_format(CALL_FORMATS, template), "name", None) == name
 
 
 def test_formats_by_name() -> None:
-    assert tools.parser_of("hermes").name == "hermes"
+    assert chat_format.find_format(CALL_FORMATS, "hermes") is CALL_FORMATS["hermes"]
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
-        tools.parser_of("herms")
+        chat_format.find_format(CALL_FORMATS, "herms")
 
 
 @pytest.mark.parametrize(
@@ -619,7 +621,7 @@ def test_formats_by_name() -> None:
 )
 def test_types_of_arguments(text: str, schema: Any, expected: Any) -> None:
     root = {"$defs": {"a/b": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
-    found = typed(text, schema, root)
+    found = to_json(text, schema, root)
     if expected is None and text == "1e999":
         assert found == text
     else:

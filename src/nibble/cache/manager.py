@@ -1,12 +1,11 @@
-"""Who holds which pages: match, reserve, commit, release.
+"""Leases of pages: match a prefix, reserve pages, commit what was computed, release.
 
-Owns CacheManager and Lease, one request's claim on pages. Knows pages by number and tokens as plain ints.
-Must not know what a page's bytes are (pool.py), how requests are scheduled, or torch.
+Pages are numbers and tokens are plain integers here. These rules make sharing safe:
 
-The rules that make sharing safe: only full pages enter the tree, and what is in the tree is never written
-again; a page that is written has one holder; a lease enters pages only below pages of the tree that it
-holds itself. Where another request was quicker to enter an equal page, a lease keeps its own copy private,
-and all that follows it.
+- Only full pages enter the radix tree, and a page in the tree is never written again.
+- A page that is written has one user.
+- A lease shares pages only below pages of the tree that it holds itself. Where another request shared an equal page
+  first, a lease keeps its own copy private, and all pages that follow it.
 """
 
 from __future__ import annotations
@@ -23,304 +22,352 @@ from nibble.errors import OutOfPages
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes it, but for
-    `offered`, which is the host tier's.
-
-    stored: leading tokens whose KV the pages hold. hit: how many of them came from the prefix cache.
-    published: leading pages that are in the tree. publishing: whether pages that fill up still enter it.
-
-    With a host tier: hot, the frames of its hot buffer, none while all of its pages are on the device; dispensable, the
-    leading pages that need not be there; offered, those that were offered to the host.
-    """
+    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes a lease."""
 
     namespace: str
     pages: list[int] = field(default_factory=list)
     num_stored_tokens: int = 0
+    """Leading tokens whose KV the pages hold."""
     num_hit_tokens: int = 0
+    """Tokens of those that came from the prefix cache."""
     num_shared_pages: int = 0
-    publishing: bool = True
-    hot: list[int] = field(default_factory=list)
+    """Leading pages that are in the radix tree."""
+    is_sharing: bool = True
+    """Whether pages that fill up still enter the tree."""
+    hot_frames: list[int] = field(default_factory=list)
+    """With a host tier: frames of the hot buffer; none while all pages are on the device."""
     num_offloadable: int = 0
+    """With a host tier: leading pages that need not be on the device."""
     num_saved: int = 0
+    """With a host tier: leading pages that were offered to the host. The host tier sets this."""
 
     @property
-    def needed(self) -> list[int]:
-        """Pages that must be on the device."""
+    def resident_pages(self) -> list[int]:
+        """Return the pages that must be on the device."""
         return self.pages[self.num_offloadable :]
 
     @property
-    def cursor(self) -> Node:
-        """The last page of this lease that is in the tree; the namespace, where none is."""
+    def last_node(self) -> Node:
+        """Return the last page of this lease that is in the tree, or the namespace where none is."""
         return self.pages[self.num_shared_pages - 1] if self.num_shared_pages else self.namespace
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts of pages and, over the manager's life, of tokens.
-
-    held: pages of open leases. cached: pages in the tree, in use or idle. idle: those only the tree holds.
-    lookup_tokens: tokens of all opened leases. hit_tokens: those found in the prefix cache.
-    tier: of the host tier, if there is one.
-    """
+    """Counts of pages and, over the manager's life, of tokens."""
 
     total: int
     free: int
     held: int
+    """Pages of open leases."""
     cached: int
+    """Pages in the tree, in use or idle."""
     idle: int
+    """Pages that only the tree holds."""
     evicted: int
     lookup_tokens: int
+    """Tokens of all leases that were opened."""
     hit_tokens: int
+    """Tokens of those that the prefix cache had."""
     tier: TierStats | None = None
 
 
 class CacheManager:
-    """The books of one pool. Not thread-safe: whoever schedules owns it.
+    """The books of one pool. Not thread-safe: the scheduler owns it.
 
-    residency: of its pages, where they share fewer frames on the device; a lease then needs all of its pages there,
-    until spill() gives it a hot buffer.
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens of a page.
+        prefix_cache: whether leases share pages.
+        residency: with a host tier, which pages are on the device. A lease then needs all of its pages there, until
+            offload() gives it a hot buffer.
     """
 
     def __init__(
-        self, total_pages: int, page_size: int, prefix_cache: bool = True, residency: Residency | None = None
+        self, num_pages: int, page_size: int, prefix_cache: bool = True, residency: Residency | None = None
     ) -> None:
         assert page_size > 0, f"a page of {page_size} tokens"
         self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self.releases = 0  # changes whenever pages may have come free
+        self.num_releases = 0  # goes up whenever pages may have become free
         self.residency = residency
-        self._pages = PageAllocator(total_pages, residency.forget if residency else None)
-        self._tree = RadixCache(self._pages, page_size)
+        self._allocator = PageAllocator(num_pages, residency.free if residency else None)
+        self._radix = RadixCache(self._allocator, page_size)
         self._leases: set[Lease] = set()
         self._evicted = self._lookup_tokens = self._hit_tokens = 0
 
     @property
-    def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
-        return self._pages.total * self.page_size
+    def num_tokens(self) -> int:
+        """Return the number of tokens that the pool has room for."""
+        return self._allocator.num_pages * self.page_size
 
     @property
-    def available(self) -> int:
-        """Pages that can be had now: free, or idle in the tree."""
-        return self._pages.free + self._tree.idle
+    def num_available_pages(self) -> int:
+        """Return the number of pages that can be allocated now: free ones, and idle ones of the tree."""
+        return self._allocator.num_free + self._radix.num_idle
 
     @property
     def stats(self) -> CacheStats:
-        """How things stand."""
-        free, idle, total = self._pages.free, self._tree.idle, self._pages.total
-        tokens = (self._lookup_tokens, self._hit_tokens)
-        tier = self.residency.stats if self.residency else None
+        """Return the current counts."""
+        free, idle, total = self._allocator.num_free, self._radix.num_idle, self._allocator.num_pages
         return CacheStats(
-            total, free, total - free - idle, len(self._tree), idle, self._evicted, *tokens, tier
+            total=total,
+            free=free,
+            held=total - free - idle,
+            cached=len(self._radix),
+            idle=idle,
+            evicted=self._evicted,
+            lookup_tokens=self._lookup_tokens,
+            hit_tokens=self._hit_tokens,
+            tier=self.residency.stats if self.residency else None,
         )
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages `tokens` tokens take."""
+        """Return the number of pages that `tokens` tokens take."""
         return -(-tokens // self.page_size)
 
-    def least_frames(self, tokens: int, decodes: bool) -> int:
-        """Frames that a lease of so many tokens keeps, and grows into, under pressure; 0 without a host tier."""
+    def min_frames(self, tokens: int, decodes: bool) -> int:
+        """Return the frames that a lease needs under pressure, room to grow included; 0 without a host tier.
+
+        Args:
+            tokens: tokens of the lease.
+            decodes: whether it can be reduced to a hot buffer.
+        """
         if self.residency is None:
             return 0
         needed = self.pages_for(tokens) + 1
-        return min(needed, self.residency.hot + 2) if decodes else needed
+        return min(needed, self.residency.frames_per_hot_buffer + 2) if decodes else needed
 
     def open(
         self,
         tokens: Sequence[int],
         namespace: str,
         *,
-        spare: int | None = None,
-        kept: int = 0,
+        spare_pages: int | None = None,
+        reserved_frames: int = 0,
         private: bool = False,
     ) -> Lease:
-        """A lease with the pages of the longest cached prefix of `tokens`; the last token is never in it.
+        """Return a lease with the pages of the longest cached prefix of `tokens`, without the last token.
 
-        spare: raise OutOfPages, with nothing changed, unless all of `tokens` fit now and leave so many
-        pages over. kept: frames that others keep. private: share no pages. Raises OutOfFrames, with nothing changed,
-        where the prefix cannot be brought back to the device now.
+        Args:
+            tokens: the prompt.
+            namespace: only leases of the same namespace share pages.
+            spare_pages: require that all of `tokens` fit now and leave so many pages free.
+            reserved_frames: frames that other leases keep, with a host tier.
+            private: share no pages.
+
+        Raises:
+            OutOfPages: the requirement of `spare_pages` does not hold; nothing has changed.
+            OutOfFrames: the prefix cannot be loaded back to the device now; nothing has changed.
         """
         sharing = self.prefix_cache and not private
-        found = self._tree.match(namespace, tokens, len(tokens) - 1) if sharing else []
-        if spare is not None:
-            left = self.available - self._tree.count_idle(found)
-            needed = self.pages_for(len(tokens)) - len(found)
-            if needed + spare > left:
-                raise OutOfPages(f"{needed} pages and {spare} to spare are needed, {left} can be had")
-            if kept:  # alone, whatever fits into the pool fits onto the device
-                self._check_frames(self.least_frames(len(tokens), False) + kept)
+        prefix = self._radix.match(namespace, tokens, len(tokens) - 1) if sharing else []
+        if spare_pages is not None:
+            available = self.num_available_pages - self._radix.num_idle_of(prefix)
+            needed = self.pages_for(len(tokens)) - len(prefix)
+            if needed + spare_pages > available:
+                raise OutOfPages(
+                    f"{needed} pages and {spare_pages} to spare are needed, {available} can be had"
+                )
+            if reserved_frames:  # a lease that is alone fits onto the device if it fits into the pool
+                self._check_frames(self.min_frames(len(tokens), False) + reserved_frames)
         if self.residency:
-            self.residency.need(found)
-        lease = Lease(namespace, publishing=sharing)
+            self.residency.retain(prefix)
+        lease = Lease(namespace, is_sharing=sharing)
         self._leases.add(lease)
         self._lookup_tokens += len(tokens)
-        self._join(lease, found)
+        self._adopt(lease, prefix)
         return lease
 
     def _check_frames(self, needed: int) -> None:
-        if self.residency and needed > self.residency.frames:
-            raise OutOfPages(f"{needed} frames of the device are needed, there are {self.residency.frames}")
+        if self.residency and needed > self.residency.num_frames:
+            raise OutOfPages(
+                f"{needed} frames of the device are needed, there are {self.residency.num_frames}"
+            )
 
     def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
-        """Takes over pages of `tokens` that others have entered since; returns how many tokens that saves."""
-        at = lease.num_stored_tokens
+        """Add pages of `tokens` that other leases have shared since, and return how many tokens they save."""
+        start = lease.num_stored_tokens
+        # Only a lease that has nothing of its own after its last shared page can go on with pages of the tree.
         if (
-            not lease.publishing
-            or at != lease.num_shared_pages * self.page_size
+            not lease.is_sharing
+            or start != lease.num_shared_pages * self.page_size
             or len(lease.pages) > lease.num_shared_pages
         ):
-            return 0  # it has work of its own after its last page in the tree
-        found = self._tree.match(lease.cursor, tokens, len(tokens) - 1, at)
+            return 0
+        pages = self._radix.match(lease.last_node, tokens, len(tokens) - 1, start)
         if self.residency:
-            if self.residency.cost(found) > self.residency.available:
-                return 0  # it computes them anew
-            self.residency.need(found)
-        self._join(lease, found)
-        return len(found) * self.page_size
+            if self.residency.cost(pages) > self.residency.num_available:
+                return 0  # computing them again is better than waiting for frames
+            self.residency.retain(pages)
+        self._adopt(lease, pages)
+        return len(pages) * self.page_size
 
-    def next_page(self, lease: Lease, tokens: Sequence[int]) -> Key | None:
-        """What the next page that `lease` enters will stand for; None if `tokens` are too few to fill it."""
+    def next_page_key(self, lease: Lease, tokens: Sequence[int]) -> Key | None:
+        """Return the key of the next page that `lease` will share; None if `tokens` do not fill it."""
         start = lease.num_shared_pages * self.page_size
-        if not lease.publishing or start + self.page_size > len(tokens):
+        if not lease.is_sharing or start + self.page_size > len(tokens):
             return None
-        return self._tree.key(lease.cursor, tokens[start : start + self.page_size])
+        return self._radix.key(lease.last_node, tokens[start : start + self.page_size])
 
     def reserve(self, lease: Lease, upto: int) -> None:
-        """Gives `lease` pages for `upto` tokens in all; where it raises OutOfPages, nothing has changed."""
-        needed = -(-upto // self.page_size) - len(lease.pages)
+        """Allocate pages until `lease` has room for `upto` tokens.
+
+        Raises:
+            OutOfPages: there are too few pages or frames; nothing has changed.
+        """
+        needed = self.pages_for(upto) - len(lease.pages)
         if needed <= 0:
             return
         assert lease in self._leases, "the lease is not open"
-        short = needed - self._pages.free
-        if short > self._tree.idle:
-            total = self._pages.total
-            raise OutOfPages(f"{needed} more pages are needed, {self.available} of {total} can be had")
+        short = needed - self._allocator.num_free
+        if short > self._radix.num_idle:
+            total = self._allocator.num_pages
+            raise OutOfPages(
+                f"{needed} more pages are needed, {self.num_available_pages} of {total} can be had"
+            )
         if self.residency:
-            self.residency.check_room(needed)  # after pages, which no spill brings
+            self.residency.check_room(needed)  # after pages: giving a hot buffer frees frames, but no pages
         if short > 0:
-            self._evicted += self._tree.evict(short)
-        taken = self._pages.allocate(needed)
-        lease.pages += taken
+            self._evicted += self._radix.evict(short)
+        pages = self._allocator.allocate(needed)
+        lease.pages += pages
         if self.residency:
-            self.residency.enter(taken)
-            if lease.hot:
-                self._dispense(lease)
+            self.residency.allocate(pages)
+            if lease.hot_frames:
+                self._mark_offloadable(lease)
 
     def offload(self, leases: Iterable[Lease]) -> bool:
-        """Gives the first of these leases, which decode, hot buffers: as many as it takes for that to make room. Of its
-        pages each then needs the last alone. False, with nothing changed, where all of them together make none.
+        """Give hot buffers to the first of these leases, to as many as it takes to free frames.
+
+        A lease with a hot buffer needs only its last page on the device. All leases must be decoding.
+
+        Returns:
+            False, with nothing changed, if all of them together would free none.
         """
         assert self.residency
-        hot, held, gain = self.residency.hot, Counter[int](), 0
-        chosen: list[Lease] = []
+        frames_per_buffer, users, num_freed = self.residency.frames_per_hot_buffer, Counter[int](), 0
+        candidates: list[Lease] = []
         for lease in leases:
-            if lease.hot or len(lease.pages) <= hot + 1:
+            if lease.hot_frames or len(lease.pages) <= frames_per_buffer + 1:
                 continue
-            chosen.append(lease)
-            for page in lease.pages[:-1]:  # what several share comes free with the last of them
-                held[page] += 1
-                gain += held[page] == self.residency.needs(page)
-            if gain > hot * len(chosen):
-                self._spill(chosen)
+            candidates.append(lease)
+            # A page that several leases share becomes free with the last of them.
+            for page in lease.pages[:-1]:
+                users[page] += 1
+                num_freed += users[page] == self.residency.num_users(page)
+            if num_freed > frames_per_buffer * len(candidates):
+                self._give_hot_buffers(candidates)
                 return True
         return False
 
-    def _spill(self, leases: Sequence[Lease]) -> None:
+    def _give_hot_buffers(self, leases: Sequence[Lease]) -> None:
         assert self.residency
         for lease in leases:
-            self._dispense(lease)
+            self._mark_offloadable(lease)
         for lease in leases:
-            lease.hot = self.residency.take()
+            lease.hot_frames = self.residency.allocate_hot_buffer()
 
-    def _dispense(self, lease: Lease) -> None:
-        """All pages but the last become dispensable."""
+    def _mark_offloadable(self, lease: Lease) -> None:
+        """Mark all pages but the last as offloadable."""
         assert self.residency
         last = len(lease.pages) - 1
         self.residency.release(lease.pages[lease.num_offloadable : last])
         lease.num_offloadable = last
 
     def round_trip(self, lease: Lease) -> None:
-        """Sends a lease's full pages to the host tier, if there is one, and back: what it reads then has been there."""
-        if self.residency and not lease.hot:
+        """Send a lease's full pages to the host tier, if there is one, and load them back."""
+        if self.residency and not lease.hot_frames:
             full = lease.pages[: lease.num_stored_tokens // self.page_size]
             self.residency.release(full)
-            self.residency.drop(full)
-            self.residency.need(full)
+            self.residency.evict(full)
+            self.residency.retain(full)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
-        """Says that the KV of tokens[:upto] is stored now; pages that it fills enter the tree."""
+        """Record that the KV of tokens[:upto] is stored, and share the pages that are full.
+
+        Args:
+            lease: an open lease with room for `upto` tokens.
+            tokens: the request's tokens.
+            upto: tokens that are stored, at least as many as before.
+        """
         assert lease.num_stored_tokens <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
-            f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} known, {len(lease.pages)} pages"
+            f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} tokens, {len(lease.pages)} pages"
         )
         lease.num_stored_tokens = upto
         full = upto // self.page_size
-        while lease.publishing and lease.num_shared_pages < full:
-            self._publish(lease, tokens)
+        while lease.is_sharing and lease.num_shared_pages < full:
+            self._share_next_page(lease, tokens)
 
     def release(self, lease: Lease) -> None:
-        """Closes `lease`: its pages are free, but for those that others or the tree hold."""
+        """Close `lease`; its pages are free unless other leases or the tree hold them."""
         self._leases.remove(lease)
         if self.residency:
-            self.residency.release(reversed(lease.needed))  # what a prefix begins with is dropped last
-            self.residency.give_back(lease.hot)
-            lease.hot, lease.num_offloadable = [], 0
+            self.residency.release(
+                reversed(lease.resident_pages)
+            )  # the beginning of a prefix is evicted last
+            self.residency.release_hot_buffer(lease.hot_frames)
+            lease.hot_frames, lease.num_offloadable = [], 0
         shared, private = lease.pages[: lease.num_shared_pages], lease.pages[lease.num_shared_pages :]
-        self._pages.release(reversed(private))
-        self._tree.release(shared)
+        self._allocator.release(reversed(private))
+        self._radix.release(shared)
         lease.pages, lease.num_stored_tokens, lease.num_shared_pages = [], 0, 0
-        self.releases += 1
+        self.num_releases += 1
 
     def clear(self) -> None:
-        """Forgets the prefix cache. Open leases keep their pages, but none of these is shared any more."""
-        self._tree.clear()
+        """Empty the prefix cache. Open leases keep their pages, which are private from now on."""
+        self._radix.clear()
         for lease in self._leases:
-            lease.num_shared_pages, lease.publishing = 0, False
-        self.releases += 1
+            lease.num_shared_pages, lease.is_sharing = 0, False
+        self.num_releases += 1
 
     def check_integrity(self) -> None:
-        """Recounts all pages from the open leases and the tree; an AssertionError says what is off."""
-        counts = [int(page in self._tree) for page in range(self._pages.total)]
+        """Assert that a recount of all pages, from the open leases and the tree, agrees with the books."""
+        counts = [int(page in self._radix) for page in range(self._allocator.num_pages)]
         for lease in self._leases:
             for page in lease.pages:
                 counts[page] += 1
-        self._pages.check(counts)
-        self._tree.check()
+        self._allocator.check_integrity(counts)
+        self._radix.check_integrity()
         if self.residency:
             leases = self._leases
-            self.residency.check((lease.needed for lease in leases), (lease.hot for lease in leases))
+            self.residency.check_integrity(
+                (lease.resident_pages for lease in leases), (lease.hot_frames for lease in leases)
+            )
         for lease in self._leases:
             self._check_lease(lease)
 
-    def _join(self, lease: Lease, found: list[int]) -> None:
-        self._tree.retain(found)
-        lease.pages += found
-        lease.num_shared_pages += len(found)
+    def _adopt(self, lease: Lease, pages: list[int]) -> None:
+        """Append `pages` of the tree to those of `lease`."""
+        self._radix.retain(pages)
+        lease.pages += pages
+        lease.num_shared_pages += len(pages)
         lease.num_stored_tokens = lease.num_shared_pages * self.page_size
-        lease.num_hit_tokens += len(found) * self.page_size
-        self._hit_tokens += len(found) * self.page_size
+        lease.num_hit_tokens += len(pages) * self.page_size
+        self._hit_tokens += len(pages) * self.page_size
 
-    def _publish(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Enters the first page that is not in the tree yet, unless an equal one is there."""
+    def _share_next_page(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Insert the first page that is not in the tree yet, unless an equal one is there."""
         start = lease.num_shared_pages * self.page_size
-        page, digit = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
-        lease.publishing = self._tree.insert(lease.cursor, digit, page) == page
-        lease.num_shared_pages += lease.publishing
+        page, page_tokens = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
+        lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
+        lease.num_shared_pages += lease.is_sharing
 
     def _check_lease(self, lease: Lease) -> None:
-        pages, shown = lease.pages, lease.num_shared_pages
+        pages, num_shared = lease.pages, lease.num_shared_pages
         assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
-        assert shown <= lease.num_stored_tokens // self.page_size, (
-            f"{shown} pages in the tree, {lease.num_stored_tokens} tokens stored"
+        assert num_shared <= lease.num_stored_tokens // self.page_size, (
+            f"{num_shared} pages in the tree, {lease.num_stored_tokens} tokens stored"
         )
         assert lease.num_stored_tokens <= len(pages) * self.page_size, (
             f"{lease.num_stored_tokens} tokens in {len(pages)} pages"
         )
-        assert self._tree.is_path(lease.namespace, pages[:shown]), f"{pages[:shown]} is no path of the tree"
-        for page in pages[shown:]:
-            assert page not in self._tree, (
-                f"page {page} is in the tree, but its lease takes it for a private one"
-            )
+        assert self._radix.is_path(lease.namespace, pages[:num_shared]), (
+            f"{pages[:num_shared]} is no path of the tree"
+        )
+        for page in pages[num_shared:]:
+            assert page not in self._radix, f"page {page} is in the tree, but its lease takes it for private"
         for page in pages[lease.num_stored_tokens // self.page_size :]:
-            assert self._pages.count(page) == 1, (
-                f"page {page} can be written by {self._pages.count(page)} holders"
+            assert self._allocator.ref_count(page) == 1, (
+                f"page {page} can be written by {self._allocator.ref_count(page)} users"
             )

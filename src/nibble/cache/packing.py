@@ -1,8 +1,5 @@
 """Packings: how the planes of a format lie in a page.
 
-Owns Packing and the table of them. A backend's row names those it reads. Tokens are written by kernels/append/__init__.py.
-Must not know what planes mean.
-
     nhd      [page, token, head, values]   one token's heads together
     hnd      [page, head, token, values]   one head's tokens together
     record   [page, token, head, bytes]    all planes of a token together, in their order
@@ -14,22 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.errors import ConfigError, unknown
 from nibble.formats.base import Plane, raw
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """heads_first: whether a page holds [head, token, ...] or [token, head, ...]. record: whether planes are columns of
-    one array of bytes."""
+    """One way to lay out planes in pages."""
 
     name: str
     heads_first: bool
+    """Whether a page holds [head, token, ...] and not [token, head, ...]."""
     record: bool = False
+    """Whether planes are columns of one array of bytes."""
 
     def allocate(
         self,
@@ -37,9 +37,20 @@ class Packing:
         pages: int,
         page_size: int,
         device: torch.device,
-        empty: Callable[..., Tensor] = torch.empty,
+        empty: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Storage of a stream's planes, uninitialised. empty: who makes it, called as torch.empty is."""
+        """Return uninitialised storage for a stream's planes.
+
+        Args:
+            planes: the planes of the stream's format.
+            pages: number of pages.
+            page_size: tokens of a page.
+            device: where the storage lies.
+            empty: allocates it, with the signature of torch.empty, which is the default.
+        """
+        import torch  # plans know packings without it
+
+        empty = empty or torch.empty
         if self.record:
             width = sum(plane.bytes_per_token for plane in planes) // planes[0].shape[0]
             shape = (pages, page_size, planes[0].shape[0], width)
@@ -55,11 +66,11 @@ class Packing:
         return (pages, *inner, *rest)
 
     def gather(self, storage: Tensor, page_table_BN: Tensor) -> Tensor:
-        """Reads whole pages: integer page_table_BN -> [B, N * page_size, H, ...]."""
-        found = raw(storage).index_select(0, page_table_BN.flatten()).view(storage.dtype)
+        """Read whole pages: integer page_table_BN -> [B, N * page_size, H, ...]."""
+        values = raw(storage).index_select(0, page_table_BN.flatten()).view(storage.dtype)
         if self.heads_first:
-            found = found.transpose(1, 2)
-        return found.reshape(len(page_table_BN), -1, *found.shape[2:])
+            values = values.transpose(1, 2)
+        return values.reshape(len(page_table_BN), -1, *values.shape[2:])
 
 
 def _columns(planes: Sequence[Plane], records_PSHB: Tensor) -> Iterator[Tensor]:
@@ -75,11 +86,12 @@ _TABLE = {packing.name: packing for packing in _PACKINGS}
 
 
 def names() -> tuple[str, ...]:
+    """Return the names of all packings."""
     return tuple(_TABLE)
 
 
 def get(name: str) -> Packing:
-    """The packing called `name`; raises ConfigError."""
+    """Return the packing called `name`; raise ConfigError if there is none."""
     if name not in _TABLE:
         raise ConfigError(unknown("packing", name, names()))
     return _TABLE[name]

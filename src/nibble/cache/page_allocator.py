@@ -1,8 +1,4 @@
-"""The free list: which pages are free, and how many holders each other page has.
-
-Owns Pages, plain numbers with reference counts. Must not know what a page holds, who its holders are, or
-torch.
-"""
+"""Free list of the pool's pages, with reference counts: plain numbers, no bytes."""
 
 from __future__ import annotations
 
@@ -12,76 +8,82 @@ from nibble.errors import OutOfPages
 
 
 class PageAllocator:
-    """`total` pages, each free or held by a number of holders. Drop what was taken or shared exactly once.
+    """Pages 0 to num_pages - 1, each of them free or held by a number of users.
 
-    freed: told of each page that comes free.
+    Args:
+        num_pages: pages of the pool, at least 1.
+        on_free: called with each page that becomes free.
     """
 
-    __slots__ = ("_counts", "_free", "_freed", "total")
+    __slots__ = ("_free", "_on_free", "_ref_counts", "num_pages")
 
-    def __init__(self, total: int, freed: Callable[[int], None] | None = None) -> None:
-        assert total > 0, f"a pool of {total} pages"
-        self.total = total
-        self._freed = freed
-        self._counts = [0] * total
-        self._free = list(range(total - 1, -1, -1))  # a stack: low pages first, then what was dropped last
+    def __init__(self, num_pages: int, on_free: Callable[[int], None] | None = None) -> None:
+        assert num_pages > 0, f"a pool of {num_pages} pages"
+        self.num_pages = num_pages
+        self._on_free = on_free
+        self._ref_counts = [0] * num_pages
+        # A stack: low pages come first, then the pages that were released last, which caches still hold.
+        self._free = list(range(num_pages - 1, -1, -1))
 
     @property
-    def free(self) -> int:
-        """How many pages are free."""
+    def num_free(self) -> int:
+        """Return the number of free pages."""
         return len(self._free)
 
-    def count(self, page: int) -> int:
-        """How many holders `page` has; 0 is free."""
-        return self._counts[page]
+    def ref_count(self, page: int) -> int:
+        """Return the number of users of `page`; 0 is free."""
+        return self._ref_counts[page]
 
     def allocate(self, n: int) -> list[int]:
-        """`n` free pages, with one holder each; where there are fewer, raises OutOfPages and takes none."""
-        assert n >= 0, f"cannot take {n} pages"
-        keep = len(self._free) - n
-        if keep < 0:
-            raise OutOfPages(f"{n} pages are needed, {len(self._free)} of {self.total} are free")
-        taken = self._free[keep:][::-1]
-        del self._free[keep:]
-        for page in taken:
-            self._counts[page] = 1
-        return taken
+        """Return `n` free pages, which have one user each from now on.
 
-    def extend(self, n: int) -> None:
-        """`n` more pages, all of them free."""
-        self._free[:0] = range(self.total + n - 1, self.total - 1, -1)
-        self._counts += [0] * n
-        self.total += n
+        Raises:
+            OutOfPages: fewer pages are free; none is allocated then.
+        """
+        assert n >= 0, f"cannot allocate {n} pages"
+        remaining = len(self._free) - n
+        if remaining < 0:
+            raise OutOfPages(f"{n} pages are needed, {len(self._free)} of {self.num_pages} are free")
+        pages = self._free[remaining:][::-1]
+        del self._free[remaining:]
+        for page in pages:
+            self._ref_counts[page] = 1
+        return pages
+
+    def grow(self, n: int) -> None:
+        """Add `n` pages, all of them free."""
+        self._free[:0] = range(self.num_pages + n - 1, self.num_pages - 1, -1)
+        self._ref_counts += [0] * n
+        self.num_pages += n
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holder for each of `pages`."""
-        counts = self._counts
+        """Add a user to each of `pages`, none of which may be free."""
+        counts = self._ref_counts
         for page in pages:
             assert counts[page] > 0, f"page {page} is free and cannot be shared"
             counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less for each of `pages`; those that have none left are free."""
-        counts, free = self._counts, self._free
+        """Remove a user from each of `pages`; those without users are free."""
+        counts, free = self._ref_counts, self._free
         for page in pages:
-            left = counts[page] - 1
-            assert left >= 0, f"page {page} is dropped but has no holder"
-            counts[page] = left
-            if not left:
+            remaining = counts[page] - 1
+            assert remaining >= 0, f"page {page} is released but has no user"
+            counts[page] = remaining
+            if not remaining:
                 free.append(page)
-                if self._freed:
-                    self._freed(page)
+                if self._on_free:
+                    self._on_free(page)
 
-    def check(self, counts: Sequence[int]) -> None:
-        """Asserts that the books say what a recount found: `counts[page]` holders of each page."""
-        assert len(counts) == self.total, f"{len(counts)} pages were counted, there are {self.total}"
-        wrong = {
-            page: (kept, found)
-            for page, (kept, found) in enumerate(zip(self._counts, counts, strict=True))
-            if kept != found
+    def check_integrity(self, ref_counts: Sequence[int]) -> None:
+        """Assert that a recount, `ref_counts[page]` users of each page, agrees with the books."""
+        assert len(ref_counts) == self.num_pages, f"{len(ref_counts)} pages were counted of {self.num_pages}"
+        differing = {
+            page: counts
+            for page, counts in enumerate(zip(self._ref_counts, ref_counts, strict=True))
+            if counts[0] != counts[1]
         }
-        assert not wrong, f"holders of pages, as (in the books, recounted): {wrong}"
+        assert not differing, f"users of pages, as (in the books, recounted): {differing}"
         assert len(set(self._free)) == len(self._free), "a page is twice in the free list"
-        assert set(self._free) == {page for page, kept in enumerate(self._counts) if not kept}, (
-            "free list is off"
-        )
+        unused = {page for page, count in enumerate(self._ref_counts) if not count}
+        assert set(self._free) == unused, "free list is off"

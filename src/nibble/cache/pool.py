@@ -1,7 +1,4 @@
-"""PagedPool: the bytes of the cache. The only pool class, for all formats; it allocates what the layout says.
-
-Owns the storage of every stored layer, and writing to it. Who owns which page is manager.py's business; must not
-know of requests, phases or backends.
+"""The bytes of the cache: one pool class for all formats, which allocates what the layout says.
 
 Shape suffixes: T tokens, H heads, D values of a head.
 """
@@ -27,11 +24,18 @@ POISON = 0xFF
 
 
 class PagedPool:
-    """Pages of every stored layer. scales: raises ScaleError here where the layout needs one that is missing.
+    """Pages of every stored layer, and the writer of each.
 
-    frames: how many pages of what attention reads there is room for, where a host tier holds the rest; of index keys
-    there are all. poison: fill with bytes that decode to NaN wherever the format can, so that a read of an unwritten
-    slot shows.
+    Args:
+        layout: what each layer stores.
+        pages: number of pages.
+        scales: global scales and means of K.
+        device: where the pages lie.
+        frames: with a host tier, the pages of what attention reads that have room here; index keys have room for all.
+        poison: fill with bytes that decode to NaN wherever the format can, so that a read of an unwritten slot shows.
+
+    Raises:
+        ScaleError: a scale that the layout needs is missing.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class PagedPool:
         self._appends = {layer: tuple(_appends(view)) for layer, view in self.views.items()}
         if poison:
             for plane in self._planes():
-                raw(plane).fill_(POISON if plane.itemsize == 1 else -1)  # all bits, either way
+                raw(plane).fill_(POISON if plane.itemsize == 1 else -1)  # sets all bits in both cases
 
     def _allocate(self, layer: LayerLayout, scales: KVScales) -> KVView:
         mean = scales.mean(layer.layer, layer.transforms)
@@ -83,22 +87,27 @@ class PagedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for pages."""
+        """Return the bytes allocated for pages."""
         return sum(plane.nbytes for plane in self._planes())
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph may hold a write to any layer."""
+        """Return whether a CUDA graph may hold a write to any layer."""
         return all(write.is_capturable for writes in self._appends.values() for _, write in writes)
 
     def view(self, layer: int) -> KVView:
-        """What a backend reads of stored layer `layer`."""
+        """Return what a backend reads of stored layer `layer`."""
         return self.views[layer]
 
     def write(self, layer: int, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
-        """Encodes and stores streams (name -> [T, H, D]) of T tokens at int64 slot_mapping_T; nothing where negative.
+        """Encode and store new tokens.
 
-        What attention reads is given together; an index key is needed earlier, and may come alone.
+        Streams that attention reads are passed together. An index key is needed earlier and may come alone.
+
+        Args:
+            layer: a stored layer.
+            streams: stream name -> [T, H, D].
+            slot_mapping_T: int64 slots; nothing is stored where negative.
         """
         for first, write in self._appends[layer]:
             if first in streams:
@@ -109,7 +118,7 @@ class PagedPool:
 
 
 def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:
-    """What writes the streams of a layer, by the first of those that it writes together."""
+    """Yield the writers of a layer, each with the first of the streams that it writes together."""
     targets = _targets(view)
     index = targets.pop(INDEX, None)
     yield next(iter(targets)), append.prepare(targets, view.joint_scale)
@@ -118,7 +127,7 @@ def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:
 
 
 def _targets(view: KVView) -> dict[str, append.Target]:
-    """What a writer must know of each stream. Keys alone are transformed."""
+    """Return what a writer needs of each stream. Only keys are transformed."""
     targets = {name: append.Target(entry.paged) for name, entry in view.streams.items()}
     if view.transforms:
         targets["k"] = append.Target(view.streams["k"].paged, view.transforms, view.k_mean_HD)
@@ -126,7 +135,7 @@ def _targets(view: KVView) -> dict[str, append.Target]:
 
 
 def _joint_scale(streams: tuple[StreamView, ...]) -> Tensor | None:
-    """float32 [streams, 1, 1, 1] where all streams have one shape, one format and a single scale each, else None."""
+    """Return float32 [streams, 1, 1, 1] if all streams are alike and have a single scale each, else None."""
     kinds = {(entry.format.name, entry.stream.heads, entry.stream.dim) for entry in streams}
     if len(kinds) > 1 or any(entry.scale.dim() for entry in streams):
         return None

@@ -1,13 +1,10 @@
-"""The prefix cache: a radix tree over whole pages, so that requests with the same beginning share its pages.
+"""Prefix cache: a radix tree over full pages, so that requests with the same beginning share its pages.
 
-Owns RadixCache. A digit of the tree is the tokens of one page, so a node is a page, and a cursor is the page
-at which one stands, or a namespace (a string) at the root. Namespaces never mix. Must not know of requests
-or torch.
+Each node is a page: the tokens of that page are its edge. The root is a namespace (a string), and namespaces never mix.
 
-Whoever holds a page of the tree holds the pages above it too; the manager sees to that. So nothing below an
-idle page (one that only the tree holds) is in use. As a request's pages become idle last page first, each
-idle page stands behind all that hang below it: eviction takes the longest idle page, and that one is always
-a leaf.
+A user of a page also holds all pages above it; the manager sees to that. So nothing below an idle page (one that only
+the tree holds) is in use. A request's pages become idle in the order last to first, so an idle page stands behind all
+pages below it in the idle queue: the page that has been idle longest is always a leaf, and eviction takes that one.
 """
 
 from __future__ import annotations
@@ -19,125 +16,140 @@ from struct import Struct
 from nibble.cache.page_allocator import PageAllocator
 
 Node = int | str
-"""Where one stands in the tree: at a page, or at the root of a namespace."""
+"""A node of the tree: a page, or the root of a namespace."""
 
 Key = bytes
-"""The tokens of a page, then the name of the cursor above it. Bytes, as the garbage collector would walk
-through millions of tuples, and stop the engine for a tenth of a second.
-"""
+"""The tokens of a page, then the name of its parent. Bytes and not tuples: the garbage collector would walk through
+millions of tuples, and stop the engine for a tenth of a second."""
 
 ROOT = b"/"
-"""What the name of a namespace's root starts with, and that of a page does not."""
+"""Prefix of the name of a namespace's root; names of pages are digits."""
 
 
 class RadixCache:
-    """Full pages by their tokens and all tokens before them. The tree itself is one holder of its pages."""
+    """Full pages by their tokens and all tokens before them. The tree itself is one user of its pages."""
 
-    __slots__ = ("_above", "_digit", "_edges", "_idle", "_page_size", "_pages")
+    __slots__ = ("_allocator", "_idle", "_keys_by_page", "_page_size", "_page_tokens", "_pages_by_key")
 
-    def __init__(self, pages: PageAllocator, page_size: int) -> None:
-        self._pages = pages
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
         self._page_size = page_size
-        self._digit = Struct(f"{page_size}q")
-        self._edges: dict[Key, int] = {}
-        self._above: dict[int, Key] = {}  # the edge that leads to a page
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the page that has been idle longest comes first
+        self._page_tokens = Struct(f"{page_size}q")
+        self._pages_by_key: dict[Key, int] = {}
+        self._keys_by_page: dict[int, Key] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
 
     def __len__(self) -> int:
-        return len(self._above)
+        return len(self._keys_by_page)
 
     def __contains__(self, page: int) -> bool:
-        return page in self._above
+        return page in self._keys_by_page
 
     @property
-    def idle(self) -> int:
-        """How many pages only the tree holds; all of them can be evicted."""
+    def num_idle(self) -> int:
+        """Return the number of pages that only the tree holds; all of them can be evicted."""
         return len(self._idle)
 
-    def key(self, cursor: Node, digit: Sequence[int]) -> Key:
-        """The key of the page that stands for `digit`, the tokens of one full page, below `cursor`."""
-        return self._digit.pack(*digit) + _name(cursor)
+    def key(self, parent: Node, page_tokens: Sequence[int]) -> Key:
+        """Return the key of the page with `page_tokens`, the tokens of one full page, below `parent`."""
+        return self._page_tokens.pack(*page_tokens) + _name(parent)
 
-    def match(self, cursor: Node, tokens: Sequence[int], limit: int, start: int = 0) -> list[int]:
-        """The pages that hold tokens[start:limit], as far as the tree has them below `cursor`."""
-        edges, edge, size = self._edges, self.key, self._page_size
-        found: list[int] = []
+    def match(self, node: Node, tokens: Sequence[int], limit: int, start: int = 0) -> list[int]:
+        """Return the pages below `node` that hold tokens[start:limit], as far as the tree has them.
+
+        Args:
+            node: where the search starts.
+            tokens: all tokens of the prompt, those above `node` included.
+            limit: end of the search, in tokens.
+            start: tokens above `node`, a multiple of the page size.
+        """
+        pages_by_key, key, size = self._pages_by_key, self.key, self._page_size
+        pages: list[int] = []
         for end in range(start + size, limit + 1, size):
-            page = edges.get(edge(cursor, tokens[end - size : end]))
+            page = pages_by_key.get(key(node, tokens[end - size : end]))
             if page is None:
                 break
-            found.append(page)
-            cursor = page
-        return found
+            pages.append(page)
+            node = page
+        return pages
 
-    def insert(self, cursor: Node, digit: Sequence[int], page: int) -> int:
-        """The page that stands for `digit` below `cursor` from now on: one that was there, else `page`."""
-        edge = self.key(cursor, digit)
-        there = self._edges.setdefault(edge, page)
-        if there == page:
-            assert page not in self._above, f"page {page} is in the tree already"
-            assert isinstance(cursor, str) or cursor in self._above, f"page {cursor} is not in the tree"
-            self._above[page] = edge
-            self._pages.retain((page,))
-        return there
+    def insert(self, parent: Node, page_tokens: Sequence[int], page: int) -> int:
+        """Return the page of `page_tokens` below `parent` from now on: an older one if there is one, else `page`.
+
+        Args:
+            parent: a page of the tree, or a namespace.
+            page_tokens: the tokens of one full page.
+            page: the page that stores them, which is not in the tree yet.
+        """
+        key = self.key(parent, page_tokens)
+        owner = self._pages_by_key.setdefault(key, page)
+        if owner == page:
+            assert page not in self._keys_by_page, f"page {page} is in the tree already"
+            assert isinstance(parent, str) or parent in self._keys_by_page, (
+                f"page {parent} is not in the tree"
+            )
+            self._keys_by_page[page] = key
+            self._allocator.retain((page,))
+        return owner
 
     def retain(self, pages: Sequence[int]) -> None:
-        """One more holder for each of `pages` of the tree."""
-        self._pages.retain(pages)
+        """Add a user to each of `pages`, which are in the tree."""
+        self._allocator.retain(pages)
         for page in pages:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of `pages`, in order down the tree; those left to the tree are idle."""
+        """Remove a user from each of `pages`, a path down the tree; pages without other users become idle."""
         lowest_first = pages[::-1]
-        self._pages.release(lowest_first)
-        count = self._pages.count
+        self._allocator.release(lowest_first)
+        ref_count = self._allocator.ref_count
         for page in lowest_first:
-            if count(page) == 1:
+            if ref_count(page) == 1:
                 self._idle[page] = None
 
-    def count_idle(self, pages: Sequence[int]) -> int:
-        """How many of `pages` are idle."""
+    def num_idle_of(self, pages: Sequence[int]) -> int:
+        """Return how many of `pages` are idle."""
         return sum(page in self._idle for page in pages)
 
     def evict(self, n: int) -> int:
-        """Frees `n` idle pages, or as many as there are: the longest unused first. Returns how many."""
+        """Free up to `n` idle pages, the longest unused first, and return how many there were."""
         evicted = [self._idle.popitem(last=False)[0] for _ in range(min(n, len(self._idle)))]
         for page in evicted:
-            del self._edges[self._above.pop(page)]
-        self._pages.release(evicted)
+            del self._pages_by_key[self._keys_by_page.pop(page)]
+        self._allocator.release(evicted)
         return len(evicted)
 
     def clear(self) -> None:
-        """Forgets all pages, those in use too (they stay with their holders)."""
-        self._pages.release(self._above)
-        for book in (self._edges, self._above, self._idle):
+        """Remove all pages from the tree. Pages in use stay with their other users."""
+        self._allocator.release(self._keys_by_page)
+        for book in (self._pages_by_key, self._keys_by_page, self._idle):
             book.clear()
 
     def is_path(self, namespace: str, pages: Sequence[int]) -> bool:
-        """Whether `pages` lead down the tree from the root of `namespace`."""
-        cursors: list[Node] = [namespace, *pages]
-        return all(self._name_above(page) == _name(cursors[i]) for i, page in enumerate(pages))
+        """Return whether `pages` lead down the tree from the root of `namespace`."""
+        parents: list[Node] = [namespace, *pages]
+        return all(self._parent_name(page) == _name(parents[i]) for i, page in enumerate(pages))
 
-    def check(self) -> None:
-        """Asserts that the tree agrees with itself and with the counts of its pages."""
-        assert self._edges == {edge: page for page, edge in self._above.items()}, "edges and pages differ"
-        idle = {page for page in self._above if self._pages.count(page) == 1}
+    def check_integrity(self) -> None:
+        """Assert that the tree agrees with itself and with the reference counts of its pages."""
+        keys = {key: page for page, key in self._keys_by_page.items()}
+        assert self._pages_by_key == keys, "keys and pages differ"
+        idle = {page for page in self._keys_by_page if self._allocator.ref_count(page) == 1}
         assert set(self._idle) == idle, f"idle pages are {sorted(idle)}, in the books {sorted(self._idle)}"
         place = {page: i for i, page in enumerate(self._idle)}
-        for page in self._above:
-            name = self._name_above(page)
+        for page in self._keys_by_page:
+            name = self._parent_name(page)
             if name.startswith(ROOT):
                 continue
-            above = int(name)
-            assert above in self._above, f"page {page} hangs below page {above}, which is gone"
-            if above in place:
-                assert page in place, f"page {page} is in use below the idle page {above}"
-                assert place[page] < place[above], f"page {above} would be evicted before {page} below it"
+            parent = int(name)
+            assert parent in self._keys_by_page, f"page {page} hangs below page {parent}, which is gone"
+            if parent in place:
+                assert page in place, f"page {page} is in use below the idle page {parent}"
+                assert place[page] < place[parent], f"page {parent} would be evicted before {page} below it"
 
-    def _name_above(self, page: int) -> bytes:
-        return self._above.get(page, b"")[self._digit.size :]
+    def _parent_name(self, page: int) -> bytes:
+        return self._keys_by_page.get(page, b"")[self._page_tokens.size :]
 
 
-def _name(cursor: Node) -> bytes:
-    return b"%d" % cursor if isinstance(cursor, int) else ROOT + cursor.encode()
+def _name(node: Node) -> bytes:
+    return b"%d" % node if isinstance(node, int) else ROOT + node.encode()

@@ -1,8 +1,7 @@
-"""KV scales: the FP32 global scales (and K means) that a scheme needs, where they came from, and their version.
+"""Global scales and K means of the cache: where they came from, their version, and their JSON files.
 
-Owns StreamScale, LayerScales, KVScales and their JSON forms. Fails closed: what is missing is a ScaleError that
-says what to do; 1.0 is used only where it was asked for by name. Reading them from a checkpoint is in
-models/kv_scales.py, measuring them in engine/calibration.py. Must not know of torch or of pages.
+A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/kv_scales.py
+reads scales from checkpoints; engine/calibration.py measures them.
 """
 
 from __future__ import annotations
@@ -22,30 +21,29 @@ from nibble.model_spec import LATENT, Stream
 
 SCHEMA = "nibble-kv-scales-1"
 FLOAT32_TINY, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
-"""The least and the largest normal FP32 number: what a scale must lie between."""
+"""The smallest and the largest normal FP32 number, the bounds of a scale."""
 E4M3_MAX = 448.0
-"""What FP8 scales in checkpoints and JSON files of other engines were made for: scale = amax / 448."""
-
-
+"""The limit of FP8 scales in checkpoints and JSON files of other engines: scale = amax / 448."""
 _PEER_LIMITS = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": 57344.0}
-"""What `kv_cache.dtype` of other engines' JSON files says of their scales."""
+"""Limit of the scales in other engines' JSON files, by their `kv_cache.dtype`."""
 Mean = tuple[tuple[float, ...], ...]
 """A mean of K: [H][D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamScale:
-    """value: the scale, one number or one per head. limit: `max_value` of the format that it was made for.
+    """The global scale of one stream.
 
-    A format with another max_value gets value * limit / max_value, so that the same amax fits. limit None is the
-    scale 1.0 asked for by name: it stays 1.0 for every format.
+    A format with another max_value gets value * limit / max_value, so that the same amax fits.
     """
 
     value: float | tuple[float, ...]
+    """One number, or one per head."""
     limit: float | None
+    """`max_value` of the format that it was measured for; None is the scale 1.0 by name, which every format keeps."""
 
     def for_format(self, fmt: KVFormat) -> float | tuple[float, ...]:
-        """The global scale of `fmt`."""
+        """Return the global scale of `fmt`."""
         if self.limit is None or fmt.max_value is None or self.limit == fmt.max_value:
             return self.value
         ratio = self.limit / fmt.max_value
@@ -54,48 +52,62 @@ class StreamScale:
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:
-    """Scales of one layer by stream; a key as `k+rot` holds for K under those transforms. k_mean: [H][D]."""
+    """Scales of one layer."""
 
     streams: Mapping[str, StreamScale]
+    """By stream; a key such as `k+rot` holds for K under those transforms."""
     k_mean: Mean | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Scales by layer. source: where they came from, for messages and `nibble plan`."""
+    """Scales by layer."""
 
     source: str
+    """Where they came from, for messages and `nibble plan`."""
     layers: Mapping[int, LayerScales] = field(default_factory=dict)
     unit: bool = False
+    """Whether every scale is 1.0, by name."""
 
     def scale(
         self, layer: int, stream: str, transforms: Iterable[str], fmt: KVFormat
     ) -> float | tuple[float, ...]:
-        """The global scale of a stream in `fmt`; 1.0 for formats without one. Raises ScaleError."""
+        """Return the global scale of a stream in `fmt`, 1.0 for formats without one.
+
+        Args:
+            layer: index of a stored layer.
+            stream: name of the stream.
+            transforms: names of the transforms of K.
+            fmt: the format that stores the stream.
+
+        Raises:
+            ScaleError: there is none.
+        """
         if not fmt.needs_scale or self.unit:
             return 1.0
         key = "+".join((stream, *transforms)) if stream == "k" else stream
-        known = self.layers.get(layer, LayerScales({})).streams
-        found = known.get(key) or (known.get("k") if stream == LATENT else None)  # checkpoints know keys only
-        if found is None:
+        by_stream = self.layers.get(layer, LayerScales({})).streams
+        # Checkpoints of latent models have scales of keys only.
+        scale = by_stream.get(key) or (by_stream.get("k") if stream == LATENT else None)
+        if scale is None:
             raise ScaleError(_missing(layer, key, fmt, self.source))
-        return found.for_format(fmt)
+        return scale.for_format(fmt)
 
     def mean(self, layer: int, transforms: Iterable[str]) -> Mean | None:
-        """The K mean [H][D] where a transform needs one, else None. Raises ScaleError where it is missing."""
+        """Return the K mean [H][D] if a transform needs one, else None. Raise ScaleError if it is missing."""
         if not any(transforms_of.get(name).needs_mean for name in transforms):
             return None
-        found = self.layers.get(layer, LayerScales({})).k_mean
-        if found is None:
+        mean = self.layers.get(layer, LayerScales({})).k_mean
+        if mean is None:
             raise ScaleError(
                 f"layer {layer} needs a mean of K for the transform kmean, and {self.source} has none; "
                 "measure it with --kv-scales calibrate or `nibble calibrate`"
             )
-        return found
+        return mean
 
     @property
     def version(self) -> str:
-        """16 hex digits that change with any scale: part of every prefix key."""
+        """Return 16 hex digits that change with any scale; part of every prefix key."""
         layers = [
             (n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())
         ]
@@ -115,8 +127,8 @@ def _missing(layer: int, key: str, fmt: KVFormat, source: str) -> str:
     )
 
 
-def needed(layout: CacheLayout) -> bool:
-    """Whether any stream of `layout` has a global scale, or a transform that needs a mean."""
+def needs_scales(layout: CacheLayout) -> bool:
+    """Return whether any stream of `layout` has a global scale, or a transform that needs a mean."""
     return any(
         any(entry.codec.needs_scale for entry in layer.streams)
         or any(transforms_of.get(name).needs_mean for name in layer.transforms)
@@ -125,40 +137,40 @@ def needed(layout: CacheLayout) -> bool:
 
 
 def require(layout: CacheLayout, scales: KVScales) -> None:
-    """Raises ScaleError unless `scales` has all that `layout` needs: the check to make before weights load."""
+    """Raise ScaleError unless `scales` has all that `layout` needs. To be called before weights load."""
     for layer in layout.layers:
         mean = scales.mean(layer.layer, layer.transforms)
         for entry in layer.streams:
             if mean is not None and entry.stream.name == "k":
                 _require_mean(mean, entry.stream, f"{scales.source}, layer {layer.layer}")
-            found = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
-            if isinstance(found, tuple) and len(found) != entry.stream.heads:
+            scale = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
+            if isinstance(scale, tuple) and len(scale) != entry.stream.heads:
                 raise ScaleError(
-                    f"{scales.source} has {len(found)} scales for {entry.stream.name!r} of layer {layer.layer}, which "
+                    f"{scales.source} has {len(scale)} scales for {entry.stream.name!r} of layer {layer.layer}, which "
                     f"has {entry.stream.heads} heads"
                 )
-            for value in found if isinstance(found, tuple) else (found,):
-                checked(
+            for value in scale if isinstance(scale, tuple) else (scale,):
+                check_scale(
                     value,
                     f"{scales.source}, {entry.stream.name} of layer {layer.layer} in {entry.codec.name}",
                 )
 
 
 def _require_mean(mean: Mean, stream: Stream, where: str) -> None:
-    """Raises ScaleError unless `mean` is finite and of the shape of `stream`."""
+    """Raise ScaleError unless `mean` is finite and of the shape of `stream`."""
     sizes = sorted({len(head) for head in mean})
     if len(mean) != stream.heads or sizes != [stream.dim]:
-        found = f"({len(mean)}, {' or '.join(map(str, sizes)) or 0})"
+        shape = f"({len(mean)}, {' or '.join(map(str, sizes)) or 0})"
         raise ScaleError(
-            f"{where}: the mean of K has the shape {found}, and the model needs ({stream.heads}, {stream.dim}); "
+            f"{where}: the mean of K has the shape {shape}, and the model needs ({stream.heads}, {stream.dim}); "
             "measure it with --kv-scales calibrate or `nibble calibrate`"
         )
     if not all(abs(x) <= FLOAT32_MAX for head in mean for x in head):
         raise ScaleError(f"{where}: the mean of K must be finite; measure it again with `nibble calibrate`")
 
 
-def checked(value: Any, where: str) -> float:
-    """`value` as a scale; raises ScaleError unless it is a normal FP32 number above 0."""
+def check_scale(value: Any, where: str) -> float:
+    """Return `value` as a float; raise ScaleError unless it is a normal FP32 number above 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and FLOAT32_TINY <= value <= FLOAT32_MAX):
         raise ScaleError(
@@ -169,7 +181,7 @@ def checked(value: Any, where: str) -> float:
 
 
 def load(path: Path, layers: int) -> KVScales:
-    """Scales from a JSON file: Nibble's own form, or the one that SGLang and vLLM take. Raises ScaleError."""
+    """Read scales from a JSON file of Nibble, SGLang or vLLM for a model of `layers` layers. Raise ScaleError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -192,7 +204,7 @@ def load(path: Path, layers: int) -> KVScales:
 
 
 def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
-    """`{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
+    """Parse `{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"<tp rank>": {"<layer>": scale}}}}`."""
     try:
         ranks = data["kv_cache"]["scaling_factor"]
         by_layer, dtype = ranks["0"], data["kv_cache"].get("dtype") or "float8_e4m3fn"
@@ -212,7 +224,7 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
             f"{path} has scales for kv_cache.dtype {dtype!r}, and Nibble reads those for "
             f"{' and '.join(_PEER_LIMITS)}; measure others with --kv-scales calibrate"
         )
-    both = {layer: StreamScale(checked(value, f"{path}, layer {layer}"), limit) for layer, value in items}
+    both = {layer: StreamScale(check_scale(value, f"{path}, layer {layer}"), limit) for layer, value in items}
     return {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
 
 
@@ -229,13 +241,15 @@ def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
 
 
 def _parse_layer(entry: dict[str, Any], where: str) -> LayerScales:
-    streams = {key: StreamScale(checked(amax, f"{where}, {key}"), 1.0) for key, amax in entry["amax"].items()}
+    streams = {
+        key: StreamScale(check_scale(amax, f"{where}, {key}"), 1.0) for key, amax in entry["amax"].items()
+    }
     mean = entry.get("k_mean")
     return LayerScales(streams, None if mean is None else _parse_mean(mean, where))
 
 
 def _parse_mean(mean: Any, where: str) -> Mean:
-    """`k_mean` of a file: as many finite numbers for each head. Raises ScaleError."""
+    """Parse `k_mean` of a file: equally many finite numbers for each head. Raise ScaleError."""
     rows = [tuple(head) for head in mean]
     if len({len(row) for row in rows}) != 1:
         raise ScaleError(f"{where}: k_mean must have equally many numbers for each head, [heads][dim]")
@@ -246,7 +260,7 @@ def _parse_mean(mean: Any, where: str) -> Mean:
 
 
 def save(scales: KVScales, path: Path) -> None:
-    """Writes Nibble's own form: the largest magnitude (amax) of each stream, so that any format can use it."""
+    """Write Nibble's own form: the largest magnitude (amax) of each stream, which any format can use."""
     layers = {
         str(layer): {
             "amax": {key: _amax(scale) for key, scale in sorted(entry.streams.items())},

@@ -1,6 +1,4 @@
-"""KVView: what a backend reads of one layer. Planes, scales, format, packing and page size, and nothing else.
-
-Owns StreamView and KVView. Must not know of requests, routes or backends.
+"""What a backend reads of one layer: planes, scales, format, packing and page size.
 
 Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
 """
@@ -17,89 +15,101 @@ from nibble.cache.packing import Packing
 from nibble.formats import KVFormat
 from nibble.formats.base import raw
 from nibble.formats.transforms import Transform
-from nibble.kernels.gather import Paged, dequantize_pages
+from nibble.kernels.gather import dequantize_pages
 from nibble.kernels.rotate import rotate
+from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, Stream
 
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """planes: the format's planes as `packing` lays them out. scale: float32, () or [H, 1]. paged: for kernels."""
+    """One stored stream of one layer."""
 
     stream: Stream
     format: KVFormat
     packing: Packing
     planes: tuple[Tensor, ...]
+    """The format's planes, as `packing` lays them out."""
     scale: Tensor
+    """float32, () or [H, 1]."""
     paged: Paged = field(init=False)
+    """The same as kernels take it."""
 
     def __post_init__(self) -> None:
         planes_PHS = tuple(p if self.packing.heads_first else p.transpose(1, 2) for p in self.planes)
         object.__setattr__(self, "paged", Paged(self.format, self.stream.dim, planes_PHS, self.scale))
 
-    def gather(self, page_table_BN: Tensor) -> Tensor:
-        """Dequantises whole pages: integer page_table_BN -> float32 [B, L, H, D]."""
+    def gather_reference(self, page_table_BN: Tensor) -> Tensor:
+        """Dequantise whole pages by the definition: integer page_table_BN -> float32 [B, L, H, D]."""
         planes = tuple(self.packing.gather(plane, page_table_BN) for plane in self.planes)
         return self.format.decode(planes, self.scale)
 
-    def values(self, page_table_BN: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantises whole pages: int32 page_table_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
+    def dequantize(self, page_table_BN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Dequantise whole pages: int32 page_table_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
         return (
             dequantize_pages(self.paged, page_table_BN, dtype)
             if self.scale.is_cuda
-            else self.gather(page_table_BN).to(dtype)
+            else self.gather_reference(page_table_BN).to(dtype)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """The streams of one layer by name. transforms, k_mean_HD: what was done to K before it was encoded.
-
-    joint_scale: the streams' scales as one tensor, where the streams are so alike that they are encoded together.
-    """
+    """The stored streams of one layer."""
 
     streams: Mapping[str, StreamView]
     page_size: int
     transforms: tuple[Transform, ...] = ()
+    """Transforms of K before it was encoded."""
     k_mean_HD: Tensor | None = None
+    """The mean that was subtracted from K."""
     joint_scale: Tensor | None = None
+    """The scales of all streams as one tensor, if the streams are so alike that they are encoded together."""
 
     @property
     def keys(self) -> StreamView:
-        """The stream that queries are compared with: the first."""
+        """Return the stream that queries are scored with: the first."""
         return next(iter(self.streams.values()))
 
     def query(self, q_THD: Tensor) -> Tensor:
-        """The query's counterpart of the transforms that the stored keys went through."""
+        """Return the query after the counterpart of the transforms of the stored keys."""
         return rotate(q_THD) if any(transform.rotates for transform in self.transforms) else q_THD
 
-    def heads(
+    def dequantize_heads(
         self, page_table_BN: Tensor, first: int, counts: Sequence[int], length: int
     ) -> tuple[Tensor, ...]:
-        """Dequantised keys and values with heads in front -> float32 [B, H, length, D] each.
+        """Dequantise keys and values with heads in front -> float32 [B, H, length, D] each.
 
-        Request b has counts[b] tokens, from slot `first` of its first page on; what follows them is zeros. Heads are
-        moved, and zeros filled in, while values are packed: zero bytes decode to zeros in every format.
+        Args:
+            page_table_BN: int32 pages.
+            first: slot of each request's first token in its first page.
+            counts: tokens of each request; zeros follow them.
+            length: tokens of the result.
         """
+        # Heads are moved and zeros filled in before decoding: zero bytes decode to zeros in every format.
         views = tuple(entry for name, entry in self.streams.items() if name != INDEX)
         packed = [_heads(entry, page_table_BN, first, counts, length) for entry in views]
         if self.joint_scale is None:
             pairs = zip(views, packed, strict=True)
-            return _both(
+            return _keys_and_values(
                 tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs),
                 views[0],
             )
         joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
-        return _both(views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind(), views[0])
+        return _keys_and_values(
+            views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind(), views[0]
+        )
 
 
-def _both(found: tuple[Tensor, ...], entry: StreamView) -> tuple[Tensor, ...]:
-    """Keys and values. Those of a latent are one: its rotary part is of the key alone."""
-    return found if len(found) > 1 else (found[0], found[0][..., : entry.stream.dim - entry.stream.rope])
+def _keys_and_values(streams: tuple[Tensor, ...], entry: StreamView) -> tuple[Tensor, ...]:
+    """Return keys and values. A latent is both: its rotary part belongs to the key alone."""
+    if len(streams) > 1:
+        return streams
+    return streams[0], streams[0][..., : entry.stream.dim - entry.stream.rope]
 
 
 def _per_head(scale: Tensor) -> Tensor:
-    """A scale [H, 1] made to fit [B, H, L, D]."""
+    """Return a scale [H, 1] in the shape that [B, H, L, D] needs."""
     return scale.unsqueeze(-1) if scale.dim() else scale
 
 

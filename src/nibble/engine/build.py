@@ -15,11 +15,7 @@ from torch import nn
 
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner import price
-from nibble.attention.planner import evidence
-from nibble.attention.planner.capture import cuda_graph_blocker
-from nibble.attention.planner.memory import MemoryPlan, plan_memory
-from nibble.attention.planner.needs import compute_dtype
+from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
@@ -36,69 +32,25 @@ from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.model_runner import ModelRunner
 from nibble.engine.page_tables import PageTables
+from nibble.engine.plan import Design, EnginePlan, plan_engine
 from nibble.engine.reference_rows import ReferenceRows
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
-from nibble.engine.transfer import ALIGNED
 from nibble.engine.warmup import StartupReport, out_of_memory_explained, warm_up
 from nibble.errors import ScaleError
-from nibble.hardware import Hardware, probe
-from nibble.model_spec import INDEX, ModelSpec
+from nibble.model_spec import INDEX
 from nibble.models import kv_scales as checkpoint_scales
-from nibble.models.checkpoint import folder, load
+from nibble.models.checkpoint import download, load
 from nibble.models.forward import compiled
-from nibble.models.hub import find
-from nibble.models.observe import observe
+from nibble.models.hub import locate
 from nibble.models.refusals import load_config
 
 CALIBRATION_TOKENS = 8192
 CHUNK = 512
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
-
-
-@dataclass(frozen=True)
-class Design:
-    """What is decided of a cache: for whom, on what, and how."""
-
-    config: Config
-    hardware: Hardware
-    model_spec: ModelSpec
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class EnginePlan(Design):
-    """Everything that is decided before weights load. warning: why times that were measured are not used."""
-
-    model_config: Any
-    budget: MemoryPlan
-    warning: str = ""
-
-
-def plan_engine(
-    config: Config, hardware: Hardware | None = None, *, declared: bool = False, by_times: bool = True
-) -> EnginePlan:
-    """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
-
-    On this machine, `auto` chooses among backends whose packages are here, and follows times that were measured on
-    it unless `config` or `by_times` says no; on another, among all that have adapters. A refusal's command has what
-    differs from the defaults in `config`: what a caller decides for himself does not belong there.
-    """
-    here = hardware is None
-    known = backends.available_backends() if here else backends.all_backends()
-    hardware = hardware or probe(config.device)
-    model_config = load_config(config.model, config.index_topk)
-    model_spec = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
-    tuned = here and by_times and config.tuned
-    times = evidence.load_tuned(hardware, known) if tuned else evidence.NO_RANKINGS
-    plan = resolve(config, model_spec, hardware, known, declared=declared, measured=times)
-    note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
-    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    room = plan_memory(config, model_spec, hardware, plan)
-    return EnginePlan(config, hardware, model_spec, plan, model_config, room, times.warning)
 
 
 @dataclass(frozen=True)
@@ -142,7 +94,12 @@ def build(
     made, tokenizer, texts, scales = ready.plan, ready.tokenizer, ready.texts, ready.scales
     startup.notes += filter(None, [made.warning])
     with startup.part("weights"):
-        model = load(made.model_config, made.model_spec, made.plan.dtype, made.hardware.device)
+        model = load(
+            load_config(config.model, config.index_topk),
+            made.model_spec,
+            made.plan.dtype,
+            made.hardware.device,
+        )
     if texts is not None and tokenizer is not None:
         with startup.part("calibration"):
             prompts = [tokenizer.encode(text) for text in texts]
@@ -155,7 +112,7 @@ def build(
     watch = _watch(made)  # before the start looks at the memory that is left, and used after it
     warm_up(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
     engine.runner.error_monitor = watch
-    startup.notes += price.warnings(made.plan, made.budget.context)
+    startup.notes += staging_warnings(made.plan, made.budget.context)
     engine.startup = startup
     return engine, made
 
@@ -198,8 +155,7 @@ def _engine(
         token_budget=made.budget.step_tokens,
         max_context=made.model_spec.max_context,
     )
-    width = manager.pages_for(min(made.model_spec.max_context, manager.capacity)) + 1
-    tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
+    tables = PageTables(config.max_running + 1, made.budget.table_width, made.hardware.device)
     run = compiled(model) if config.compile and not made.hardware.is_cpu else None
     eos_ids, vocabulary = _eos(model, tokenizer), made.model_spec.vocab_size
     return Engine(
@@ -215,11 +171,6 @@ def _engine(
     )
 
 
-def _aligned(width: int) -> int:
-    """Columns of a page table whose rows all begin at multiples of 16 bytes."""
-    return -(-width // ALIGNED) * ALIGNED
-
-
 def adapters(plan: Plan) -> dict[str, Any]:
     """One adapter for every backend of the plan; a vendor package is imported here, in its constructor."""
     names = {route.backend for group in plan.groups for route in group.routes}
@@ -229,7 +180,7 @@ def adapters(plan: Plan) -> dict[str, Any]:
 
 def tokenizer_of(model: str) -> Tokenizer | None:
     """The model's tokenizer; None for a local checkpoint that has no tokenizer files."""
-    path = Path(find(model))
+    path = Path(locate(model))
     if path.exists() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
         return None
     return Tokenizer(str(path) if path.exists() else model)
@@ -245,8 +196,8 @@ def resolve_scales(made: Design, source: str) -> KVScales:
     if source != "auto":
         return kv_scales.load(Path(source), made.model_spec.layers)
     return (
-        checkpoint_scales.read(folder(made.config.model))
-        if any(map(kv_scales.needed, made.plan.stores))
+        checkpoint_scales.read(download(made.config.model))
+        if any(map(kv_scales.needs_scales, made.plan.stores))
         else kv_scales.NONE
     )
 

@@ -26,12 +26,12 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionParams
 from nibble.engine.batch import ScheduledRequest
 from nibble.engine.reference_rows import Asked, ReferenceRows
 from nibble.engine.request import Request
 from nibble.engine.sampled_tokens import to_host
 from nibble.engine.selftest import ATTENDED, ATTENDED_16_BITS
+from nibble.kernels.types import AttentionParams
 
 log = logging.getLogger("nibble.fidelity")
 LOOKS = 4

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.offload.hot_buffer import HotBuffers
@@ -27,6 +26,7 @@ from nibble.engine.cuda_graphs import Buffers, Graphs
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.page_tables import PageTables
 from nibble.engine.transfer import PackedInts
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 
@@ -147,7 +147,7 @@ class ModelRunner:
         return self._placed(pages_T.long() * size + positions_T % size, segments)
 
     def _placed(self, slot_mapping_T: Tensor, segments: Sequence[AttentionBatch]) -> AttentionMetadata:
-        frame_slot_mapping_T = self.tier.place(slot_mapping_T) if self.tier else None
+        frame_slot_mapping_T = self.tier.frame_slots(slot_mapping_T) if self.tier else None
         return AttentionMetadata(slot_mapping_T, tuple(segments), frame_slot_mapping_T)
 
     def _pad_rows(self, values: list[int]) -> list[int]:

@@ -16,12 +16,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionParams
 from nibble.attention.planner.plan import Plan
 from nibble.cache.layout import LayerLayout
 from nibble.formats import KVFormat
 from nibble.formats import transforms as transform
 from nibble.kernels.rotate import rotate
+from nibble.kernels.types import AttentionParams
 from nibble.model_spec import INDEX, LATENT, LayerGroup
 
 LAYERS = 4

@@ -83,7 +83,7 @@ class Scheduler:
     @property
     def limit(self) -> int:
         """Most tokens, prompt and answer together, that a request may have."""
-        return min(self.max_context, self.manager.capacity)
+        return min(self.max_context, self.manager.num_tokens)
 
     @property
     def unfinished(self) -> int:
@@ -195,9 +195,9 @@ class Scheduler:
                 f"{said}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
                 "raise --max-context"
             )
-        if length + 1 > self.manager.capacity:
+        if length + 1 > self.manager.num_tokens:
             raise PromptTooLong(
-                f"{said}which exceeds the available context size: the KV cache holds {self.manager.capacity}; shorten "
+                f"{said}which exceeds the available context size: the KV cache holds {self.manager.num_tokens}; shorten "
                 "the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
             )
 
@@ -222,18 +222,18 @@ class Scheduler:
 
     def _kept(self, request: Request) -> int:
         """Frames that a running request keeps under pressure."""
-        return self.manager.least_frames(request.num_tokens, _decodes(request))
+        return self.manager.min_frames(request.num_tokens, _decodes(request))
 
     def _standing(self, request: Request, kept: int) -> tuple[str, int, int, int]:
         """What a refusal of `request` depends on."""
         residency = self.manager.residency
-        return request.id, self.manager.releases, kept, residency.changes if residency else 0
+        return request.id, self.manager.num_releases, kept, residency.num_releases if residency else 0
 
     def _start(self, request: Request, spare: int, kept: int) -> bool:
         while request.lease is None:
             try:
                 request.lease = self.manager.open(
-                    request.token_ids, request.namespace, spare=spare, kept=kept
+                    request.token_ids, request.namespace, spare_pages=spare, reserved_frames=kept
                 )
             except OutOfPages as error:
                 if isinstance(error, OutOfFrames) and self._spill():
@@ -305,7 +305,7 @@ class Scheduler:
     def _next_page(self, request: Request) -> Key | None:
         """What the next page that a request enters into the prefix cache stands for."""
         assert request.lease
-        return self.manager.next_page(request.lease, request.token_ids)
+        return self.manager.next_page_key(request.lease, request.token_ids)
 
     # Pages
 

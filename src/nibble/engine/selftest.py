@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.support import Phase
 from nibble.cache.offload.hot_buffer import HotBuffers
@@ -30,6 +29,7 @@ from nibble.formats.base import raw
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload.copy_tokens import alike
 from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT
 
 CHOSEN = 40
@@ -69,7 +69,9 @@ def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
             x_SHD = torch.randn((tier.page_size, 1, stream.stream.dim), generator=random, device=tier.device)
             pool.write(layer, {LATENT: x_SHD}, torch.arange(tier.page_size, device=tier.device))
             tier.round_trip(layer, 0, 1)
-            sent_LD, found_LD = stream.gather(torch.tensor([[0], [1]], device=tier.device)).flatten(1, 2)
+            sent_LD, found_LD = stream.gather_reference(torch.tensor([[0], [1]], device=tier.device)).flatten(
+                1, 2
+            )
         if not alike(device, host):
             codes = host.format.encode(sent_LD[:, None], host.scale)
             again = device.format.encode(host.format.decode(codes, host.scale), device.scale)
@@ -201,7 +203,7 @@ class _Trial:
     def _read(self, name: str, slot_mapping_T: Tensor) -> Tensor:
         """What the pool holds of these tokens, dequantised."""
         size = self.plan.page_size
-        values_THD = self.view.streams[name].gather((slot_mapping_T // size)[:, None].int())
+        values_THD = self.view.streams[name].gather_reference((slot_mapping_T // size)[:, None].int())
         return values_THD[torch.arange(len(slot_mapping_T), device=self.device), slot_mapping_T % size]
 
     def _encoded(self, name: str, x_THD: Tensor) -> Tensor:

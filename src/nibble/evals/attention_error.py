@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models import hook
-from nibble.models.adapt import mask_for
+from nibble.models.hook import attention_mask_for
 
 Side = tuple[Plan, KVScales]
 """A scheme on trial: its plan and scales."""
@@ -75,7 +75,7 @@ def attention_errors(
     model(
         input_ids=tokens,
         position_ids=positions,
-        attention_mask=mask_for(model, tokens),
+        attention_mask=attention_mask_for(model, tokens),
         use_cache=False,
         logits_to_keep=last,
         **{hook.CONTEXT: shadow},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nibble.engine.calibration import builtin_texts
 from nibble.errors import ConfigError, WeightError
-from nibble.models.checkpoint import folder
+from nibble.models.checkpoint import download
 
 HELDOUT = "heldout.txt"
 CALIBRATION_TOKENS = 4096
@@ -30,7 +30,7 @@ def read(path: Path | None, model: str) -> str:
 
 def _bundled(model: str) -> Path:
     try:
-        path = folder(model) / HELDOUT
+        path = download(model) / HELDOUT
     except OSError as error:
         raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
     if not path.exists():

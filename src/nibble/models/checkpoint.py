@@ -1,8 +1,4 @@
-"""Weights: from a checkpoint to a model that is ready to serve.
-
-Owns load(). Transformers reads and places the weights; here they are checked, rope is fixed, and linear layers are
-packed on a CPU, or merged on a GPU. Must not know of requests or of the cache's format.
-"""
+"""Load a checkpoint and prepare the model for serving: tensors checked, rope fixed, linear layers packed or merged."""
 
 from __future__ import annotations
 
@@ -18,29 +14,41 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
-from nibble.models.adapt import adapted
 from nibble.models.experts import pack_experts
-from nibble.models.hub import find
+from nibble.models.hook import adapt
+from nibble.models.hub import first_line, locate, quiet
 from nibble.models.kv_scales import is_scale
 from nibble.models.linear import pack_linears
-from nibble.models.merged_linear import widen
-from nibble.models.quiet import first_line, quiet
-from nibble.models.refusals import named_class
+from nibble.models.merged_linear import merge_and_tune_linears
+from nibble.models.refusals import architecture_class
 from nibble.models.rope import fix_rope, tabulate_rope
 
 
 def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:
-    """The model of `geometry` in `dtype` on `device`, in eval mode. Raises WeightError."""
-    path = find(model_spec.model)
+    """Load the weights.
+
+    Args:
+        config: from models/refusals.py.
+        model_spec: what was observed of the model.
+        dtype: compute dtype, a name of torch.
+        device: where the model runs.
+
+    Returns:
+        The model in eval mode, prepared by prepare_model().
+
+    Raises:
+        WeightError: the checkpoint is missing, broken, or another model's.
+    """
+    path = locate(model_spec.model)
     try:
         with quiet():
-            model, info = (named_class(config) or AutoModelForCausalLM).from_pretrained(
+            model, info = (architecture_class(config) or AutoModelForCausalLM).from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
                 attn_implementation=hook.NAME,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported by _check, with the other differences
+                ignore_mismatched_sizes=True,  # _check_tensors reports them with the other differences
                 trust_remote_code=False,
             )
     except SafetensorError as error:
@@ -54,25 +62,25 @@ def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: st
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
-    _check(info, model_spec.model)
-    return ready(model.to(device), model_spec.max_context)
+    _check_tensors(info, model_spec.model)
+    return prepare_model(model.to(device), model_spec.max_context)
 
 
-def ready(model: nn.Module, max_context: int) -> nn.Module:
-    """Makes a loaded model ready to serve, in place."""
-    adapted(model)
+def prepare_model(model: nn.Module, max_context: int) -> nn.Module:
+    """Prepare a loaded model for serving, in place, and return it."""
+    adapt(model)
     fix_rope(model, max_context)
     if next(model.parameters()).is_cuda:
         tabulate_rope(model, max_context)
-        widen(model)
+        merge_and_tune_linears(model)
     else:
         pack_linears(model)
         pack_experts(model)
     return model.eval().requires_grad_(False)
 
 
-def _check(info: dict[str, Any], model: str) -> None:
-    """Raises WeightError unless the checkpoint has exactly the model's tensors, KV scales aside."""
+def _check_tensors(info: dict[str, Any], model: str) -> None:
+    """Raise WeightError unless the checkpoint has exactly the model's tensors; KV scales do not count."""
     missing = sorted(info.get("missing_keys", ()))
     unexpected = sorted(key for key in info.get("unexpected_keys", ()) if not is_scale(key))
     mismatched = sorted(_shapes(entry) for entry in info.get("mismatched_keys", ()))
@@ -93,16 +101,16 @@ def _check(info: dict[str, Any], model: str) -> None:
 
 
 def _shapes(entry: Any) -> str:
-    """(name, stored shape, model's shape) as text."""
+    """Return (name, stored shape, model's shape) as text."""
     name, *shapes = entry if isinstance(entry, (tuple, list)) else (entry,)
     return (
         f"{name} ({' stored, needed '.join(str(tuple(shape)) for shape in shapes)})" if shapes else str(name)
     )
 
 
-def folder(model: str) -> Path:
-    """The local folder of a model's checkpoint; a hub model is fetched if it is not here yet. Raises WeightError."""
-    path = Path(find(model))
+def download(model: str) -> Path:
+    """Return the local folder of a model's checkpoint; a hub model is downloaded first. Raise WeightError."""
+    path = Path(locate(model))
     if path.exists():
         return path
     from huggingface_hub import snapshot_download

@@ -1,9 +1,8 @@
-"""Sparse attention (DSA): an indexer that hands on what it would score with, instead of scoring.
+"""Sparse attention (DSA): an indexer that returns what it would score with, instead of scoring.
 
-Transformers' layers call their indexer without the context of a step, and hand what it returns on to the attention
-function, as `indices`, and to later layers that share the selection. So the indexer's place is taken by one that
-returns a Selection: queries, key and weights, and, once a layer's attention has asked for it, the tokens that were
-chosen. Owns absorb_indexers(), stand_ins() and Selection. Must not know of caches.
+Transformers' layers call their indexer without the context of a step. They pass its result to the attention function as
+`indices`, and to later layers that share the selection. So the indexer is replaced by one that returns a Selection:
+queries, key and weights, and, after a layer's attention has asked for them, the selected tokens.
 
 Shape suffixes: T tokens, H heads of the indexer, D values of a head; a leading 1 is Transformers' batch.
 """
@@ -19,24 +18,30 @@ import torch
 from torch import Tensor, nn
 
 ROTATIONS = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
-"""Functions by which families rotate, in their own modules; an indexer's code names one of them."""
+"""Names of rotation functions in families' modules; an indexer's code names one of them."""
 
 
 class Selection:
-    """What the indexer of layer `layer` asks: q_THD, key_T1D, weights_TH.
+    """The inputs of the indexer of `layer`, and its result once it is computed.
 
-    topk_indices_TK: the answer, once it is known. ctx: in which context.
+    Args:
+        layer: the layer whose indexer it is.
+        q_THD: index queries.
+        key_T1D: index keys.
+        weights_TH: weights of the heads.
+        top_k: tokens to select.
     """
 
     def __init__(self, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int) -> None:
         self.layer, self.top_k = layer, top_k
         self.q_THD, self.key_T1D, self.weights_TH = q_THD, key_T1D, weights_TH
         self.topk_indices_TK: Tensor | None = None
+        # The step in which topk_indices_TK was computed.
         self.ctx: Any = None
 
 
 class Indexer(nn.Module):
-    """The projections of a family's indexer."""
+    """A family's indexer without its scores: projections, norm and rotation."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -53,6 +58,7 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
     ) -> Selection:
+        """Project and rotate the index queries and keys."""
         q_1THD = self.wq_b(q_resid).unflatten(-1, (self.heads, -1))
         k_1T1D = self.k_norm(self.wk(x)).unsqueeze(2)
         q_rope, k_rope = self.rotate(
@@ -65,27 +71,27 @@ class Indexer(nn.Module):
 
 
 def _rotation(indexer: type) -> Callable[..., tuple[Tensor, Tensor]]:
-    """How a family's indexer rotates."""
-    named = inspect.unwrap(indexer.forward).__code__.co_names  # type: ignore[attr-defined]
-    found = next(name for name in ROTATIONS if name in named)
-    rotate: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[indexer.__module__], found)
+    """Return the rotation function of a family's indexer."""
+    names = inspect.unwrap(indexer.forward).__code__.co_names  # type: ignore[attr-defined]
+    rotation = next(name for name in ROTATIONS if name in names)
+    rotate: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[indexer.__module__], rotation)
     return rotate
 
 
-def absorb_indexers(model: nn.Module) -> int:
-    """Takes the place of all indexers of `model`; returns how many it found."""
-    found = _indexing(model)
-    for module in found:
+def replace_indexers(model: nn.Module) -> int:
+    """Replace all indexers of `model` in place; return the number of layers."""
+    layers = _dsa_layers(model)
+    for module in layers:
         module.indexer = Indexer(module.indexer)
-    return len(found)
+    return len(layers)
 
 
-def stand_ins(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Layers of `model`, which is not changed, with the indexers that absorb_indexers() would have given them."""
-    return [(module, {"indexer": Indexer(module.indexer)}) for module in _indexing(model)]
+def indexer_replacements(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the layers of `model` with the indexers that replace_indexers() would set; nothing is changed."""
+    return [(module, {"indexer": Indexer(module.indexer)}) for module in _dsa_layers(model)]
 
 
-def _indexing(model: nn.Module) -> list[Any]:
+def _dsa_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if _is_indexer(getattr(module, "indexer", None))]
 
 

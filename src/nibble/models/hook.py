@@ -1,6 +1,6 @@
-"""The attention function that Transformers models call: from their arguments to attention/layer.py.
+"""The attention function that Transformers models call: translate its arguments for attention/layer.py.
 
-A keyword that carries meaning is honoured or refused, never swallowed. Must not know of any model family.
+A keyword with a meaning is honoured or refused, never ignored.
 
 Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """
@@ -16,21 +16,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention import op
 from nibble.attention.layer import StepContext, attention, select_topk
-from nibble.attention.metadata import AttentionParams
 from nibble.errors import ConfigError
+from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT
 from nibble.models import mla as latent
-from nibble.models.dsa import Selection
+from nibble.models.dsa import Selection, indexer_replacements, replace_indexers
 from nibble.models.guard import MaskRule
-from nibble.models.mla import Absorbed
+from nibble.models.mla import AbsorbedProjections, absorb_latents, absorptions
 
 NAME = "nibble"
-"""The implementation that serves: it has no mask function, so that no mask is ever built."""
+"""Name of the implementation that serves. It has no mask function, so no mask is built."""
 PROBE = "nibble_probe"
-"""The same with a mask function that notes the rule of each mask, for models/guard.py to judge."""
+"""Name of the same with a mask function that records the rule of each mask, for models/guard.py."""
 CONTEXT = "nibble_ctx"
-"""The keyword of model(...) that carries the StepContext to every layer; the Step that holds it, where the model is
-compiled; or an Observer."""
+"""Keyword of model(...) that carries the StepContext to every layer; a Step that holds it if the model is compiled,
+or an Observer."""
 
 HARMLESS = frozenset(
     {
@@ -40,7 +40,7 @@ HARMLESS = frozenset(
         "num_items_in_batch", "layer_head_mask", "target_dtype",
     }
 )  # fmt: skip
-"""Keywords that change nothing for causal attention over the pages of a request."""
+"""Keywords that do not change causal attention over the pages of a request."""
 
 
 def _attend(
@@ -59,24 +59,24 @@ def _attend(
     indices: Selection | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
+    """Attend: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
     ctx: StepContext | op.Step | Observer | None = rest.pop(CONTEXT, None)
     rule = getattr(attention_mask, _RULE, None)
     built = attention_mask if rule is None and attention_mask is not None and attention_mask.numel() else None
-    refuse_unknown(module, built, rest)
+    check_keywords(module, built, rest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     spec = AttentionParams(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
-    absorbed: Absorbed | None = getattr(module, latent.NAME, None)
+    absorbed: AbsorbedProjections | None = getattr(module, latent.NAME, None)
     if absorbed is None:
         call = Call(layer_index(module), query, {"k": key, "v": value}, value.shape[-1], 0, spec, rule)
-        return _answer(ctx, call, module), None
+        return _output(ctx, call, module), None
     query = absorbed.query(query)
     call = Call(layer_index(module), query, {LATENT: key}, absorbed.rank, absorbed.rope, spec, rule, indices)
-    return absorbed.output(_answer(ctx, call, module)), None
+    return absorbed.output(_output(ctx, call, module)), None
 
 
-def _answer(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn.Module) -> Tensor:
-    """What attention says -> [1, T, H, Dv]."""
+def _output(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn.Module) -> Tensor:
+    """Return attention's output [1, T, H, Dv]."""
     if isinstance(ctx, Observer):
         return ctx.observe(call)
     if ctx is None:
@@ -88,29 +88,30 @@ def _answer(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn
 
 
 def attend(ctx: StepContext | op.Step, call: Call) -> Tensor:
-    """A layer's attention in the context of a step -> [T, H, Dv]."""
+    """Compute a layer's attention in the context of a step -> [T, H, Dv]."""
     q_THD = call.query[0].transpose(0, 1)
     streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
-    spec, asked = call.spec, call.selection
-    if asked:
-        spec = replace(spec, topk_indices_TK=_chosen(ctx, asked), index_layer=asked.layer)
+    spec, selection = call.params, call.selection
+    if selection:
+        spec = replace(spec, topk_indices_TK=_topk_indices(ctx, selection), index_layer=selection.layer)
     if isinstance(ctx, op.Step):
         return op.call(ctx, call.layer, q_THD, streams, call.width, spec)
     return attention(ctx, call.layer, q_THD, streams, spec)
 
 
-def _chosen(ctx: StepContext | op.Step, asked: Selection) -> Tensor:
-    """The tokens of a selection. Layers that share one ask once."""
-    if asked.topk_indices_TK is None or asked.ctx is not ctx:
-        asked.ctx = ctx
-        arguments = asked.layer, asked.q_THD, asked.key_T1D, asked.weights_TH, asked.top_k
-        asked.topk_indices_TK = (
+def _topk_indices(ctx: StepContext | op.Step, selection: Selection) -> Tensor:
+    """Return the tokens of a selection; layers that share one compute it once."""
+    if selection.topk_indices_TK is None or selection.ctx is not ctx:
+        selection.ctx = ctx
+        arguments = selection.layer, selection.q_THD, selection.key_T1D, selection.weights_TH, selection.top_k
+        selection.topk_indices_TK = (
             op.select(ctx, *arguments) if isinstance(ctx, op.Step) else select_topk(ctx, *arguments)
         )
-    return asked.topk_indices_TK
+    return selection.topk_indices_TK
 
 
 def layer_index(module: nn.Module) -> int:
+    """Return the index of an attention module; raise ConfigError if it has none."""
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
         raise ConfigError(
@@ -119,8 +120,14 @@ def layer_index(module: nn.Module) -> int:
     return index
 
 
-def refuse_unknown(module: nn.Module, mask: Tensor | None, rest: dict[str, Any]) -> None:
-    """Raises ConfigError where the model asks for something that would be ignored."""
+def check_keywords(module: nn.Module, mask: Tensor | None, rest: dict[str, Any]) -> None:
+    """Raise ConfigError if the model asks for something that would be ignored.
+
+    Args:
+        module: the attention module that calls.
+        mask: the mask it passes, if Transformers built one.
+        rest: the remaining keywords.
+    """
     unknown = sorted(name for name, value in rest.items() if name not in HARMLESS and value is not None)
     if rest.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unknown.append("is_causal=False")
@@ -135,29 +142,32 @@ def refuse_unknown(module: nn.Module, mask: Tensor | None, rest: dict[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one layer asked of attention: query [1, H, T, D], and streams [1, G, T, D] to be cached, by name.
-
-    width: values of a head's output. rope: values at the end of a latent that are rotary, and of the key alone.
-    rule: what the mask is made from, if Transformers built one. selection: which tokens are looked at, if not all.
-    """
+    """One layer's call of attention."""
 
     layer: int
     query: Tensor
+    """[1, H, T, D]."""
     streams: dict[str, Tensor]
+    """Streams to cache by name, [1, G, T, D] each."""
     width: int
+    """Values of a head's output."""
     rope: int
-    spec: AttentionParams
+    """Rotary values at the end of a latent, which belong to the key alone."""
+    params: AttentionParams
     rule: MaskRule | None
+    """The rule of the mask, if Transformers built one."""
     selection: Selection | None = None
+    """The tokens that sparse attention looks at."""
 
 
 class Observer:
-    """Records what each layer asks of attention while a model runs on the meta device."""
+    """Records each layer's call of attention while a model runs on the meta device."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def observe(self, call: Call) -> Tensor:
+        """Record `call` and return an empty output [1, T, H, Dv]."""
         self.calls.append(call)
         batch, heads, tokens, _ = call.query.shape
         return call.query.new_empty(batch, tokens, heads, call.width)
@@ -167,10 +177,35 @@ _RULE = "nibble_rule"
 
 
 def _note_rule(q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> Tensor:
-    """A mask function that builds nothing: an empty tensor that remembers the rule it stands for."""
+    """Return an empty mask that remembers the rule it stands for; the signature is Transformers'."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     setattr(mask, _RULE, mask_function)
     return mask
+
+
+_SPARSE = "nibble_sparse"
+
+
+def adapt(model: Any) -> Any:
+    """Adapt `model` in place and return it; models without MLA and sparse attention do not change."""
+    absorb_latents(model)
+    if replace_indexers(model):
+        setattr(model, _SPARSE, True)
+    return model
+
+
+def adaptations(model: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return what adapt() would change, as attributes by module, without changing the model."""
+    indexers = indexer_replacements(model)
+    return [*absorptions(model), *indexers, *([(model, {_SPARSE: True})] if indexers else [])]
+
+
+def attention_mask_for(model: Any, ids: Tensor) -> Tensor | None:
+    """Return the attention mask to call `model` with: None, or an empty one for sparse attention.
+
+    Layers with an indexer cut its mask out of theirs. Transformers passes a mask of four dimensions on unchanged.
+    """
+    return ids.new_empty(1, 1, 0, 0) if getattr(model, _SPARSE, False) else None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -1,7 +1,10 @@
-"""Where a model lies, by its name. Owns find(). Must not import torch or Transformers: a server asks early on."""
+"""Where a model lies, by its name. No torch or Transformers here: the server asks early."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nibble
@@ -9,8 +12,8 @@ from nibble.config import BUNDLED
 from nibble.errors import WeightError
 
 
-def find(model: str) -> str:
-    """A local folder for bundled models and for folders, else the hub name as it is."""
+def locate(model: str) -> str:
+    """Return the local folder of a bundled model or a folder, else the hub name unchanged."""
     if model in BUNDLED:
         return str(_bundled(model))
     path = Path(model).expanduser()
@@ -25,3 +28,36 @@ def _bundled(name: str) -> Path:
     raise WeightError(
         f"the bundled model {name!r} is not part of this installation; name a folder or a hub model"
     )
+
+
+_REPORT = "LOAD REPORT"
+_LOUD = ("transformers.modeling_utils", "transformers.utils.loading_report")
+
+
+def _no_report(record: logging.LogRecord) -> bool:
+    return _REPORT not in record.getMessage()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Run the body without progress bars and load reports; models/checkpoint.py turns the latter into errors."""
+    from transformers.utils import logging as transformers_logging
+
+    bars = transformers_logging.is_progress_bar_enabled()
+    loggers = [logging.getLogger(name) for name in _LOUD]
+    transformers_logging.disable_progress_bar()
+    for logger in loggers:
+        logger.addFilter(_no_report)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_no_report)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type's name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,6 +1,4 @@
-"""KV scales from a checkpoint, under every name that the ecosystem gives them.
-
-Owns read(). What a scale means, and its JSON forms, is in cache/scales.py. Must not know of pages or layouts.
+"""Read KV scales from a checkpoint, under every name that the ecosystem gives them.
 
 Names, after `layers.<n>.`: ModelOpt `self_attn.k_proj.k_scale` / `v_proj.v_scale`; compressed-tensors
 `self_attn.k_scale` / `v_scale`; also `self_attn.attn.*` and `self_attn.qkv_proj.*`; Quark
@@ -33,23 +31,24 @@ _OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio)")
 """Layers of other parts of a checkpoint, which count from 0 again."""
 
 _LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": e2m1.MAX * scales.E4M3_MAX, "INT8": 127.0}
-"""The largest magnitude that scales were made for, by what a checkpoint declares."""
+"""Limit of the scales (the largest magnitude of the format), by the format that a checkpoint declares."""
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint belongs to its KV scales (or to those of queries, which Nibble has no
-    use for).
-    """
+    """Return whether a tensor of a checkpoint is a KV scale, or a scale of queries, which Nibble does not use."""
     return any(pattern.search(name) for pattern in (_NAME, _ZERO_POINT, _UNUSED))
 
 
 def read(folder: Path) -> KVScales:
-    """The scales of a checkpoint folder: of its tensors, else of its kv_scales.json; without any, an empty
-    KVScales whose source says so. Raises ScaleError.
+    """Return the scales of a checkpoint folder: of its tensors, else of its kv_scales.json, else none.
+
+    Raises:
+        ScaleError: a scale is malformed.
+        WeightError: a file is broken.
     """
     layers: dict[int, dict[str, StreamScale]] = {}
     limit = _limit(folder)
-    for layer, stream, value in _found(folder):
+    for layer, stream, value in _scale_tensors(folder):
         entry = layers.setdefault(layer, {})
         for name in ("k", "v") if stream == "kv" else (stream,):
             entry[name] = StreamScale(value, limit)
@@ -59,8 +58,8 @@ def read(folder: Path) -> KVScales:
     return KVScales(f"the checkpoint {folder.name}", {n: LayerScales(entry) for n, entry in layers.items()})
 
 
-def _found(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
-    """(layer, stream, value) of every scale tensor; only these tensors are read."""
+def _scale_tensors(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
+    """Yield (layer, stream, value) of every scale tensor; no other tensor is read."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -74,10 +73,10 @@ def _found(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]
 
 
 def _read(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
-    """The scale called `name`, if it is one of K or V."""
+    """Yield the scale called `name` if it is one of K or V."""
     if match := _NAME.search(name):
-        found = tensors.get_tensor(name).tolist()
-        yield int(match["layer"]), match["stream"] or match["of"], _value(found, name)
+        values = tensors.get_tensor(name).tolist()
+        yield int(match["layer"]), match["stream"] or match["of"], _value(values, name)
     elif _ZERO_POINT.search(name) and tensors.get_tensor(name).any():
         raise ScaleError(
             f"{name} is not zero: the checkpoint's KV scales are for values with an offset, which no format "
@@ -85,19 +84,19 @@ def _read(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[flo
         )
 
 
-def _value(found: Any, name: str) -> float | tuple[float, ...]:
-    """A scalar, [1], or one value per head, however nested."""
-    flat = [found]
+def _value(values: Any, name: str) -> float | tuple[float, ...]:
+    """Return a scalar, [1] or one value per head, however nested, as a number or a tuple."""
+    flat = [values]
     while any(isinstance(item, list) for item in flat):
         flat = [inner for item in flat for inner in (item if isinstance(item, list) else [item])]
-    values = tuple(scales.checked(item, name) for item in flat)
-    if not values:
+    scalars = tuple(scales.check_scale(item, name) for item in flat)
+    if not scalars:
         raise ScaleError(f"{name} is empty")
-    return values[0] if len(values) == 1 else values
+    return scalars[0] if len(scalars) == 1 else scalars
 
 
 def _limit(folder: Path) -> float:
-    """The largest magnitude that the checkpoint's scales were made for: 448 for FP8, 6 * 448 for NVFP4."""
+    """Return the limit of the checkpoint's scales: 448 for FP8, 6 * 448 for NVFP4."""
     quant = _read_json(folder / "config.json").get("quantization_config") or {}
     side = _read_json(folder / "hf_quant_config.json").get("quantization") or {}
     for scheme in (
@@ -106,12 +105,12 @@ def _limit(folder: Path) -> float:
         side.get("kv_cache_quant_algo"),
     ):
         if scheme:
-            return _LIMITS[_declared(scheme)]
+            return _LIMITS[_declared_format(scheme)]
     return _LIMITS["FP8"]
 
 
-def _declared(scheme: Any) -> str:
-    """The key of _LIMITS that a declaration means; raises ScaleError for others."""
+def _declared_format(scheme: Any) -> str:
+    """Return the key of _LIMITS that a declaration means; raise ScaleError for others."""
     if isinstance(scheme, dict):
         name = {4: "NVFP4", 8: "INT8" if scheme.get("type") == "int" else "FP8"}.get(
             scheme.get("num_bits", 8), ""

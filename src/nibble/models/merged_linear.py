@@ -1,10 +1,9 @@
-"""Linear layers on a GPU. Those that read the same input are one product: queries, keys and values; gate and up.
+"""Linear layers on a GPU: those that read the same input become one product (queries, keys and values; gate and up).
 
-Which do is observed: the model runs once without weights, and notes which linear layers are handed the very same
-tensor. One wide product reads its weights faster than several narrow ones, and a decode step is hardly more than
-reading weights. Modules keep their places and names; the first that is called computes for all. Other large layers are
-given the same kernel for few rows. On a CPU layers are packed one by one (linear.py). Owns widen(). Must not know of
-attention or of any family.
+Which layers do is observed: the model runs once without weights, and records which linear layers get the same tensor.
+One wide product reads its weights faster than several narrow ones, and a decode step is hardly more than reading
+weights. Modules keep their places and names; the first that is called computes for all. Other large layers use the same kernel
+for few rows.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ from torch import Tensor, nn
 
 from nibble.kernels import linear
 from nibble.models import hook
-from nibble.models.adapt import mask_for
-from nibble.models.guard import Unrouted
+from nibble.models.guard import EmptyRouting
+from nibble.models.hook import attention_mask_for
 from nibble.models.observe import skeleton
 
 _TOKENS = 2
 
 
 class _Product:
-    """The product of several layers that read the same input. What it holds between calls is let go at the last."""
+    """The product of several layers that read the same input; the result is freed after its last part is read."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int) -> None:
         self.weight, self.bias, self.parts = weight, bias, parts
         self.multiply = linear.linear if linear.serves(weight) else F.linear
         self.x: Tensor | None = None
         self.y: Tensor | None = None
-        self.left = 0
+        self.num_unread = 0
 
     def __call__(self, x: Tensor, start: int, stop: int) -> Tensor:
         if self.x is not x or self.y is None:
             self.x = self.y = None
             self.y = self.multiply(x, self.weight, self.bias)
-            self.x, self.left = x, self.parts
-        found = self.y[..., start:stop]
-        self.left -= 1
-        if not self.left:
+            self.x, self.num_unread = x, self.parts
+        part = self.y[..., start:stop]
+        self.num_unread -= 1
+        if not self.num_unread:
             self.x = self.y = None
-        return found
+        return part
 
 
 class MergedLinear(nn.Module):
-    """One of the layers: rows [start, stop) of the product."""
+    """One of several merged layers: rows [start, stop) of their product."""
 
     def __init__(self, product: _Product, start: int, stop: int) -> None:
         super().__init__()
@@ -60,29 +59,32 @@ class MergedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this layer's part of the product."""
         return self.product(x, self.start, self.stop)
 
 
 class LargeLinear(nn.Module):
-    """A layer by itself, computed by kernels/linear/__init__.py."""
+    """A single layer that kernels/linear computes."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
         return linear.linear(x, self.weight, self.bias)
 
 
-def widen(model: Any) -> None:
-    """Makes the linear layers of `model` ready for steps of few tokens, in place. The layer of logits stays as it is:
-    libraries read a weight that large at full speed.
+def merge_and_tune_linears(model: Any) -> None:
+    """Prepare the linear layers of `model` for steps of few tokens, in place.
+
+    The output layer stays as it is: libraries read a weight that large at full speed.
     """
     merge_linears(model)
     output = _output(model)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not output and linear.serves(module.weight):
-            _put(model, name, LargeLinear(module))
+            _replace(model, name, LargeLinear(module))
 
 
 def _output(model: Any) -> nn.Module | None:
@@ -90,16 +92,20 @@ def _output(model: Any) -> nn.Module | None:
 
 
 def merge_linears(model: Any) -> int:
-    """Merges linear layers of `model` that read the same input, in place; returns how many it has merged."""
-    groups = [names for names in together(model) if _alike([model.get_submodule(name) for name in names])]
+    """Merge linear layers of `model` that read the same input, in place; return the number of layers merged."""
+    groups = [
+        names
+        for names in linears_by_input(model)
+        if _can_merge([model.get_submodule(name) for name in names])
+    ]
     for names in groups:
         _merge(model, names)
     return sum(map(len, groups))
 
 
-def together(model: Any) -> list[tuple[str, ...]]:
-    """Names of linear layers that are handed the very same tensor, in the order of their calls."""
-    bare: Any = skeleton(deepcopy(model.config))  # which it would change
+def linears_by_input(model: Any) -> list[tuple[str, ...]]:
+    """Return the names of linear layers that get the same tensor, in the order of their calls."""
+    bare: Any = skeleton(deepcopy(model.config))  # a copy: skeleton() changes the config
     calls: dict[int, list[str]] = {}
     inputs = []  # kept alive, so that no two have the same id
 
@@ -112,16 +118,24 @@ def together(model: Any) -> list[tuple[str, ...]]:
             module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     context = {hook.CONTEXT: hook.Observer()}
-    with torch.inference_mode(), Unrouted():
-        bare(input_ids=ids, position_ids=ids, attention_mask=mask_for(bare, ids), use_cache=False, **context)
-    seen = [name for names in calls.values() for name in names]
+    with torch.inference_mode(), EmptyRouting():
+        bare(
+            input_ids=ids,
+            position_ids=ids,
+            attention_mask=attention_mask_for(bare, ids),
+            use_cache=False,
+            **context,
+        )
+    called = [name for names in calls.values() for name in names]
     return [
-        tuple(names) for names in calls.values() if len(names) > 1 and all(seen.count(n) == 1 for n in names)
+        tuple(names)
+        for names in calls.values()
+        if len(names) > 1 and all(called.count(n) == 1 for n in names)
     ]
 
 
-def _alike(modules: Sequence[nn.Module]) -> bool:
-    """Whether layers can be one: plain linear layers, of one dtype, all with a bias or none."""
+def _can_merge(modules: Sequence[nn.Module]) -> bool:
+    """Return whether layers can be merged: plain linear layers of one dtype, all with a bias or none."""
     if not all(type(module) is nn.Linear for module in modules):
         return False
     kinds = {(m.in_features, m.weight.dtype, m.weight.device, m.bias is None) for m in modules}
@@ -135,10 +149,10 @@ def _merge(model: Any, names: Sequence[str]) -> None:
     product, start = _Product(weight, bias, len(layers)), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
-        _put(model, name, MergedLinear(product, start, stop))
+        _replace(model, name, MergedLinear(product, start, stop))
         start = stop
 
 
-def _put(model: Any, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
+def _replace(model: Any, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

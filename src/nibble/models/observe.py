@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, Stream
 from nibble.models import hook
-from nibble.models.adapt import adapted, mask_for
-from nibble.models.guard import Positions, Unrouted, check_masks, check_modules
-from nibble.models.hook import Call
-from nibble.models.quiet import first_line, quiet
-from nibble.models.refusals import named_class
-from nibble.models.rope import fix_rope, stretch
+from nibble.models.guard import EmptyRouting, PositionsWatch, check_masks, check_modules
+from nibble.models.hook import Call, adapt, attention_mask_for
+from nibble.models.hub import first_line, quiet
+from nibble.models.refusals import architecture_class
+from nibble.models.rope import context_factor, fix_rope
 
 _TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,7 +38,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
-            named = named_class(config)
+            named = architecture_class(config)
             make = (
                 named._from_config
                 if named
@@ -53,7 +52,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
         ) from error
     except Exception as error:  # of all kinds: every family checks its config in its own way
         raise ConfigError(f"{text.model_type} cannot be served: {first_line(error)}") from error
-    return adapted(model).eval()
+    return adapt(model).eval()
 
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
@@ -71,7 +70,7 @@ def observed(model: Any, name: str, dtype: str, max_context: int | None = None) 
     config = model.config
     text = config.get_text_config()
     limit = _limit(text)
-    longest = int(limit * stretch(text))
+    longest = int(limit * context_factor(text))
     if max_context is not None and max_context > longest:
         raise ConfigError(
             f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
@@ -103,8 +102,10 @@ def _run(
     family = text.model_type
     check_modules(decoder_of(model), family)
     positions = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    with Positions(positions) as watch:
-        calls = _calls(model, family, position_ids=positions, attention_mask=mask_for(model, positions))
+    with PositionsWatch(positions) as watch:
+        calls = _calls(
+            model, family, position_ids=positions, attention_mask=attention_mask_for(model, positions)
+        )
     _check(calls, text)
     watch.check(family)
     model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
@@ -112,7 +113,7 @@ def _run(
         1, _TOKENS, dtype=torch.bool, device="meta"
     )  # no padding; keeps it from looking for packed rows
     masked = _calls(model, family, attention_mask=ones)
-    check_masks(((call.layer, call.rule, call.spec.window) for call in masked), family, max_context)
+    check_masks(((call.layer, call.rule, call.params.window) for call in masked), family, max_context)
     return _groups(calls), _owners(calls)
 
 
@@ -130,7 +131,7 @@ def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     keep = torch.zeros(1, dtype=torch.long, device="meta")
-    with torch.inference_mode(), Unrouted():
+    with torch.inference_mode(), EmptyRouting():
         try:
             out = model(
                 input_ids=ids, use_cache=False, logits_to_keep=keep, **inputs, **{hook.CONTEXT: observer}
@@ -189,7 +190,7 @@ def _groups(calls: Sequence[Call]) -> tuple[LayerGroup, ...]:
 
 def _asked(call: Call) -> LayerGroup:
     """What one layer asks, without a name and its number."""
-    spec, streams, top_k = call.spec, _streams(call), call.selection.top_k if call.selection else 0
+    spec, streams, top_k = call.params, _streams(call), call.selection.top_k if call.selection else 0
     kind: Kind = "dsa" if top_k else "mla" if streams[0].name == LATENT else "mha"
     heads, sinks = call.query.shape[1], spec.sinks_H is not None
     return LayerGroup("", kind, streams, (), heads, spec.window, bool(spec.softcap), sinks, top_k)

@@ -21,17 +21,14 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import dialect, pages
+from nibble.server import chat_format, openapi, pages
 from nibble.server.cache_view import cache_view
 from nibble.server.engine_client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.errors import error_of, install_handlers
-from nibble.server.exchange import Journal, Sink, exchange_of
 from nibble.server.fidelity_view import warning
-from nibble.server.grammar_check import GrammarCheck
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
-from nibble.server.logs import access_log
+from nibble.server.http_log import RequestLogMiddleware, Sink, access_log, http_log_of
 from nibble.server.metrics import Meters, Timer
-from nibble.server.openapi import described
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -44,7 +41,8 @@ from nibble.server.protocol import (
 from nibble.server.responses import ChatWriter, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
 from nibble.server.streaming import Events, Gate, event, merged, unless_gone
-from nibble.server.tool_types import Tool, arguments_as_text, message_for_template, tools_for_template
+from nibble.server.structured import GrammarCheck
+from nibble.server.tools import Tool, arguments_as_text, message_for_template, tools_for_template
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
@@ -53,7 +51,7 @@ SHOWN = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
 """What /health tells of the engine's counts."""
 
 
-class Tokens(dialect.Tokens, Protocol):
+class Tokens(chat_format.Tokens, Protocol):
     """What the server asks of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -70,7 +68,7 @@ class Api:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
         self.gate = Gate(settings.max_queue, settings.wait_when_full)
         self.meters = Meters(client, name)
-        self.dialect = dialect.Dialect(tokens, settings.tool_format, settings.reasoning_parser)
+        self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokens)
         self._since = int(time.time())
 
@@ -154,11 +152,13 @@ class Api:
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
         self._opened(request, asked, "chat")
-        ids = await self._conversation(asked.messages, asked.open_tools(), **asked.chat_template_kwargs or {})
-        form = self.dialect.answer_format(asked, ids)
+        ids = await self._conversation(
+            asked.messages, asked.callable_tools(), **asked.chat_template_kwargs or {}
+        )
+        form = self.chat_format.answer_format(asked, ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
         params = form.params(asked.params(wanted, asked.wanted_logprobs()))
-        reader = form.reader(eager=asked.stream)
+        reader = form.parsers(eager=asked.stream)
         writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader, not asked.stream)
         return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
 
@@ -187,11 +187,11 @@ class Api:
         return Ask(prompt, params, asked.cache_salt, asked.priority)
 
     def _opened(self, request: Request, asked: Sampling, operation: str) -> None:
-        """Notes what the exchange is about; raises RequestError where another model is meant."""
+        """Note what the request is about; raises RequestError where another model is meant."""
         self._check_model(asked.model)
-        exchange = exchange_of(request.scope)
-        exchange.operation, exchange.model = operation, self.name
-        exchange.asked = partial(asked.model_dump, exclude_unset=True)
+        http_log = http_log_of(request.scope)
+        http_log.operation, http_log.model = operation, self.name
+        http_log.fields = partial(asked.model_dump, exclude_unset=True)
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
@@ -222,9 +222,9 @@ class Api:
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
         times = [limit for limit in (asked.timeout, self.settings.timeout) if limit is not None]
-        exchange = exchange_of(request.scope)
-        exchange.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
-        writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
+        http_log = http_log_of(request.scope)
+        http_log.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
+        writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
         choices = self._choices(writer, asks, timers, min(times, default=None))
         work = self._stream(writer, choices, asked) if asked.stream else self._collected(writer, choices)
         return await unless_gone(request, work)
@@ -250,7 +250,7 @@ class Api:
         grammar = asks[0].params.grammar
         if grammar is not None and self.client.ready:
             async with asyncio.timeout_at(deadline):
-                await self.grammars.passed(grammar, self.client.ready.vocab_size)
+                await self.grammars.check(grammar, self.client.ready.vocab_size)
         async with self.gate.passed(len(asks), deadline):
             sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
             async with aclosing(merged(sources, deadline)) as found:
@@ -306,31 +306,36 @@ def make_app(
     lifespan: Callable[[FastAPI], Any] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> FastAPI:
-    """The application. sinks: are told of exchanges that ended, beside the log."""
+    """Return the application. sinks: called with the HttpLog of each request that ended, after the log is."""
     api = Api(client, tokens, name, settings)
     app = FastAPI(
-        title="Nibble", version=nibble.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="Nibble",
+        version=nibble.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=openapi.EVERY_ROUTE,
     )
     app.state.api = api
     app.router.route_class = JsonRoute
-    app.get("/v1/models")(api.models)
-    app.get("/v1/models/{name:path}")(api.model)
-    app.get("/v1/plan")(api.plan)
-    app.get("/v1/cache")(api.cache)
+    app.get("/v1/models", responses=openapi.WITH_STATE)(api.models)
+    app.get("/v1/models/{name:path}", responses=openapi.errors(404))(api.model)
+    app.get("/v1/plan", responses=openapi.WITH_STATE)(api.plan)
+    app.get("/v1/cache", responses=openapi.WITH_STATE)(api.cache)
     pages.mount(app)
-    app.get("/metrics", response_model=None)(api.metrics)
-    app.get("/health")(api.health)
-    app.get("/health/ready")(api.health)
-    app.get("/health/live")(api.live)
-    app.post("/tokenize")(api.tokenize)
-    app.post("/detokenize")(api.detokenize)
-    app.post("/v1/completions", response_model=None)(api.completions)
-    app.post("/v1/chat/completions", response_model=None)(api.chat)
-    app.openapi = partial(described, app, name)  # type: ignore[method-assign]
+    app.get("/metrics", response_class=Response, response_model=None, responses=openapi.METRICS)(api.metrics)
+    app.get("/health", responses=openapi.HEALTH)(api.health)
+    app.get("/health/ready", responses=openapi.HEALTH)(api.health)
+    app.get("/health/live", responses=openapi.HEALTH)(api.live)
+    app.post("/tokenize", responses=openapi.WITH_BODY)(api.tokenize)
+    app.post("/detokenize", responses=openapi.WITH_BODY)(api.detokenize)
+    app.post("/v1/completions", response_model=None, responses=openapi.STREAMED)(api.completions)
+    app.post("/v1/chat/completions", response_model=None, responses=openapi.STREAMED)(api.chat)
+    app.openapi = partial(openapi.describe, app, name)  # type: ignore[method-assign]
     install_handlers(app)
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
-    told: list[Sink] = [api.meters.exchanged, partial(access_log, texts=settings.log_requests), *sinks]
-    app.add_middleware(Journal, sinks=told)
+    own: list[Sink] = [api.meters.count_http, partial(access_log, texts=settings.log_requests)]
+    app.add_middleware(RequestLogMiddleware, sinks=[*own, *sinks])
     return app

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nibble.config import SamplingParams
 from nibble.server.structured import StructuredFields
-from nibble.server.tool_types import ToolFields
+from nibble.server.tools import ToolFields
 
 MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES, MOST_PROMPTS, MOST_BIASES = 16, 20, 128, 1024, 1 << 14
 MOST_TOKENS, MOST_FIELDS, MOST_STOP_TOKENS = 1 << 20, 1000, 4096

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nibble.engine.outputs import Delta, Logprob
-from nibble.server.reasoning import AnswerReader, delta_of, message_of
+from nibble.server.chat_events import delta_of, message_of
+from nibble.server.chat_parser import AnswerParser
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -127,12 +128,12 @@ class ChatWriter(Writer):
         decode: Decode,
         prompts: Sequence[int],
         logprobs: bool,
-        reader: Callable[[], AnswerReader],
+        reader: Callable[[], AnswerParser],
         kept: bool = True,
     ) -> None:
         super().__init__(model, decode, prompts, kept)
         self._logprobs, self._reader = logprobs, reader
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers: dict[int, AnswerParser] = {}
         self._events: dict[int, list[Any]] = {}
 
     def _added(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None:
@@ -140,8 +141,8 @@ class ChatWriter(Writer):
         if first:
             self._begin(index)
         reader = self._readers[index]
-        events = reader.add(delta.text, last=delta.finish_reason is not None)
-        if reason == "stop" and reader.called:
+        events = reader.feed(delta.text, last=delta.finish_reason is not None)
+        if reason == "stop" and reader.num_calls:
             reason = "tool_calls"
         found = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._logprobs else None
         if self._kept:

@@ -1,199 +1,347 @@
-"""The formats in which models write tool calls, by name, and which of them a chat template asks for.
-
-Owns PARSERS; ToolReader reads them out of an answer. Must not know of HTTP, requests or engines.
-"""
+"""Tools in requests: what clients may say of them, what chat templates are given, and the grammars of calls."""
 
 from __future__ import annotations
 
+import json
 import re
-import secrets
-import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, Self
 
-from nibble.errors import ConfigError, unknown
-from nibble.server.tool_reader import Layout, Malformed, Parser, Steps, ToolReader
-from nibble.server.tool_tags import PYTHON, Tags, python_calls, tagged
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nibble.errors import RequestError
+from nibble.server.chat_parser import CallFormat, Layout
+from nibble.server.tool_arguments import types_of
 
-def _hermes(reader: ToolReader, _: str) -> Steps[None]:
-    yield from reader.call()
-    yield from reader.passed("</tool_call>")
+MAX_TOOLS = 512
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+PASTES_ARGUMENTS = re.compile(r"""\barguments['"]?\]?\s*(?:\+|~|-?\}\})""")
+PRINTS_ARGUMENTS = re.compile(r"""\barguments['"]?\]?\s*\|\s*(?:tojson|items|dictsort)""")
+NO_PARAMETERS = {"type": "object", "properties": {}}
 
+TEXT = r"/(.|\n)*/"
+"""Any text, in Lark."""
+PLACES = re.compile("(NAME|NUMBER|ARGUMENTS)")
+WHITESPACE = {"whitespace_pattern": "[ \\n]{0,16}"}
+"""In arguments: without a bound a model may write white space for ever."""
+DEFINITIONS = ("$defs", "definitions")
+"""What a schema's parts refer to."""
 
-def _llama3(reader: ToolReader, _: str) -> Steps[None]:
-    yield from reader.call()
-    while (yield from reader.literal(";")):
-        yield from reader.call()
-
-
-def _mistral(reader: ToolReader, _: str) -> Steps[None]:
-    """A list of calls; newer models: name[CALL_ID]id[ARGS]{...}, both markers optional."""
-    if (yield from reader.literal("[")):
-        yield from reader.call()
-        while (yield from reader.literal(",")):
-            yield from reader.call()
-        yield from reader.passed("]")
-        return
-    name = yield from reader.name()
-    known = (yield from reader.name()) if (yield from reader.literal("[CALL_ID]")) else None
-    yield from reader.literal("[ARGS]")
-    yield from reader.arguments(name, known)
+Marks = Mapping[str, int]
+"""Markers that are one token each, which text in a grammar would not be taken for."""
 
 
-def _deepseek(reader: ToolReader, marker: str) -> Steps[None]:
-    """name, separator, arguments (V3.1), or `function`, separator, name, arguments in a fence (V3, R1)."""
-    begin, call, separator, end, last = DEEPSEEK
-    if marker == begin and not (yield from reader.literal(call)):
-        raise Malformed
-    name = yield from reader.name()
-    if not (yield from reader.literal(separator)):
-        raise Malformed
-    name = (yield from reader.name()) or name
-    yield from reader.literal("```json")
-    yield from reader.arguments(name)
-    yield from reader.passed("```", end, last)
+class Function(BaseModel):
+    """What a tool does."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Hold arguments to the schema as it stands, or refuse it. Else what is not understood in it is passed over."""
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Arguments are an object, so its schema must be one's."""
+        for name, kind, kind_name in (("properties", dict, "an object"), ("required", list, "a list")):
+            if not isinstance((schema or {}).get(name, kind()), kind):
+                raise ValueError(f"`{name}` of a JSON Schema must be {kind_name}")
+        if (schema or {}).get("type", "object") != "object":
+            raise ValueError("the JSON Schema of parameters must have type 'object'")
+        return schema
+
+    def argument_schema(self) -> dict[str, Any]:
+        """Return the schema that a grammar follows: properties without a name are not made up, unless it says so."""
+        return self.with_options({"additionalProperties": False, **(self.parameters or {}), "type": "object"})
+
+    def with_options(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a schema with llguidance's options."""
+        return {"x-guidance": {**WHITESPACE, "lenient": not self.strict}, **schema}
 
 
-def _kimi(reader: ToolReader, marker: str) -> Steps[None]:
-    """functions.NAME:NUMBER, which is the call's id too, separator, arguments."""
-    begin, call, separator, end, last = KIMI
-    if marker == begin and not (yield from reader.literal(call)):
-        raise Malformed
-    known = yield from reader.name()
-    if not (yield from reader.literal(separator)):
-        raise Malformed
-    name = known.removeprefix("functions.")
-    yield from reader.arguments(name.rpartition(":")[0] or name, known)
-    yield from reader.passed(end, last)
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates print it."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {
+            "type": "function",
+            "function": {**function, "parameters": function.get("parameters") or NO_PARAMETERS},
+        }
 
 
-def _listed(reader: ToolReader, _: str) -> Steps[None]:
-    """A list of calls and nothing else: what a model writes whose own format is not known, made to by a grammar."""
-    yield from reader.literal("[")
-    yield from reader.call()
-    while (yield from reader.literal(",")):
-        yield from reader.call()
-    yield from reader.passed("]")
+class FunctionName(BaseModel):
+    """A function by its name."""
+
+    name: str
 
 
-def _short_id() -> str:
-    """Mistral's templates refuse others."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+class NamedTool(BaseModel):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
-DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-)
-KIMI = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
-MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-HERMES = ("<tool_call>", "</tool_call>")
-GLM = (*HERMES, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-DSML = "｜DSML｜"
-MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+class AllowedToolList(BaseModel):
+    """Tools by their names, and whether one must be called."""
 
-QWEN_TAGS = Tags(
-    "<function=", ">", "<parameter=", (">",), "</parameter>", "</function>", "</tool_call>", lines=True
-)
-GLM_TAGS = Tags("", "", "<arg_key>", ("</arg_key>",), "</arg_value>", "</tool_call>", value="<arg_value>")
-MINIMAX_TAGS = Tags(
-    '<invoke name="', '">', '<parameter name="', ('">',), "</parameter>", "</invoke>", MINIMAX[1]
-)
-DSML_TAGS = Tags(
-    f'<{DSML}invoke name="',
-    '">',
-    f'<{DSML}parameter name="',
-    ('" string="true">', '" string="false">'),
-    f"</{DSML}parameter>",
-    f"</{DSML}invoke>",
-    f"</{DSML}function_calls>",
-)
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
-OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
-LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
-LISTED = Layout(OBJECT, "[", ", ", "]")
-PARSERS = {
-    parser.name: parser
-    for parser in (
-        Parser(
-            "hermes", HERMES[:1], _hermes, HERMES, Layout(f"<tool_call>\n{OBJECT}\n</tool_call>", between="\n")
-        ),
-        Parser(
-            "llama3", ("<|python_tag|>",), _llama3, ("<|python_tag|>",), Layout(LLAMA, between=None), bare="{"
-        ),
-        Parser("pythonic", PYTHON[:1], python_calls, PYTHON,
-               Layout("NAME(ARGUMENTS)", "[", ", ", "]", "KEY=VALUE", ", "), bare="["),
-        Parser("mistral", MISTRAL[:1], _mistral, MISTRAL, Layout(OBJECT, "[TOOL_CALLS][", ", ", "]"),
-               bare="[", new_id=_short_id),
-        Parser("mistral_v13", MISTRAL[:1], _mistral, MISTRAL, Layout("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
-               bare="[", new_id=_short_id),
-        Parser("deepseek_v3", DEEPSEEK[:2], _deepseek, DEEPSEEK,
-               Layout("{1}function{2}NAME\n```json\nARGUMENTS\n```{3}".format(*DEEPSEEK),
-                      DEEPSEEK[0], "\n", DEEPSEEK[4])),
-        Parser("deepseek_v31", DEEPSEEK[:2], _deepseek, DEEPSEEK,
-               Layout("{1}NAME{2}ARGUMENTS{3}".format(*DEEPSEEK), DEEPSEEK[0], "", DEEPSEEK[4])),
-        Parser("deepseek_v32", (f"<{DSML}function_calls>",), tagged(DSML_TAGS), (DSML,),
-               Layout(f'<{DSML}invoke name="NAME">\nARGUMENTS</{DSML}invoke>\n', f"<{DSML}function_calls>\n", "",
-                      f"</{DSML}function_calls>",
-                      f'<{DSML}parameter name="KEY" string="FLAG">VALUE</{DSML}parameter>\n')),
-        Parser("kimi_k2", KIMI[:2], _kimi, KIMI,
-               Layout("{1}functions.NAME:NUMBER{2}ARGUMENTS{3}".format(*KIMI), KIMI[0], "", KIMI[4])),
-        Parser("qwen3_coder", ("<tool_call>", "<function="), tagged(QWEN_TAGS), HERMES,
-               Layout("<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", between="\n",
-                      argument="<parameter=KEY>\nVALUE\n</parameter>\n")),
-        Parser("glm45", HERMES[:1], tagged(GLM_TAGS), GLM,
-               Layout("<tool_call>NAME\nARGUMENTS</tool_call>", between="\n",
-                      argument="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n")),
-        Parser("glm47", HERMES[:1], tagged(GLM_TAGS), GLM,
-               Layout("<tool_call>NAMEARGUMENTS</tool_call>",
-                      argument="<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")),
-        Parser("minimax_m2", MINIMAX[:1], tagged(MINIMAX_TAGS), MINIMAX,
-               Layout('<invoke name="NAME">\nARGUMENTS</invoke>\n', f"{MINIMAX[0]}\n", "", MINIMAX[1],
-                      '<parameter name="KEY">VALUE</parameter>\n')),
+
+class AllowedTools(BaseModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class ToolFields(BaseModel):
+    """The fields of a request that are about tools."""
+
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+        if twice is not None:
+            raise ValueError(f"two tools are named {twice!r}")
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if not names:
+            raise ValueError("this tool_choice needs tools")
+        unknown = [name for name in self._choice_names() if name not in names]
+        if unknown:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is none of the tools")
+        return self
+
+    def _choice_names(self) -> list[str]:
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call: none for tool_choice `none`, some where they are listed."""
+        if self.tool_choice == "none" or not self.tools:
+            return []
+        names = self._choice_names() if isinstance(self.tool_choice, AllowedTools) else None
+        return [tool for tool in self.tools if names is None or tool.function.name in names]
+
+    def required_tools(self) -> list[Tool]:
+        """Return those of which the answer must call one: all for `required`, or the one of tool_choice."""
+        choice, tools = self.tool_choice, self.callable_tools()
+        if isinstance(choice, NamedTool):
+            return [tool for tool in tools if tool.function.name in self._choice_names()]
+        required = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        return tools if required or choice == "required" else []
+
+    def max_calls(self) -> int | None:
+        """Return how many calls an answer may have; None: any number."""
+        return None if self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool) else 1
+
+
+# For chat templates
+
+
+def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Return the argument `tools` of a chat template; None, as templates expect it, where there are none."""
+    return [tool.for_template() for tool in tools] or None
+
+
+def arguments_as_text(chat_template: str | None) -> bool:
+    """Return whether a template needs a call's arguments as JSON's text, for it joins them to other text (DeepSeek's
+    do), where others print them as JSON, and need a mapping."""
+    template = chat_template or ""
+    return bool(PASTES_ARGUMENTS.search(template)) and not PRINTS_ARGUMENTS.search(template)
+
+
+def message_for_template(message: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
+    """Return a message as templates take it.
+
+    Args:
+        message: `Message.plain()`; the arguments of its calls are text in OpenAI's API.
+        as_text: leave arguments text, where most templates take a mapping.
+
+    Raises:
+        RequestError: its calls are malformed.
+    """
+    plain = dict(message)
+    calls = plain.pop("tool_calls", None)
+    if not calls:
+        return plain
+    if not isinstance(calls, list):
+        raise RequestError("tool_calls of a message must be a list")
+    return plain | {"tool_calls": [_call_for_template(call, as_text) for call in calls]}
+
+
+def _call_for_template(call: Any, as_text: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError("each of a message's tool_calls must have a function with a name")
+    arguments = function.get("arguments") or "{}"
+    with suppress(ValueError, RecursionError):  # a model gets back as it was what it wrote wrong
+        if isinstance(arguments, str) and not as_text:
+            arguments = json.loads(arguments)
+        elif not isinstance(arguments, str) and as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+# Grammars, in Lark. StructTag of llguidance cannot write these: it knows a marker by its text, not as a token of any
+# name and place, has nothing for arguments between tags, and no form for an answer that must be a call.
+
+
+def lark_text(text: str, marks: Marks) -> str:
+    """Return a text in Lark, marks as the tokens that they are."""
+    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
     )
-}  # fmt: skip
-PLAIN = Parser("json", (), _listed, (), LISTED, bare="[")
-"""For models whose own format is not known: only a grammar makes them write it."""
 
 
-def parser_of(name: str) -> Parser:
-    """A parser by its name; raises ConfigError."""
-    if name not in PARSERS:
-        raise ConfigError(unknown("tool format", name, PARSERS))
-    return PARSERS[name]
+def text_until(rule: str, end: str, marks: Marks) -> str:
+    """Return a rule: any text up to a mark, and the mark.
+
+    Args:
+        rule: its name.
+        end: the mark, text before it included.
+        marks: markers that are tokens.
+    """
+    # A lazy lexeme ends with the first mark that is text; a token ends any text by itself.
+    mark = next((mark for mark in marks if mark in end), None)
+    if mark is None:
+        return f"{rule}[lazy]: {TEXT} {lark_text(end, {})}"
+    before = re.escape(end[: end.index(mark)]).replace("/", r"\/")
+    return f"{rule}: {TEXT[:-1]}{before}/ {lark_text(end[end.index(mark) :], marks)}"
 
 
-def guess(chat_template: str | None) -> str | None:
-    """The format of a model with this template; None where it writes no calls, or in a form that is not known."""
-    said = chat_template or ""
-    for name, *signs in SIGNS:
-        if all(re.search(sign, said) for sign in signs):
-            return name
-    return None
+def required_calls(
+    call_format: CallFormat, tools: Sequence[Function], max_calls: int | None, marks: Marks
+) -> list[str]:
+    """Return rule `calls`: one or more calls, and no text.
+
+    Args:
+        call_format: how the model writes calls.
+        tools: what may be called.
+        max_calls: 1 or any number.
+        marks: markers that are tokens.
+    """
+    layout = call_format.layout
+    calls = f"{lark_text(layout.begin, marks)} {_several(layout, max_calls, marks)}"
+    return [f"calls: {calls}", *_call_rules(layout, layout.call, "call", tools, marks)]
 
 
-SIGNS = (
-    ("deepseek_v3", DEEPSEEK[0], "```json"),
-    ("deepseek_v31", DEEPSEEK[0]),
-    ("deepseek_v32", f"<{DSML}(?:function_calls|invoke)"),
-    ("kimi_k2", re.escape(KIMI[0])),
-    ("mistral_v13", r"\[TOOL_CALLS\]", r"\[ARGS\]"),
-    ("mistral", r"\[TOOL_CALLS\]"),
-    ("minimax_m2", "minimax:tool_call"),
-    ("qwen3_coder", "<tool_call>", "<function="),
-    ("glm47", "<tool_call>", "</arg_key><arg_value>"),
-    ("glm45", "<tool_call>", "<arg_key>"),
-    ("hermes", "<tool_call>"),
-    ("pythonic", r"\[func\w*\("),
-    ("llama3", r"<\|(?:start_header_id|header_start)\|>", '"parameters": '),
-    ("llama3", r"<\|python_tag\|>"),
-)
-"""What a format's chat templates have in them; the first that fits counts."""
+def possible_calls(
+    call_format: CallFormat, tools: Sequence[Function], max_calls: int | None, marks: Marks
+) -> list[str]:
+    """Return rule `mixed`: text, in which a marker begins a call.
+
+    Args:
+        call_format: how the model writes calls.
+        tools: what may be called.
+        max_calls: 1 or any number.
+        marks: markers that are tokens.
+    """
+    layout = call_format.layout
+    opening = layout.begin + layout.call
+    marker = next((marker for marker in call_format.markers if opening.startswith(marker)), None)
+    # Without a marker a call is the complete answer, known by its first character.
+    if marker is None:
+        other = rf'other: /[^\s{re.escape(call_format.bare_start)}](.|\n)*/ | ""'
+        return ["mixed: calls | other", other, *required_calls(call_format, tools, max_calls, marks)]
+    repeat = "?" if max_calls == 1 else "*"
+    rules = [f"mixed: block{repeat} TAIL", f"TAIL: {TEXT}", text_until("before", marker, marks)]
+    if layout.begin:
+        begin = lark_text(layout.begin.removeprefix(marker), marks)
+        rules.append(f"block: before {begin} {_several(layout, max_calls, marks)}")
+        return rules + _call_rules(layout, layout.call, "call", tools, marks)
+    rules.append("block: before rest")
+    return rules + _call_rules(layout, layout.call.removeprefix(marker), "rest", tools, marks)
+
+
+def _several(layout: Layout, max_calls: int | None, marks: Marks) -> str:
+    one = max_calls == 1 or layout.separator is None
+    more = "" if one else f"({lark_text(layout.separator or '', marks)} call)*"
+    return f"call {more} {lark_text(layout.end, marks)}"
+
+
+def _call_rules(layout: Layout, text: str, rule: str, tools: Sequence[Function], marks: Marks) -> list[str]:
+    """Return rule `rule`, one of the tools' calls, and those of the arguments."""
+    rules = [f"{rule}: " + " | ".join(f"{rule}_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        places = {"NAME": json.dumps(tool.name), "NUMBER": "/[0-9]{1,3}/", "ARGUMENTS": f"arguments_{i}"}
+        parts = [places.get(part) or lark_text(part, marks) for part in PLACES.split(text) if part]
+        rules.append(f"{rule}_{i}: " + " ".join(parts))
+        if layout.argument:
+            rules += _argument_rules(layout, tool, f"arguments_{i}", marks)
+        else:
+            rules.append(f"arguments_{i}: %json {json.dumps(tool.argument_schema())}")
+    return rules
+
+
+def _argument_rules(layout: Layout, tool: Function, rule: str, marks: Marks) -> Iterator[str]:
+    """Yield rule `rule`: arguments between tags or in Python, in the schema's order, some of them optional."""
+    schema = tool.parameters or {}
+    properties = schema.get("properties") or {}
+    required = [key for key in schema.get("required") or () if isinstance(key, str)]
+    keys = list(dict.fromkeys([*properties, *required]))
+    for i, key in enumerate(keys):
+        yield from _value_rules(layout, tool, key, properties.get(key), f"{rule}_{i}", marks)
+    if not layout.argument_separator:
+        optional = (f"{rule}_{i}" + "?" * (key not in required) for i, key in enumerate(keys))
+        yield f"{rule}: " + (" ".join(optional) or '""')
+        return
+    # `first_i` are arguments from i on, `more_i` are those after another one: so no separator stands alone.
+    yield f'{rule}_first_{len(keys)}: ""'
+    yield f'{rule}_more_{len(keys)}: ""'
+    for i, key in enumerate(keys):
+        skip = ["", ""] if key in required else [f" | {rule}_first_{i + 1}", f" | {rule}_more_{i + 1}"]
+        here = f"{rule}_{i} {rule}_more_{i + 1}"
+        yield f"{rule}_first_{i}: {here}{skip[0]}"
+        yield f"{rule}_more_{i}: {json.dumps(layout.argument_separator)} {here}{skip[1]}"
+    yield f"{rule}: {rule}_first_0"
+
+
+def _value_rules(
+    layout: Layout, tool: Function, key: str, schema: Any, rule: str, marks: Marks
+) -> Iterator[str]:
+    """Yield rule `rule`: one argument with its key."""
+    root = tool.parameters or {}
+    types = types_of(schema, root)
+    is_text = not layout.argument_separator and (not types or "string" in types)
+    places = {"KEY": key, "FLAG": str(is_text).lower()}
+    around = layout.argument.split("VALUE")
+    before, after = (re.sub("KEY|FLAG", lambda place: places[place[0]], part) for part in around)
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if is_text and isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        value = "(" + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices) + ")"
+    elif is_text:
+        end = after.strip("\n")
+        yield text_until(f"{rule}_text", end, marks)
+        value, after = f"{rule}_text", after.partition(end)[2]
+    elif layout.argument_separator and types == {"boolean"}:
+        value = '("True" | "False")'
+    else:
+        definitions = {name: root[name] for name in DEFINITIONS if name in root}
+        schema = schema if isinstance(schema, Mapping) else {}
+        value = f"%json {json.dumps(tool.with_options({**definitions, **schema}))}"
+    yield f"{rule}: {lark_text(before, marks)} {value} {lark_text(after, marks)}"

@@ -22,7 +22,7 @@ import zmq
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import messages as wire
-from nibble.server.logs import configure
+from nibble.server.logging import configure
 
 if TYPE_CHECKING:
     from nibble.engine.engine import RequestHandle
@@ -139,19 +139,18 @@ class Worker:
 
 def about(llm: LLM) -> wire.Ready:
     """What is served."""
-    from nibble.attention.planner import price
-    from nibble.attention.planner.explain import as_dict
-    from nibble.models.hub import find
+    from nibble.attention.planner.explain import as_dict, staging_warnings
+    from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
-    staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
+    staged = staging_warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
     plan = {
         "hardware": asdict(llm.hardware),
         **as_dict(llm.plan, llm.budget),
         "startup": dict(llm.startup),
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return wire.Ready(find(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+    return wire.Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
 
 
 def numbers(llm: LLM) -> dict[str, float]:

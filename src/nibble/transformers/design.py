@@ -19,12 +19,13 @@ from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, Design, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.build import CHUNK, measure_scales, resolve_scales, tokenizer_of
 from nibble.engine.calibration import builtin_texts
+from nibble.engine.plan import Design
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import probe
 from nibble.models.observe import BYTES, observed, skeleton
-from nibble.models.refusals import refuse
+from nibble.models.refusals import check_config
 
 OPTIONS = (
     "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
@@ -39,7 +40,7 @@ def design(model: Any, options: dict[str, Any]) -> Design:
     """What is decided of a cache for `model`. Raises ConfigError (Unsupported) with the reason."""
     config = _config(model, options)
     hardware = probe(config.device)
-    refuse(model.config)
+    check_config(model.config)
     bare: Any = skeleton(deepcopy(model.config))  # which it would change
     if type(bare) is not type(model):
         raise ConfigError(

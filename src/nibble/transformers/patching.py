@@ -18,7 +18,7 @@ import torch
 
 from nibble.errors import ConfigError
 from nibble.models import hook
-from nibble.models.adapt import adaptations
+from nibble.models.hook import adaptations
 
 CACHE = "past_key_values"
 _IMPLEMENTATION = "_attn_implementation_internal"

@@ -16,10 +16,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.support import Phase
 from nibble.engine.batch import ORDER
 from nibble.engine.transfer import ALIGNED
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.transformers.store import Row
 
 

@@ -18,8 +18,8 @@ from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.errors import CapacityError, OutOfPages
-from nibble.kernels.gather import Paged
 from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.types import Paged
 
 FIRST = 1024
 """Tokens that a pool without a bound begins with."""
@@ -63,7 +63,7 @@ class Store:
     def held(self) -> int:
         """Pages that somebody holds."""
         self._drop_left()
-        return self.pages.total - self.pages.free
+        return self.pages.num_pages - self.pages.num_free
 
     def reserve(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Room for counts[i] more tokens of each row, in pages of its own. Where it raises OutOfPages, nothing has
@@ -92,13 +92,13 @@ class Store:
         for row in rows:
             if row.num_stored_tokens % self.layout.page_size:
                 page = row.pages[-1]
-                left = holders.setdefault(page, self.pages.count(page))
+                left = holders.setdefault(page, self.pages.ref_count(page))
                 if left > 1:
                     holders[page] = left - 1
                     yield row
 
     def _make_room(self, needed: int) -> None:
-        total, free, size = self.pages.total, self.pages.free, self.layout.page_size
+        total, free, size = self.pages.num_pages, self.pages.num_free, self.layout.page_size
         if needed <= free:
             return
         if self.bounded:
@@ -112,7 +112,7 @@ class Store:
         every = range(total)
         self._copy(self.pool, every, pool, every)
         self.pool = pool
-        self.pages.extend(grown - total)
+        self.pages.grow(grown - total)
 
     def _copy(self, source: PagedPool, old: Sequence[int], target: PagedPool, new: Sequence[int]) -> None:
         """Copies whole pages."""

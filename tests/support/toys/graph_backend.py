@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 
 class Masked:
@@ -18,7 +18,7 @@ class Masked:
             return TorchRef().attend(q_THD, view, segment, spec)
         k_BLHD, v_BLHD = (
             view.streams[name]
-            .gather(segment.page_table_BN)
+            .gather_reference(segment.page_table_BN)
             .repeat_interleave(q_THD.shape[1] // view.streams["k"].stream.heads, 2)
             for name in "kv"
         )

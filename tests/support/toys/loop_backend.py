@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 calls = 0
 
@@ -19,7 +19,7 @@ class Loop:
         out, row = torch.empty_like(q_THD), 0
         for i, (new, length) in enumerate(zip(segment.query_lens, segment.seq_lens, strict=True)):
             pages = segment.page_table_BN[i : i + 1, : -(-length // view.page_size)]
-            k, v = (view.streams[name].gather(pages)[0] for name in "kv")
+            k, v = (view.streams[name].gather_reference(pages)[0] for name in "kv")
             for t in range(new):
                 seen = length - new + t + 1
                 for head in range(q_THD.shape[1]):

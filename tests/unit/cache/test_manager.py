@@ -92,10 +92,10 @@ def test_two_that_compute_the_same_keep_their_own_copies():
     assert (one.num_shared_pages, two.num_shared_pages) == (2, 0)
     books.release(one)
     books.check_integrity()
-    assert books.available == 5, "what `two` holds, no page of `one` is needed for"
+    assert books.num_available_pages == 5, "what `two` holds, no page of `one` is needed for"
     books.release(two)
     books.check_integrity()
-    assert books.available == 8
+    assert books.num_available_pages == 8
 
 
 def test_advance_takes_over_what_another_has_stored_since():
@@ -116,7 +116,7 @@ def test_advance_never_joins_below_a_page_of_its_own():
     store(books, PROMPT)
     assert books.advance(late, PROMPT) == 0
     books.commit(late, PROMPT, 4)
-    assert not late.publishing
+    assert not late.is_sharing
     assert books.advance(late, PROMPT) == 0
     books.check_integrity()
 
@@ -134,9 +134,9 @@ def test_advance_leaves_reserved_pages_where_they_are():
 def test_next_page_is_equal_for_those_who_compute_the_same():
     books = manager()
     one, two, other = (books.open(PROMPT, name) for name in ("", "", "other"))
-    assert books.next_page(one, PROMPT) == books.next_page(two, PROMPT) is not None
-    assert books.next_page(one, PROMPT) != books.next_page(other, PROMPT)
-    assert books.next_page(one, PROMPT[:3]) is None
+    assert books.next_page_key(one, PROMPT) == books.next_page_key(two, PROMPT) is not None
+    assert books.next_page_key(one, PROMPT) != books.next_page_key(other, PROMPT)
+    assert books.next_page_key(one, PROMPT[:3]) is None
 
 
 def test_reserve_evicts_the_idle_and_only_as_many_as_it_must():
@@ -164,9 +164,9 @@ def test_open_with_spare_counts_idle_pages_once():
     books.release(store(books, PROMPT))
     before = books.stats
     with pytest.raises(OutOfPages, match="1 pages and 2 to spare are needed, 2 can be had"):
-        books.open(PROMPT, "", spare=2)
+        books.open(PROMPT, "", spare_pages=2)
     assert books.stats == before
-    lease = books.open(PROMPT, "", spare=1)
+    lease = books.open(PROMPT, "", spare_pages=1)
     assert lease.num_stored_tokens == 8
     books.check_integrity()
 
@@ -216,21 +216,21 @@ def test_commit_refuses_what_cannot_be(upto):
 
 
 def _leak(books: CacheManager, lease: Lease) -> None:
-    books._pages.allocate(1)
+    books._allocator.allocate(1)
 
 
 def _write_shared(books: CacheManager, lease: Lease) -> None:
-    books._pages.retain([lease.pages[-1]])
+    books._allocator.retain([lease.pages[-1]])
     books._leases.add(Lease("", [lease.pages[-1]]))
 
 
 def _publish_partial(books: CacheManager, lease: Lease) -> None:
-    books._tree.insert(lease.cursor, [1, 2, 3, 4], lease.pages[-1])
+    books._radix.insert(lease.last_node, [1, 2, 3, 4], lease.pages[-1])
 
 
 def _lose_idle(books: CacheManager, lease: Lease) -> None:
     books.release(lease)
-    books._tree._idle.popitem()
+    books._radix._idle.popitem()
 
 
 def _swap(books: CacheManager, lease: Lease) -> None:

@@ -33,7 +33,7 @@ class Shelf:
     def store(self, tokens: list[int], namespace: str = "") -> list[int]:
         held = self.write(tokens, namespace)
         self.tree.release(held)
-        self.tree.check()
+        self.tree.check_integrity()
         return held
 
 
@@ -82,7 +82,7 @@ def test_an_equal_page_is_kept_and_the_new_one_is_not():
     (second,) = shelf.pages.allocate(1)
     assert shelf.tree.insert("", [1, 2], second) == first
     assert second not in shelf.tree
-    assert shelf.pages.count(second) == 1
+    assert shelf.pages.ref_count(second) == 1
 
 
 def test_only_full_pages():
@@ -104,10 +104,10 @@ def test_evicts_the_longest_unused_first_and_leaves_before_what_is_above_them():
     shelf.store([1, 2, 3, 4])  # used again: `new` is older now
     for tokens, count in (([5, 6, 7, 8], 1), ([5, 6, 7, 8], 0), ([1, 2, 3, 4], 1), ([1, 2, 3, 4], 0)):
         assert shelf.tree.evict(1) == 1
-        shelf.tree.check()
+        shelf.tree.check_integrity()
         assert len(shelf.tree.match("", tokens, 4)) == count
     assert shelf.tree.evict(1) == 0
-    assert shelf.pages.free == shelf.pages.total
+    assert shelf.pages.num_free == shelf.pages.num_pages
     assert old != new
 
 
@@ -115,7 +115,7 @@ def test_what_is_in_use_is_never_evicted():
     shelf = Shelf()
     shelf.store([1, 2, 3, 4])
     held = shelf.write([1, 2, 9, 9])
-    assert shelf.tree.idle == 1
+    assert shelf.tree.num_idle == 1
     assert shelf.tree.evict(16) == 1
     assert shelf.tree.match("", [1, 2, 9, 9], 4) == held
     shelf.tree.release(held)
@@ -126,9 +126,9 @@ def test_counts_idle_pages():
     shelf = Shelf()
     stored = shelf.store([1, 2, 3, 4])
     held = shelf.write([1, 2])
-    assert shelf.tree.count_idle(stored) == 1
+    assert shelf.tree.num_idle_of(stored) == 1
     shelf.tree.release(held)
-    assert shelf.tree.count_idle(stored) == 2
+    assert shelf.tree.num_idle_of(stored) == 2
 
 
 def test_clear_leaves_pages_with_their_holders():
@@ -136,11 +136,11 @@ def test_clear_leaves_pages_with_their_holders():
     shelf.store([1, 2, 3, 4])
     held = shelf.write([1, 2])
     shelf.tree.clear()
-    shelf.tree.check()
-    assert shelf.pages.free == shelf.pages.total - 1
+    shelf.tree.check_integrity()
+    assert shelf.pages.num_free == shelf.pages.num_pages - 1
     assert shelf.tree.match("", [1, 2], 2) == []
     shelf.pages.release(held)
-    assert shelf.pages.free == shelf.pages.total
+    assert shelf.pages.num_free == shelf.pages.num_pages
 
 
 def test_knows_a_path():

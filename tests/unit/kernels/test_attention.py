@@ -22,7 +22,6 @@ from torch import Tensor
 import nibble
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
@@ -32,8 +31,8 @@ from nibble.formats.base import raw
 from nibble.kernels import attention, gather
 from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import Shape
-from nibble.kernels.gather import Paged
 from nibble.kernels.gather import triton as triton_gather
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
 

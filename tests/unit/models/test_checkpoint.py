@@ -24,12 +24,12 @@ from transformers.masking_utils import (
 
 from nibble import LLM
 from nibble.config import Config
-from nibble.engine.build import plan_engine
+from nibble.engine.plan import plan_engine
 from nibble.errors import ConfigError, RequestError, WeightError
 from nibble.models import observe as observing
-from nibble.models.guard import Positions, check_masks, check_modules
+from nibble.models.guard import PositionsWatch, check_masks, check_modules
 from nibble.models.observe import observe
-from nibble.models.refusals import refuse
+from nibble.models.refusals import check_config
 from tiny import BASE, save_model, save_tiny
 
 WEIGHTS = "model.safetensors"
@@ -212,7 +212,7 @@ REFUSED = {
 def test_families_refused_by_their_config(family: str) -> None:
     reason, options = REFUSED[family]
     with pytest.raises(ConfigError, match=f"cannot be served: .*{reason}"):
-        refuse(AutoConfig.for_model(family, **options))
+        check_config(AutoConfig.for_model(family, **options))
 
 
 OBSERVED = {
@@ -281,14 +281,14 @@ class TestGuard:
             given.float,
             lambda: nn.functional.embedding(given, table),
         ):
-            with Positions(given) as watch:
+            with PositionsWatch(given) as watch:
                 use()
             watch.check("toy")
-        with Positions(given) as watch:
+        with PositionsWatch(given) as watch:
             assert given.shape[1] == 4
         with pytest.raises(ConfigError, match="counts positions by itself"):
             watch.check("toy")
-        with Positions(given) as watch:
+        with PositionsWatch(given) as watch:
             torch.max(given)
         with pytest.raises(ConfigError, match="largest position of the batch"):
             watch.check("toy")

@@ -13,9 +13,12 @@ from nibble.attention.planner.support import (
     Phase,
     Support,
 )
+from nibble.hardware import may_have_gpu
 
 
 def _unavailable_reason() -> str | None:
+    if not may_have_gpu():  # there is nothing to compile for, and nvrtc.py imports torch
+        return None
     try:
         from nibble.kernels.nvrtc import trouble
     except Exception as error:  # a broken package must not break every plan

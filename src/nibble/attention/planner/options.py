@@ -6,19 +6,20 @@ Which of the options a plan takes is resolve.py's business: one page size and pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nibble import formats
-from nibble.attention.planner import evidence, needs
+from nibble.attention.planner import evidence
 from nibble.attention.planner.evidence import NO_RANKINGS, Ranking, Rankings, Timing
-from nibble.attention.planner.memory import left_for_pages, staged_bytes
+from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.support import BackendInfo, Need, Origin, Phase, Support
-from nibble.config import Config, parse_hisparse
+from nibble.config import Config
 from nibble.errors import ConfigError, unknown
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 """Phases that every plan serves. VERIFY goes to one of those that read the storage that these chose, if any."""
@@ -47,7 +48,7 @@ def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of resolve()."""
+    """The arguments of resolve(), and the spec that its config stands for. Raises ConfigError where that is malformed."""
 
     config: Config
     model_spec: ModelSpec
@@ -59,31 +60,36 @@ class PlanRequest:
     """Times of this machine (evidence.load_tuned)."""
     rankings: Rankings | None = None
     """Instead of those that are shipped."""
+    spec: CacheSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", CacheSpec.from_config(self.config))
 
     @property
     def dtype(self) -> str:
-        return needs.compute_dtype(self.config, self.hardware)
+        """The compute dtype."""
+        return self.spec.compute_dtype(self.hardware)
 
     def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
         """The backends that may serve `phase`: the one that was named, or for `auto` all that run."""
-        asked = self.config.backend_for(phase.decodes)
-        if asked == "auto":
+        requested = self.spec.backend_for(phase.decodes)
+        if requested is None:
             return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
-        return {asked: by_name(asked, self.backends)}
+        return {requested: by_name(requested, self.backends)}
 
     def may_stage(self, phase: Phase) -> bool:
         """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""
-        return self.could_stage and (self.config.allow_staging or not phase.decodes)
+        return self.could_stage and (self.spec.allow_staging or not phase.decodes)
 
     @property
     def could_stage(self) -> bool:
         """Whether --allow-staging could help. Not with a host tier: staging reads pages by their numbers, and they may
         be anywhere."""
-        return not parse_hisparse(self.config.hisparse)
+        return self.spec.offload is None
 
     def need(self, part: SchemeGroup, phase: Phase) -> Need:
         """What `part` asks for, before page size and packing are chosen."""
-        return part.need(phase, self.hardware, self.dtype, self.config.page_size, None)
+        return part.need(phase, self.hardware, self.dtype, self.spec.page_size, None)
 
     def staged(self, need: Need) -> Need | None:
         """What `need` becomes when pages are dequantised first; None where they hold the compute dtype.
@@ -218,9 +224,9 @@ def _as_measured(
     measured = next(
         (entry for entry in request.measured.entries if entry.match == {"subject": subject}), None
     )
-    if measured is None or request.config.backend_for(phase.decodes) != "auto":
+    if measured is None or request.spec.backend_for(phase.decodes) is not None:
         return options
-    page = request.config.page_size
+    page = request.spec.page_size
     times = {timing.key: timing for timing in measured.order if page in {None, timing.page}}
     best = {option.key: option for option in reversed(options) if option.key in times}
     ranked = sorted(
@@ -248,7 +254,7 @@ def _renew(
 
 def _delays_graphs(request: PlanRequest, phase: Phase, option: Option) -> bool:
     """Whether an option keeps decode steps from being recorded, which costs the whole model more than any attention."""
-    recording = phase is Phase.DECODE and request.config.graphs and not request.hardware.is_cpu
+    recording = phase is Phase.DECODE and request.spec.graphs and not request.hardware.is_cpu
     return recording and not option.route(phase).graphs
 
 
@@ -257,14 +263,13 @@ def _has_workspace(request: PlanRequest, part: SchemeGroup, phase: Phase) -> boo
 
     A backend that is named reads pages as they are if it can; where none does, this is not asked.
     """
-    config, model_spec = request.config, request.model_spec
-    if config.backend_for(phase.decodes) != "auto":
+    if request.spec.backend_for(phase.decodes) is not None:
         return False
-    left = left_for_pages(config, model_spec, request.hardware, request.dtype)
-    return staged_bytes(config, model_spec, part.stored_layer(0).attended, request.dtype) <= SHARE * left
+    memory = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
+    return memory.dequantized_bytes(part.stored_layer(0).without_index) <= SHARE * memory.free_for_pages
 
 
-def cost(plan: Plan) -> float:
+def route_cost(plan: Plan) -> float:
     """Return the places of all that a plan chose, by weight and number of layers.
 
     Staging counts in full: a command that is proposed should read pages as they are where it can.

@@ -12,19 +12,7 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 from typing import Any
 
-
-class Phase(StrEnum):
-    """What a step asks of attention for one request."""
-
-    PREFILL = "prefill"  # new tokens, nothing cached before them
-    EXTEND = "extend"  # new tokens over a cached prefix (chunked prefill included)
-    DECODE = "decode"  # one new token
-    VERIFY = "verify"  # a few draft tokens
-
-    @property
-    def decodes(self) -> bool:
-        """Whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
-        return self in {Phase.DECODE, Phase.VERIFY}
+from nibble.model_spec import Phase as Phase  # noqa: PLC0414, for importers of the facts' vocabulary
 
 
 @dataclass(frozen=True, slots=True)

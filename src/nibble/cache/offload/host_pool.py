@@ -1,8 +1,7 @@
-"""HostPool: latents of all pages in the host's memory, in the device's format or a smaller one.
+"""Latents of all pages in host memory, in the device's format or a smaller one.
 
-A token is one record, whatever the packing of the pool, so that bringing it to the device is one read. Kernels of a GPU
-read and write the memory in place (kernels/offload/host_memory.py, kernels/offload/copy_tokens.py). Index keys stay on the device, where every
-step scores all of them. Owns the storage. Must not know which pages are where (residency.py), nor of requests.
+A token is one record, whatever the packing of the device's pool, so that fetching it is one read. Kernels read and
+write this memory in place (kernels/offload/). Index keys stay on the device, where every step scores all of them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,22 @@ from nibble.cache.layout import CacheLayout, StreamLayout
 from nibble.cache.scales import KVScales
 from nibble.cache.view import StreamView
 from nibble.errors import CapacityError
-from nibble.kernels.gather import Paged
 from nibble.kernels.offload import host_memory
+from nibble.kernels.types import Paged
 
 
 class HostPool:
-    """Room for `pages` pages of every stored layer. layout: of the host, latents alone. device: who reads it."""
+    """Storage of every stored layer's latents.
+
+    Args:
+        layout: the host's layout, latents only.
+        pages: pages of the pool.
+        scales: global scales of the formats.
+        device: the device that reads and writes the memory.
+
+    Raises:
+        CapacityError: the host has too little memory.
+    """
 
     def __init__(self, layout: CacheLayout, pages: int, scales: KVScales, device: torch.device) -> None:
         self.layout = layout
@@ -36,7 +45,7 @@ class HostPool:
         empty = torch.empty if device.type == "cpu" else host_memory.empty
         try:
             planes = packing.allocate(entry.codec.planes(entry.stream), pages, size, device, empty)
-        except RuntimeError as error:  # torch's own of the host's memory is no OutOfMemoryError
+        except RuntimeError as error:  # torch raises no OutOfMemoryError for host memory
             raise CapacityError(
                 f"the host has no memory for {pages} pages of the cache ({error}); a smaller --hisparse "
                 "host_memory=... would help"
@@ -45,5 +54,5 @@ class HostPool:
         return StreamView(entry.stream, entry.codec, packing, planes, value)
 
     def paged(self, layer: int) -> Paged:
-        """The latents of stored layer `layer`."""
+        """Return the latents of stored layer `layer`, as kernels read them."""
         return self._views[layer].paged

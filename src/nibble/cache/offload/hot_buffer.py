@@ -1,10 +1,9 @@
-"""HotTier: the device's side of a host tier. Where pages lie, hot buffers of requests, and the copies between both.
+"""The device side of a host tier: where pages lie, hot buffers of requests, and copies between device and host.
 
-What the books decide (residency.py) is told to the device at the beginning of a step, in stream order, so a step that
-is under way is not disturbed. Full pages are saved beside the steps, on a stream of their own, for which the device
-waits only before frames change hands. Inside a step nothing waits for the host: which tokens are missing is found, and
-brought, by kernels (kernels/offload/hot_buffer.py, kernels/offload/copy_tokens.py) on another stream, beside what the step does until it needs them.
-Owns HotTier, News and Coming. Must not know of requests, models or backends.
+The scheduler decides moves (residency.py). The device applies them at the start of a step, in stream order, so a
+running step is not disturbed. Full pages are saved during steps on a stream of their own, for which the device waits
+only before frames change hands. Within a step nothing waits for the host: kernels find the tokens that are missing and
+fetch them (kernels/offload/) on another stream, while the step goes on until it needs them.
 
 Shape suffixes: T query tokens, K tokens that each looks at, N pages of a request, P pages in all, R rows of the tables
 of requests, F frames of a hot buffer, B slots of it, M slots.
@@ -12,7 +11,6 @@ of requests, F frames of a hot buffer, B slots of it, M slots.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,46 +22,56 @@ from nibble.cache.offload.host_pool import HostPool
 from nibble.cache.offload.residency import Copy, Moves, Residency
 from nibble.cache.pool import PagedPool
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload import hot_buffer as swap
+from nibble.kernels.offload import hot_buffer
 from nibble.kernels.offload.copy_tokens import copy_tokens
 from nibble.kernels.offload.hot_buffer import HotBuffer, HotLookup
 from nibble.model_spec import LATENT
 
-BESIDE = 16
-"""Programs that save pages beside a step: few, as the link to the host is slow, and the step needs the rest."""
+SAVE_PROGRAMS = 16
+"""Programs that save pages during a step. Few: the link to the host is slow, and the step needs the processors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepUpdates:
-    """What a step must do before it begins, and where its numbers lie among those that were sent. leases: hot buffers
-    of rows that have another than before."""
+    """Changes that the device applies before a step. The slices say where their numbers lie in the step's one copy."""
 
     moves: Moves
-    leases: Mapping[int, list[int]]
+    hot_frames: Mapping[int, list[int]]
+    """Frames of the hot buffers that changed, by table row."""
     saves: tuple[slice, slice]
+    """Pages and frames to save."""
     loads: tuple[slice, slice]
+    """Pages and frames to load."""
     places: tuple[slice, slice]
+    """Pages and their new frames."""
     rows: slice
+    """Table rows whose hot buffers changed."""
     buffers: slice
+    """The frames of those rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFetch:
-    """topk_slots_TK: where chosen tokens lie, once they are there. layer: whose latents are on their way; found: what is
-    copied; ready: since when, if that is another stream's doing. No layer where nothing has to come.
-    """
+    """Slots of the tokens that queries look at, readable after wait()."""
 
     topk_slots_TK: Tensor
     layer: int | None = None
-    found: HotLookup | None = None
+    """The layer whose latents are being fetched; None if nothing has to be fetched."""
+    lookup: HotLookup | None = None
+    """The copies."""
     ready: torch.cuda.Event | None = None
+    """Recorded after the copies, if another stream makes them."""
 
 
 class HotBuffers:
-    """residency: the books. choosers: layers that choose tokens, for themselves and those that share their choice.
+    """Page frames, hot buffers and copies of one engine.
 
-    stores: latents of each stored layer on the device, and on the host. rows: of the tables of requests; the
-    last is nobody's.
+    Args:
+        residency: the scheduler's books.
+        host: latents on the host.
+        pool: latents on the device.
+        index_layers: layers that select tokens, for themselves and for layers that share their selection.
+        rows: rows of the tables of requests; the last is padding.
     """
 
     def __init__(
@@ -75,73 +83,88 @@ class HotBuffers:
             layer: (view.streams[LATENT].paged, host.paged(layer)) for layer, view in pool.views.items()
         }
         self.frames_P = self._full(pool.pages)
-        size = residency.hot * self.page_size
-        self._buffers_RF = self._full(rows, residency.hot)
-        self._held = self._full(len(index_layers), rows, size)
+        size = residency.frames_per_hot_buffer * self.page_size
+        self._buffers_RF = self._full(rows, residency.frames_per_hot_buffer)
+        self._tokens = self._full(len(index_layers), rows, size)
         self._fresh = torch.arange(size, dtype=torch.int32, device=self.device)
         self._order = self._fresh.repeat(len(index_layers), rows, 1)
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._hot = {
-            layer: HotBuffer(self._buffers_RF, self._held[i], self._order[i], self._counts)
+            layer: HotBuffer(self._buffers_RF, self._tokens[i], self._order[i], self._counts)
             for i, layer in enumerate(index_layers)
         }
-        self._told: dict[int, list[int]] = {}
+        self._frames_on_device: dict[int, list[int]] = {}
         on_gpu = self.device.type == "cuda"
-        self._beside = torch.cuda.Stream() if on_gpu else None
-        self._fetching = torch.cuda.Stream() if on_gpu else None
-        self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._save_stream = torch.cuda.Stream() if on_gpu else None
+        self._fetch_stream = torch.cuda.Stream() if on_gpu else None
 
     def _full(self, *shape: int) -> Tensor:
         return torch.full(shape, PAD_INDEX, dtype=torch.int32, device=self.device)
 
     def round_trip(self, layer: int, source: int, target: int) -> None:
-        """What frame `source` holds of a layer goes to the host, into its first page, and back into frame `target`."""
+        """Copy frame `source` of a layer to the host's first page, and from there into frame `target`."""
         device, host = self.stores[layer]
-        page, there, back = (
+        host_page, source_slots, target_slots = (
             self._slots(torch.tensor([number], device=self.device)) for number in (0, source, target)
         )
-        copy_tokens(device, there, host, page)
-        copy_tokens(host, page, device, back)
+        copy_tokens(device, source_slots, host, host_page)
+        copy_tokens(host, host_page, device, target_slots)
 
-    # Before a step
+    # --- before a step
 
     def take_updates(self, add: Callable[[Iterable[int]], slice], leases: Mapping[int, Lease]) -> StepUpdates:
-        """What the device has not been told; its numbers are handed to `add`. leases: of the step, by row. Said again
-        if it does not come to settle()."""
+        """Return what the device must apply before the next step.
+
+        The same updates are returned again if apply_updates() is never reached.
+
+        Args:
+            add: appends numbers to the step's one copy to the device and returns where they lie.
+            leases: leases of the step by table row.
+        """
         moves = self.residency.take_moves()
-        changed = {row: lease.hot for row, lease in leases.items() if self._told.get(row) is not lease.hot}
-        none = [PAD_INDEX] * self.residency.hot
+        changed = {
+            row: lease.hot_frames
+            for row, lease in leases.items()
+            if self._frames_on_device.get(row) is not lease.hot_frames
+        }
+        no_frames = [PAD_INDEX] * self.residency.frames_per_hot_buffer
         return StepUpdates(
             moves,
             changed,
-            _both(add, moves.saves),
-            _both(add, moves.loads),
-            _both(add, moves.places),
+            _add_copies(add, moves.saves),
+            _add_copies(add, moves.loads),
+            _add_copies(add, moves.places),
             add(changed),
-            add(frame for frames in changed.values() for frame in (frames or none)),
+            add(frame for frames in changed.values() for frame in (frames or no_frames)),
         )
 
-    def apply_updates(self, sent: Tensor, news: StepUpdates) -> None:
-        """Does what the news say. sent: the numbers, on the device."""
-        if news.moves.freed and self._beside:
-            torch.cuda.current_stream().wait_stream(self._beside)
-        if self._fetching:  # a step that broke off may have left it at work
-            torch.cuda.current_stream().wait_stream(self._fetching)
+    def apply_updates(self, sent: Tensor, updates: StepUpdates) -> None:
+        """Apply `updates`, in stream order.
+
+        Args:
+            sent: int64, the step's numbers on the device.
+            updates: from take_updates().
+        """
+        if updates.moves.freed and self._save_stream:
+            torch.cuda.current_stream().wait_stream(self._save_stream)
+        # A step that raised midway may have left copies running.
+        if self._fetch_stream:
+            torch.cuda.current_stream().wait_stream(self._fetch_stream)
         saved, loaded, (pages, frames) = (
-            (sent[pages], sent[frames]) for pages, frames in (news.saves, news.loads, news.places)
+            (sent[pages], sent[frames]) for pages, frames in (updates.saves, updates.loads, updates.places)
         )
         self._save(*saved)
-        self.residency.saves_done()
+        self.residency.mark_saves_launched()
         self._load(*loaded)
         if len(pages):
             self.frames_P.index_copy_(0, pages, frames.int())
-        rows = sent[news.rows]
+        rows = sent[updates.rows]
         if len(rows):
-            self._buffers_RF.index_copy_(0, rows, sent[news.buffers].int().view(len(rows), -1))
-            self._held.index_fill_(1, rows, PAD_INDEX)
+            self._buffers_RF.index_copy_(0, rows, sent[updates.buffers].int().view(len(rows), -1))
+            self._tokens.index_fill_(1, rows, PAD_INDEX)
             self._order.index_copy_(1, rows, self._fresh.expand(len(self._order), len(rows), -1))
-        self._told.update(news.leases)
-        self.residency.done()
+        self._frames_on_device.update(updates.hot_frames)
+        self.residency.mark_applied()
 
     def _save(self, pages: Tensor, frames: Tensor, programs: int | None = None) -> None:
         if len(pages):
@@ -156,129 +179,129 @@ class HotBuffers:
                 copy_tokens(host, from_M, device, to_M)
 
     def _slots(self, pages_M: Tensor) -> Tensor:
-        """All slots of pages."""
+        """Return all slots of pages or frames, one after the other."""
         within = torch.arange(self.page_size, device=pages_M.device)
         return (pages_M[:, None] * self.page_size + within).flatten()
 
-    # In a step
+    # --- within a step
 
-    def place(self, slot_mapping_T: Tensor) -> Tensor:
-        """Slots of pages -> slots of their frames; negative ones stay."""
+    def frame_slots(self, slot_mapping_T: Tensor) -> Tensor:
+        """Return the slots of the frames that hold these slots of pages; PAD_INDEX where there is none."""
         frame_T = self.frames_P[(slot_mapping_T // self.page_size).clamp(min=0)].long()
         frame_slot_mapping_T = frame_T * self.page_size + slot_mapping_T % self.page_size
         return torch.where((slot_mapping_T < 0) | (frame_T < 0), PAD_INDEX, frame_slot_mapping_T)
 
-    def resident(self, topk_indices_TK: Tensor, page_table_TN: Tensor) -> PendingFetch:
-        """Where chosen tokens lie whose pages are all on the device."""
+    def lookup_resident(self, topk_indices_TK: Tensor, page_table_TN: Tensor) -> PendingFetch:
+        """Return the slots of selected tokens whose pages are all on the device.
+
+        Args:
+            topk_indices_TK: int32 positions.
+            page_table_TN: int32 pages of each token's request.
+        """
         return PendingFetch(
-            swap.resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size)
+            hot_buffer.resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size)
         )
 
     def prefetch(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        """Finds room for what decoding requests have chosen in `layer`, and begins to copy what is not there.
+        """Make room for the tokens that decoding requests selected in `layer`, and start to fetch missing ones.
 
-        rows_T: of the requests. finish() comes before anything is read.
+        Args:
+            layer: a layer that selects tokens.
+            topk_indices_TK: int32 positions.
+            page_table_TN: int32 pages of each request.
+            rows_T: int64 table rows of the requests.
         """
-        if self._fetching is None:
-            return self._brought(layer, topk_indices_TK, page_table_TN, rows_T)
-        self._fetching.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._fetching):
-            coming, ready = self._brought(layer, topk_indices_TK, page_table_TN, rows_T), torch.cuda.Event()
+        if self._fetch_stream is None:
+            return self._lookup(layer, topk_indices_TK, page_table_TN, rows_T)
+        self._fetch_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._fetch_stream):
+            fetch, ready = self._lookup(layer, topk_indices_TK, page_table_TN, rows_T), torch.cuda.Event()
             ready.record()
-        return replace(coming, ready=ready)
+        return replace(fetch, ready=ready)
 
-    def _brought(
+    def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        hot = self._hot[layer]
-        found = swap.lookup_hot(topk_indices_TK, rows_T, page_table_TN, self.frames_P, hot, self.page_size)
-        self.fetch(layer, found)
-        return PendingFetch(found.topk_slots_TK, layer, found)
+        lookup = hot_buffer.lookup_hot(
+            topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
+        )
+        self.fetch(layer, lookup)
+        return PendingFetch(lookup.topk_slots_TK, layer, lookup)
 
-    def wait(self, layer: int, coming: PendingFetch) -> None:
-        """From now on `layer` may read what was to come; one that shares another's choice has its own copies made."""
-        if coming.ready:
-            torch.cuda.current_stream().wait_event(coming.ready)
-        if coming.found and layer != coming.layer:
-            self.fetch(layer, coming.found)
+    def wait(self, layer: int, fetch: PendingFetch) -> None:
+        """Let `layer` read what `fetch` brings; a layer that shares another's selection makes copies of its own."""
+        if fetch.ready:
+            torch.cuda.current_stream().wait_event(fetch.ready)
+        if fetch.lookup and layer != fetch.layer:
+            self.fetch(layer, fetch.lookup)
 
-    def fetch(self, layer: int, found: HotLookup) -> None:
-        """Brings to the device what `found` misses of stored layer `layer`."""
+    def fetch(self, layer: int, lookup: HotLookup) -> None:
+        """Copy the tokens that `lookup` misses to the device, for stored layer `layer`."""
         device, host = self.stores[layer]
-        copy_tokens(host, found.from_M, device, found.to_M, found.count)
+        copy_tokens(host, lookup.from_M, device, lookup.to_M, lookup.count)
 
-    # After a step
+    # --- after a step
 
     def invalidate(self, rows: Iterable[int]) -> None:
-        """A step of these rows broke off: what their hot buffers hold is not known, and is forgotten in the next."""
+        """Drop the hot-buffer contents of `rows` before the next step: the last one raised midway."""
         for row in rows:
-            self._told.pop(row, None)
+            self._frames_on_device.pop(row, None)
 
     def backup(self, leases: Iterable[tuple[Lease, int]]) -> None:
-        """Saves full pages beside the step that was launched last, of leases that may come to need it.
+        """Save full pages during the step that was launched last.
 
-        leases: of that step, with the tokens that each has stored after it. A lease that fits into a hot buffer is
-        never spilled, and nothing of it is saved.
+        A lease that fits into a hot buffer is never offloaded, so nothing of it is saved.
+
+        Args:
+            leases: leases of that step, with the tokens that each has stored after it.
         """
-        self._forget_finished()
         copies: dict[int, int] = {}
         offers: list[tuple[Lease, int]] = []
-        for lease, stored in leases:
-            full = stored // self.page_size
-            if full > self.residency.hot and full > lease.num_saved:
-                copies.update(self.residency.to_save(lease.pages[lease.num_saved : full]))
+        for lease, num_tokens in leases:
+            full = num_tokens // self.page_size
+            if full > self.residency.frames_per_hot_buffer and full > lease.num_saved:
+                copies.update(self.residency.unsaved(lease.pages[lease.num_saved : full]))
                 offers.append((lease, full))
         if copies:
-            self._save_beside(tuple(copies.items()))
+            self._save_async(tuple(copies.items()))
         for lease, full in offers:
             lease.num_saved = full
 
-    def _save_beside(self, copies: Sequence[Copy]) -> None:
+    def _save_async(self, copies: Sequence[Copy]) -> None:
         numbers = torch.tensor(copies, dtype=torch.int64)
-        if self._beside is None:
+        if self._save_stream is None:
             self._save(numbers[:, 0], numbers[:, 1])
         else:
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-            self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                numbers.record_stream(self._beside)
-                self._save(numbers[:, 0], numbers[:, 1], programs=BESIDE)
-                event = torch.cuda.Event()
-                event.record()
-            self._pending.append((event, len(copies)))
-        self.residency.saved(copies)
+            self._save_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._save_stream):
+                numbers.record_stream(self._save_stream)
+                self._save(numbers[:, 0], numbers[:, 1], programs=SAVE_PROGRAMS)
+        self.residency.mark_saved(copies)
 
-    def _forget_finished(self) -> None:
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
-
-    # How it goes
-
-    @property
-    def lag(self) -> int:
-        """Pages that are being saved."""
-        self._forget_finished()
-        return sum(count for _, count in self._pending)
+    # --- statistics
 
     @property
     def lookup_counts(self) -> dict[str, int]:
-        """Chosen tokens of decoding requests so far: found in their pages, found hot, and fetched. Waits for the
-        device."""
+        """Return the selected tokens of decoding requests so far: in resident pages, in hot buffers, and fetched.
+
+        Waits for the device.
+        """
         return dict(zip(("resident", "hits", "misses"), self._counts.tolist(), strict=True))
 
     @property
     def summary(self) -> str:
-        """How it goes, for people."""
-        stats, looked = self.residency.stats, self.lookup_counts
-        total = max(sum(looked.values()), 1)
-        resident, hot, fetched = (f"{looked[name] / total:.1%}" for name in ("resident", "hits", "misses"))
+        """Return one line for people."""
+        stats, counts = self.residency.stats, self.lookup_counts
+        total = max(sum(counts.values()), 1)
+        resident, hot, fetched = (f"{counts[name] / total:.1%}" for name in ("resident", "hits", "misses"))
         return (
             f"host tier: {stats.spilled} requests spilled, {stats.saved} pages saved, {stats.loaded} loaded back; "
             f"of the tokens that answers looked at {resident} lay in pages, {hot} were hot, {fetched} were fetched"
         )
 
 
-def _both(add: Callable[[Iterable[int]], slice], copies: Sequence[Copy]) -> tuple[slice, slice]:
+def _add_copies(add: Callable[[Iterable[int]], slice], copies: Sequence[Copy]) -> tuple[slice, slice]:
     return add(page for page, _ in copies), add(frame for _, frame in copies)

@@ -1,11 +1,9 @@
-"""Residency: which pages lie on the device, and in which frames, while the host tier holds the rest.
+"""Which pages lie on the device, and in which frames, while the host tier holds the rest: plain numbers.
 
-With a host tier (host.py) a page of the books (manager.py) is a number whose latents lie in a frame of the device, on
-the host, or in both. A page that a lease needs stays in its frame; one that nobody needs keeps it until another page
-wants one, and is then dropped: read it from the host, or load it again. What is dropped is saved first, unless it was
-saved before. A lease that decodes may give its pages up for a hot buffer, some frames of its own, in which the tokens
-that it looks at are kept (hot.py). Owns Residency and Moves, plain numbers. Must not know of torch, requests, or what a
-page holds.
+With a host tier a page is a number whose latents lie in a frame of the device, on the host, or in both. A page that a
+lease needs stays in its frame. A page without users keeps its frame until another page wants one; then it is evicted,
+and must be read from the host or loaded again. An evicted page is saved first, unless it was saved before. A decoding
+lease may give up its pages for a hot buffer: some frames of its own that keep the tokens it looks at (hot_buffer.py).
 """
 
 from __future__ import annotations
@@ -16,205 +14,233 @@ from dataclasses import dataclass
 
 from nibble.errors import OutOfFrames
 
-NOWHERE = -1
-"""In the place of a frame: the page is not on the device."""
+NOT_RESIDENT = -1
+"""In place of a frame: the page is not on the device."""
 Copy = tuple[int, int]
-"""A page, and a frame."""
+"""A page and a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What must happen before the next step, in this order: pages saved from frames that others get, pages loaded into
-    frames; and where pages lie then. freed: whether any frame has another page than before."""
+    """Copies and page table changes that must happen before the next step, in the order of the fields."""
 
     saves: tuple[Copy, ...]
+    """Pages to save from frames that other pages get."""
     loads: tuple[Copy, ...]
+    """Pages to load into their frames."""
     places: tuple[Copy, ...]
+    """The frame of each page that moved."""
     freed: bool
+    """Whether any frame has another page than before."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counts of frames (free; idle: of pages that nobody needs; hot: of hot buffers), and, over the tier's life, of
-    pages: saved to the host, loaded back, and dropped from the device. spilled: leases that got a hot buffer."""
+    """Counts of frames and, over the tier's life, of pages and leases."""
 
     frames: int
     free: int
     idle: int
+    """Frames of pages without users."""
     hot: int
+    """Frames of hot buffers."""
     spilled: int
+    """Leases that got a hot buffer."""
     saved: int
+    """Pages saved to the host."""
     loaded: int
+    """Pages loaded back."""
     dropped: int
+    """Pages evicted from the device."""
 
 
 class Residency:
-    """`pages` pages over `frames` frames. hot: frames of a hot buffer."""
+    """The books of `pages` pages over fewer frames.
+
+    Args:
+        pages: pages of the pool.
+        frames: frames on the device.
+        hot: frames of one hot buffer.
+    """
 
     def __init__(self, pages: int, frames: int, hot: int) -> None:
         assert min(pages, frames, hot) > 0, f"{pages} pages, {frames} frames, {hot} of a hot buffer"
-        self.frames, self.hot = frames, hot
-        self._frame = [NOWHERE] * pages
-        self._needs = [0] * pages
+        self.num_frames, self.frames_per_hot_buffer = frames, hot
+        self._frame = [NOT_RESIDENT] * pages
+        self._users = [0] * pages
         self._saved = bytearray(pages)
         self._free = list(range(frames - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the first is dropped first
-        self._hot_frames = self._spilled = self._saves_made = self._loads_made = self._drops = 0
-        self.changes = 0  # goes up whenever frames may have come free
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
+        self._hot_frames = self._num_spilled = self._num_saves = self._num_loads = self._num_evicted = 0
+        self.num_releases = 0  # goes up whenever frames may have become free
         self._saves: list[Copy] = []
         self._loads: dict[int, int] = {}
         self._moved: dict[int, int] = {}
         self._reused = False
 
     @property
-    def available(self) -> int:
-        """Frames that can be had now: free, or of pages that nobody needs."""
+    def num_available(self) -> int:
+        """Return the frames that can be allocated now: free ones, and those of pages without users."""
         return len(self._free) + len(self._idle)
 
     @property
     def stats(self) -> TierStats:
-        """How things stand."""
+        """Return the current counts."""
         return TierStats(
-            self.frames, len(self._free), len(self._idle), self._hot_frames, self._spilled,
-            self._saves_made, self._loads_made, self._drops,
-        )  # fmt: skip
+            frames=self.num_frames,
+            free=len(self._free),
+            idle=len(self._idle),
+            hot=self._hot_frames,
+            spilled=self._num_spilled,
+            saved=self._num_saves,
+            loaded=self._num_loads,
+            dropped=self._num_evicted,
+        )
 
-    def frame(self, page: int) -> int:
-        """Where `page` lies, or NOWHERE."""
+    def frame_of(self, page: int) -> int:
+        """Return the frame of `page`, or NOT_RESIDENT."""
         return self._frame[page]
 
     def cost(self, pages: Iterable[int]) -> int:
-        """By how much `available` falls once these pages are needed."""
-        return sum(not self._needs[page] for page in pages)
+        """Return by how much `num_available` falls once these pages have another user."""
+        return sum(not self._users[page] for page in pages)
 
-    def needs(self, page: int) -> int:
-        """How many leases need `page`."""
-        return self._needs[page]
+    def num_users(self, page: int) -> int:
+        """Return how many leases need `page`."""
+        return self._users[page]
 
-    def enter(self, pages: Sequence[int]) -> None:
-        """Frames for pages that are new, and needed: they are about to be written."""
+    def allocate(self, pages: Sequence[int]) -> None:
+        """Give frames to new `pages`, which have one user and are about to be written. Raises OutOfFrames."""
         self.check_room(len(pages))
         for page in pages:
-            assert self._frame[page] == NOWHERE and not self._needs[page], f"page {page} is not new"
-            self._needs[page] = 1
-            self._put(page)
+            assert self._frame[page] == NOT_RESIDENT and not self._users[page], f"page {page} is not new"
+            self._users[page] = 1
+            self._place(page)
 
-    def need(self, pages: Sequence[int]) -> None:
-        """One more lease needs `pages`; those that are on the host alone are loaded."""
+    def retain(self, pages: Sequence[int]) -> None:
+        """Add a user to each of `pages`; those that only the host holds are loaded. Raises OutOfFrames."""
         self.check_room(self.cost(pages))
-        for page in pages:  # first all that are here, lest one is dropped to make room for another
-            self._needs[page] += 1
+        # Mark all pages first, so that none of them is evicted to make room for another.
+        for page in pages:
+            self._users[page] += 1
             self._idle.pop(page, None)
         for page in pages:
-            if self._frame[page] == NOWHERE:
-                self._put(page)
+            if self._frame[page] == NOT_RESIDENT:
+                self._place(page)
                 self._loads[page] = self._frame[page]
-                self._loads_made += 1
+                self._num_loads += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One lease less needs `pages`; of those that nobody needs then, the first is dropped first."""
-        self.changes += 1
+        """Remove a user from each of `pages`; of those without users, the first is evicted first."""
+        self.num_releases += 1
         for page in pages:
-            assert self._needs[page] > 0, f"nobody needs page {page}"
-            self._needs[page] -= 1
-            if not self._needs[page]:
+            assert self._users[page] > 0, f"page {page} has no user"
+            self._users[page] -= 1
+            if not self._users[page]:
                 self._idle[page] = None
 
-    def drop(self, pages: Iterable[int]) -> None:
-        """Takes those of `pages` that nobody needs off the device, at once."""
+    def evict(self, pages: Iterable[int]) -> None:
+        """Evict those of `pages` that have no users, at once."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page, last=False)
-                self._free.append(self._dropped())
+                self._free.append(self._evict_oldest())
 
-    def forget(self, page: int) -> None:
-        """`page` is free in the books: what it held is gone."""
-        assert not self._needs[page], f"page {page} is free, but needed"
+    def free(self, page: int) -> None:
+        """Forget what `page` held: it is free in the allocator."""
+        assert not self._users[page], f"page {page} is free, but has users"
         self._saved[page] = False
-        self.changes += 1
-        if self._frame[page] != NOWHERE:
+        self.num_releases += 1
+        if self._frame[page] != NOT_RESIDENT:
             del self._idle[page]
             self._free.append(self._vacate(page))
 
-    def take(self) -> list[int]:
-        """The frames of a hot buffer."""
-        self.check_room(self.hot)
-        self._hot_frames += self.hot
-        self._spilled += 1
-        return [self._any_frame() for _ in range(self.hot)]
+    def allocate_hot_buffer(self) -> list[int]:
+        """Return the frames of a new hot buffer. Raises OutOfFrames."""
+        self.check_room(self.frames_per_hot_buffer)
+        self._hot_frames += self.frames_per_hot_buffer
+        self._num_spilled += 1
+        return [self._take_frame() for _ in range(self.frames_per_hot_buffer)]
 
-    def give_back(self, frames: Sequence[int]) -> None:
-        """Takes the frames of a hot buffer back."""
-        self.changes += 1
+    def release_hot_buffer(self, frames: Sequence[int]) -> None:
+        """Free the frames of a hot buffer."""
+        self.num_releases += 1
         self._hot_frames -= len(frames)
         self._free += frames
 
-    def to_save(self, pages: Iterable[int]) -> list[Copy]:
-        """Those of `pages` that the host does not hold yet."""
-        return [(p, self._frame[p]) for p in pages if not self._saved[p] and self._frame[p] != NOWHERE]
+    def unsaved(self, pages: Iterable[int]) -> list[Copy]:
+        """Return those of `pages` on the device that the host does not hold yet, with their frames."""
+        return [(p, self._frame[p]) for p in pages if not self._saved[p] and self._frame[p] != NOT_RESIDENT]
 
-    def saved(self, copies: Sequence[Copy]) -> None:
-        """These copies to the host are under way: no frame is written before they are done."""
+    def mark_saved(self, copies: Sequence[Copy]) -> None:
+        """Record that these copies to the host are launched: no frame is written before they end."""
         for page, _ in copies:
             self._saved[page] = True
-        self._saves_made += len(copies)
+        self._num_saves += len(copies)
 
     def take_moves(self) -> Moves:
-        """What the device has not been told yet: the same again, and more, until it is done()."""
+        """Return the moves that were not applied yet: the same again, and more, until mark_applied()."""
         return Moves(tuple(self._saves), tuple(self._loads.items()), tuple(self._moved.items()), self._reused)
 
-    def saves_done(self) -> None:
-        """What the news said of saves is under way: frames may be written from now on, and must not be saved again."""
+    def mark_saves_launched(self) -> None:
+        """Record that the saves of take_moves() are launched: their frames may be written from now on."""
         self._saves.clear()
 
-    def done(self) -> None:
-        """The device has been told all news."""
+    def mark_applied(self) -> None:
+        """Record that the device has applied all moves."""
         self._loads.clear()
         self._moved.clear()
         self._reused = False
 
-    def check(self, needed: Iterable[Sequence[int]], hot: Iterable[Sequence[int]]) -> None:
-        """Asserts that the books say what a recount finds: pages that each lease needs, frames of hot buffers."""
-        counts = [0] * len(self._needs)
+    def check_integrity(self, needed: Iterable[Sequence[int]], hot: Iterable[Sequence[int]]) -> None:
+        """Assert that a recount agrees with the books.
+
+        Args:
+            needed: pages that each lease needs on the device.
+            hot: frames of each hot buffer.
+        """
+        counts = [0] * len(self._users)
         for page in (page for pages in needed for page in pages):
             counts[page] += 1
-        assert counts == self._needs, "needs of pages are off"
-        resident = {page: frame for page, frame in enumerate(self._frame) if frame != NOWHERE}
+        assert counts == self._users, "users of pages are off"
+        resident = {page: frame for page, frame in enumerate(self._frame) if frame != NOT_RESIDENT}
         assert set(self._idle) == {page for page in resident if not counts[page]}, "idle pages are off"
-        assert all(frame != NOWHERE for frame, n in zip(self._frame, counts, strict=True) if n), (
+        assert all(frame != NOT_RESIDENT for frame, n in zip(self._frame, counts, strict=True) if n), (
             "needed, not here"
         )
         buffers = [frame for frames in hot for frame in frames]
         assert len(buffers) == self._hot_frames, f"{len(buffers)} hot frames, in the books {self._hot_frames}"
-        assert sorted([*self._free, *resident.values(), *buffers]) == list(range(self.frames)), (
+        assert sorted([*self._free, *resident.values(), *buffers]) == list(range(self.num_frames)), (
             "frames are off"
         )
 
     def check_room(self, needed: int) -> None:
-        """Raises OutOfFrames where fewer frames can be had."""
-        if needed > self.available:
-            raise OutOfFrames(f"{needed} frames are needed, {self.available} of {self.frames} can be had")
+        """Raise OutOfFrames unless `needed` frames can be allocated."""
+        if needed > self.num_available:
+            raise OutOfFrames(
+                f"{needed} frames are needed, {self.num_available} of {self.num_frames} can be had"
+            )
 
-    def _put(self, page: int) -> None:
-        self._frame[page] = self._moved[page] = self._any_frame()
+    def _place(self, page: int) -> None:
+        self._frame[page] = self._moved[page] = self._take_frame()
 
-    def _any_frame(self) -> int:
-        """A free frame, or that of a page that nobody needs."""
-        return self._free.pop() if self._free else self._dropped()
+    def _take_frame(self) -> int:
+        """Return a free frame, or evict a page for one."""
+        return self._free.pop() if self._free else self._evict_oldest()
 
-    def _dropped(self) -> int:
-        """The frame of the page that nobody has needed for longest, which is saved first."""
+    def _evict_oldest(self) -> int:
+        """Evict the page that has been without users for longest and return its frame; the page is saved first."""
         page, _ = self._idle.popitem(last=False)
         if not self._saved[page]:
             self._saves.append((page, self._frame[page]))
             self._saved[page] = True
-            self._saves_made += 1
-        self._drops += 1
+            self._num_saves += 1
+        self._num_evicted += 1
         return self._vacate(page)
 
     def _vacate(self, page: int) -> int:
         frame = self._frame[page]
-        self._frame[page] = self._moved[page] = NOWHERE
-        self._loads.pop(page, None)  # it was to be loaded, and is not wanted any more
+        self._frame[page] = self._moved[page] = NOT_RESIDENT
+        self._loads.pop(page, None)  # a load that was planned and is not needed any more
         self._reused = True
         return frame

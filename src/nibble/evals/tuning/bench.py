@@ -24,7 +24,6 @@ from nibble.attention.backends import torch_ref
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.dequantize import dequantize_pages
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner import options
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import Option, PlanRequest
@@ -37,6 +36,7 @@ from nibble.errors import NibbleError
 from nibble.evals.tuning import timing as clock
 from nibble.evals.tuning.fixtures import Fixture, make_fixture
 from nibble.evals.tuning.workloads import Workload
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 STEP_MS, FEW = 20.0, 4
 """A step has as many calls as a model has layers, fewer where they take longer than this together; FEW at least."""

@@ -19,7 +19,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
 from nibble.config import Config
-from nibble.engine.build import EnginePlan, plan_engine
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError
 from nibble.evals.tuning import workloads
 from nibble.evals.tuning.bench import Result, bench_backends
@@ -60,7 +60,7 @@ def tuning(config: Config) -> Tuning:
     table = backends.available_backends()
     request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, False, False)
     trials = []
-    for part in needs.scheme_groups(plan.config, plan.model_spec):
+    for part in needs.scheme_groups(request.spec, plan.model_spec):
         for phase in ROUTED if not part.group.top_k else ():
             subject = evidence.subject(part, phase, request.dtype)
             trials.append(Trial(part, phase, _workloads(plan, part, phase), subject))

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:
     from nibble.kernels.attention.cuda import Decode
@@ -20,13 +20,13 @@ class Cuda:
     def __init__(self) -> None:
         self._decode: Decode | None = None
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         from nibble.kernels.attention.cuda import COLUMNS, Decode
 
         if self._decode is None:
             self._decode = Decode(q_THD.device)
         k, v = view.streams["k"], view.streams["v"]
-        queries = max(segment.query_lens)
+        queries = max(batch.query_lens)
         columns = queries * q_THD.shape[1] // k.stream.heads
         if columns > COLUMNS:
             raise BackendError(f"{queries} tokens a request make {columns} query rows; {COLUMNS} is the most")
@@ -36,12 +36,12 @@ class Cuda:
             v.planes,
             (k.format.name, v.format.name),
             columns,
-            segment.seq_lens_B,
-            None if queries == 1 else segment.cu_seqlens_q_B1,
-            segment.page_table_BN,
+            batch.seq_lens_B,
+            None if queries == 1 else batch.cu_seqlens_q_B1,
+            batch.page_table_BN,
             (k.scale, v.scale),
-            spec.scale,
-            spec.window,
-            spec.softcap,
-            None if spec.sinks_H is None else spec.sinks_H.float(),
+            params.scale,
+            params.window,
+            params.softcap,
+            None if params.sinks_H is None else params.sinks_H.float(),
         )

@@ -22,9 +22,9 @@ from nibble.attention.backends.adapters.vendor import Workspace, latents, some_t
 from nibble.attention.backends.cutlass_mla import HEADS, WORKSPACE
 from nibble.attention.backends.flashinfer import PACKAGE, import_flashinfer
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 SCALE = 1 / math.sqrt(128 + 64)
 WHOLE = 128
@@ -33,7 +33,7 @@ WHOLE = 128
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A segment, a token to a request."""
+    """A batch, a token to a request."""
 
     page_table_TN: Tensor
     lens_T: Tensor
@@ -49,12 +49,12 @@ class CutlassMla:
         self._wrappers: dict[tuple[int, int, torch.dtype], Any] = {}
         self._known: WeakKeyDictionary[AttentionBatch, _Rows] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         latent = latents(view, "CUTLASS's MLA kernel")
-        if segment not in self._known:
-            self._known[segment] = _rows(segment, view.page_size)
-        rows, heads = self._known[segment], q_THD.shape[1]
-        query = q_THD if math.isclose(spec.scale, SCALE, rel_tol=1e-5) else q_THD * (spec.scale / SCALE)
+        if batch not in self._known:
+            self._known[batch] = _rows(batch, view.page_size)
+        rows, heads = self._known[batch], q_THD.shape[1]
+        query = q_THD if math.isclose(params.scale, SCALE, rel_tol=1e-5) else q_THD * (params.scale / SCALE)
         if heads < HEADS:
             query = torch.nn.functional.pad(query, (0, 0, 0, HEADS - heads))
         out_THD: Tensor = self._wrapper(query, rows, view.page_size).run(
@@ -90,13 +90,13 @@ class CutlassMla:
         return self._wrappers[key]
 
 
-def _rows(segment: AttentionBatch, page: int) -> _Rows:
-    page_table_TN, lens_T = segment.page_table_BN, segment.seq_lens_B
-    if segment.phase is not Phase.DECODE:
-        total, counts_B = segment.stop - segment.start, segment.cu_seqlens_q_B1.diff()
+def _rows(batch: AttentionBatch, page: int) -> _Rows:
+    page_table_TN, lens_T = batch.page_table_BN, batch.seq_lens_B
+    if batch.phase is not Phase.DECODE:
+        total, counts_B = batch.stop - batch.start, batch.cu_seqlens_q_B1.diff()
         page_table_TN = page_table_TN.repeat_interleave(counts_B, 0, output_size=total)
         after_B = (
-            segment.seq_lens_B - segment.cu_seqlens_q_B1[1:]
+            batch.seq_lens_B - batch.cu_seqlens_q_B1[1:]
         )  # how far a token's place in the step is from its length
         lens_T = after_B.repeat_interleave(counts_B, output_size=total)
         lens_T = lens_T + torch.arange(1, total + 1, dtype=torch.int32, device=lens_T.device)

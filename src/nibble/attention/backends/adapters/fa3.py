@@ -26,8 +26,8 @@ from torch import Tensor
 from nibble.attention.backends.adapters.vendor import latents
 from nibble.attention.backends.fa3 import KERNELS
 from nibble.attention.backends.vendor import RANK
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
 VLLM_NAMES = {
@@ -49,20 +49,20 @@ class FA3:
         self._call = _bound(KERNELS.load())
         self._tables: WeakKeyDictionary[AttentionBatch, dict[int, Tensor]] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         planes = [entry.planes[0] for entry in view.streams.values()]
         parts = _parts(view.page_size, max(plane.shape[-1] for plane in planes))
         planes = [x.view(-1, view.page_size // parts, *x.shape[2:]) for x in planes]
         options: dict[str, Any] = {
-            "cache_seqlens": segment.seq_lens_B,
-            "page_table": self._table(segment, parts),
-            "cu_seqlens_q": segment.cu_seqlens_q_B1,
-            "max_seqlen_q": max(segment.query_lens),
-            "softmax_scale": spec.scale,
+            "cache_seqlens": batch.seq_lens_B,
+            "page_table": self._table(batch, parts),
+            "cu_seqlens_q": batch.cu_seqlens_q_B1,
+            "max_seqlen_q": max(batch.query_lens),
+            "softmax_scale": params.scale,
             "causal": True,
-            "window_size": (-1, -1) if spec.window is None else (spec.window - 1, 0),
-            "softcap": spec.softcap or 0.0,
-            "return_softmax_lse": spec.sinks_H is not None,
+            "window_size": (-1, -1) if params.window is None else (params.window - 1, 0),
+            "softcap": params.softcap or 0.0,
+            "return_softmax_lse": params.sinks_H is not None,
         }
         if LATENT in view.streams:
             latents(view, "FA3")
@@ -71,22 +71,22 @@ class FA3:
             options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
         else:
             options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
-        found = self._call(max(segment.seq_lens), options)
-        if spec.sinks_H is None:
+        found = self._call(max(batch.seq_lens), options)
+        if params.sinks_H is None:
             return found
         out_THD, lse_HT, *_ = found
         # the sink takes its share of what the softmax gave away: exp(lse) of exp(lse) + exp(sink)
-        kept_TH = (lse_HT - spec.sinks_H.float()[:, None]).sigmoid().t()
+        kept_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
         return (out_THD * kept_TH[..., None]).to(out_THD.dtype)
 
-    def _table(self, segment: AttentionBatch, parts: int) -> Tensor:
+    def _table(self, batch: AttentionBatch, parts: int) -> Tensor:
         """The pages of each request where each is cut into `parts`: made once for all layers of a step."""
         if parts == 1:
-            return segment.page_table_BN
-        known = self._tables.setdefault(segment, {})
+            return batch.page_table_BN
+        known = self._tables.setdefault(batch, {})
         if parts not in known:
-            order = torch.arange(parts, dtype=torch.int32, device=segment.page_table_BN.device)
-            known[parts] = (segment.page_table_BN[..., None] * parts + order).flatten(1)
+            order = torch.arange(parts, dtype=torch.int32, device=batch.page_table_BN.device)
+            known[parts] = (batch.page_table_BN[..., None] * parts + order).flatten(1)
         return known[parts]
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from nibble.attention.backends.adapters.vendor import latents
 from nibble.attention.backends.fa4 import INSTALL, PACKAGE
 from nibble.attention.backends.vendor import RANK, import_package
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
 
@@ -23,18 +23,20 @@ class FA4:
     def __init__(self) -> None:
         self._package = import_package(PACKAGE, INSTALL)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         options: dict[str, Any] = {
-            "cu_seqlens_q": segment.cu_seqlens_q_B1,
-            "max_seqlen_q": max(segment.query_lens),
-            "max_seqlen_k": max(segment.seq_lens),
-            "seqused_k": segment.seq_lens_B,
-            "page_table": segment.page_table_BN,
-            "softmax_scale": spec.scale,
+            "cu_seqlens_q": batch.cu_seqlens_q_B1,
+            "max_seqlen_q": max(batch.query_lens),
+            "max_seqlen_k": max(batch.seq_lens),
+            "seqused_k": batch.seq_lens_B,
+            "page_table": batch.page_table_BN,
+            "softmax_scale": params.scale,
             "causal": True,
-            "window_size": (None, None) if spec.window is None else (spec.window - 1, 0),
-            "learnable_sink": None if spec.sinks_H is None else spec.sinks_H.bfloat16(),  # they take no other
-            "softcap": spec.softcap or 0.0,
+            "window_size": (None, None) if params.window is None else (params.window - 1, 0),
+            "learnable_sink": None
+            if params.sinks_H is None
+            else params.sinks_H.bfloat16(),  # they take no other
+            "softcap": params.softcap or 0.0,
         }
         if LATENT in view.streams:
             data_PSGD = latents(view, "FA4").planes[0]

@@ -1,6 +1,6 @@
 """Call FlashInfer's FA2 and FA3 templates over paged KV, dense MHA and absorbed MLA.
 
-A wrapper of the package is planned for a segment, once for all layers of a step that ask the same of it; planning
+A wrapper of the package is planned for a batch, once for all layers of a step that ask the same of it; planning
 happens on the host, so a CUDA graph cannot hold it. On SM90 FA3 serves prompts over 16-bit caches, and MLA; FA2 does
 the rest: over one query token FA3 takes four times as long, and it reads no cache narrower than the query.
 
@@ -22,15 +22,15 @@ from torch import Tensor
 from nibble.attention.backends.adapters.vendor import Scales, Workspace, capability, latents
 from nibble.attention.backends.flashinfer import COPIES, PACKAGE, WORKSPACE, import_flashinfer
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView, StreamView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """What a wrapper is planned for, beside the segment. stored: dtype of the first plane, in which FP4 is bytes."""
+    """What a wrapper is planned for, beside the batch. stored: dtype of the first plane, in which FP4 is bytes."""
 
     phase: Phase
     template: str
@@ -52,7 +52,7 @@ class _Ask:
 
 
 class _Planned:
-    """A wrapper and the segment that it is planned for, as long as somebody has that."""
+    """A wrapper and the batch that it is planned for, as long as somebody has that."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -60,19 +60,19 @@ class _Planned:
         self._copied: torch.cuda.Event | None = None
 
     @property
-    def segment(self) -> AttentionBatch | None:
+    def batch(self) -> AttentionBatch | None:
         return self._segment()
 
-    def plan(self, segment: AttentionBatch, how: Callable[[], None]) -> None:
+    def plan(self, batch: AttentionBatch, how: Callable[[], None]) -> None:
         """Plans anew. The host's copy of the last plan may still be on its way to the device, and is waited for."""
         if self._copied is not None:
             self._copied.synchronize()
         self._segment = lambda: None
         how()
-        if segment.page_table_BN.is_cuda:
+        if batch.page_table_BN.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        self._segment = ref(segment)
+        self._segment = ref(batch)
 
 
 class FlashInfer:
@@ -84,14 +84,14 @@ class FlashInfer:
         self._planned: dict[_Ask, list[_Planned]] = {}
         self._scales = Scales(PACKAGE)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         if q_THD.stride(-1) != 1:
             q_THD = q_THD.contiguous()
         if LATENT in view.streams:
-            return self._latents(q_THD, view, segment, spec)
+            return self._latents(q_THD, view, batch, params)
         k, v = view.streams["k"], view.streams["v"]
-        ask = _ask(q_THD, k, view.page_size, segment, spec)
-        wrapper = self._wrapper(ask, segment, self._heads_wrapper, _plan_heads)
+        ask = _ask(q_THD, k, view.page_size, batch, params)
+        wrapper = self._wrapper(ask, batch, self._heads_wrapper, _plan_heads)
         options: dict[str, Any] = {}
         if k.format.needs_scale:
             options |= {"k_scale": self._scales.of(k), "v_scale": self._scales.of(v)}
@@ -99,10 +99,10 @@ class FlashInfer:
             options["kv_cache_sf"] = (k.planes[1], v.planes[1])
         return wrapper.run(q_THD, (k.planes[0], v.planes[0]), **options)
 
-    def _latents(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def _latents(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         latent = latents(view, PACKAGE)
-        ask = _ask(q_THD, latent, view.page_size, segment, spec)
-        wrapper = self._wrapper(ask, segment, self._latent_wrapper, self._plan_latents)
+        ask = _ask(q_THD, latent, view.page_size, batch, params)
+        wrapper = self._wrapper(ask, batch, self._latent_wrapper, self._plan_latents)
         data_PSD = latent.paged.planes_PHS[0][:, 0]
         return wrapper.run(
             query=(q_THD[..., :RANK], q_THD[..., RANK:]),
@@ -112,27 +112,27 @@ class FlashInfer:
     def _wrapper(
         self,
         ask: _Ask,
-        segment: AttentionBatch,
+        batch: AttentionBatch,
         make: Callable[[_Ask, Tensor], Any],
         plan: Callable[[Any, _Ask, AttentionBatch], None],
     ) -> Any:
-        """The wrapper that is planned for this segment: the same for all layers that ask so."""
+        """The wrapper that is planned for this batch: the same for all layers that ask so."""
         known = self._planned.setdefault(ask, [])
         for entry in known:
-            if entry.segment is segment:
+            if entry.batch is batch:
                 return entry.wrapper
-        free = next((entry for entry in known if entry.segment is None), None)
+        free = next((entry for entry in known if entry.batch is None), None)
         if free is None:
             free = (
                 known.pop(0)
                 if len(known) == COPIES
-                else _Planned(make(ask, self._workspace.on(segment.page_table_BN.device)))
+                else _Planned(make(ask, self._workspace.on(batch.page_table_BN.device)))
             )
         else:
             known.remove(free)
         known.append(free)
         wrapper = free.wrapper
-        free.plan(segment, lambda: plan(wrapper, ask, segment))
+        free.plan(batch, lambda: plan(wrapper, ask, batch))
         return wrapper
 
     def _heads_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
@@ -143,11 +143,11 @@ class FlashInfer:
     def _latent_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
         return self._mla.BatchMLAPagedAttentionWrapper(scratch, backend=ask.template)
 
-    def _plan_latents(self, wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
-        indptr, indices_P, _ = _pages(segment, ask.page)
+    def _plan_latents(self, wrapper: Any, ask: _Ask, batch: AttentionBatch) -> None:
+        indptr, indices_P, _ = _pages(batch, ask.page)
         wrapper.plan(
             metadata=self._mla.MLAPlanMetadata.csr(
-                segment.cu_seqlens_q_B1, indptr.to(indices_P.device), indices_P, segment.seq_lens_B
+                batch.cu_seqlens_q_B1, indptr.to(indices_P.device), indices_P, batch.seq_lens_B
             ),
             num_heads=ask.heads,
             head_dim_ckv=RANK,
@@ -162,12 +162,12 @@ class FlashInfer:
         )
 
 
-def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: AttentionBatch, spec: AttentionParams) -> _Ask:
+def _ask(q_THD: Tensor, keys: StreamView, page: int, batch: AttentionBatch, params: AttentionParams) -> _Ask:
     stored, narrow = keys.planes[0].dtype, keys.planes[0].dtype != q_THD.dtype
     latents = keys.stream.name == LATENT
-    fa3 = capability(q_THD) == 90 and not narrow and (latents or not segment.phase.decodes)
+    fa3 = capability(q_THD) == 90 and not narrow and (latents or not batch.phase.decodes)
     return _Ask(
-        segment.phase,
+        batch.phase,
         "fa3" if fa3 else "fa2",
         q_THD.dtype,
         stored,
@@ -176,15 +176,15 @@ def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: AttentionBatch, sp
         keys.stream.heads,
         keys.stream.dim,
         page,
-        spec.scale,
-        spec.window,
-        spec.softcap,
+        params.scale,
+        params.window,
+        params.softcap,
     )
 
 
-def _plan_heads(wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
-    indptr, indices_P, last_B = _pages(segment, ask.page)
-    starts = torch.tensor(tuple(accumulate(segment.query_lens, initial=0)), dtype=torch.int32)
+def _plan_heads(wrapper: Any, ask: _Ask, batch: AttentionBatch) -> None:
+    indptr, indices_P, last_B = _pages(batch, ask.page)
+    starts = torch.tensor(tuple(accumulate(batch.query_lens, initial=0)), dtype=torch.int32)
     wrapper.plan(
         starts,
         indptr,
@@ -203,15 +203,15 @@ def _plan_heads(wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
     )
 
 
-def _pages(segment: AttentionBatch, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pages(batch: AttentionBatch, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """int32: where each request's pages begin, with the end of the last [B + 1]; the pages of all requests [P]; and how
     much the last page of each holds [B]. Lengths are on the host, where plans are made; pages stay on the device.
     """
-    counts = [-(-length // size) for length in segment.seq_lens]
+    counts = [-(-length // size) for length in batch.seq_lens]
     indptr = torch.tensor(tuple(accumulate(counts, initial=0)), dtype=torch.int32)
-    last_B = torch.tensor([(length - 1) % size + 1 for length in segment.seq_lens], dtype=torch.int32)
-    total, device = int(indptr[-1]), segment.page_table_BN.device
+    last_B = torch.tensor([(length - 1) % size + 1 for length in batch.seq_lens], dtype=torch.int32)
+    total, device = int(indptr[-1]), batch.page_table_BN.device
     counts_B = torch.tensor(counts, device=device)
     owners_P = torch.repeat_interleave(counts_B, output_size=total)
     columns_P = torch.arange(total, device=device) - (counts_B.cumsum(0) - counts_B)[owners_P]
-    return indptr, segment.page_table_BN[owners_P, columns_P], last_B
+    return indptr, batch.page_table_BN[owners_P, columns_P], last_B

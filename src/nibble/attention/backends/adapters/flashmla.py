@@ -4,7 +4,7 @@ Sparse kernels name tokens by slots; -1 is nobody, and the last heads of 64 or 1
 Over a 16-bit pool the cache is one flat axis of tokens (`paged`), and so are staged pages (`ragged`). In FP8 the kernel
 reads records of 656 bytes where they lie, one query token to a request.
 
-How a call is cut over the chip is worked out on the device, once for a segment, so a CUDA graph may hold a decode step.
+How a call is cut over the chip is worked out on the device, once for a batch, so a CUDA graph may hold a decode step.
 
 Shape suffixes: T tokens, B requests, n tokens of the longest request, H query heads, D values of a head, K chosen
 tokens, P pages, S slots of a page.
@@ -22,15 +22,15 @@ from torch import Tensor
 from nibble.attention.backends.adapters.vendor import latents
 from nibble.attention.backends.flashmla import HEADS, KERNELS
 from nibble.attention.backends.vendor import RANK
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView, StreamView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 CHOSEN = 128
 """They take tokens in such numbers only."""
 
 
 class FlashMLA:
-    """The adapter. schedules: how calls of a segment are cut, made by the first layer that asks so."""
+    """The adapter. schedules: how calls of a batch are cut, made by the first layer that asks so."""
 
     def __init__(self) -> None:
         self._kernels = KERNELS.load()
@@ -39,20 +39,20 @@ class FlashMLA:
         self._schedules: WeakKeyDictionary[AttentionBatch, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
         self._places: WeakKeyDictionary[AttentionBatch, Tensor] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         latent = latents(view, "FlashMLA")
-        if spec.topk_slots_TK is None:
-            return self._dense(q_THD, latent, segment, spec.scale)
-        heads, topk_slots_T1K = q_THD.shape[1], _in_steps(spec.topk_slots_TK)[:, None]
+        if params.topk_slots_TK is None:
+            return self._dense(q_THD, latent, batch, params.scale)
+        heads, topk_slots_T1K = q_THD.shape[1], _in_steps(params.topk_slots_TK)[:, None]
         full = next(size for size in HEADS if heads <= size)
         q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, full - heads)) if heads < full else q_THD
         attend = self._records if latent.packing.record else self._flat
-        out_THD = attend(q_THD, latent, segment, topk_slots_T1K, spec.scale)
+        out_THD = attend(q_THD, latent, batch, topk_slots_T1K, params.scale)
         return out_THD if heads == full else out_THD[:, :heads].contiguous()
 
-    def _dense(self, q_THD: Tensor, latent: StreamView, segment: AttentionBatch, scale: float) -> Tensor:
-        count, most = len(segment.query_lens), max(segment.query_lens)
-        place_T = self._place(segment, q_THD.device)
+    def _dense(self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, scale: float) -> Tensor:
+        count, most = len(batch.query_lens), max(batch.query_lens)
+        place_T = self._place(batch, q_THD.device)
         if place_T is None:
             q_BnHD = q_THD.reshape(count, most, *q_THD.shape[1:])
         else:
@@ -61,10 +61,10 @@ class FlashMLA:
         out_BnHD, _ = self._kernels.flash_mla_with_kvcache(
             q=q_BnHD.contiguous(),
             k_cache=latent.planes[0],
-            block_table=segment.page_table_BN,
-            cache_seqlens=segment.seq_lens_B,
+            block_table=batch.page_table_BN,
+            cache_seqlens=batch.seq_lens_B,
             head_dim_v=RANK,
-            tile_scheduler_metadata=self._schedule(segment, *q_BnHD.shape[:3]),
+            tile_scheduler_metadata=self._schedule(batch, *q_BnHD.shape[:3]),
             softmax_scale=scale,
             causal=True,
             is_fp8_kvcache=False,
@@ -73,18 +73,18 @@ class FlashMLA:
         out: Tensor = out_BnHD.flatten(0, 1)
         return out if place_T is None else out[place_T]
 
-    def _place(self, segment: AttentionBatch, device: torch.device) -> Tensor | None:
+    def _place(self, batch: AttentionBatch, device: torch.device) -> Tensor | None:
         """Where a token goes in [B * n]: at the end of its request's rows, which see the most. None if all are full."""
-        most = max(segment.query_lens)
-        if min(segment.query_lens) == most:
+        most = max(batch.query_lens)
+        if min(batch.query_lens) == most:
             return None
-        if segment not in self._places:
-            rows = [i * most + most - n + j for i, n in enumerate(segment.query_lens) for j in range(n)]
-            self._places[segment] = torch.tensor(rows, device=device)
-        return self._places[segment]
+        if batch not in self._places:
+            rows = [i * most + most - n + j for i, n in enumerate(batch.query_lens) for j in range(n)]
+            self._places[batch] = torch.tensor(rows, device=device)
+        return self._places[batch]
 
     def _records(
-        self, q_THD: Tensor, latent: StreamView, segment: AttentionBatch, topk_slots_T1K: Tensor, scale: float
+        self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, topk_slots_T1K: Tensor, scale: float
     ) -> Tensor:
         codes_PS1 = latent.planes[0]
         record = codes_PS1.stride(1)
@@ -94,7 +94,7 @@ class FlashMLA:
             block_table=None,
             cache_seqlens=None,
             head_dim_v=RANK,
-            tile_scheduler_metadata=self._schedule(segment, *q_THD.shape[:2], topk_slots_T1K.shape[2]),
+            tile_scheduler_metadata=self._schedule(batch, *q_THD.shape[:2], topk_slots_T1K.shape[2]),
             softmax_scale=scale,
             causal=False,
             is_fp8_kvcache=True,
@@ -104,7 +104,7 @@ class FlashMLA:
         return out_T1HD[:, 0]
 
     def _flat(
-        self, q_THD: Tensor, latent: StreamView, segment: AttentionBatch, topk_slots_T1K: Tensor, scale: float
+        self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, topk_slots_T1K: Tensor, scale: float
     ) -> Tensor:
         tokens_L1D = latent.planes[0].flatten(0, 1)
         out_THD, *_ = self._kernels.flash_mla_sparse_fwd(
@@ -112,8 +112,8 @@ class FlashMLA:
         )
         return out_THD
 
-    def _schedule(self, segment: AttentionBatch, *shape: int) -> Any:
-        known = self._schedules.setdefault(segment, {})
+    def _schedule(self, batch: AttentionBatch, *shape: int) -> Any:
+        known = self._schedules.setdefault(batch, {})
         if shape not in known:
             known[shape] = self._kernels.get_mla_metadata()[0]
         return known[shape]

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
     from torch.nn.attention.flex_attention import BlockMask
@@ -65,28 +65,28 @@ class Flex:
         # beyond the limit the compiler would go on without compiling, and say nothing
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, VARIANTS)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        known = self._known.setdefault(segment, {})
-        if spec.window not in known:
-            known[spec.window] = tuple(_parts(segment, view.page_size, spec.window))
-        found = [_attend(q_THD[part.rows], view, part, spec) for part in known[spec.window]]
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+        known = self._known.setdefault(batch, {})
+        if params.window not in known:
+            known[params.window] = tuple(_parts(batch, view.page_size, params.window))
+        found = [_attend(q_THD[part.rows], view, part, params) for part in known[params.window]]
         return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _parts(segment: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:
+def _parts(batch: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:
     """Neighbours that fit into MAX_STAGED_TOKENS padded stored tokens; prompts of more than a block alone."""
     row, first = 0, 0
-    step = max(1, MAX_STAGED_TOKENS // _whole(max(segment.seq_lens)))
-    alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(segment.query_lens)]
+    step = max(1, MAX_STAGED_TOKENS // _whole(max(batch.seq_lens)))
+    alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(batch.query_lens)]
     for _, group in groupby(alone):
         last = first + len(tuple(group))
-        counts, lens = segment.query_lens[first:last], segment.seq_lens[first:last]
-        yield _part(segment, slice(row, row + sum(counts)), slice(first, last), counts, lens, page, window)
+        counts, lens = batch.query_lens[first:last], batch.seq_lens[first:last]
+        yield _part(batch, slice(row, row + sum(counts)), slice(first, last), counts, lens, page, window)
         row, first = row + sum(counts), last
 
 
 def _part(
-    segment: AttentionBatch,
+    batch: AttentionBatch,
     rows: slice,
     requests: slice,
     counts: tuple[int, ...],
@@ -95,7 +95,7 @@ def _part(
     window: int | None,
 ) -> _Part:
     most, length = max(counts), _whole(max(lens))
-    device = segment.page_table_BN.device
+    device = batch.page_table_BN.device
     taken = None
     if min(counts) < most:
         taken = torch.cat([torch.arange(i * most, i * most + count) for i, count in enumerate(counts)]).to(
@@ -104,7 +104,7 @@ def _part(
     lens_B, counts_B = (torch.tensor(values, device=device) for values in (lens, counts))
     return _Part(
         rows,
-        segment.page_table_BN[requests, : -(-max(lens) // page)],
+        batch.page_table_BN[requests, : -(-max(lens) // page)],
         lens_B,
         counts,
         most,
@@ -149,23 +149,23 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
     )
 
 
-def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionParams) -> Tensor:
+def _attend(q_THD: Tensor, view: KVView, part: _Part, params: AttentionParams) -> Tensor:
     k_BGLD, v_BGLD = (_gathered(view, name, part, q_THD.dtype) for name in "kv")
     q_BnHD = _padded(q_THD, part)
     found: Any = _kernel(q_THD.is_cuda)(
         q_BnHD.transpose(1, 2),
         k_BGLD,
         v_BGLD,
-        score_mod=_capped(spec.softcap) if spec.softcap else None,
+        score_mod=_capped(params.softcap) if params.softcap else None,
         block_mask=part.mask,
-        scale=spec.scale,
+        scale=params.scale,
         enable_gqa=True,
-        return_lse=spec.sinks_H is not None,
+        return_lse=params.sinks_H is not None,
         kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
     )
-    if spec.sinks_H is not None:
+    if params.sinks_H is not None:
         out_BHnD, lse_BHn = found
-        found = _with_sinks(out_BHnD, lse_BHn, spec.sinks_H)
+        found = _with_sinks(out_BHnD, lse_BHn, params.sinks_H)
     out_THD = found.transpose(1, 2).flatten(0, 1)
     return out_THD if part.taken_T is None else out_THD[part.taken_T]
 
@@ -183,7 +183,7 @@ def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
 
 def _gathered(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
     """[B, G, L, D], zeros behind each request's tokens: a masked NaN would still reach the result."""
-    values_BLGD = view.streams[name].values(part.page_table_BN, dtype)[:, : part.length]
+    values_BLGD = view.streams[name].dequantize(part.page_table_BN, dtype)[:, : part.length]
     values_BLGD = F.pad(values_BLGD, (0, 0, 0, 0, 0, part.length - values_BLGD.shape[1]))
     behind_BL = torch.arange(part.length, device=part.lens_B.device) >= part.lens_B[:, None]
     return values_BLGD.masked_fill(behind_BL[..., None, None], 0.0).transpose(1, 2)

@@ -16,32 +16,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nibble.attention.backends.sdpa import CUDNN_DIM
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView
 from nibble.kernels.attention import prefill
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class SDPA:
-    """The adapter. How a step's requests are cut is worked out once for all layers, and forgotten with its segments."""
+    """The adapter. How a step's requests are cut is worked out once for all layers, and forgotten with its batches."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[AttentionBatch, dict[bool, tuple[prefill.Block, ...]]] = (
             WeakKeyDictionary()
         )
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         k, v = view.streams["k"].paged, view.streams["v"].paged
         fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
-        if not fused or spec.window is not None or segment.phase.decodes:
-            return _masked(q_THD, view, segment, spec)
-        known, cudnn = self._known.setdefault(segment, {}), _has_cudnn(q_THD)
+        if not fused or params.window is not None or batch.phase.decodes:
+            return _masked(q_THD, view, batch, params)
+        known, cudnn = self._known.setdefault(batch, {}), _has_cudnn(q_THD)
         if cudnn not in known:
             known[cudnn] = prefill.cut(
-                segment.query_lens, segment.seq_lens, segment.page_table_BN, view.page_size, cudnn=cudnn
+                batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
             )
-        return prefill.prefill_attention(q_THD, k, v, known[cudnn], spec)
+        return prefill.prefill_attention(q_THD, k, v, known[cudnn], params)
 
 
 def _has_cudnn(q_THD: Tensor) -> bool:
@@ -50,21 +50,21 @@ def _has_cudnn(q_THD: Tensor) -> bool:
     return major in {9, 10} and q_THD.shape[2] <= CUDNN_DIM and torch.backends.cudnn.is_available()
 
 
-def _masked(q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     """Request by request, with a mask."""
     pieces = []
-    for i, q_nHD in enumerate(q_THD.split(segment.query_lens)):
-        length = segment.seq_lens[i]
-        pages = segment.page_table_BN[i : i + 1, : -(-length // view.page_size)]
+    for i, q_nHD in enumerate(q_THD.split(batch.query_lens)):
+        length = batch.seq_lens[i]
+        pages = batch.page_table_BN[i : i + 1, : -(-length // view.page_size)]
         k_GLD, v_GLD = (
-            view.streams[name].values(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
+            view.streams[name].dequantize(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
         )
         out_HnD = F.scaled_dot_product_attention(
             q_nHD.transpose(0, 1)[None],
             k_GLD[None],
             v_GLD[None],
-            attn_mask=_mask(len(q_nHD), length, spec.window, q_THD.device),
-            scale=spec.scale,
+            attn_mask=_mask(len(q_nHD), length, params.window, q_THD.device),
+            scale=params.scale,
             enable_gqa=True,
         )[0]
         pieces.append(out_HnD.transpose(0, 1))

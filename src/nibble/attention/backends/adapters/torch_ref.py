@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView
 from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 TILE = 256
 SPAN_VALUES = 1 << 18
@@ -48,7 +48,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Rectangle:
-    """Rows of a segment's tokens: n tokens of each of `requests`, and the keys that they may look at."""
+    """Rows of a batch's tokens: n tokens of each of `requests`, and the keys that they may look at."""
 
     rows: slice
     n: int
@@ -57,12 +57,12 @@ class _Rectangle:
 
 
 _Shape = tuple[int, int, int | None]
-"""Query heads per KV head, values of a stream per token, window: what rectangles depend on beside the segment."""
+"""Query heads per KV head, values of a stream per token, window: what rectangles depend on beside the batch."""
 
 
 class TorchRef:
     """The reference adapter. Where queries may look is the same for all layers of a step with the same window, so it
-    is worked out once, and forgotten with the step's segments.
+    is worked out once, and forgotten with the step's batches.
     """
 
     def __init__(self) -> None:
@@ -70,31 +70,31 @@ class TorchRef:
             WeakKeyDictionary()
         )
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        if spec.topk_slots_TK is not None:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+        if params.topk_slots_TK is not None:
             latents = view.keys
-            return sparse.reference(q_THD, latents.paged, latents.stream.rope, spec.topk_slots_TK, spec.scale)
+            return sparse.reference(
+                q_THD, latents.paged, latents.stream.rope, params.topk_slots_TK, params.scale
+            )
         heads, keys = q_THD.shape[1], view.keys.stream
-        shape = heads // keys.heads, keys.values, spec.window
-        known = self._known.setdefault(segment, {})
+        shape = heads // keys.heads, keys.values, params.window
+        known = self._known.setdefault(batch, {})
         if shape not in known:
-            known[shape] = tuple(_rectangles(segment, *shape, heads, q_THD.device))
+            known[shape] = tuple(_rectangles(batch, *shape, heads, q_THD.device))
         pieces = [
-            _attend(q_THD, rect, view, segment.page_table_BN[rect.requests], spec) for rect in known[shape]
+            _attend(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in known[shape]
         ]
         return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
 
 
 def _rectangles(
-    segment: AttentionBatch, group: int, values: int, window: int | None, heads: int, device: torch.device
+    batch: AttentionBatch, group: int, values: int, window: int | None, heads: int, device: torch.device
 ) -> Iterator[_Rectangle]:
-    """Cuts a segment into rectangles that keep within the bounds on keys and scores."""
+    """Cuts a batch into rectangles that keep within the bounds on keys and scores."""
     row = 0
-    batch = (
-        max(1, SPAN_VALUES // (max(segment.seq_lens) * values)) if max(segment.query_lens) <= BATCHED else 1
-    )
-    for first, last in _equal_runs(segment.query_lens, batch):
-        n, seq_lens = segment.query_lens[first], segment.seq_lens[first:last]
+    most = max(1, SPAN_VALUES // (max(batch.seq_lens) * values)) if max(batch.query_lens) <= BATCHED else 1
+    for first, last in _equal_runs(batch.query_lens, most):
+        n, seq_lens = batch.query_lens[first], batch.seq_lens[first:last]
         step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(seq_lens)))  # cuts single prompts only
         for start in range(0, n, step):
             stop = min(start + step, n)
@@ -133,36 +133,36 @@ def _spans(
 
 
 def _attend(
-    q_THD: Tensor, rect: _Rectangle, view: KVView, page_table_BN: Tensor, spec: AttentionParams
+    q_THD: Tensor, rect: _Rectangle, view: KVView, page_table_BN: Tensor, params: AttentionParams
 ) -> Tensor:
     """One rectangle -> float32 [B * n, H, Dv]."""
     B, n, H, G = len(page_table_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
     rows, more = n * H // G, padded(n * H // G) - n * H // G
     q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
-    q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, more))
-    tiles = [_tiles(q_BGRD, view, page_table_BN, spec, span) for span in rect.spans]
+    q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * params.scale, (0, 0, 0, more))
+    tiles = [_tiles(q_BGRD, view, page_table_BN, params, span) for span in rect.spans]
     peak, weight, values = (
         tiles[0] if len(tiles) == 1 else (torch.cat(part, 2) for part in zip(*tiles, strict=True))
     )
     sinks_GR = None
-    if spec.sinks_H is not None:
-        sinks_GR = F.pad(spec.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, more))
+    if params.sinks_H is not None:
+        sinks_GR = F.pad(params.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, more))
     out_BGRD = _fold(peak, weight, values, sinks_GR)[:, :, :rows]
     return out_BGRD.unflatten(2, (n, H // G)).transpose(1, 2).reshape(B * n, H, -1)
 
 
 def _tiles(
-    q_BGRD: Tensor, view: KVView, page_table_BN: Tensor, spec: AttentionParams, span: _Span
+    q_BGRD: Tensor, view: KVView, page_table_BN: Tensor, params: AttentionParams, span: _Span
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
     size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
     first, last = span.start // size, -(-(span.start + longest) // size)
-    k_BGLD, v_BGLD = view.heads(
+    k_BGLD, v_BGLD = view.dequantize_heads(
         page_table_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE
     )
     scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     scores.masked_fill_(span.hidden, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak.clamp(min=-1e30)).exp_()

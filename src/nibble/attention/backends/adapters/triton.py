@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.cache.view import KVView
 from nibble.kernels import mla
 from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
 
@@ -22,14 +22,14 @@ class Triton:
 
         self._kernel = attention.paged_attention
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         # a decode step may be recorded in a CUDA graph, where lengths are not known
-        longest = () if segment.phase.decodes else (max(segment.seq_lens),)
+        longest = () if batch.phase.decodes else (max(batch.seq_lens),)
         keys = view.keys
-        if spec.topk_slots_TK is not None:
+        if params.topk_slots_TK is not None:
             return sparse.sparse_mla_attention(
-                q_THD, keys.paged, keys.stream.rope, spec.topk_slots_TK, spec.scale
+                q_THD, keys.paged, keys.stream.rope, params.topk_slots_TK, params.scale
             )
         if LATENT in view.streams:
-            return mla.mla_attention(q_THD, keys.paged, keys.stream.rope, segment, spec.scale, *longest)
-        return self._kernel(q_THD, view.streams["k"].paged, view.streams["v"].paged, segment, spec, *longest)
+            return mla.mla_attention(q_THD, keys.paged, keys.stream.rope, batch, params.scale, *longest)
+        return self._kernel(q_THD, view.streams["k"].paged, view.streams["v"].paged, batch, params, *longest)

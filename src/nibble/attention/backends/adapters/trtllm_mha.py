@@ -21,16 +21,16 @@ from nibble.attention.backends.flashinfer import (
     WORKSPACE,
     import_flashinfer,
 )
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import BLACKWELL, Phase
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 WORD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Lens:
-    """What the kernels read of a segment, the same for all its layers. lens_B: of padding 1, since nobody says what a
+    """What the kernels read of a batch, the same for all its layers. lens_B: of padding 1, since nobody says what a
     kernel does for 0. padding_B11: whose result is to be zeros; None where there is no padding. mask_TW: bits of the
     draft tokens that each draft token sees.
     """
@@ -52,78 +52,76 @@ class TrtllmMha:
         self._known: WeakKeyDictionary[AttentionBatch, _Lens] = WeakKeyDictionary()
         self._scales = Scales(PACKAGE)
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         k, v = view.streams["k"], view.streams["v"]
         gen = capability(q_THD) in BLACKWELL
-        if segment not in self._known:
-            self._known[segment] = _lens(segment, q_THD.device, masked=not gen)
-        lens = self._known[segment]
+        if batch not in self._known:
+            self._known[batch] = _lens(batch, q_THD.device, masked=not gen)
+        lens = self._known[batch]
         options: dict[str, Any] = {
             "query": q_THD.contiguous(),
             "kv_cache": (k.planes[0], v.planes[0]),
             "workspace_buffer": self._workspace.on(q_THD.device),
             "block_tables": lens.page_table_BN,
             "seq_lens": lens.lens_B,
-            "bmm1_scale": spec.scale * self._scales.of(k),
+            "bmm1_scale": params.scale * self._scales.of(k),
             "bmm2_scale": self._scales.of(v),
             "window_left": -1
-            if spec.window is None
-            else spec.window - 1,  # theirs does not count the present token
-            "sinks": None if spec.sinks_H is None else spec.sinks_H.float(),
+            if params.window is None
+            else params.window - 1,  # theirs does not count the present token
+            "sinks": None if params.sinks_H is None else params.sinks_H.float(),
             "kv_layout": k.packing.name.upper(),
         }
         if len(k.planes) > 1:
             options["kv_cache_sf"] = (k.planes[1], v.planes[1])
-        if segment.phase.decodes:
-            out_THD = self._token(segment, lens, gen, options)
+        if batch.phase.decodes:
+            out_THD = self._token(batch, lens, gen, options)
         else:
-            out_THD = self._prompt(segment, lens, options)
+            out_THD = self._prompt(batch, lens, options)
         return out_THD if lens.padding_B11 is None else out_THD.masked_fill_(lens.padding_B11, 0.0)
 
-    def _token(self, segment: AttentionBatch, lens: _Lens, gen: bool, options: dict[str, Any]) -> Tensor:
+    def _token(self, batch: AttentionBatch, lens: _Lens, gen: bool, options: dict[str, Any]) -> Tensor:
         """One new token, or a few: of one number each, or packed."""
-        options["max_seq_len"] = max(segment.seq_lens)
-        most = max(segment.query_lens)
-        ragged = min(segment.query_lens) < most
+        options["max_seq_len"] = max(batch.seq_lens)
+        most = max(batch.query_lens)
+        ragged = min(batch.query_lens) < most
         if gen:
             if ragged:
                 options |= {
                     "q_len_per_req": None,
                     "max_q_len": most,
-                    "cum_seq_lens_q": segment.cu_seqlens_q_B1,
+                    "cum_seq_lens_q": batch.cu_seqlens_q_B1,
                 }
             else:
                 options["q_len_per_req"] = most
             return self._decode.trtllm_batch_decode_with_kv_cache(**options, backend="trtllm-gen")
         options |= {"q_len_per_req": most, "mask": lens.mask_TW}
         if ragged:
-            options["q_cu_seq_lens"] = segment.cu_seqlens_q_B1
+            options["q_cu_seq_lens"] = batch.cu_seqlens_q_B1
         elif most > 1 and lens.mask_TW is not None:
             options["mask"] = lens.mask_TW.view(-1, most, lens.mask_TW.shape[1])
         out: Tensor = self._decode.xqa_batch_decode_with_kv_cache(**options)
         return out.view_as(options["query"])  # of draft tokens it is [B, n, H, D]
 
-    def _prompt(self, segment: AttentionBatch, lens: _Lens, options: dict[str, Any]) -> Tensor:
+    def _prompt(self, batch: AttentionBatch, lens: _Lens, options: dict[str, Any]) -> Tensor:
         return self._prefill.trtllm_batch_context_with_kv_cache(
             **options,
-            max_q_len=max(segment.query_lens),
-            max_kv_len=max(segment.seq_lens),
-            batch_size=len(segment.query_lens),
-            cum_seq_lens_q=segment.cu_seqlens_q_B1,
+            max_q_len=max(batch.query_lens),
+            max_kv_len=max(batch.seq_lens),
+            batch_size=len(batch.query_lens),
+            cum_seq_lens_q=batch.cu_seqlens_q_B1,
             cum_seq_lens_kv=lens.cu_seqlens_k_B1,
         )
 
 
-def _lens(segment: AttentionBatch, device: torch.device, *, masked: bool) -> _Lens:
-    page_table_BN, lens_B = segment.page_table_BN.contiguous(), segment.seq_lens_B
+def _lens(batch: AttentionBatch, device: torch.device, *, masked: bool) -> _Lens:
+    page_table_BN, lens_B = batch.page_table_BN.contiguous(), batch.seq_lens_B
     if (
-        segment.phase is Phase.DECODE
+        batch.phase is Phase.DECODE
     ):  # which may be recorded in a CUDA graph: lengths are known to the device alone
         return _Lens(page_table_BN, *some_tokens(lens_B))
-    if segment.phase is Phase.VERIFY:
-        return _Lens(
-            page_table_BN, lens_B, mask_TW=_causal(segment.query_lens).to(device) if masked else None
-        )
+    if batch.phase is Phase.VERIFY:
+        return _Lens(page_table_BN, lens_B, mask_TW=_causal(batch.query_lens).to(device) if masked else None)
     starts_B1 = torch.nn.functional.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))
     return _Lens(page_table_BN, lens_B, cu_seqlens_k_B1=starts_B1)
 

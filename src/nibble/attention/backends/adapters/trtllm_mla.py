@@ -14,9 +14,9 @@ from nibble.attention.backends.adapters.vendor import Workspace, latents, some_t
 from nibble.attention.backends.flashinfer import PACKAGE, import_flashinfer
 from nibble.attention.backends.trtllm_mla import WORKSPACE
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 UNUSED = 128
 """The width of a head before absorption, which nothing here has, and only checks of other kernels read."""
@@ -30,17 +30,17 @@ class TrtllmMla:
         self._workspace = Workspace(WORKSPACE)
         self._known: WeakKeyDictionary[AttentionBatch, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         latent = latents(view, "trtllm-gen")
-        if segment not in self._known:
-            self._known[segment] = some_tokens(segment.seq_lens_B)
-        lens_B, padding_B11 = self._known[segment]
-        most = max(segment.query_lens)
+        if batch not in self._known:
+            self._known[batch] = some_tokens(batch.seq_lens_B)
+        lens_B, padding_B11 = self._known[batch]
+        most = max(batch.query_lens)
         options: dict[str, Any] = {}
-        if min(segment.query_lens) == most:
+        if min(batch.query_lens) == most:
             query = q_THD.unflatten(0, (-1, most))
         else:
-            query, options = q_THD, {"cum_seq_lens_q": segment.cu_seqlens_q_B1, "max_q_len": most}
+            query, options = q_THD, {"cum_seq_lens_q": batch.cu_seqlens_q_B1, "max_q_len": most}
         out: Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
             query=query.contiguous(),
             kv_cache=latent.planes[0][:, :, 0],
@@ -48,14 +48,14 @@ class TrtllmMla:
             qk_nope_head_dim=UNUSED,
             kv_lora_rank=RANK,
             qk_rope_head_dim=ROPE,
-            block_tables=segment.page_table_BN.contiguous(),
+            block_tables=batch.page_table_BN.contiguous(),
             seq_lens=lens_B,
-            max_seq_len=max(segment.seq_lens),
-            bmm1_scale=spec.scale,
+            max_seq_len=max(batch.seq_lens),
+            bmm1_scale=params.scale,
             bmm2_scale=1.0,
             backend="trtllm-gen",
             **options,
         )
         out_THD = out.view(*q_THD.shape[:2], RANK)
         # only a step of one token each may have padding
-        return out_THD.masked_fill_(padding_B11, 0.0) if segment.phase is Phase.DECODE else out_THD
+        return out_THD.masked_fill_(padding_B11, 0.0) if batch.phase is Phase.DECODE else out_THD

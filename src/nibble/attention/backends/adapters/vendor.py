@@ -10,7 +10,7 @@ from torch import Tensor
 from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.cache.view import KVView, StreamView
 from nibble.errors import BackendError
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT
 
 
