@@ -48,9 +48,9 @@ def observe_model(
     """
     folder = Path(locate(model))
     path = _path(folder, dtype, max_context, index_topk) if (folder / "config.json").is_file() else None
-    known = _read(path) if path else None
-    if known is not None:
-        return replace(known, model=model)
+    cached = _read(path) if path else None
+    if cached is not None:
+        return replace(cached, model=model)
     # both import torch and Transformers, which takes seconds
     from nibble.models.observe import observe
     from nibble.models.refusals import load_config
@@ -100,7 +100,7 @@ def _write(path: Path, model_spec: ModelSpec) -> None:
     # a cache folder that cannot be written costs time, nothing else
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
+        files.write_atomic(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
 
 
 def _digest(facts: dict[str, Any]) -> str:
