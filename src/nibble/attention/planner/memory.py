@@ -266,8 +266,8 @@ class MemoryPlanner:
         the pages of each token's request. 0 without sparse attention."""
         top_k = max((group.group.top_k for group in self.cache_plan.groups), default=0)
         pages = ceil(self.step.context / self.cache_plan.page_size)
-        chosen = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + pages)
-        return INDEXER_SCORE_BYTES + chosen if top_k else 0
+        lists = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + pages)
+        return INDEXER_SCORE_BYTES + lists if top_k else 0
 
     @cached_property
     def runtime_bytes(self) -> int:
@@ -378,11 +378,11 @@ class MemoryPlanner:
     def _requested_room(self, requested: int) -> int:
         """Return `requested`; raise CapacityError where the device has not so much left."""
         reserve = 0 if self.device.is_cpu else int(MIN_RESERVE_LEFT * self.step.reserve)
-        left = self.device.memory - self.used_bytes - reserve
-        if requested > left:
+        free = self.device.memory - self.used_bytes - reserve
+        if requested > free:
             raise CapacityError(
                 f"--kv-memory {format_size(requested)} does not fit: {self.device}, holds {self._contents()}, "
-                f"which leaves {format_bytes(max(left, 0))}{self._fewer_requests(requested - left, '; ')}"
+                f"which leaves {format_bytes(max(free, 0))}{self._fewer_requests(requested - free, '; ')}"
             )
         return requested
 
