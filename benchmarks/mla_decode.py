@@ -27,7 +27,7 @@ from torch import Tensor
 
 import gpu
 from nibble import formats
-from nibble.attention.layer import AttentionBackend
+from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Phase
 from nibble.kernels import mla
 from nibble.kernels.gather import reference as dequantised
@@ -95,8 +95,8 @@ def own(segment: AttentionBatch) -> Attention:
 
 
 def through(adapter: AttentionBackend, segment: AttentionBatch) -> Attention:
-    spec = AttentionParams(SCALE)
-    return lambda q_THD, latents: adapter.attend(q_THD, made_up.view(latents, STREAM, "nhd"), segment, spec)
+    spec, prepared = AttentionParams(SCALE), PreparedBatch.create(adapter, None, segment, PAGE, None)
+    return lambda q_THD, latents: next(prepared.attend(q_THD, made_up.view(latents, STREAM, "nhd"), spec))
 
 
 def flashinfer(segment: AttentionBatch, heads: int) -> Attention:

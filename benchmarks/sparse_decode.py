@@ -26,7 +26,7 @@ from torch import Tensor
 
 import gpu
 from nibble import formats
-from nibble.attention.layer import AttentionBackend
+from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels import sparse_mla as sparse
@@ -121,8 +121,9 @@ def through(adapter: AttentionBackend, pool: Paged, packing: str, batch: int) ->
     view = latents.view(pool, STREAM, packing)
     page_table_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1] * batch, [1] * batch, page_table_BN)
-    return lambda q_THD, topk_slots_TK: adapter.attend(
-        q_THD, view, segment, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK)
+    prepared = PreparedBatch.create(adapter, None, segment, PAGE, None)
+    return lambda q_THD, topk_slots_TK: next(
+        prepared.attend(q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK))
     )
 
 

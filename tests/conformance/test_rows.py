@@ -15,6 +15,7 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -302,14 +303,12 @@ def test_a_wrong_kernel_is_caught() -> None:
     assert route
 
     class Forgetful(TorchRef):
-        def attend(
-            self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams
-        ) -> Tensor:
-            short = tuple(max(length - 1, 1) for length in segment.seq_lens)
+        def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+            short = tuple(max(length - 1, 1) for length in batch.seq_lens)
             cut = AttentionBatch.from_lens(
-                segment.phase, segment.start, segment.query_lens, short, segment.page_table_BN
+                batch.phase, batch.start, batch.query_lens, short, batch.page_table_BN
             )
-            return super().attend(q_THD, view, cut, spec)
+            return super().prepare(q_THD, view, cut, params)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(

@@ -52,33 +52,35 @@ def tune(
     for name in names:
         registry.get(name)
     what = tuning(Config(model=model, **config))
-    found: dict[str, tuple[Timing, ...]] = {}
-    lost = None
+    timings_by_subject: dict[str, tuple[Timing, ...]] = {}
+    device_error = None
     for trial in what.trials:
         results: list[Result] = []
         try:
             with err().status(f"timing {trial.subject}"):
                 results += run(what, trial, names)
         except DeviceLostError as error:  # what was measured before is worth keeping
-            lost = error
+            device_error = error
             break
         if not results:  # which none of those that were named serves
             continue
-        found[trial.subject] = what.timings(results)
+        timings_by_subject[trial.subject] = what.timings(results)
         if not as_json:
-            print("\n".join(_lines(trial, found[trial.subject])))
-    if lost and not found:
-        raise lost
-    if not found:
+            print("\n".join(_lines(trial, timings_by_subject[trial.subject])))
+    if device_error and not timings_by_subject:
+        raise device_error
+    if not timings_by_subject:
         raise ConfigError(
             f"{', '.join(names)}: none serves this model here; `nibble plan {model} --explain` says why"
         )
-    path = measured.save(what.made.hardware, what.request.backends, found)
-    if lost:
-        raise lost
+    path = measured.save(what.made.hardware, what.request.backends, timings_by_subject)
+    if device_error:
+        raise device_error
     after = what.planned(measured.load(what.made.hardware, what.request.backends).subjects)
     if as_json:
-        times = {subject: [asdict(timing) for timing in timings] for subject, timings in found.items()}
+        times = {
+            subject: [asdict(timing) for timing in timings] for subject, timings in timings_by_subject.items()
+        }
         changed, failed = list(_changes(what.made.plan, after)), list(_failed(after))
         print_json({"path": str(path), "measured": times, "changed": changed, "failed": failed})
     else:
@@ -97,18 +99,18 @@ nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
 
 def _lines(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
     """A trial as a small table: backends down, workloads across."""
-    works = [work.name for work in trial.works]
+    workloads = [workload.name for workload in trial.works]
     names = [f"{t.backend} (staged)" if t.stage_to else t.backend for t in timings]
     width = max(map(len, names))
     yield f"{trial.subject}, ms"
-    yield f"  {'':<{width}}  " + "  ".join(f"{work:>9}" for work in works)
+    yield f"  {'':<{width}}  " + "  ".join(f"{workload:>9}" for workload in workloads)
     for name, timing in zip(names, timings, strict=True):
-        times = "  ".join(_ms(timing, work) for work in works)
+        times = "  ".join(_ms(timing, workload) for workload in workloads)
         yield f"  {name:<{width}}  {times}  {timing.failure}".rstrip()
 
 
-def _ms(timing: Timing, work: str) -> str:
-    return f"{timing.ms[work]:9.3f}" if work in timing.ms else f"{'failed':>9}"
+def _ms(timing: Timing, workload: str) -> str:
+    return f"{timing.ms[workload]:9.3f}" if workload in timing.ms else f"{'failed':>9}"
 
 
 def _failed(after: Plan) -> Iterator[str]:

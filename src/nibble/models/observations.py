@@ -100,7 +100,7 @@ def _write(path: Path, model_spec: ModelSpec) -> None:
     # a cache folder that cannot be written costs time, nothing else
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
+        files.write_atomic(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
 
 
 def _digest(facts: dict[str, Any]) -> str:

@@ -43,8 +43,8 @@ def changed(how: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
     """An adapter that does something to the right answer."""
 
     class Changed(TorchRef):
-        def attend(self, *args: Any) -> Tensor:
-            return how(super().attend(*args))
+        def forward(self, *args: Any) -> Tensor:
+            return how(super().forward(*args))
 
     return Changed
 
@@ -95,12 +95,12 @@ def test_who_is_much_slower_is_called_once() -> None:
 
 
 def test_who_plans_long_for_a_step_is_not_hopeless_at_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: set[AttentionBatch] = set()
+    planned: list[AttentionBatch] = []
 
     class Plans(TorchRef):
-        def attend(self, q: Tensor, view: Any, segment: AttentionBatch, spec: Any) -> Tensor:
-            planned.add(segment)
-            return super().attend(q, view, segment, spec)
+        def prepare(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any) -> Any:
+            planned.append(batch)
+            return super().prepare(q, view, batch, params)
 
     def once_ms(request: PlanRequest, call: Callable[[], object]) -> float:
         """Of a plan an hour, and of a call nothing."""
@@ -118,9 +118,9 @@ def test_staging_leaves_out_what_no_window_sees(monkeypatch: pytest.MonkeyPatch)
     seen: list[int] = []
 
     class Noting(TorchRef):
-        def attend(self, q: Tensor, view: Any, segment: AttentionBatch, spec: Any) -> Tensor:
-            seen.append(max(segment.seq_lens))
-            return super().attend(q, view, segment, spec)
+        def forward(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any, state: Any) -> Tensor:
+            seen.append(max(batch.seq_lens))
+            return super().forward(q, view, batch, params, state)
 
     row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"fp32"}), prefer=10)
     plain = BackendInfo(name="plain", support=(row,), summary="", adapter=Noting)
@@ -132,17 +132,21 @@ def test_staging_leaves_out_what_no_window_sees(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[AttentionBatch] = []
     seen: list[AttentionBatch] = []
 
     class Noting(TorchRef):
-        def attend(self, q: Tensor, view: Any, segment: AttentionBatch, spec: Any) -> Tensor:
-            seen.append(segment)
-            return super().attend(q, view, segment, spec)
+        def prepare(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any) -> Any:
+            steps.append(batch)
+            return super().prepare(q, view, batch, params)
+
+        def forward(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any, state: Any) -> Tensor:
+            seen.append(batch)
+            return super().forward(q, view, batch, params, state)
 
     monkeypatch.setattr(clock, "l2_bytes", lambda device: 20_000)
     monkeypatch.setattr(clock, "SPEND_MS", 0.0)
     result = raced({"noting": backend("noting", Noting, 10)})["noting"]
-    steps = list(dict.fromkeys(map(id, seen)))
     assert result.ms and len(seen) > 8 * len(steps) > 0
 
 

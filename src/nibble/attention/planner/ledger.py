@@ -69,13 +69,13 @@ def update(path: Path, confirmed: Iterable[LedgerEntry], disproved: Iterable[Led
     """Adds what was confirmed, in place of older entries of the same combination, and takes out what was disproved.
     What other runs add meanwhile stays."""
     wrong = {entry.key for entry in disproved}
-    with files.alone(path.parent):
+    with files.exclusive_lock(path.parent):
         known = {entry.key: entry for entry in (*read(path), *confirmed)}
         content = {
             "schema": SCHEMA,
             "entries": [asdict(known[key]) for key in sorted(known) if key not in wrong],
         }
-        files.write(path, json.dumps(content, indent=1) + "\n")
+        files.write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def shipped() -> Path:

@@ -146,8 +146,8 @@ def save(
     path = path_for(hardware)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.alone(path.parent):
-            files.write(path, json.dumps(_content(hardware, backends, found), indent=1) + "\n")
+        with files.exclusive_lock(path.parent):
+            files.write_atomic(path, json.dumps(_content(hardware, backends, found), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             f"the times cannot be kept in {path}: {error.strerror}; name a folder that can be written in ${PLACE}"

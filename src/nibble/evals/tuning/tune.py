@@ -1,8 +1,4 @@
-"""Tuning: the backends that may serve a model, timed on this machine, for `auto` to follow.
-
-Owns tune(), which races each layer group of a plan in every phase that is routed, and what of it goes into the file
-(attention/planner/timings.py). Must not know of the terminal.
-"""
+"""Tuning: the backends that may serve a model, timed on this machine, for `auto` to follow."""
 
 from __future__ import annotations
 

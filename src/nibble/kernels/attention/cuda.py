@@ -144,7 +144,7 @@ class Decode:
 
         q_THD: bfloat16 or float16, contiguous. key, value: planes [pages, G, slots, row] in `formats`, their values
         and, if there are any, scales. columns: most query tokens x query heads that a request has for a KV head.
-        lens_B, starts_B1, page_table_BN: int32, as in attention/metadata.py; no starts: one token each. kv_scales: float32,
+        lens_B, starts_B1, page_table_BN: int32, as in kernels/types.py; no starts: one token each. kv_scales: float32,
         () or [G, 1] each. sinks_H: float32. variant: another than the one that fits best. Raises BackendError.
         """
         batch, heads, page = len(lens_B), key[0].shape[1], key[0].shape[2]
