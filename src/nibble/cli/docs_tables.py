@@ -96,6 +96,7 @@ def _matrix(
         lines: dict[tuple[str, ...], list[str]] = {}
         for fmt in _formats(rows):
             cells = tuple(_cell(name, kind, fmt, arch, rows, evidence, notes) for arch in archs)
+            # Formats with the same cells share a line.
             lines.setdefault(cells, []).append(fmt)
         for cells, names in lines.items():
             entries.append((f"`{name}`", _format_names(names), *cells))
@@ -111,6 +112,7 @@ def _formats(rows: Iterable[Support]) -> list[str]:
 
 def _format_names(names: Iterable[str]) -> str:
     """Return names of formats; pairs by the scheme that they make."""
+    # Rows name a pair by its formats; users know the scheme.
     pairs = {":".join(streams.values()): name for name, streams in schemes.MIXED.items()}
     return ", ".join(pairs.get(name, name) for name in names)
 
@@ -191,6 +193,7 @@ def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
     for name, info in table.items():
         alike: dict[tuple[str, ...], list[Support]] = {}
         for row in (row for row in info.support if kind in row.kind):
+            # Rows that differ in their formats only are one condition.
             alike.setdefault(_conditions_of(row), []).append(row)
         for cells, rows in alike.items():
             entries.append((f"`{name}`", cells[0], _format_names(_formats(rows)), *cells[1:]))

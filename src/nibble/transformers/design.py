@@ -38,6 +38,7 @@ def design(model: Any, options: dict[str, Any]) -> Design:
     hardware = probe(config.device)
     check_config(model.config)
     bare: Any = skeleton(deepcopy(model.config))  # it changes the config
+    # A wrapped or patched class may attend differently from what was observed.
     if type(bare) is not type(model):
         raise ConfigError(
             f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "

@@ -78,6 +78,7 @@ def _reasons(info: BackendInfo, need: Need) -> tuple[str, ...]:
     """Return why no row serves `need`: the first thing that none of them has, else what the nearest lacks."""
     rows = info.support
     for name, word in DECISIVE.items():
+        # What no row has at all says more than the nearest row, which may miss it and more.
         matching = tuple(row for row in rows if name not in row.misses(need))
         if not matching:
             allowed = frozenset().union(*(getattr(row, name) for row in rows))
@@ -128,6 +129,7 @@ def _table(entries: tuple[Cell, ...]) -> Iterator[str]:
     rows = []
     for name, cells in groupby(entries, key=lambda cell: cell.backend):
         marks = [f"{cell.status}{'*' if cell.planned else ''}" for cell in cells]
+        # Backends that are refused in all phases stand below, with their reasons.
         if set(marks) != {Status.REFUSED}:
             rows.append((name, *marks))
     yield from Table(("", *Phase), tuple(rows)).as_text()

@@ -51,6 +51,7 @@ class Table:
 
 
 def _markdown_line(cells: tuple[str, ...]) -> str:
+    # A bar would end the cell.
     texts = (cell.replace("|", "/") for cell in cells)
     return f"|{'|'.join(f' {text} ' if text else ' ' for text in texts)}|"
 
@@ -244,6 +245,7 @@ def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
     reads: dict[str, None] = {}
     for route in (route for group in groups for route in group.routes):
         allowed = getattr(route.row, field)
+        # Staged pages have a packing of their own, and a backend that reads several does not decide.
         free = allowed is None or (field == "packing" and (route.stage_to or len(allowed) > 1))
         if not free:
             reads[f"{route.backend} reads {format_values(field, allowed)}"] = None
@@ -258,6 +260,7 @@ def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
             phases.setdefault(line, []).append(str(route.phase))
     for line, names in phases.items():
         yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
+    # A plan without draft tokens works; who wants them must know that they are not served.
     if all(route.phase is not Phase.VERIFY for route in group.routes):
         decode = request.spec.decode_backend
         who = f"{decode} does not serve" if decode else "no backend that can run here serves"
@@ -333,6 +336,7 @@ def staging_cost(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: 
     """
     direct, plain = stored.without_index.bytes_per_token, stored.without_index.bytes_in(stage_to)
     within = min(tokens, group.window or tokens)
+    # Sparse attention stages all tokens, and reads the chosen ones only.
     looked_at = min(within, group.top_k or within)
     return StagingCost(
         tokens, within * (direct + plain) + looked_at * plain, looked_at * direct, looked_at * plain

@@ -43,7 +43,7 @@ def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of resolve(), and the spec that its config stands for. Raises ConfigError where that is malformed."""
+    """The arguments of resolve(), and the spec of its config. Raises ConfigError where that is malformed."""
 
     config: Config
     model_spec: ModelSpec

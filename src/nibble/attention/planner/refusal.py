@@ -58,6 +58,7 @@ def _unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
     considered = request.considered(phase)
     reasons = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
     if request.spec.backend_for(phase.decodes) is None:
+        # `auto` considered only what can run here; the user may install more.
         absent = (info for name, info in request.backends.items() if name not in considered)
         reasons |= {
             info.name: (f"would serve it, but {_absence(info)}",) for info in absent if info.serves(need)
@@ -79,6 +80,7 @@ def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGr
     staged_only = tuple(reason for reason in info.nearest(staged) if reason not in native)
     if request.may_stage(need.phase):
         yield from (f"staged to {staged.format}: {reason}" for reason in staged_only)
+    # Only DECODE comes here: it is priced, since every token would pay.
     elif request.could_stage and info.serves(staged):
         cost = staging_cost(part.group, part.stored_layer(0), staged.format, request.model_spec.max_context)
         moved = f"moving {cost.factor:.1f} x the bytes in each step"
@@ -152,6 +154,7 @@ def double_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterato
 def uses_reference(request: PlanRequest, plan: Plan) -> bool:
     """Whether plain torch gathers pages on a GPU without being requested."""
     requested = {request.spec.prefill_backend, request.spec.decode_backend}
+    # On a CPU the reference is the usual backend.
     routes = (route for group in plan.groups for route in group.routes)
     return not request.hardware.is_cpu and any(
         route.row.prefer < 0 and route.backend not in requested for route in routes
@@ -207,11 +210,13 @@ def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
     spec, names = request.spec, tuple(request.backends)
     yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
     yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
+    # The nearest sizes come first; an open page size was tried with all of them already.
     if (size := spec.page_size) is not None:
         sizes = (page for page in PAGES if page != size)
         yield (_set(page_size=page) for page in sorted(sizes, key=lambda page: max(page / size, size / page)))
     if not spec.allow_staging:
         yield iter([_set(allow_staging=True)])
+    # The option behind both phases: one edit in place of two.
     if request.config.attention_backend != "auto":
         yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
     if spec.decode_backend or spec.prefill_backend:
@@ -228,6 +233,7 @@ def _set(**values: object) -> Edit:
 def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
     """Yield edits that replace each scheme in use by another, those nearest in bytes first, one kind each."""
     for old in spec.schemes:
+        # A transform may be what is refused, and not the format.
         if old.transforms:
             yield iter([_rename(old, old.base)])
         names = sorted(

@@ -58,6 +58,7 @@ def resolve(
     such a plan has no VERIFY route, and a note says so, and no backend holds memory for VERIFY alone. measured: times
     on this machine (attention/planner/timings.py), by which `auto` orders backends before their `prefer`.
     """
+    # Sorted, so that ties between options do not depend on the order of registration.
     table = dict(sorted((all_backends() if backends is None else backends).items()))
     request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
     try:
@@ -91,6 +92,7 @@ def _suggest(request: PlanRequest) -> str | None:
     """
     nearest = _first_plan(request, refusal.single_edits(request, keep_scheme=True))
     if nearest and refusal.uses_reference(request, nearest[1]):
+        # Plain torch on a GPU is many times slower: two edits are better than that.
         faster = _first_plan(request, refusal.double_edits(request, keep_scheme=True))
         nearest = faster if faster and not refusal.uses_reference(request, faster[1]) else nearest
     if nearest is None:
@@ -138,10 +140,12 @@ def _resolve(request: PlanRequest) -> Plan:
     parts = needs.scheme_groups(request.spec, request.model_spec)
     offload.check_model(request.spec, request.model_spec.model, parts)
     choices = _choices(request, parts)
+    # All groups and phases read the same pages.
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in parts)
     shared = needs.shared_kv_notes(request.spec, request.model_spec)
     notes = (*shared, *explain.plan_notes(request, groups, page, packing))
+    # Layers that share KV store nothing, so the layout has owners only.
     layout = needs.layout(parts, request.model_spec, page, packing)
     tier = offload.plan_tier(request.spec.offload, parts, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
@@ -197,6 +201,7 @@ def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
     """Return the page sizes to try, the preferred ones first."""
     if request.spec.page_size is not None:
         return (request.spec.page_size,)
+    # The usual sizes come first, as of equally good ones the first is taken.
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
     return (*usual, *sorted(named - set(usual)))
