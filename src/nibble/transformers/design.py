@@ -56,7 +56,8 @@ def _config(model: Any, options: dict[str, Any]) -> Config:
     names = {option.name for option in fields(Config)}
     if engine_options := sorted(name for name in options if name in names and name not in OPTIONS):
         raise ConfigError(
-            f"{', '.join(engine_options)} is an option of Nibble's engine, not of a cache; options here: {', '.join(OPTIONS)}"
+            f"{', '.join(engine_options)} is an option of Nibble's engine, not of a cache; options here: "
+            f"{', '.join(OPTIONS)}"
         )
     return configured(model=_name(model), dtype=_dtype(model), device=_device(model), **options)
 
