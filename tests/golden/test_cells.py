@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nibble.attention import backends
-from nibble.attention.planner import cells, ledger
+from nibble.attention.planner import cells, evidence
 from nibble.attention.planner.cells import Cell, Status
-from nibble.attention.planner.ledger import LedgerEntry, update
+from nibble.attention.planner.evidence import LedgerEntry, update_ledger
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -26,8 +26,8 @@ SEEN = LedgerEntry(
 
 @pytest.fixture(autouse=True)
 def only_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    update(tmp_path / "ledger.json", [SEEN])
-    monkeypatch.setattr(ledger, "shipped", lambda: tmp_path / "ledger.json")
+    update_ledger(tmp_path / "ledger.json", [SEEN])
+    monkeypatch.setattr(evidence, "shipped_ledger", lambda: tmp_path / "ledger.json")
 
 
 def found(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[list[Cell], list[str]]:
@@ -92,4 +92,4 @@ def test_each_group_and_scheme_has_a_table() -> None:
 
 def test_the_ledger_that_ships_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert ledger.read(ledger.shipped())
+    assert evidence.read_ledger(evidence.shipped_ledger())

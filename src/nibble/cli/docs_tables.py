@@ -6,15 +6,14 @@ Every fact comes from backends' rows, formats and the ledger, so a page cannot c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from inspect import cleandoc
 from pathlib import Path
 
 from nibble import formats
 from nibble.attention.backends import all_backends
-from nibble.attention.planner import ledger
+from nibble.attention.planner.evidence import LedgerEntry, read_ledger
 from nibble.attention.planner.explain import BASELINE, Table
-from nibble.attention.planner.ledger import LedgerEntry
 from nibble.attention.planner.support import BackendInfo, Phase, Support, format_values
 from nibble.formats import KVFormat
 from nibble.formats import scheme as schemes
@@ -46,15 +45,15 @@ cannot serve it: `nibble plan MODEL --gpu h200 --explain`.
 """
 
 _CONDITIONS = """\
-Conditions. `group`: query heads to a KV head (of latents, all query heads). `KV heads`: those of a layer. Where two \
-lines allow the same, `auto` goes by the one it prefers, and the last column is what that preference stands on.
+Conditions. `group`: query heads to a KV head (of latents, all query heads). The last column is what a line rests on; \
+the order in which `auto` takes backends is in `src/nibble/attention/rankings/`.
 """
 
 
 def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Path = LEDGER) -> str:
     """Return the text of docs/capabilities.md. `path`: the ledger; where there is none, nothing is verified."""
     table = all_backends() if backends is None else backends
-    evidence = {entry.key: entry for entry in ledger.read(path)}
+    evidence = {entry.key: entry for entry in read_ledger(path)}
     notes: dict[str, int] = {}
     kinds = dict.fromkeys(
         kind for info in table.values() for row in info.support for kind in sorted(row.kind)
@@ -183,7 +182,7 @@ def _fitting(kind: str) -> tuple[str, ...]:
 
 
 CONDITION_COLUMNS = (
-    "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "group", "KV heads", "limits", "source",
+    "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "group", "limits", "source",
 )  # fmt: skip
 
 
@@ -203,13 +202,11 @@ def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
 def _conditions_of(row: Support) -> tuple[str, ...]:
     """Return the cells of a row, without its format."""
     phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
-    values = [
-        format_values(field, getattr(row, field)) for field in ("page", "packing", "dim", "group", "kv_heads")
-    ]
+    values = [format_values(field, getattr(row, field)) for field in ("page", "packing", "dim", "group")]
     return phases, _gpus(row.arch), *values, ", ".join(_limits(row)) or "-", row.source
 
 
-def _gpus(archs: frozenset[int] | None) -> str:
+def _gpus(archs: Set[int] | None) -> str:
     every = frozenset(gpu.arch for gpu in GPUS.values()) - {CPU_ARCH}
     return "all GPUs" if archs == every else format_values("arch", archs)
 
@@ -221,8 +218,6 @@ def _limits(row: Support) -> Iterator[str]:
             yield f"no {name}"
         if allowed is not None and False not in allowed:
             yield f"only with {name}"
-    if row.stored:
-        yield f"staged from {format_values('stored', row.stored)}"
 
 
 def formats_table() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nibble.attention import backends
-from nibble.attention.planner import timings as measured
+from nibble.attention.planner import evidence
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
@@ -46,7 +46,7 @@ def design(model: Any, options: dict[str, Any]) -> Design:
         )
     model_spec = observe_skeleton(bare, config.model, config.dtype, config.max_context)
     table = backends.available_backends()
-    times = measured.load(hardware, table) if config.tuned else measured.NOTHING
+    times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)
     require_runnable(plan)
     return Design(config, hardware, model_spec, plan)

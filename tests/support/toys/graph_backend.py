@@ -58,7 +58,7 @@ def info(adapter: type[Masked]) -> BackendInfo:
         support=(
             Support(
                 phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, packing=frozenset({"hnd"}),
-                window=NEVER, softcap=NEVER, sinks=NEVER, prefer=1, source="this test",
+                window=NEVER, softcap=NEVER, sinks=NEVER, source="this test",
             ),
         ),
     )  # fmt: skip

@@ -40,7 +40,7 @@ BACKEND = BackendInfo(
     support=(
         Support(
             phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"toy_int8"}), packing=frozenset({"hnd"}),
-            page=frozenset({32}), window=NEVER, softcap=NEVER, sinks=NEVER, prefer=1, source="this test",
+            page=frozenset({32}), window=NEVER, softcap=NEVER, sinks=NEVER, source="this test",
         ),
     ),
 )  # fmt: skip

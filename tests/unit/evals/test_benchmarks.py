@@ -153,18 +153,18 @@ def test_what_auto_chose_is_judged_by_those_that_can_be_recorded() -> None:
     assert "1 of 1 jobs are above 1.05" in text and "not raced in: mqa" in text and "c 0.200 | 1.50" in text
 
 
-def test_the_order_of_backends_is_held_against_prefer() -> None:
+def test_the_order_of_backends_is_held_against_their_places() -> None:
     fast, slow, eager = raced("a", 0.2), raced("b", 0.4), raced("c", 0.1, graphs=False)
     other = {
         "gqa/bf16/decode/1x32K": [replace(x, workload="1x32K", ms=y) for x, y in ((fast, 0.8), (slow, 0.2))]
     }
     text = backends.orders({"gqa/bf16/decode/64x8K": [fast, slow], **other})
     assert "b 1.41 (1); a 2.00 (1) |  |" in text  # by the means of both workloads
-    text = backends.orders({"x/64x8K": [replace(fast, prefer=0), slow, eager, raced("d", None)]})
-    assert "c 1.00 (1, eager); a 2.00 (0); b 4.00 (1); d inf (1) | other than prefer |" in text
+    text = backends.orders({"x/64x8K": [replace(fast, place=2), slow, eager, raced("d", None)]})
+    assert "c 1.00 (1, eager); a 2.00 (2); b 4.00 (1); d inf (1) | other than ranked |" in text
 
 
-def test_a_recorded_race_is_judged_by_the_preferences_of_today(
+def test_a_recorded_race_is_judged_by_the_choices_of_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cells(need: str, works: tuple[str, ...], **times: float) -> list[dict[str, object]]:

@@ -12,9 +12,9 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from nibble.attention.planner import ledger, needs
+from nibble.attention.planner import evidence, needs
+from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.explain import Table
-from nibble.attention.planner.ledger import LedgerEntry
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan
 from nibble.attention.planner.support import BackendInfo, Need, Phase, format_values
@@ -52,7 +52,7 @@ class Cell:
 
 def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
     """Yield every backend of `request` in every phase of every group of its plan."""
-    ledger_entries = {entry.key: entry for entry in ledger.read(ledger.shipped())}
+    ledger_entries = {entry.key: entry for entry in evidence.read_ledger(evidence.shipped_ledger())}
     for group, part in zip(plan.groups, needs.scheme_groups(request.spec, request.model_spec), strict=True):
         for info in request.backends.values():
             for phase in Phase:

@@ -142,8 +142,7 @@ def _route(route: Route) -> dict[str, Any]:
         "backend": route.backend,
         "stage_to": route.stage_to,
         "runnable": route.runnable,
-        "prefer": route.row.prefer,
-        "cites": route.row.source,
+        "cites": route.ranking or route.row.source,
         **({"measured": route.measured} if route.measured else {}),
         **({"failed": route.failed} if route.failed else {}),
     }
@@ -281,11 +280,10 @@ def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
             else "the most preferred of those that serve it"
         )
         yield f"{route.backend}, {first} ({route.why})"
-    if route.row.prefer < 0 and not request.hardware.is_cpu:
+    if route.row.gathers and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
-        pays = auto and (route.measured or route.row.staged is not None)
-        why = ", for speed: kernels that read them as they are stored take longer" if pays else ""
+        why = ", for speed: kernels that read them as they are stored take longer" if route.for_speed else ""
         yield f"pages are staged to {route.stage_to}, which {route.backend} reads{why}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
 from nibble.attention.planner.needs import SchemeGroup
-from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, score
+from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, route_cost
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import BackendInfo, Need, Phase
 from nibble.config import Config, default_of
@@ -157,7 +157,7 @@ def uses_reference(request: PlanRequest, plan: Plan) -> bool:
     # On a CPU the reference is the usual backend.
     routes = (route for group in plan.groups for route in group.routes)
     return not request.hardware.is_cpu and any(
-        route.row.prefer < 0 and route.backend not in requested for route in routes
+        route.row.gathers and route.backend not in requested for route in routes
     )
 
 
@@ -169,9 +169,9 @@ def is_acceptable(request: PlanRequest, plan: Plan) -> bool:
     return explores or plan.runnable
 
 
-def cost(request: PlanRequest, plan: Plan) -> tuple[bool, int]:
+def cost(request: PlanRequest, plan: Plan) -> tuple[bool, float]:
     """Return what orders plans of one kind of edits: those that can run first, then those with preferred routes."""
-    return not (request.declared or plan.runnable), -score(plan)
+    return not (request.declared or plan.runnable), route_cost(plan)
 
 
 def command(config: Config, hardware: Hardware, *, declared: bool = False) -> str:

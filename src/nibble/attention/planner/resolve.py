@@ -16,12 +16,12 @@ from dataclasses import replace
 
 from nibble.attention.backends import all_backends, missing_requirement
 from nibble.attention.planner import explain, needs, offload, options, refusal
+from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.needs import SchemeGroup, UnstorableError
-from nibble.attention.planner.options import ROUTED, WEIGHTS, Ask, Option, Options, PlanRequest
+from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Option, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.refusal import UnservedError
 from nibble.attention.planner.support import BackendInfo, Phase
-from nibble.attention.planner.timings import NOTHING, Timings
 from nibble.cache import packing as packings
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
@@ -49,18 +49,19 @@ def resolve(
     *,
     declared: bool = False,
     verify: bool = False,
-    measured: Timings = NOTHING,
+    measured: Rankings = NO_RANKINGS,
+    rankings: Rankings | None = None,
 ) -> Plan:
     """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
 
     declared: let `auto` also choose backends that this version knows but cannot run yet.
     verify: whether draft tokens will come: refuse where VERIFY cannot be served, and serve it by the best. Otherwise
     such a plan has no VERIFY route, and a note says so, and no backend holds memory for VERIFY alone. measured: times
-    on this machine (attention/planner/timings.py), by which `auto` orders backends before their `prefer`.
+    of this machine (evidence.load_tuned), which `auto` follows first. rankings: in place of those that are shipped.
     """
     # Sorted, so that ties between options do not depend on the order of registration.
     table = dict(sorted((all_backends() if backends is None else backends).items()))
-    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
+    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured, rankings)
     try:
         return _resolve(request)
     except UnservedError as error:
@@ -153,7 +154,7 @@ def _resolve(request: PlanRequest) -> Plan:
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
     """Return all options of all parts and phases; raise UnservedError where no row serves one, whatever the storage."""
-    choices: dict[Ask, tuple[Option, ...]] = {}
+    choices: dict[GroupPhase, tuple[Option, ...]] = {}
     for part in parts:
         for phase in Phase:
             choices[part, phase] = options.serving(request, part, phase)
@@ -174,26 +175,26 @@ def _pick(choice: Iterable[Option], page: int, packing: str) -> Option | None:
 
 def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
     """Return the best page size and packing: one choice, since all groups and phases share storage."""
-    best: tuple[int, int, str] | None = None
+    best: tuple[float, int, str] | None = None
     for page in _pages(request, choices):
         for packing in _packings(choices):
-            score = _score(request, choices, page, packing)
-            if score is not None and (best is None or score > best[0]):
-                best = (score, page, packing)
+            cost = _storage_cost(request, choices, page, packing)
+            if cost is not None and (best is None or cost < best[0]):
+                best = (cost, page, packing)
     if best is None:
         raise UnservedError(options=choices)
     return best[1], best[2]
 
 
-def _score(request: PlanRequest, choices: Options, page: int, packing: str) -> int | None:
-    """The preferences of all asks together, by weight and number of layers; None where one is not served."""
-    total = 0
+def _storage_cost(request: PlanRequest, choices: Options, page: int, packing: str) -> float | None:
+    """Return the places of all routes together, by weight and number of layers; None where one is not served."""
+    total = 0.0
     for part, phase in choices:
         if phase in ROUTED or request.verify:
             option = _pick(choices[part, phase], page, packing)
             if option is None:
                 return None
-            total += option.prefer * WEIGHTS.get(phase, 0) * len(part.layers)
+            total += option.place * WEIGHTS.get(phase, 0) * len(part.layers)
     return total
 
 

@@ -1,10 +1,10 @@
 """A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
 
-The entrants are the resolver's own options (attention/planner/options.py), staged ones included; each is called as an
-engine calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per
-step in its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host
-does; everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One
-entrant's failure is its own.
+The entrants are the resolver's own options (planner/options.py), staged ones included; each is called as an engine
+calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
+its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
+everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One entrant's
+failure is its own. Must not know of any one backend or format.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """
@@ -67,7 +67,7 @@ class Result:
     packing: str
     phase: Phase
     workload: str
-    prefer: int
+    place: float
     graphs: bool
     chosen: bool = False
     ms: float | None = None
@@ -86,7 +86,7 @@ class Result:
 def entrants(
     request: PlanRequest, plan: Plan, part: SchemeGroup, phase: Phase, names: Collection[str] = ()
 ) -> tuple[Candidate, ...]:
-    """Everybody who may serve a part, best preference first, on the plan's storage where he reads it.
+    """Return all that may serve a part, best first, on the plan's storage where they read it.
 
     names: only these backends. The reference is what others are checked against; on a GPU it does not race, unless
     it is named or alone.
@@ -143,7 +143,7 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
     routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
     return Result(
         option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.prefer, option.route(phase).graphs, entrant.option.key in routes,
+        option.place, option.route(phase).graphs, entrant.option.key in routes,
     )  # fmt: skip
 
 

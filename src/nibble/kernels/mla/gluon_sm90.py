@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nibble.kernels.codecs.decoders_latent import ALIKE, APART, NO_ROPE
+from nibble.kernels.codecs.tiles import ALIKE, APART, NO_ROPE
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)

@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nibble.kernels.codecs.decoders_latent import APART, LATENTS, NO_ROPE
+from nibble.kernels.codecs import LATENTS
+from nibble.kernels.codecs.tiles import APART, NO_ROPE
 from nibble.kernels.mla.gluon_sm90 import LOG2E, LOWEST
 from nibble.kernels.sparse_mla.gluon_sm90_gather import gather, layouts, quicker
 from nibble.kernels.sparse_mla.gluon_sm90_rows import dealt, rows_of, write
@@ -357,7 +358,7 @@ def serves(latents: Paged, rope: int, query: torch.dtype, memory: int) -> bool:
     kind, planes = LATENTS[latents.format.name], latents.planes_PHS
     fits = latents.dim - rope == RANK and rope in (0, MOST_ROPE) and memory >= MEMORY
     alike = kind.decoder.parts > 1 or planes[0].dtype == query
-    copied = (planes[0], planes[-1]) if kind.apart else (planes[0],)
+    copied = (planes[0], planes[-1]) if kind.rope_apart else (planes[0],)
     return fits and alike and query.itemsize == 2 and all(map(_aligned, copied))
 
 

@@ -15,8 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from nibble.kernels.codecs.decoders import e4m3_scale
-from nibble.kernels.codecs.decoders_latent import ALIKE, APART, LATENTS, NO_ROPE, Section
+from nibble.kernels.codecs import LATENTS
+from nibble.kernels.codecs.nvfp4 import e4m3_scale
+from nibble.kernels.codecs.tiles import ALIKE, APART, NO_ROPE, Section
 from nibble.kernels.mla.gluon_sm90 import _of_words
 
 LARGEST_SCALE = tl.constexpr(128.0)
