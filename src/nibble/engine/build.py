@@ -55,27 +55,34 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of beside weights. texts: to measure scales with, where `scales` are not those."""
+    """What an engine consists of beside weights."""
 
     plan: EnginePlan
     tokenizer: Tokenizer | None
     texts: Sequence[str] | None
+    """Texts to measure KV scales with, None where `scales` has them."""
     scales: KVScales
 
 
 def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> EngineParts:
-    """All that can be found and checked before weights load; raises ConfigError, WeightError or CapacityError."""
-    made = plan_engine(config)
-    require_runnable(made.plan)
+    """Return all that can be prepared and checked before weights load.
+
+    Raises:
+        ConfigError: The combination cannot be served here, or scales are missing.
+        WeightError: The checkpoint is missing or broken.
+        CapacityError: The memory does not suffice.
+    """
+    engine_plan = plan_engine(config)
+    require_runnable(engine_plan.plan)
     tokenizer = tokenizer_of(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
-    scales = kv_scales.NONE if texts is not None else resolve_scales(made, config.kv_scales)
+    scales = kv_scales.NONE if texts is not None else resolve_scales(engine_plan, config.kv_scales)
     if texts is None:
-        for store in made.plan.stores:
+        for store in engine_plan.plan.stores:
             kv_scales.require(store, scales)
     elif tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
-    return EngineParts(made, tokenizer, texts, scales)
+    return EngineParts(engine_plan, tokenizer, texts, scales)
 
 
 def build(
