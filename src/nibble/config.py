@@ -102,6 +102,7 @@ class Config:
         for name in ("model", "kv_scales"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        # Callers from Python give bytes as a number.
         if _is_int(self.kv_memory):
             object.__setattr__(self, "kv_memory", str(self.kv_memory))
         for option in fields(self):
@@ -218,6 +219,7 @@ class OffloadSpec:
         items = [item.partition("=") for item in map(str.strip, text.split(",")) if item != "on"]
         settings = {name.strip(): value.strip() for name, _, value in items}
         names = [option.name for option in fields(cls)]
+        # A dictionary keeps the last value of a name.
         if len(settings) < len(items):
             raise ConfigError(f"hisparse says something twice: {text!r}")
         for name, value in settings.items():
@@ -278,11 +280,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:
             _check_range(name, kind, low, high, getattr(self, name))
+        # One value for greedy, so that nobody divides by almost nothing.
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        # OpenAI's clients send one string or a list.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _items("stop", stop, "strings"))
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "integers"))
@@ -333,6 +337,7 @@ def _bias(logit_bias: Any) -> dict[int, float]:
         raise RequestError(f"logit_bias must map token ids to numbers, not {logit_bias!r}")
     bias: dict[int, float] = {}
     for key, value in (logit_bias or {}).items():
+        # JSON has strings as keys only.
         if not (_is_int(key) or (isinstance(key, str) and key.isascii() and key.isdigit())):
             raise RequestError(f"logit_bias keys must be token ids, as 42 or '42', not {key!r}")
         if not (_is_number(value) and abs(value) <= _FLOAT32_MAX):

@@ -67,6 +67,7 @@ def lookup_gpu(name: str) -> Hardware:
     key = name.lower()
     if key == "cpu":
         return cpu()
+    # A GPU that is not in the table, by its capability alone.
     if key.startswith("sm") and key[2:].isdigit():
         return Hardware(key, int(key[2:]), 80 * GIB)
     if key not in GPUS:
@@ -87,6 +88,7 @@ def _free() -> int | None:
     except OSError:
         return None
     kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    # A container may take less than the machine has.
     free = _container_free()
     return min(size for size in (1024 * int(kib), free) if size is not None) if kib else free
 
@@ -128,9 +130,11 @@ def probe(device: str = "auto") -> Hardware:
 
 def may_have_gpu() -> bool:
     """Whether torch may see a CUDA GPU. Without a driver it cannot, and importing it takes seconds."""
+    # Nothing is saved then, and torch knows better.
     if "torch" in sys.modules:
         return True
     try:
+        # torch itself loads the driver like this; without it there is no device to see.
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return False

@@ -29,6 +29,7 @@ def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: Jso
     The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say.
     """
     texts = pages(out)
+    # Pages are compared as texts, so a check needs no clean checkout.
     stale = [name for name, text in texts.items() if _read(out / name) != text]
     if not check:
         out.mkdir(parents=True, exist_ok=True)

@@ -119,6 +119,7 @@ def _cell(
     group = GROUPS[kind]
     model_spec = ModelSpec("MODEL", kind, (group,), (0,), CONTEXT, 128, 128, 0)
     config = Config(model="MODEL", kv_format=format, prefill_backend=prefill, decode_backend=decode)
+    # What is refused without staging may still be had on request.
     allowed = replace(config, allow_staging=True)
     machines = {gpu: lookup_gpu(gpu) for gpu in GPUS}
     plans = {gpu: attempt(config, model_spec, machine, declared=True) for gpu, machine in machines.items()}
@@ -148,6 +149,7 @@ def _reason(config: Config, model_spec: ModelSpec, machines: Iterable[Hardware])
 def page(path: Path = PEERS) -> str:
     """Return the text of docs/kv4.md."""
     lines, entries = [_HEAD.format(gpus=_archs(GPUS))], tuple(tables(path))
+    # Reasons that several cells share become footnotes.
     whys = Counter(cell.why for _, _, cells in entries for cell in cells if cell.why)
     notes = {why: f"[^{i}]" for i, why in enumerate((why for why in whys if whys[why] > 1), 1)}
     for title, source, cells in entries:

@@ -50,6 +50,7 @@ def plan(
     Neither weights nor a GPU nor any kernel package is needed: a local config.json is enough. A combination
     that no backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
     """
+    # Before Transformers is imported, which reads its verbosity then.
     quiet(model)
     from nibble.engine.plan import plan_engine
     from nibble.hardware import lookup_gpu

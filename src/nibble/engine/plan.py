@@ -57,6 +57,7 @@ def plan_engine(
         CapacityError: The memory does not suffice.
     """
     here = hardware is None
+    # For another machine it does not matter which packages are installed here.
     table = backends.available_backends() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     spec = CacheSpec.from_config(config)
@@ -66,6 +67,7 @@ def plan_engine(
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
+    # Decoding without graphs is slow enough to be worth a note.
     note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     budget = MemoryPlanner(spec, model_spec, hardware, plan).plan()

@@ -31,7 +31,7 @@ _specs: dict[tuple[str, str, str, int | None], ModelSpec] = {}
 
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
-    """Return the model without weights, on the meta device; raise ConfigError where there is no causal language model."""
+    """Return the model without weights, on the meta device; raise ConfigError where there is no language model."""
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
@@ -64,6 +64,7 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
     Raises:
         ConfigError: The model cannot be served, or the context is too long for it.
     """
+    # All values, also those that are the defaults of this version.
     key = config.to_json_string(use_diff=False), name, dtype, max_context
     if key not in _specs:
         _specs[key] = observe_skeleton(skeleton(config), name, dtype, max_context)
@@ -80,6 +81,7 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
         raise ConfigError(
             f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
         )
+    # Tied weights are one parameter under several names.
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
     groups, owner = _run(model, text, max_context or limit)
     return ModelSpec(
@@ -113,6 +115,7 @@ def _run(
         )
     _check(calls, text)
     watch.check(family)
+    # A second pass with masks, whose rules must be what a paged cache assumes.
     model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
     ones = torch.ones(
         1, _TOKENS, dtype=torch.bool, device="meta"
@@ -133,6 +136,7 @@ def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]
 
     The model is called as in engine/model_runner.py: all tokens are computed, and the logits of one.
     """
+    # The context in which the model runs takes notes in place of attending.
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     keep = torch.zeros(1, dtype=torch.long, device="meta")
@@ -168,6 +172,7 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
         )
     for call in calls:
         queries, stored = call.query.shape[2], {x.shape[2] for x in call.streams.values()}
+        # A cache of pages has one key for each token; other counts would be addressed wrongly.
         if {queries} | stored != {_TOKENS}:
             keys = max(stored)
             raise ConfigError(
@@ -179,6 +184,7 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
 def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
     """Return for each layer the first one that got the very same key: itself, unless KV is shared."""
     first: dict[int, int] = {}
+    # Layers that share KV hand on the very same tensor.
     return tuple(first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls)
 
 

@@ -122,7 +122,7 @@ class Worker:
             if handle is None:  # aborted
                 return
             leader = handle.requests[0]
-            self._outbox.append((command.id, leader.num_prefix_hit_tokens, leader.started, delta))
+            self._outbox.append((command.id, leader.num_prefix_hit_tokens, leader.start_time, delta))
             if delta.finish_reason:
                 self._num_open[command.id] -= 1
                 if not self._num_open[command.id]:

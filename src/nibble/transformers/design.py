@@ -38,6 +38,7 @@ def design(model: Any, options: dict[str, Any]) -> Design:
     hardware = probe(config.device)
     check_config(model.config)
     bare: Any = skeleton(deepcopy(model.config))  # it changes the config
+    # A wrapped or patched class may attend differently from what was observed.
     if type(bare) is not type(model):
         raise ConfigError(
             f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "
@@ -55,7 +56,8 @@ def _config(model: Any, options: dict[str, Any]) -> Config:
     names = {option.name for option in fields(Config)}
     if engine_options := sorted(name for name in options if name in names and name not in OPTIONS):
         raise ConfigError(
-            f"{', '.join(engine_options)} is an option of Nibble's engine, not of a cache; options here: {', '.join(OPTIONS)}"
+            f"{', '.join(engine_options)} is an option of Nibble's engine, not of a cache; options here: "
+            f"{', '.join(OPTIONS)}"
         )
     return configured(model=_name(model), dtype=_dtype(model), device=_device(model), **options)
 

@@ -13,6 +13,7 @@ STEPS = ((64, 8), (128, 16), (256, 32))
 
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Return the sizes of recorded steps in requests, ascending; the last has room for `most`."""
+    # Few requests get sizes close together: padding costs them most.
     sizes = [size for size in SMALL if size < 2 * most] or [SMALL[0]]
     while sizes[-1] < most:
         step = next((step for upto, step in STEPS if sizes[-1] < upto), 2 * STEPS[-1][1])

@@ -67,8 +67,10 @@ def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, 
     scheme_by_layer = spec.scheme_by_layer(model_spec.layers)
     groups = []
     for group in model_spec.groups:
+        # Layers of one group may store differently (kv_layers), and then have routes of their own.
         by_scheme: dict[Scheme, list[int]] = {}
         for layer in group.layers:
+            # Of a layer that shares KV the owner decides, whatever its own rule says.
             by_scheme.setdefault(scheme_by_layer[model_spec.owner[layer]], []).append(layer)
         groups += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
     for part in groups:

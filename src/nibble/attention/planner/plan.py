@@ -65,6 +65,7 @@ class GroupPlan:
         for route in self.routes:
             if route.phase is phase:
                 return route
+        # Only VERIFY can be missing (see the notes), and only backends that decode could serve it.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
         raise Unsupported(Refusal(f"{phase} of layer group {self.group.name} in {self.scheme}", decode))
 
