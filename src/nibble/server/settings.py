@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nibble.config import _option as option
-from nibble.config import parse_bytes
+from nibble.config import option, parse_bytes
 from nibble.errors import ConfigError, unknown
 
 PRIORITY = "priority"
