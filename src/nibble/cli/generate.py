@@ -112,7 +112,7 @@ def generate(
     entries = _entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     quiet(model)
-    from nibble.engine.preflight import preflight
+    from nibble.engine.build import preflight
 
     preflight(caches, texts, sampling_params)
     if len(caches) == 1 and len(texts) == sampling_params.n == 1 and not as_json:

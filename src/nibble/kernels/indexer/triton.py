@@ -381,9 +381,9 @@ def score(
 
 def _score_few(grid: tuple[int, int], arguments: tuple[object, ...], requests: int, shape: ScoreTile) -> None:
     if shape.sm90:
-        from nibble.kernels.indexer.gluon_sm90 import launch
+        from nibble.kernels.indexer.gluon_sm90 import launch_few
 
-        launch(grid, arguments, requests, shape)
+        launch_few(grid, arguments, requests, shape)
     else:
         score_few_kernel[grid](
             *arguments, shape.keys, requests, shape.stages, num_warps=shape.warps, num_stages=shape.stages

@@ -303,9 +303,9 @@ def mla_attention(
     )  # fmt: skip
     sizes = shape.rows, shape.latents, padded_requests(count), SHARE_SIZES
     if shape.sm90:
-        from nibble.kernels.mla.gluon_sm90 import layouts, mla_hopper_kernel
+        from nibble.kernels.mla.gluon_sm90 import layouts, mla_sm90_kernel
 
-        mla_hopper_kernel[(tiles, groups, programs)](
+        mla_sm90_kernel[(tiles, groups, programs)](
             *common,
             *sizes,
             *layouts(shape.rows, latent, rotary, sizes[2], shape.warps),
