@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nibble.engine.reference_rows import BYTES, ReferenceRows
 from test_compile import unpacked
 
 from nibble import LLM, formats
@@ -23,7 +22,7 @@ from nibble.attention.planner.memory import ERROR_MONITOR_BYTES
 from nibble.config import Config, SamplingParams
 from nibble.engine import build
 from nibble.engine.cuda_graphs import Graphs, live
-from nibble.engine.error_monitor import LOOKS
+from nibble.engine.error_monitor import BYTES, LOOKS, ReferenceRows
 from nibble.errors import ConfigError, NibbleError
 from nibble.hardware import lookup_gpu
 from nibble.models import hook

@@ -16,11 +16,10 @@ from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MI
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms
-from nibble.engine.transfer import ALIGNED, PackedInts
+from nibble.engine.transfer import ALIGNED, PackedInts, PageTables
 from nibble.engine.warmup import StartupReport, _largest, check_memory, out_of_memory_explained
 from nibble.hardware import GIB, lookup_gpu
 from planning import QWEN3_8B, memory_plan

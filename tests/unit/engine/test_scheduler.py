@@ -10,8 +10,7 @@ import pytest
 from nibble.attention.planner.support import Phase
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
-from nibble.engine.batch import ORDER, Batch, ScheduledRequest
-from nibble.engine.request import Request, State
+from nibble.engine.request import PHASE_ORDER, Batch, Request, ScheduledRequest, State
 from nibble.engine.scheduler import SLICES, Scheduler, divide
 from nibble.errors import PromptTooLong, RequestError
 from traffic import arrivals, expected, limits, next_token, prompt
@@ -43,7 +42,7 @@ class Engine:
             return None
         assert batch.num_tokens <= self.scheduler.token_budget
         assert all(0 < work.num_tokens <= self.scheduler.chunk for work in batch.scheduled)
-        places = [ORDER.index(work.phase) for work in batch.scheduled]
+        places = [PHASE_ORDER.index(work.phase) for work in batch.scheduled]
         assert places == sorted(places), "works of one phase are not side by side"
         assert self.scheduler.running[0] in [work.request for work in batch.scheduled], (
             "the oldest does not get on"
