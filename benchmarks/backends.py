@@ -168,7 +168,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
                 print(f"{model_spec.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
                 continue
             request = PlanRequest(config, model_spec, hardware, table, False, False)
-            for part in needs.scheme_groups(config, model_spec):
+            for part in needs.scheme_groups(request.spec, model_spec):
                 for work in works:
                     job = Job(model_spec.model if len(plan.groups) == 1 else f"{model_spec.model} {part.group.name}",
                               name, request, plan, part, work)  # fmt: skip

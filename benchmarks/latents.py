@@ -12,7 +12,7 @@ from nibble.attention.planner.support import Need, Phase
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
 from nibble.hardware import probe
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 
 
@@ -31,7 +31,7 @@ def adapters(
             lacking = "no such backend" if info is None else info.missing or "; ".join(info.nearest(asked))
             print(f"{name} is left out: {lacking}", flush=True)
             continue
-        yield name, info.adapter()
+        yield name, backends.create(info)
 
 
 def view(latents: Paged, stream: Stream, packing: str) -> KVView:

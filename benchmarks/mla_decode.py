@@ -28,11 +28,10 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.kernels import mla
-from nibble.kernels.gather import Paged
 from nibble.kernels.gather import reference as dequantised
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64

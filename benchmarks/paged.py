@@ -24,7 +24,6 @@ from nibble import formats
 from nibble.attention import backends
 from nibble.attention.dequantize import dequantize_pages
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.packing import names as packings
@@ -33,6 +32,7 @@ from nibble.cache.scales import ONE
 from nibble.cache.view import KVView
 from nibble.formats import scheme as schemes
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Stream
 
 CHUNK = 1 << 16
@@ -193,9 +193,7 @@ class Way:
         return f"{self.backend}{STAGED}" if self.stage_to else self.backend
 
     def adapter(self) -> AttentionBackend:
-        made = backends.get(self.backend).adapter
-        assert made is not None
-        return made()
+        return backends.create(backends.get(self.backend))
 
 
 def ways(names: Iterable[str], phase: Phase, heads: Heads, scheme: str, page_size: int) -> list[Way]:

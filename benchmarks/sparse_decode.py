@@ -27,11 +27,11 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels import sparse_mla as sparse
-from nibble.kernels.gather import Paged, gather_tokens
+from nibble.kernels.gather import gather_tokens
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64

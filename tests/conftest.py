@@ -64,9 +64,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)"
     )
+    parser.addoption(
+        "--record-durations", type=Path, help="write the seconds of each test file to a JSON file"
+    )
+
+
+_durations: dict[str, float] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = report.nodeid.partition("::")[0]
+    _durations[file] = _durations.get(file, 0.0) + report.duration
     if report.when == "call" and not report.skipped:
         entries = [
             LedgerEntry(**json.loads(value)) for name, value in report.user_properties if name == PROPERTY
@@ -75,6 +83,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    durations = session.config.getoption("--record-durations")
+    if durations and not hasattr(session.config, "workerinput"):
+        durations.parent.mkdir(parents=True, exist_ok=True)
+        slowest = dict(sorted(_durations.items(), key=lambda entry: -entry[1]))
+        durations.write_text(json.dumps({file: round(s, 1) for file, s in slowest.items()}, indent=1) + "\n")
     path = session.config.getoption("--ledger")
     if path and not hasattr(session.config, "workerinput"):
         whole = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}

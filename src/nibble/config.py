@@ -113,9 +113,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if self.kv_memory is not None:
-            parse_bytes(self.kv_memory)
-        parse_hisparse(self.hisparse)
+        _ = self.kv_memory_bytes, self.offload  # both raise where the text is malformed
         self._check_watch()
 
     def _check_watch(self) -> None:
@@ -131,6 +129,16 @@ class Config:
             raise ConfigError(
                 "fidelity_alert needs watch_fidelity, which says what share of requests is watched"
             )
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """Bytes of the pool, None where the memory plan decides."""
+        return None if self.kv_memory is None else parse_bytes(self.kv_memory)
+
+    @property
+    def offload(self) -> OffloadSpec | None:
+        """The host tier, if one is requested."""
+        return OffloadSpec.parse(self.hisparse)
 
     def backend_for(self, decode: bool) -> str:
         """The backend asked for in DECODE and VERIFY (decode=True), or in PREFILL and EXTEND; `auto` is any."""
@@ -183,39 +191,51 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index(unit[0] if unit != "B" else " "))
 
 
+def format_size(size: int) -> str:
+    """Return `size` bytes as an option takes them, exactly: `2GiB`, `1536MiB`, `2500000`."""
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        count, rest = divmod(size, 1024**exponent)
+        if count and not rest:
+            return f"{count}{unit}"
+    return str(size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HiSparse:
-    """What `hisparse` says. buffer: tokens of a request's hot buffer; host_memory: a size as kv_memory; host_format: of
-    latents on the host. None: chosen by the plan."""
+class OffloadSpec:
+    """What `hisparse` says. None: the plan decides."""
 
     buffer: int | None = None
-    host_memory: str | None = None
+    """Tokens of a request's hot buffer."""
+    host_memory: int | None = None
+    """Bytes of the host's memory."""
     host_format: str | None = None
+    """Format of latents on the host."""
 
-
-def parse_hisparse(text: str) -> HiSparse | None:
-    """`on`, or `key=value` settings with commas between them; None for `off` and the empty text. Raises ConfigError."""
-    if text in {"", "off"}:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    pairs = [
-        (part.partition("=")[0].strip(), part.partition("=")[2].strip()) for part in parts if part != "on"
-    ]
-    given = dict(pairs)
-    known = [option.name for option in fields(HiSparse)]
-    if len(given) < len(pairs):
-        raise ConfigError(f"hisparse says something twice: {text!r}")
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(unknown("setting of hisparse", name, known))
-        if not value:
-            raise ConfigError(f"hisparse {name} has no value; write it as {name}=VALUE, or hisparse as `on`")
-    buffer = given.pop("buffer", None)
-    if buffer is not None and not (buffer.isdecimal() and int(buffer)):
-        raise ConfigError(f"hisparse buffer must be a number of tokens, not {buffer!r}")
-    if "host_memory" in given:
-        parse_bytes(given["host_memory"])
-    return HiSparse(buffer=int(buffer) if buffer else None, **given)
+    @classmethod
+    def parse(cls, text: str) -> OffloadSpec | None:
+        """Parse `on`, or `key=value` settings between commas; None for `off` and the empty text. Raise ConfigError."""
+        if text in {"", "off"}:
+            return None
+        items = [item.partition("=") for item in map(str.strip, text.split(",")) if item != "on"]
+        settings = {name.strip(): value.strip() for name, _, value in items}
+        names = [option.name for option in fields(cls)]
+        if len(settings) < len(items):
+            raise ConfigError(f"hisparse says something twice: {text!r}")
+        for name, value in settings.items():
+            if name not in names:
+                raise ConfigError(unknown("setting of hisparse", name, names))
+            if not value:
+                raise ConfigError(
+                    f"hisparse {name} has no value; write it as {name}=VALUE, or hisparse as `on`"
+                )
+        buffer, host_memory = settings.get("buffer"), settings.get("host_memory")
+        if buffer is not None and not (buffer.isdecimal() and int(buffer)):
+            raise ConfigError(f"hisparse buffer must be a number of tokens, not {buffer!r}")
+        return cls(
+            buffer=int(buffer) if buffer else None,
+            host_memory=parse_bytes(host_memory) if host_memory else None,
+            host_format=settings.get("host_format"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,9 @@ Owns every exception class of the package. Knows nothing of torch, models or cac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 
 class NibbleError(Exception):
@@ -17,23 +19,40 @@ class ConfigError(NibbleError):
     """What was asked for is malformed or cannot be had; raised before weights load."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why no backend serves a need, and what works instead."""
+
+    need: str
+    """One line that says what was requested."""
+    reasons: Mapping[str, tuple[str, ...]]
+    """Backend -> the reasons why its nearest row does not serve the need."""
+    suggestion: str | None = None
+    """The nearest command line that works, None where none was found."""
+
+    def as_text(self) -> str:
+        """Return the refusal for a terminal: a line a backend, and the command that works."""
+        width = max((len(name) for name in self.reasons), default=0)
+        lines = [f"no backend serves {self.need}"]
+        lines += [f"  {name:<{width}}  {'; '.join(reasons)}" for name, reasons in self.reasons.items()]
+        lines += [f"what works: {self.suggestion}"] if self.suggestion else []
+        return "\n".join(lines)
+
+    def as_markdown(self) -> str:
+        """Return the reasons of the first backend, for a cell of a table."""
+        return "; ".join(next(iter(self.reasons.values()), ()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the refusal for JSON."""
+        return {"need": self.need, "reasons": dict(self.reasons), "works": self.suggestion}
+
+
 class Unsupported(ConfigError):
-    """No backend serves a need.
+    """No backend serves a need."""
 
-    need: one line that says what was asked for.
-    refusals: backend name -> the reasons why its nearest row does not serve the need.
-    remedy: the nearest command line that works, or None where none was found.
-    """
-
-    def __init__(self, need: str, refusals: Mapping[str, Iterable[str]], remedy: str | None = None) -> None:
-        self.need = need
-        self.refusals = {name: tuple(reasons) for name, reasons in refusals.items()}
-        self.remedy = remedy
-        width = max((len(name) for name in self.refusals), default=0)
-        lines = [f"no backend serves {need}"]
-        lines += [f"  {name:<{width}}  {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
-        lines += [f"what works: {remedy}"] if remedy else []
-        super().__init__("\n".join(lines))
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+        super().__init__(refusal.as_text())
 
 
 class ScaleError(ConfigError):

@@ -1,13 +1,14 @@
 """What the machine is: the only capability query in the code, and the table of GPUs that plans may name.
 
-Owns Hardware, probe() and GPUS, and where this machine keeps what can be made again. Must not know of formats, backends
-or models. torch is imported by functions that ask it only.
+torch is imported only by the functions that need it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def probe(device: str = "auto") -> Hardware:
     """The hardware of this machine. device: `auto` (a CUDA GPU where there is one), `cpu` or `cuda`."""
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(unknown("device", device, ["auto", "cpu", "cuda"]))
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
         return cpu()
     import torch
 
@@ -120,6 +121,17 @@ def probe(device: str = "auto") -> Hardware:
     if device == "cuda":
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
     return cpu()
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may see a CUDA GPU. Without a driver it cannot, and importing it takes seconds."""
+    if "torch" in sys.modules:
+        return True
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def processor() -> str:

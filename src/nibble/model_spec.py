@@ -6,6 +6,7 @@ Owns Stream, LayerGroup and ModelSpec. Must not know of formats, backends, torch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 Kind = Literal["mha", "mla", "dsa"]
@@ -15,6 +16,20 @@ LATENT = "latent"
 """The stream of MLA: one vector for all heads, key and value in one; its last `rope` values are of the key alone."""
 INDEX = "index_k"
 """The stream that an indexer of sparse attention scores; attention itself does not read it."""
+
+
+class Phase(StrEnum):
+    """What a step asks of attention for one request."""
+
+    PREFILL = "prefill"  # new tokens, nothing cached before them
+    EXTEND = "extend"  # new tokens over a cached prefix (chunked prefill included)
+    DECODE = "decode"  # one new token
+    VERIFY = "verify"  # a few draft tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
+        return self in {Phase.DECODE, Phase.VERIFY}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from conftest import PROPERTY
 from nibble import formats
 from nibble.attention import backends
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import StepContext, attention
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.attention.planner import ledger
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
@@ -32,8 +32,10 @@ from nibble.attention.planner.versions import versions
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
+from nibble.cache.view import KVView
 from nibble.formats import scheme
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import LATENT, Kind, LayerGroup, Stream
 
 HARDWARE = probe()
@@ -222,15 +224,17 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     segment = AttentionBatch.from_lens(case.phase, 0, new, lens, table.to(DEVICE))
     group = LayerGroup("full", shape.kind, streams(shape), (0,), heads)
     plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), dtype_of(case))
-    adapter = backends.get(case.backend).adapter
-    assert adapter is not None
     meta = AttentionMetadata(torch.tensor(fresh, device=DEVICE), (segment,))
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if shape.sinks else None
     chosen = chosen_at_random(batch, shape.top_k, rng).to(DEVICE) if shape.top_k else None
     spec = AttentionParams(shape.dim**-0.5, shape.window, shape.softcap, sinks, chosen)
     kv = {entry.name: random(sum(new), shape.heads) for entry in streams(shape)}
     return Scene(
-        StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages
+        StepContext(plan, pool, {case.backend: backends.create(backends.get(case.backend))}, meta),
+        random(sum(new), heads),
+        kv,
+        spec,
+        pages,
     )
 
 
@@ -296,18 +300,16 @@ def test_a_wrong_kernel_is_caught() -> None:
     case = next(case for case in CASES if case.backend == "torch_ref" and case.phase is Phase.DECODE)
     route = route_for(case)
     assert route
-    adapter = backends.get("torch_ref").adapter
-    assert adapter
 
-    class Forgetful(adapter):  # type: ignore[misc, valid-type]
+    class Forgetful(TorchRef):
         def attend(
-            self, q_THD: Tensor, view: object, segment: AttentionBatch, spec: AttentionParams
+            self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams
         ) -> Tensor:
             short = tuple(max(length - 1, 1) for length in segment.seq_lens)
             cut = AttentionBatch.from_lens(
                 segment.phase, segment.start, segment.query_lens, short, segment.page_table_BN
             )
-            return super().attend(q_THD, view, cut, spec)  # type: ignore[no-any-return]
+            return super().attend(q_THD, view, cut, spec)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(

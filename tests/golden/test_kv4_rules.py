@@ -199,7 +199,7 @@ def test_H4_a_refusal_is_an_error_not_an_assertion() -> None:
         "from planning import QWEN3_8B; from nibble.config import Config; from nibble.hardware import lookup_gpu\n"
         "from nibble.attention.planner.resolve import resolve; from nibble.errors import Unsupported\n"
         "try: resolve(Config(model='m', kv_format='nvfp4', attention_backend='fa3'), QWEN3_8B, lookup_gpu('b200'))\n"
-        "except Unsupported as error: print(type(error).__name__, len(error.refusals))"
+        "except Unsupported as error: print(type(error).__name__, len(error.refusal.reasons))"
     )
     done = subprocess.run(
         [sys.executable, "-O", "-c", code],
@@ -248,8 +248,8 @@ def test_H5_what_divides_a_pair_is_named(
     }  # fmt: skip
     with pytest.raises(Unsupported, match=f": {divided}\n") as caught:
         resolve(Config(model="m", **pair("bf16", "early", "late")), QWEN3_8B, lookup_gpu("h200"), table)
-    assert list(caught.value.refusals) == ["early (prefill, extend)", "late (decode)"]
-    assert caught.value.refusals["late (decode)"][0] == f"page must be in {{{pages[1]}}}"
+    assert list(caught.value.refusal.reasons) == ["early (prefill, extend)", "late (decode)"]
+    assert caught.value.refusal.reasons["late (decode)"][0] == f"page must be in {{{pages[1]}}}"
 
 
 def test_H5_the_prefix_cache_changes_no_route() -> None:

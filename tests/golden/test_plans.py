@@ -14,7 +14,6 @@ from nibble.attention import backends
 from nibble.attention.backends import all_backends
 from nibble.attention.planner.explain import as_dict, as_text
 from nibble.attention.planner.ledger import LedgerEntry, read, update
-from nibble.attention.planner.memory import plan_memory
 from nibble.attention.planner.needs import format_layers
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.attention.planner.support import BackendInfo, Phase, Support
@@ -23,7 +22,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.model_spec import HEADS
-from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES
+from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES, memory_plan
 
 MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
     name: lookup_gpu(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
@@ -132,7 +131,7 @@ def test_explanations_of_a_mixed_staged_plan() -> None:
         model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3", prefill_backend="fa4", decode_backend="triton"
     )
     made = resolve(asked, QWEN3_8B, MACHINES["b200"])
-    money = plan_memory(asked, QWEN3_8B, MACHINES["b200"], made)
+    money = memory_plan(asked, QWEN3_8B, MACHINES["b200"], made)
     content = json.loads(json.dumps(as_dict(made, money)))
     assert content["groups"][1]["routes"]["prefill"]["stage_to"] == "bf16"
     assert content["bytes_per_token"] == 8 * (256 + 35 * 144)

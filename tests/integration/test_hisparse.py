@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
 from nibble.cache.offload.hot_buffer import HotBuffers
-from nibble.config import Config, HiSparse, parse_hisparse
+from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
-from nibble.engine.build import plan_engine
 from nibble.engine.cuda_graphs import Graphs, live
+from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.kernels.offload.copy_tokens import copy_tokens
@@ -86,11 +86,15 @@ def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPa
     """What one half has chosen comes while the other chooses; padding may be all that a half has."""
     asked = prompts(6)
     expected = answers(llm(model, kv_format="fp8_ds_mla"), asked)
-    monkeypatch.setattr(runners, "HALVED", 4)
-    monkeypatch.setattr(runners, "ALIGNED", 2)
+    monkeypatch.setattr(runners, "MIN_SPLIT", 4)
+    monkeypatch.setattr(runners, "SPLIT_MULTIPLE", 2)
     hot = tight(model, kv_format="fp8_ds_mla")
     runner = hot.engine.runner
-    assert (runner._cuts(2), runner._cuts(4), runner._cuts(6)) == ((0, 2), (0, 2, 4), (0, 4, 6))
+    assert (runner._split_points(2), runner._split_points(4), runner._split_points(6)) == (
+        (0, 2),
+        (0, 2, 4),
+        (0, 4, 6),
+    )
     runner.record(Graphs((2, 4, 8), runner.device, live))
     assert answers(hot, asked) == expected
     assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.lookup_counts["misses"] > 100
@@ -318,8 +322,8 @@ def one_way(self: Any, layer: int, source: int, target: int) -> None:
 
 
 def test_settings_are_put_together_with_commas(model: Path) -> None:
-    assert parse_hisparse("on, buffer = 64") == HiSparse(buffer=64)
-    assert parse_hisparse("off") is None
+    assert OffloadSpec.parse("on, buffer = 64") == OffloadSpec(buffer=64)
+    assert OffloadSpec.parse("off") is None
     small = tight(model, "host_memory=1MiB", kv_format="fp8_ds_mla")
     assert small.budget.host <= 1 << 20
 

@@ -15,17 +15,18 @@ from torch import Tensor
 from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.backends import torch_ref
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.selftest import self_test
 from nibble.formats.base import raw
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from tiny import MLA, SPARSE, save_tiny
 
 
-class Wrong(torch_ref.TorchRef):
+class Wrong(TorchRef):
     """The reference, with something planted in one phase."""
 
     phase = Phase.DECODE
@@ -109,7 +110,7 @@ def test_wrong_bytes_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_can_be_left_out(wrong: type[Wrong], tiny: Path) -> None:
-    build(Config(model=str(tiny), **OPTIONS), tested=False)
+    build(Config(model=str(tiny), **OPTIONS), test=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma2"])

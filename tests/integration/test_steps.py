@@ -12,18 +12,17 @@ import torch
 
 from nibble import LLM, CapacityError
 from nibble.attention.planner.capture import graph_sizes
-from nibble.attention.planner.memory import KEPT, TOKENS_CPU, TOKENS_GPU, MemoryPlan, plan_memory
+from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.build import plan_engine
-from nibble.engine.page_tables import PageTables
+from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms
-from nibble.engine.transfer import ALIGNED, PackedInts
-from nibble.engine.warmup import StartupReport, _largest, check_memory, out_of_memory_explained
+from nibble.engine.transfer import ALIGNED, PackedInts, PageTables
+from nibble.engine.warmup import StartupReport, _longest_prompts, check_memory, explain_out_of_memory
 from nibble.hardware import GIB, lookup_gpu
-from planning import QWEN3_8B
+from planning import QWEN3_8B, memory_plan
 
 CPU = torch.device("cpu")
 
@@ -76,7 +75,7 @@ def test_a_pick_knows_how_many_there_will_be() -> None:
     """Steps that run ahead sample a token before the one before it is in the request's list."""
     request = Request("r", [1, 2], SamplingParams(temperature=1.0, seed=4))
     logits, sampler = torch.zeros(1, 1000), Sampler()
-    early = [sampler.pick(logits, [request], [made]).read()[0] for made in range(3)]
+    early = [sampler.launch(logits, [request], [made]).read()[0] for made in range(3)]
     late = []
     for _ in range(3):
         late += sampler.sample(logits, [request])
@@ -89,7 +88,7 @@ def test_what_is_no_number_has_a_token_that_a_step_may_run_on() -> None:
     logits[1] = float("nan")
     requests = [Request(str(i), [1], SamplingParams(temperature=t)) for i, t in enumerate((0.0, 1.0, 1.0))]
     for order in (requests, requests[::-1]):
-        picks = Sampler().pick(logits, order, [0, 0, 0])
+        picks = Sampler().launch(logits, order, [0, 0, 0])
         assert picks.read()[1] is None and all(pick for i, pick in enumerate(picks.read()) if i != 1)
         assert ((picks.tokens_S >= 0) & (picks.tokens_S < 50)).all()
 
@@ -99,7 +98,7 @@ def test_draws_in_parts_are_the_same(params: dict[str, Any], monkeypatch: pytest
     logits = torch.randn(9, 200, generator=torch.Generator().manual_seed(1))
     requests = [Request(str(i), [1], SamplingParams(temperature=1.0, seed=i, **params)) for i in range(9)]
     whole = Sampler().sample(logits, requests)
-    monkeypatch.setattr("nibble.engine.sampler.DRAWN", 500)
+    monkeypatch.setattr("nibble.engine.sampler.LOGITS_PER_DRAW", 500)
     assert Sampler().sample(logits, requests) == whole
 
 
@@ -108,7 +107,7 @@ def test_draws_in_parts_are_the_same(params: dict[str, Any], monkeypatch: pytest
 
 def gpu_budget(**options: Any) -> MemoryPlan:
     config = Config(model="m", **options)
-    return plan_memory(config, QWEN3_8B, lookup_gpu("h200"), resolve(config, QWEN3_8B, lookup_gpu("h200")))
+    return memory_plan(config, QWEN3_8B, lookup_gpu("h200"), resolve(config, QWEN3_8B, lookup_gpu("h200")))
 
 
 def test_a_budget_foresees_recorded_steps_and_libraries() -> None:
@@ -121,8 +120,8 @@ def test_a_budget_foresees_recorded_steps_and_libraries() -> None:
 
 
 def test_steps_are_larger_on_a_gpu(tiny: Path) -> None:
-    assert gpu_budget().step_tokens == TOKENS_GPU
-    assert plan_engine(Config(model=str(tiny), device="cpu")).budget.step_tokens == TOKENS_CPU
+    assert gpu_budget().step_tokens == GPU_STEP_TOKENS
+    assert plan_engine(Config(model=str(tiny), device="cpu")).budget.step_tokens == CPU_STEP_TOKENS
     assert gpu_budget(token_budget=100).step_tokens == 100
 
 
@@ -136,18 +135,18 @@ def test_a_plan_that_cannot_be_recorded_says_so(tiny: Path) -> None:
 
 def test_a_start_that_uses_up_the_reserve_is_refused() -> None:
     made = gpu_budget()
-    check_memory(made, int(KEPT * made.reserve) + 1)
+    check_memory(made, int(MIN_RESERVE_LEFT * made.reserve) + 1)
     with pytest.raises(
         CapacityError, match=r"in use beside the cache, where 8\.00 GiB .* --kv-memory \d+MiB"
     ):
-        check_memory(made, int(KEPT * made.reserve) - 1)
+        check_memory(made, int(MIN_RESERVE_LEFT * made.reserve) - 1)
 
 
 def test_running_out_of_memory_says_what_would_help() -> None:
     made = gpu_budget()
     with (
         pytest.raises(CapacityError, match=r"does not suffice for the plan .* --token-budget"),
-        out_of_memory_explained(made),
+        explain_out_of_memory(made),
     ):
         raise torch.OutOfMemoryError
 
@@ -155,7 +154,7 @@ def test_running_out_of_memory_says_what_would_help() -> None:
 @pytest.mark.parametrize(("tokens", "longest"), [(10, 1000), (500, 100), (5000, 1000), (7, 3)])
 def test_the_largest_step_is_filled_as_far_as_there_is_room(tokens: int, longest: int, tiny: Path) -> None:
     runner = LLM(str(tiny), kv_format="bf16", kv_memory="1MiB", max_running=4, max_context=512).engine.runner
-    lengths = _largest(runner, tokens, longest)
+    lengths = _longest_prompts(runner, tokens, longest)
     pages = sum(-(-length // runner.plan.page_size) for length in lengths)
     assert max(lengths) <= longest and len(lengths) <= 5 and pages <= runner.pool.pages
     assert sum(lengths) == tokens or len(lengths) == 5 or pages == runner.pool.pages

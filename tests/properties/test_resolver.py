@@ -15,6 +15,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
 from nibble.hardware import GIB, Hardware
 from nibble.model_spec import LayerGroup, ModelSpec
+from nibble.spec import CacheSpec
 from planning import gqa, model_spec, parse_command
 
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
@@ -112,7 +113,7 @@ def test_every_route_is_served_by_its_row(question: tuple) -> None:
     made = attempt(*question)
     if made is None:
         return
-    for group, part in zip(made.groups, scheme_groups(config, model), strict=True):
+    for group, part in zip(made.groups, scheme_groups(CacheSpec.from_config(config), model), strict=True):
         assert (group.layers, group.scheme) == (part.layers, part.scheme.name)
         assert {route.phase for route in group.routes} >= {Phase.PREFILL, Phase.EXTEND, Phase.DECODE}
         for route in group.routes:
@@ -138,7 +139,7 @@ def test_a_refusal_means_that_no_storage_serves_all(question: tuple) -> None:
     table, config, model, machine, declared = question
     if attempt(*question) is not None:
         return
-    found = scheme_groups(config, model)
+    found = scheme_groups(CacheSpec.from_config(config), model)
     for page in (config.page_size,) if config.page_size else (1, 16, 32, 64, 128):
         for packing in PACKINGS:
             assert not all(
@@ -197,8 +198,8 @@ def test_a_remedy_works(question: tuple) -> None:
     try:
         resolve(config, model, machine, table, declared=declared)
     except Unsupported as error:
-        if error.remedy:
-            again, _, said = parse_command(error.remedy)
+        if error.refusal.suggestion:
+            again, _, said = parse_command(error.refusal.suggestion)
             assert resolve(again, model, machine, table, declared=said)
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from conformance.test_rows import Scene, Shape
-from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.support import Phase
+from nibble.kernels.types import AttentionBatch
 from tape import record
 
 

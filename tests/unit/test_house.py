@@ -16,15 +16,15 @@ from nibble import formats
 ROOT = Path(nibble.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
-    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "formats", "base",
+    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
 )  # fmt: skip
 BASE = {"model_spec", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
-    "errors", "files", "config", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
+    "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
     "attention/planner/plan", "attention/planner/resolve", "attention/planner/needs", "attention/planner/options", "attention/planner/refusal",
-    "attention/planner/suggest", "attention/planner/price",  "attention/planner/cells", "attention/planner/memory", "attention/planner/capture",
-    "attention/planner/offload", "attention/planner/timings", "attention/planner/versions", "engine/request", "engine/batch", "engine/scheduler",
-    "engine/outputs", "engine/output_stream",
+    "attention/planner/explain", "attention/planner/cells", "attention/planner/memory", "attention/planner/capture",
+    "attention/planner/offload", "attention/planner/timings", "attention/planner/versions", "engine/request", "engine/scheduler",
+    "engine/outputs",
 )  # fmt: skip
 BOOKS = (
     "nibble.cache.manager",
@@ -42,7 +42,8 @@ FOREIGN = {
     "sgl_kernel": set(),
     "typer": {"cli"},
     "matplotlib": {"evals"},
-    "opentelemetry": {"server/traces"},
+    "opentelemetry": {"server/tracing"},
+    "guidellm": {"cli/bench"},
 }
 FORMATS_NAMED_IN = (
     "formats/", "attention/backends/", "config", "kernels/codecs/",

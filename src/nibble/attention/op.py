@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.layer import select_topk as _select_topk
-from nibble.attention.metadata import AttentionParams
+from nibble.kernels.types import AttentionParams
 
 _SIGNATURE = (
     "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
@@ -39,12 +39,12 @@ class Step:
 
 
 def call(
-    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, spec: AttentionParams
+    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, params: AttentionParams
 ) -> Tensor:
     """attention() by way of the operator -> [T, H, width]."""
     found: Tensor = torch.ops.nibble.attention(
-        q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, spec.scale, spec.window,
-        spec.softcap, spec.sinks_H, spec.topk_indices_TK, spec.index_layer,
+        q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
+        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer,
     )  # fmt: skip
     return found
 
@@ -59,9 +59,9 @@ def _attention(
     q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
     window: int | None, softcap: float | None, sinks: Tensor | None, chosen: Tensor | None, index_layer: int,
 ) -> Tensor:  # fmt: skip
-    spec = AttentionParams(scale, window, softcap, sinks, chosen, index_layer)
+    params = AttentionParams(scale, window, softcap, sinks, chosen, index_layer)
     named = dict(zip(names.split(SEPARATOR), streams, strict=True))
-    return attention(_context(step), layer, q, named, spec).contiguous()  # as _shape promises
+    return attention(_context(step), layer, q, named, params).contiguous()  # as _shape promises
 
 
 def _shape(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:

@@ -15,8 +15,9 @@ from nibble.cache.packing import Packing
 from nibble.formats import KVFormat
 from nibble.formats.base import raw
 from nibble.formats.transforms import Transform
-from nibble.kernels.gather import Paged, dequantize_pages
+from nibble.kernels.gather import dequantize_pages
 from nibble.kernels.rotate import rotate
+from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, Stream
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nibble.attention.planner import price
+from nibble.attention.planner.explain import Table, staging_costs
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import attempt, resolve
 from nibble.config import Config
@@ -82,7 +82,7 @@ class Cell:
 
 def _factor(plans: Iterable[Plan]) -> float:
     """What decoding costs, in times the bytes of direct reading: the same on all GPUs."""
-    costs = [entry.cost.factor for plan in plans for entry in price.staged(plan, CONTEXT)]
+    costs = [entry.cost.factor for plan in plans for entry in staging_costs(plan, CONTEXT)]
     return max(costs)
 
 
@@ -134,8 +134,8 @@ def _reason(ask: Config, model_spec: ModelSpec, machines: Iterable[Hardware]) ->
         try:
             resolve(ask, model_spec, machine, declared=True)
         except Unsupported as error:
-            reasons = next(iter(error.refusals.values()))
-            found.append((len(reasons), f"{'; '.join(reasons)} (SM{machine.arch})"))
+            reasons = next(iter(error.refusal.reasons.values()))
+            found.append((len(reasons), f"{error.refusal.as_markdown()} (SM{machine.arch})"))
         except ConfigError as error:
             found.append((1, str(error).partition(";")[0]))
     return min(found)[1]
@@ -147,14 +147,15 @@ def page(path: Path = PEERS) -> str:
     whys = Counter(cell.why for _, _, cells in found for cell in cells if cell.why)
     notes = {why: f"[^{i}]" for i, why in enumerate((why for why in whys if whys[why] > 1), 1)}
     for title, source, cells in found:
-        lines += [f"## {title}\n", f"{source}\n", "| | theirs | ours | why |", "|---|---|---|---|"]
-        lines += [_line(cell, notes.get(cell.why, cell.why)) for cell in cells]
+        rows = tuple(_row(cell, notes.get(cell.why, cell.why)) for cell in cells)
+        table = Table(("", "theirs", "ours", "why"), rows)
+        lines += [f"## {title}\n", f"{source}\n", *table.as_markdown()]
         differing = sum(not cell.agrees for cell in cells)
         lines += [f"\n{len(cells) - differing} of {len(cells)} cells agree.\n"]
     lines += [f"{mark}: {why}" for why, mark in notes.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _line(cell: Cell, why: str) -> str:
+def _row(cell: Cell, why: str) -> tuple[str, ...]:
     theirs = ("y" if cell.theirs else "n") + (f" on {_archs(cell.on)}" if cell.on else "")
-    return f"| {cell.name} | {theirs} | {cell.ours} | {why} |"
+    return cell.name, theirs, cell.ours, why

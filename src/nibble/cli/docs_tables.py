@@ -14,7 +14,7 @@ from pathlib import Path
 from nibble import formats
 from nibble.attention.backends import all_backends
 from nibble.attention.planner import ledger
-from nibble.attention.planner.explain import BASELINE
+from nibble.attention.planner.explain import BASELINE, Table
 from nibble.attention.planner.ledger import LedgerEntry
 from nibble.attention.planner.support import BackendInfo, Phase, Support, format_values
 from nibble.formats import KVFormat
@@ -62,19 +62,26 @@ def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Pa
     )
     sections = [_HEAD, *_summaries(table)]
     for kind in sorted(kinds, key="mha mla dsa".find):
-        sections += [f"\n## {kind}\n", *_matrix(kind, table, evidence, notes), "", *_conditions(kind, table)]
+        sections += [
+            f"\n## {kind}\n",
+            *_matrix(kind, table, evidence, notes),
+            "",
+            _CONDITIONS,
+            *_conditions(kind, table),
+        ]
     sections += [""] + [f"[^{number}]: {text}" for text, number in notes.items()] if notes else []
     return "\n".join(sections) + "\n"
 
 
 def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
-    yield from _markdown_head("backend", "what it is", "in this version", "package")
+    rows = []
     for name, info in table.items():
         runs = "runs" if info.runnable else "declared only"
         how, comma, else_ = (info.install or "").partition(",")
         package = f"`{how}`{comma}{else_}" if info.install else "none"
         known = f"; written for: {info.versions}" if info.versions else ""
-        yield _line(f"`{name}`", info.summary, runs, package + known)
+        rows.append((f"`{name}`", info.summary, runs, package + known))
+    return Table(("backend", "what it is", "in this version", "package"), tuple(rows)).as_markdown()
 
 
 def _matrix(
@@ -84,8 +91,7 @@ def _matrix(
     notes: dict[str, int],
 ) -> Iterator[str]:
     """Backends and formats down, GPUs across; formats with equal lines share one."""
-    archs = _archs(table)
-    yield from _markdown_head("backend", "formats", *map(_gpu, archs))
+    archs, entries = _archs(table), []
     for name, info in table.items():
         rows = [row for row in info.support if kind in row.kind]
         lines: dict[tuple[str, ...], list[str]] = {}
@@ -93,7 +99,8 @@ def _matrix(
             cells = tuple(_cell(name, kind, fmt, arch, rows, evidence, notes) for arch in archs)
             lines.setdefault(cells, []).append(fmt)
         for cells, names in lines.items():
-            yield _line(f"`{name}`", _shown(names), *cells)
+            entries.append((f"`{name}`", _shown(names), *cells))
+    return Table(("backend", "formats", *map(_gpu, archs)), tuple(entries)).as_markdown()
 
 
 def _formats(rows: Iterable[Support]) -> list[str]:
@@ -171,28 +178,21 @@ def _fitting(kind: str) -> tuple[str, ...]:
     return tuple(name for name in found if name not in schemes.MIXED)
 
 
+CONDITION_COLUMNS = (
+    "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "group", "KV heads", "limits", "source",
+)  # fmt: skip
+
+
 def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
     """What else rows ask for; rows that differ in their format only share a line."""
-    yield _CONDITIONS
-    yield from _markdown_head(
-        "backend",
-        "phases",
-        "formats",
-        "GPUs",
-        "page",
-        "packing",
-        "head_dim",
-        "group",
-        "KV heads",
-        "limits",
-        "source",
-    )
+    entries = []
     for name, info in table.items():
         alike: dict[tuple[str, ...], list[Support]] = {}
         for row in (row for row in info.support if kind in row.kind):
             alike.setdefault(_asks(row), []).append(row)
         for asks, rows in alike.items():
-            yield _line(f"`{name}`", asks[0], _shown(_formats(rows)), *asks[1:])
+            entries.append((f"`{name}`", asks[0], _shown(_formats(rows)), *asks[1:]))
+    return Table(CONDITION_COLUMNS, tuple(entries)).as_markdown()
 
 
 def _asks(row: Support) -> tuple[str, ...]:
@@ -229,8 +229,7 @@ def formats_table() -> str:
         "Of one KV head of 128 values.\n",
         *_sizes(HEADS),
         "\n## Mixed schemes\n",
-        *_markdown_head("scheme", "bytes", "x fewer", "formats"),
-        *_mixed(),
+        *Table(("scheme", "bytes", "x fewer", "formats"), tuple(_mixed())).as_markdown(),
         "\n## Latents of MLA\n",
         "Of 512 values and 64 rotary ones.\n",
         *_sizes(LATENTS[:1]),
@@ -246,11 +245,14 @@ def formats_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+SIZE_COLUMNS = (
+    "format", "bytes", "x fewer than 16 bits", "planes of one head", "global scale", "values", "summary",
+)  # fmt: skip
+
+
 def _sizes(streams: Sequence[Stream], names: Iterable[str] = ()) -> Iterator[str]:
     """What stores one of these streams, and the bytes of them all."""
-    yield from _markdown_head(
-        "format", "bytes", "x fewer than 16 bits", "planes of one head", "global scale", "values", "summary"
-    )
+    rows = []
     for name in names or (name for name in schemes.fitting(*streams) if name not in schemes.MIXED):
         fmt = formats.get(name)
         size = sum(fmt.bytes_per_token(stream) for stream in streams)
@@ -259,7 +261,8 @@ def _sizes(streams: Sequence[Stream], names: Iterable[str] = ()) -> Iterator[str
         )
         scale = f"FP32, up to {fmt.max_value:g} at 1.0" if fmt.needs_scale else "none"
         dims = f"multiple of {fmt.block}" if fmt.block > 1 else "any"
-        yield _line(f"`{name}`", str(size), _ratio(size, streams), planes, scale, dims, fmt.summary)
+        rows.append((f"`{name}`", str(size), _ratio(size, streams), planes, scale, dims, fmt.summary))
+    return Table(SIZE_COLUMNS, tuple(rows)).as_markdown()
 
 
 def _ratio(size: int, streams: Sequence[Stream]) -> str:
@@ -267,11 +270,11 @@ def _ratio(size: int, streams: Sequence[Stream]) -> str:
     return f"{sum(plain.bytes_per_token(stream) for stream in streams) / size:.2f}"
 
 
-def _mixed() -> Iterator[str]:
+def _mixed() -> Iterator[tuple[str, ...]]:
     for name, streams in schemes.MIXED.items():
         parts = ", ".join(f"{stream} {fmt}" for stream, fmt in streams.items())
         size = schemes.bytes_per_token(name, HEADS)
-        yield _line(f"`{name}`", str(size), _ratio(size, HEADS), parts)
+        yield f"`{name}`", str(size), _ratio(size, HEADS), parts
 
 
 def _prose() -> Iterator[str]:
@@ -285,11 +288,3 @@ def _prose() -> Iterator[str]:
         yield ""
         yield from (f"- `{fmt.name}` agrees with: {fmt.source}" for fmt in found)
         yield ""
-
-
-def _markdown_head(*names: str) -> tuple[str, str]:
-    return _line(*names), "|" + "---|" * len(names)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

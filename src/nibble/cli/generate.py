@@ -110,9 +110,9 @@ def generate(
     entries = _entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     quiet(model)
-    from nibble.engine import preflight as ahead
+    from nibble.engine.build import preflight
 
-    ahead.preflight(caches, texts, chosen)
+    preflight(caches, texts, chosen)
     if len(caches) == 1 and len(texts) == chosen.n == 1 and not as_json:
         _stream(_llm(caches[0]), texts[0], chosen)
         return

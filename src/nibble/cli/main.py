@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import nibble
-from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, top, tune
+from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, tune
 from nibble.cli.exits import EXIT_CODES, command
 
 
@@ -46,7 +46,6 @@ COMMANDS = (
     Command("generate", generate.generate, generate),
     Command("chat", chat.chat, chat),
     Command("serve", serve.serve, serve),
-    Command("top", top.top, top),
     Command("bench", bench.bench, bench),
     Command("plan", plan.plan, plan),
     Command("tune", tune.tune, tune),

@@ -16,7 +16,7 @@ from nibble.errors import Unsupported
 
 if TYPE_CHECKING:
     from nibble.attention.planner.options import PlanRequest
-    from nibble.engine.build import EnginePlan
+    from nibble.engine.plan import EnginePlan
 
 GpuOption = Annotated[
     str | None,
@@ -51,7 +51,7 @@ def plan(
     that no backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
     """
     quiet(model)
-    from nibble.engine.build import plan_engine
+    from nibble.engine.plan import plan_engine
     from nibble.hardware import lookup_gpu
 
     try:
@@ -59,12 +59,7 @@ def plan(
     except Unsupported as error:
         if not as_json:
             raise
-        print_json(
-            {
-                "model": model,
-                "refused": {"need": error.need, "reasons": error.refusals, "works": error.remedy},
-            }
-        )
+        print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
     asked = _asked(made, gpu, declared) if explain else None
     if as_json:

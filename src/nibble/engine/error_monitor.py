@@ -24,7 +24,6 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionParams
 from nibble.attention.planner.plan import Plan
 from nibble.cache.layout import LayerLayout
 from nibble.engine.request import Request, ScheduledRequest
@@ -33,6 +32,7 @@ from nibble.engine.transfer import to_host
 from nibble.formats import KVFormat
 from nibble.formats import transforms as transform
 from nibble.kernels.rotate import rotate
+from nibble.kernels.types import AttentionParams
 from nibble.model_spec import INDEX, LATENT, LayerGroup
 
 log = logging.getLogger("nibble.fidelity")

@@ -48,7 +48,9 @@ class LLM:
 
     def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
         self.config = configured(model=model, **options)
-        self.engine, self._engine_plan = build(self.config, None if calibrate is None else as_texts(calibrate))
+        self.engine, self._engine_plan = build(
+            self.config, None if calibrate is None else as_texts(calibrate)
+        )
 
     @property
     def plan(self) -> Plan:
@@ -175,9 +177,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Collector:
         ids, text = self._encode(prompt)
         collector = _Collector(ids, text, params)
-        collector.handle = self.engine.submit(
-            ids, params, collector.add, priority=priority, final_only=True
-        )
+        collector.handle = self.engine.submit(ids, params, collector.add, priority=priority, final_only=True)
         return collector
 
     def _run(self, collectors: Sequence[_Collector], progress: bool) -> None:

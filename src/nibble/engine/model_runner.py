@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.offload.hot_buffer import HotBuffers
@@ -25,6 +24,7 @@ from nibble.engine.cuda_graphs import Buffers, Graphs
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.transfer import PackedInts, PageTables, StepTensors
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 

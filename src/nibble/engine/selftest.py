@@ -17,9 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.support import Phase
 from nibble.cache.offload.hot_buffer import HotBuffers
@@ -30,6 +29,7 @@ from nibble.formats.base import raw
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload.copy_tokens import alike
 from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT
 
 TOP_K = 40

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.memory import KEPT, MemoryPlan, most_decodes
+from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.cache.manager import CacheManager
 from nibble.config import Config
 from nibble.engine.cuda_graphs import CudaGraphs, Graphs, live
@@ -95,8 +95,9 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
-        most = most_decodes(config, budget.step_tokens)
-        runner.record(Graphs(graph_sizes(most), runner.device, CudaGraphs() if config.graphs else live))
+        runner.record(
+            Graphs(graph_sizes(budget.max_decodes), runner.device, CudaGraphs() if config.graphs else live)
+        )
     elif config.graphs:
         startup.notes.append(reason)
 
@@ -130,11 +131,12 @@ def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[
 
 def check_memory(budget: MemoryPlan, free: int) -> None:
     """Raise CapacityError where more is in use than was planned, so that too little of the reserve is left."""
-    if free < KEPT * budget.reserve:
+    if free < MIN_RESERVE_LEFT * budget.reserve:
         used = budget.memory - free - budget.pool
         raise CapacityError(
-            f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of weights and "
-            f"{format_bytes(budget.workspace)} of workspace were planned, and {format_bytes(free)} are left; {_advice(budget)}"
+            f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of "
+            f"weights and {format_bytes(budget.workspace)} of workspace were planned, and {format_bytes(free)} are "
+            f"left; {_advice(budget)}"
         )
 
 

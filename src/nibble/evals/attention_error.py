@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models import hook
 from nibble.models.hook import attention_mask_for
 

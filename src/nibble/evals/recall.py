@@ -158,11 +158,6 @@ def lookup_case(
     return RecallCase("".join(span.text for span in spans[:-2]), spans[-2].text, kind)
 
 
-def copy_case(rng: random.Random, length_tokens: int, count: Count) -> RecallCase:
-    """Draws a context of named random blocks; the answer repeats one of them, several lines, exactly."""
-    return lookup_case(rng, length_tokens, count, "copy")
-
-
 def cases(
     seed: int, number: int, length_tokens: int, count: Count, kinds: Sequence[str] = KINDS
 ) -> list[RecallCase]:

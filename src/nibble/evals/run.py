@@ -26,8 +26,9 @@ from nibble.attention.planner.resolve import require_runnable
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.engine.build import EnginePlan, plan_engine, resolve_scales
+from nibble.engine.build import resolve_scales
 from nibble.engine.llm import LLM
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError, NibbleError, ScaleError
 from nibble.evals import grading as ask
 from nibble.evals import recall, text

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from copy import copy
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.fp8 import scaled_e4m3
 from nibble.formats.lookup import to_float
 from nibble.formats.nvfp4 import NVFP4
 from nibble.model_spec import LATENT, Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TILE = 128
 LEAST = 1e-4
@@ -44,11 +45,15 @@ class _Latent(KVFormat):
         return (*self._planes(_without_rope(stream)), *rope)
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         values = x_THD.shape[-1] - self.rope
         rope = (x_THD[..., values:].to(torch.bfloat16),) if self.rope else ()
         return (*self._encode(x_THD[..., :values], scale), *rope)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        import torch
+
         values = self._decode(planes[:2], scale)
         return torch.cat((values, planes[2].float()), -1) if len(planes) > 2 else values
 

@@ -6,12 +6,15 @@ only ranks tokens, so 8 bits suffice; unquantised schemes keep index keys unquan
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.fp8 import E4M3_MAX, scaled_e4m3
 from nibble.formats.lookup import to_float
 from nibble.model_spec import INDEX, Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST = 1e-4 / E4M3_MAX
 

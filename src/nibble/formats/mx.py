@@ -12,13 +12,15 @@ its block NaN (E8M0 code 255).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats import codes as e2m1
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.lookup import to_float
 from nibble.model_spec import Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BIAS, NAN_CODE = 127, 255
 E_MIN, E_MAX = -127, 125
@@ -41,6 +43,8 @@ class MX(KVFormat):
         )
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         x = x_THD.float().unflatten(-1, (-1, self.block))
         amax = x.abs().amax(-1, keepdim=True)
         exponent = self.exponent(amax.nan_to_num()).clamp_(E_MIN, E_MAX)
@@ -49,6 +53,8 @@ class MX(KVFormat):
         return e2m1.pack(scaled, scaled < 0, self.ties), stored.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        import torch
+
         data, stored = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, self.block))
         return values.mul_(to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
@@ -60,6 +66,8 @@ class MXFP4(MX):
     source = "OCP Microscaling Formats (MX) v1.0"
 
     def exponent(self, amax: Tensor) -> Tensor:
+        import torch
+
         exponent = torch.frexp(amax)[1] - 1  # floor(log2(amax))
         return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
 
@@ -70,6 +78,8 @@ class FP4MX16(MX):
     source = "SGLang's fp4_mx_block16 (earlier fp4_e2m1)"
 
     def exponent(self, amax: Tensor) -> Tensor:
+        import torch
+
         mantissa, exponent = torch.frexp((amax / e2m1.MAX).clamp(min=1e-10))
         return (
             exponent - (mantissa == 0.5).int()

@@ -11,14 +11,15 @@ the damage is seen, and stays within those 16 values.
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats import codes as e2m1
-from nibble.formats.base import KVFormat, Plane
+from nibble.formats.base import KVFormat, Plane, torch_dtype
 from nibble.formats.lookup import to_float
 from nibble.model_spec import Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 16
 SCALE_MAX = 448.0
@@ -41,7 +42,7 @@ class NVFP4(KVFormat):
         x = x_THD.float().unflatten(-1, (-1, BLOCK))
         scale = scale.unsqueeze(-1) if scale.dim() else scale
         ideal = x.abs().amax(-1, keepdim=True) / (e2m1.MAX * scale)
-        rounded = ideal.clamp_(max=SCALE_MAX).to(torch.float8_e4m3fn)
+        rounded = ideal.clamp_(max=SCALE_MAX).to(torch_dtype("float8_e4m3fn"))
         inverse = (rounded.float() * scale).reciprocal_()
         inverse.nan_to_num_(
             nan=math.nan, posinf=0.0

@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.errors import ConfigError, unknown
 from nibble.model_spec import LayerGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Transform:
 @functools.cache
 def hadamard(size: int, device: torch.device) -> Tensor:
     """float32 [size, size], orthogonal and symmetric; size is a power of two (Sylvester's construction)."""
+    import torch
+
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

@@ -4,6 +4,9 @@ hundred times as long to find out that they are outside: several of them before 
 
 from __future__ import annotations
 
+PREFILL_WORKSPACE = 32768
+"""Tokens that prefill attention dequantises at a time, but for what else their pages hold."""
+
 
 def cdiv(n: int, size: int) -> int:
     """Parts of `size` that n is made of, the last of which may be smaller."""

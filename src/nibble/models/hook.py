@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from nibble.attention import op
 from nibble.attention.layer import StepContext, attention, select_topk
-from nibble.attention.metadata import AttentionParams
 from nibble.errors import ConfigError
+from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT
 from nibble.models import mla as latent
 from nibble.models.dsa import Selection, indexer_replacements, replace_indexers

@@ -21,16 +21,14 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import chat_format, pages
+from nibble.server import chat_format, openapi, pages
 from nibble.server.cache_view import cache_view
 from nibble.server.engine_client import Ask, EngineClient, EngineDiedError, Piece, State
 from nibble.server.errors import error_of, install_handlers
-from nibble.server.exchange import Journal, Sink, exchange_of
 from nibble.server.fidelity_view import warning
 from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
-from nibble.server.logs import access_log
+from nibble.server.http_log import RequestLogMiddleware, Sink, access_log, http_log_of
 from nibble.server.metrics import Meters, Timer
-from nibble.server.openapi import described
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -189,11 +187,11 @@ class Api:
         return Ask(prompt, params, asked.cache_salt, asked.priority)
 
     def _opened(self, request: Request, asked: Sampling, operation: str) -> None:
-        """Notes what the exchange is about; raises RequestError where another model is meant."""
+        """Note what the request is about; raises RequestError where another model is meant."""
         self._check_model(asked.model)
-        exchange = exchange_of(request.scope)
-        exchange.operation, exchange.model = operation, self.name
-        exchange.asked = partial(asked.model_dump, exclude_unset=True)
+        http_log = http_log_of(request.scope)
+        http_log.operation, http_log.model = operation, self.name
+        http_log.fields = partial(asked.model_dump, exclude_unset=True)
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
@@ -224,9 +222,9 @@ class Api:
         self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
     ) -> Response:
         times = [limit for limit in (asked.timeout, self.settings.timeout) if limit is not None]
-        exchange = exchange_of(request.scope)
-        exchange.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
-        writer.id = exchange.answer = f"{writer.prefix}-{exchange.id}"
+        http_log = http_log_of(request.scope)
+        http_log.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
+        writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
         choices = self._choices(writer, asks, timers, min(times, default=None))
         work = self._stream(writer, choices, asked) if asked.stream else self._collected(writer, choices)
         return await unless_gone(request, work)
@@ -308,31 +306,36 @@ def make_app(
     lifespan: Callable[[FastAPI], Any] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> FastAPI:
-    """The application. sinks: are told of exchanges that ended, beside the log."""
+    """Return the application. sinks: called with the HttpLog of each request that ended, after the log is."""
     api = Api(client, tokens, name, settings)
     app = FastAPI(
-        title="Nibble", version=nibble.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="Nibble",
+        version=nibble.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=openapi.EVERY_ROUTE,
     )
     app.state.api = api
     app.router.route_class = JsonRoute
-    app.get("/v1/models")(api.models)
-    app.get("/v1/models/{name:path}")(api.model)
-    app.get("/v1/plan")(api.plan)
-    app.get("/v1/cache")(api.cache)
+    app.get("/v1/models", responses=openapi.WITH_STATE)(api.models)
+    app.get("/v1/models/{name:path}", responses=openapi.errors(404))(api.model)
+    app.get("/v1/plan", responses=openapi.WITH_STATE)(api.plan)
+    app.get("/v1/cache", responses=openapi.WITH_STATE)(api.cache)
     pages.mount(app)
-    app.get("/metrics", response_model=None)(api.metrics)
-    app.get("/health")(api.health)
-    app.get("/health/ready")(api.health)
-    app.get("/health/live")(api.live)
-    app.post("/tokenize")(api.tokenize)
-    app.post("/detokenize")(api.detokenize)
-    app.post("/v1/completions", response_model=None)(api.completions)
-    app.post("/v1/chat/completions", response_model=None)(api.chat)
-    app.openapi = partial(described, app, name)  # type: ignore[method-assign]
+    app.get("/metrics", response_class=Response, response_model=None, responses=openapi.METRICS)(api.metrics)
+    app.get("/health", responses=openapi.HEALTH)(api.health)
+    app.get("/health/ready", responses=openapi.HEALTH)(api.health)
+    app.get("/health/live", responses=openapi.HEALTH)(api.live)
+    app.post("/tokenize", responses=openapi.WITH_BODY)(api.tokenize)
+    app.post("/detokenize", responses=openapi.WITH_BODY)(api.detokenize)
+    app.post("/v1/completions", response_model=None, responses=openapi.STREAMED)(api.completions)
+    app.post("/v1/chat/completions", response_model=None, responses=openapi.STREAMED)(api.chat)
+    app.openapi = partial(openapi.describe, app, name)  # type: ignore[method-assign]
     install_handlers(app)
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
-    told: list[Sink] = [api.meters.exchanged, partial(access_log, texts=settings.log_requests), *sinks]
-    app.add_middleware(Journal, sinks=told)
+    own: list[Sink] = [api.meters.count_http, partial(access_log, texts=settings.log_requests)]
+    app.add_middleware(RequestLogMiddleware, sinks=[*own, *sinks])
     return app

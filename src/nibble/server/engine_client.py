@@ -27,7 +27,7 @@ from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import messages as wire
-from nibble.server.logs import decode_costs, plan_in_short, tell
+from nibble.server.logging import decode_costs, log_event, plan_summary
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
@@ -233,7 +233,7 @@ class ProcessClient:
                 break
             await self._become(State.STARTING)
             pause = FIRST_PAUSE_S if served else min(2 * pause, LONGEST_PAUSE_S)
-            tell("engine restarts", logging.ERROR, restart=self.restarts + 1, pause_s=pause)
+            log_event("engine restarts", logging.ERROR, restart=self.restarts + 1, pause_s=pause)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
                 break
@@ -256,7 +256,7 @@ class ProcessClient:
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the server, which lets requests end first
         )
-        tell("engine starts", model=self._config.model, pid=process.pid)
+        log_event("engine starts", model=self._config.model, pid=process.pid)
         if self._ending.is_set():  # stop() has not seen this process
             process.kill()
         listener = asyncio.create_task(self._listen(socket, process))
@@ -266,7 +266,7 @@ class ProcessClient:
             process.stdin.close()
             await process.wait()
             await asyncio.sleep(0)  # what it said last
-            tell("engine ended", code=process.returncode, open_requests=len(self._open))
+            log_event("engine ended", code=process.returncode, open_requests=len(self._open))
             return self._state is State.READY
         finally:
             listener.cancel()
@@ -299,11 +299,11 @@ class ProcessClient:
             self.stats = news.numbers
         elif isinstance(news, wire.Ready):
             self.ready = news
-            tell("engine ready", **plan_in_short(news.about))
+            log_event("engine ready", **plan_summary(news.about))
             for warning in news.about.get("warnings", ()):
-                tell("engine note", logging.WARNING, note=warning)
+                log_event("engine note", logging.WARNING, note=warning)
             for cost in decode_costs(news.about):
-                tell("decode is staged", logging.WARNING, **cost)
+                log_event("decode is staged", logging.WARNING, **cost)
             await self._become(State.READY)
         elif isinstance(news, wire.Failed):
             self._failure = news

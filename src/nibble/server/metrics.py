@@ -1,6 +1,6 @@
 """What the server counts and times, as Prometheus reads it. Names are vLLM's, with `nibble:` for `vllm:`.
 
-Owns Meters and Timer. Requests are counted here as they go by, exchanges when they have ended; what the
+Owns Meters and Timer. Requests are counted here as they go by, HTTP requests when they have ended; what the
 engine counts is read from its client when somebody asks. Must not know of routes, of answers' text or of sockets.
 """
 
@@ -29,7 +29,7 @@ from nibble.server.engine_client import EngineClient, Piece, State
 from nibble.server.fidelity_view import FidelityCollector
 
 if TYPE_CHECKING:
-    from nibble.server.exchange import Exchange
+    from nibble.server.http_log import HttpLog
 
 FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -116,10 +116,10 @@ class Meters:
         """The timer of a request that has just come."""
         return Timer(self, prompt_tokens, answers)
 
-    def exchanged(self, exchange: Exchange) -> None:
-        """Counts an exchange that has ended."""
-        method = exchange.method if exchange.method in METHODS else "other"
-        self._http.labels(self._model, method, exchange.route, str(exchange.status)).inc()
+    def count_http(self, http_log: HttpLog) -> None:
+        """Count an HTTP request that has ended."""
+        method = http_log.method if http_log.method in METHODS else "other"
+        self._http.labels(self._model, method, http_log.route, str(http_log.status)).inc()
 
     def render(self) -> tuple[bytes, str]:
         """All of it as text, and the text's media type: the one that every Prometheus reads."""
@@ -210,7 +210,7 @@ class Timer:
                         self._note(piece)
                     yield pieces
         except RequestError:
-            self._ended = True  # refused: the status of its exchange says so
+            self._ended = True  # refused: the status of its HTTP request says so
             raise
         except NibbleError:
             self.end("error")

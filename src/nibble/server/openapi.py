@@ -1,84 +1,72 @@
-"""The OpenAPI document: what FastAPI finds, and what it cannot know: the errors, streams, and what the model is called.
-
-Owns described(). Must not know of engines.
-"""
+"""What the OpenAPI document says of answers: errors and streams, as FastAPI's `responses`, and the model's name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, Field
 
-ERROR = {
-    "title": "Error",
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "description": "The cause, and what would work."},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
-                "code": {
-                    "type": ["string", "null"],
-                    "description": "A word for the error, where there is one.",
-                },
-            },
-        }
-    },
+Responses = dict[int | str, dict[str, Any]]
+ERRORS = {
+    400: "The request is malformed, or cannot be served.",
+    401: "The key is missing or wrong.",
+    404: "The model is not served here.",
+    408: "The answer, or the body, took longer than it may.",
+    413: "The body is too large.",
+    429: "Too many requests are open.",
+    500: "The server made a mistake.",
+    501: "A package is missing.",
+    503: "The engine does not serve at the moment.",
 }
-EVERYWHERE = {"401": "The key is missing or wrong.", "500": "The server made a mistake."}
-WITH_BODY = {
-    "400": "The request is malformed, or cannot be served.",
-    "404": "The model is not served here.",
-    "408": "The answer, or the body, took longer than it may.",
-    "413": "The body is too large.",
-    "429": "Too many requests are open.",
-    "501": "A package is missing.",
-    "503": "The engine does not serve at the moment.",
-}
-WITH_NAME = {"404": WITH_BODY["404"]}
-OF_STATE = {"503": WITH_BODY["503"]}
-EVENTS = "text/event-stream"
-OTHER_KINDS = {"/metrics": "text/plain", "/v1/completions": EVENTS, "/v1/chat/completions": EVENTS}
-INSTEAD = {"/metrics"}
-"""Paths whose answers are of the other kind only."""
 
 
-def described(app: FastAPI, name: str) -> dict[str, Any]:
-    """The document. name: what the model is called here."""
-    if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = found["components"]["schemas"]
-        for unused in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(unused, None)
-        for schema in schemas.values():
-            if schema.get("properties", {}).get("model", {}).get("type") == "string":
-                schema["properties"]["model"]["enum"] = [name]
-        schemas["Error"] = ERROR
-        for path, operations in found["paths"].items():
-            for operation in operations.values():
-                _complete(path, operation)
-        app.openapi_schema = found
-    return app.openapi_schema
+class ErrorDetail(BaseModel):
+    """Why a request was not served."""
+
+    message: str = Field(description="The cause, and what would work.")
+    type: str
+    param: str | None = Field(description="The field that is wrong.")
+    code: str | None = Field(description="A word for the error, where there is one.")
 
 
-def _complete(path: str, operation: dict[str, Any]) -> None:
-    """What an operation may be answered with."""
-    answers = operation["responses"]
-    answers.pop("422", None)
-    own = WITH_BODY if "requestBody" in operation else WITH_NAME if "parameters" in operation else OF_STATE
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for status, said in {**EVERYWHERE, **own}.items():
-        answers[status] = {"description": said, "content": error}
-    if path.startswith("/health"):
-        answers["503"] = {"description": OF_STATE["503"], "content": {"application/json": {"schema": {}}}}
-    if kind := OTHER_KINDS.get(path):
-        content = {} if path in INSTEAD else answers["200"].get("content", {})
-        answers["200"]["content"] = {
-            **content,
-            kind: {"schema": {} if kind == EVENTS else {"type": "string"}},
-        }
+class Error(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+def errors(*statuses: int) -> Responses:
+    """Return what a route may fail with, for FastAPI's `responses`."""
+    return {status: {"model": Error, "description": ERRORS[status]} for status in statuses}
+
+
+def content(media_type: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a response's content of a media type, of any shape if there is no schema."""
+    return {"content": {media_type: {"schema": schema or {}}}}
+
+
+EVERY_ROUTE = errors(401, 500)
+WITH_STATE = errors(503)
+WITH_BODY = errors(400, 404, 408, 413, 429, 501, 503)
+STREAMED: Responses = {200: content("text/event-stream"), **WITH_BODY}
+METRICS: Responses = {200: content("text/plain", {"type": "string"}), **WITH_STATE}
+HEALTH: Responses = {503: {"description": ERRORS[503], **content("application/json")}}
+
+
+def describe(app: FastAPI, name: str) -> dict[str, Any]:
+    """Return the OpenAPI document. name: the model's, the only one that requests may have."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document = FastAPI.openapi(app)
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        if schema.get("properties", {}).get("model", {}).get("type") == "string":
+            schema["properties"]["model"]["enum"] = [name]
+    # Malformed bodies are answered with 400, never with FastAPI's 422.
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    return document

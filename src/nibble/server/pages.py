@@ -1,17 +1,16 @@
-"""The page at `/`: its files, as they lie in the package, and the headers that keep it to itself.
+"""The page at `/`: its files, served by Starlette, and the headers that keep it to itself.
 
-Owns PATHS and mount(). The page calls the API as any client does, so its files need no key and its calls do. Must not
-know what the files say.
+The page calls the API as any client does, so its files need no key and its calls do.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable
-from importlib.resources import files
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.staticfiles import StaticFiles
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -23,36 +22,29 @@ FILES = {
 }
 PATHS = frozenset(FILES)
 """Paths that need no key: these, and not what begins with them."""
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, and asked about each time: names stay the same from version to version
+    "Cache-Control": "no-cache",  # revalidate each time: names stay the same from version to version
 }
+STATIC_FILES = StaticFiles(directory=Path(__file__).parent / "page")
 
 
 def mount(app: FastAPI) -> None:
-    """Serves the page's files."""
-    folder = files("nibble.server") / "page"
-    for path, (name, kind) in FILES.items():
-        route = _route((folder / name).read_bytes(), kind)
+    """Serve the page's files, each by a route: a mount at `/` would hide the 405 of other routes."""
+    for path, (name, media_type) in FILES.items():
+        route = _route(name, media_type)
         app.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
-def _route(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    """A route that serves `body`, unless the browser has it."""
-    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    headers = {**HEADERS, "ETag": tag}
-
+def _route(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     async def serve(request: Request) -> Response:
-        known = request.headers.get("if-none-match", "")
-        if tag in (each.strip().removeprefix("W/") for each in known.split(",")):
-            return Response(status_code=304, headers=headers)
-        return Response(body, media_type=kind, headers=headers)
+        response = await STATIC_FILES.get_response(name, request.scope)
+        # Python's table of media types differs between versions and machines.
+        response.headers.update(HEADERS | {"Content-Type": media_type})
+        return response
 
     return serve

@@ -25,10 +25,10 @@ from nibble.errors import WeightError
 from nibble.server.app import make_app
 from nibble.server.chat_format import ChatFormat
 from nibble.server.engine_client import EngineDiedError, ProcessClient
-from nibble.server.logs import configure, tell
+from nibble.server.logging import configure, log_event
 from nibble.server.patience import SECONDS, Patient
 from nibble.server.settings import Settings
-from nibble.server.traces import traces_to
+from nibble.server.tracing import tracer_to
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
 Told = Callable[[str, str], None]
@@ -47,10 +47,9 @@ def serve(config: Config, settings: Settings, folder: str, told: Told | None) ->
 
 async def _serve(config: Config, settings: Settings, folder: str, told: Told | None) -> None:
     configure(settings.log_format)
-    ChatFormat(
-        None, settings.tool_format, settings.reasoning_parser
-    )  # names that nobody knows, before all else
-    traces = traces_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+    # Names that nobody has are refused before everything else.
+    ChatFormat(None, settings.tool_format, settings.reasoning_parser)
+    tracer = tracer_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     name = settings.served_model_name or Path(config.model).name
     client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)
     with _cancelled_when_told():
@@ -59,13 +58,13 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told | N
             tokenizer = await asyncio.to_thread(_looked_up, config, folder)
             if starting.done():
                 await starting
-            app = make_app(client, tokenizer, name, settings, sinks=[traces] if traces else [])
+            app = make_app(client, tokenizer, name, settings, sinks=[tracer] if tracer else [])
             await _listen(app, client, starting, settings, partial(_say, name, settings, told))
         finally:
             starting.cancel()
             await client.stop()
-            if traces:
-                await asyncio.to_thread(traces.close)
+            if tracer:
+                await asyncio.to_thread(tracer.close)
 
 
 async def _listen(
@@ -111,7 +110,7 @@ async def _listen(
 
 def _say(name: str, settings: Settings, told: Told | None) -> None:
     url = f"http://{settings.host}:{settings.port}"
-    tell("serving", model=name, url=url, version=nibble.__version__)
+    log_event("serving", model=name, url=url, version=nibble.__version__)
     if told:
         told(name, url)
 
@@ -145,13 +144,13 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        tell(
+        log_event(
             "draining",
             open_requests=len(self.server_state.tasks),
             at_most_s=self.config.timeout_graceful_shutdown,
         )
         await super().shutdown(sockets)
-        tell("drained")
+        log_event("drained")
 
 
 def _looked_up(config: Config, folder: str) -> Tokenizer | None:

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from nibble.errors import RequestError
 from nibble.server.engine_client import Piece
 from nibble.server.errors import failure
-from nibble.server.exchange import CLIENT_GONE
+from nibble.server.http_log import CLIENT_GONE
 
 Pieces = list[Piece]
 _json = msgspec.json.Encoder()

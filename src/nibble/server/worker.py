@@ -22,7 +22,7 @@ import zmq
 from nibble.engine.outputs import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import messages as wire
-from nibble.server.logs import configure
+from nibble.server.logging import configure
 
 if TYPE_CHECKING:
     from nibble.engine.engine import RequestHandle
@@ -113,7 +113,7 @@ class Worker:
             if ticket is None:  # aborted
                 return
             leader = ticket.requests[0]
-            self._outbox.append((message.id, leader.num_prefix_hit_tokens, leader.started, piece))
+            self._outbox.append((message.id, leader.num_prefix_hit_tokens, leader.start_time, piece))
             if piece.finish_reason:
                 self._left[message.id] -= 1
                 if not self._left[message.id]:
@@ -139,12 +139,11 @@ class Worker:
 
 def about(llm: LLM) -> wire.Ready:
     """What is served."""
-    from nibble.attention.planner import price
-    from nibble.attention.planner.explain import as_dict
+    from nibble.attention.planner.explain import as_dict, staging_warnings
     from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
-    staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
+    staged = staging_warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
     plan = {
         "hardware": asdict(llm.hardware),
         **as_dict(llm.plan, llm.budget),

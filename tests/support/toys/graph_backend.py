@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 
 class Masked:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 calls = 0
 

@@ -18,11 +18,8 @@ import torch
 
 from nibble import LLM
 from nibble.attention import dequantize as staging
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner import price
-from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.memory import plan_memory
+from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.planner.explain import as_dict, as_text, staging_costs
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
@@ -32,9 +29,10 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Stream
-from nibble.server.logs import decode_costs
-from planning import GPT_OSS, MODELS, QWEN3_8B
+from nibble.server.logging import decode_costs
+from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
 
 PAGE, HEADS, DIM = 16, 2, 32
 LENGTHS = (5, 16, 90, 200, 64)
@@ -67,7 +65,7 @@ def segment(phase: Phase, new: int) -> AttentionBatch:
 def test_it_is_bounded_and_changes_no_answer(
     view: KVView, phase: Phase, new: int, window: int | None, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step, spec = segment(phase, new), AttentionParams(DIM**-0.5, window=window)
     q_THD = torch.randn(step.stop, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(9))
     parts = list(staging.dequantize_pages(view, step, "fp32", window))
@@ -85,7 +83,7 @@ def test_layers_of_a_step_share_what_is_worked_out(
     view: KVView, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that backends, who plan once for a segment, do so once for a step; and it is gone with the step."""
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step = segment(Phase.EXTEND, 4)
 
     one, again = (_segments(view, step, None) for _ in range(2))
@@ -104,7 +102,7 @@ def _segments(view: KVView, step: AttentionBatch, window: int | None) -> list[At
 def plan_of(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[Any, Any]:
     config = Config(model="m", **options)
     plan = resolve(config, model_spec, lookup_gpu(gpu), declared=True)
-    return plan, plan_memory(config, model_spec, lookup_gpu(gpu), plan)
+    return plan, memory_plan(config, model_spec, lookup_gpu(gpu), plan)
 
 
 def test_the_price_in_bytes() -> None:
@@ -117,7 +115,7 @@ def test_the_price_in_bytes() -> None:
         decode_backend="fa4",
         allow_staging=True,
     )
-    (entry,) = price.staged(plan, money.context)
+    (entry,) = staging_costs(plan, money.context)
     assert entry.route.phase is Phase.DECODE
     assert entry.cost.direct == 36 * 32768 * 8 * 144
     assert entry.cost.staged == 36 * 32768 * 8 * (144 + 2 * 512)
@@ -126,12 +124,12 @@ def test_the_price_in_bytes() -> None:
 
 def test_a_window_and_a_choice_bound_what_direct_reading_moves() -> None:
     plan, money = plan_of(GPT_OSS, "h200", kv_format="fp4_mx16", prefill_backend="fa3")
-    window, full = price.staged(plan, money.context)
+    window, full = staging_costs(plan, money.context)
     assert (window.group, full.group) == ("window", "full")
     assert window.cost.direct * 32768 == full.cost.direct * 128
     small = replace(MODELS["deepseek-v3.2"], weight_bytes=8 * GIB)
     sparse, money = plan_of(small, "h200", kv_format="nvfp4_ds_mla", prefill_backend="flashmla")
-    (entry,) = price.staged(sparse, money.context)
+    (entry,) = staging_costs(sparse, money.context)
     assert entry.cost.direct == 61 * 2048 * 416
     assert entry.cost.staged == 61 * (32768 * (416 + 1152) + 2048 * 1152)
 
@@ -156,7 +154,7 @@ def test_it_is_told_by_the_plan_the_server_and_the_refusal() -> None:
 
 def test_what_reads_the_cache_as_it_is_costs_nothing() -> None:
     plan, money = plan_of(QWEN3_8B, "h200", kv_format="nvfp4", allow_staging=True)
-    assert not list(price.staged(plan, money.context))
+    assert not list(staging_costs(plan, money.context))
     assert decode_costs(as_dict(plan, money)) == []
 
 

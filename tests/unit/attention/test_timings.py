@@ -27,6 +27,7 @@ from nibble.errors import ConfigError
 from nibble.evals.tuning import workloads
 from nibble.evals.tuning.workloads import Workload
 from nibble.hardware import lookup_gpu
+from nibble.spec import CacheSpec
 from planning import GPT_OSS, QWEN3_8B
 
 H200 = lookup_gpu("h200")
@@ -56,7 +57,7 @@ def table() -> dict[str, BackendInfo]:
 
 def times(phase: Phase, model_spec: Any = QWEN3_8B, config: Config = NVFP4, **ms: float | None) -> Timings:
     """A measurement of one workload of a phase, backend by backend; None failed."""
-    (part, *_) = needs.scheme_groups(config, model_spec)
+    (part, *_) = needs.scheme_groups(CacheSpec.from_config(config), model_spec)
     timings = tuple(
         Timing(
             name,
@@ -134,7 +135,7 @@ def test_a_time_on_other_pages_than_those_asked_for_says_nothing() -> None:
 
 
 def test_a_subject_is_all_that_a_kernel_sees() -> None:
-    parts = needs.scheme_groups(NVFP4, GPT_OSS)
+    parts = needs.scheme_groups(CacheSpec.from_config(NVFP4), GPT_OSS)
     subjects = {measured.subject(part, phase, "bfloat16") for part in parts for phase in Phase}
     assert len(subjects) == 8
     assert "decode of mha in nvfp4, 64 heads, k 8x64+v 8x64, bfloat16, window 128, sinks" in subjects

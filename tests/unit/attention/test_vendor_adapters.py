@@ -25,11 +25,11 @@ import vendor
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
 from nibble.attention import backends
-from nibble.attention.backends import flashinfer, missing_requirement, trtllm_mha
+from nibble.attention.backends import flashinfer as flashinfer_facts
+from nibble.attention.backends import missing_requirement
+from nibble.attention.backends.adapters import flashinfer, trtllm_mha
 from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import attention
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.memory import held_bytes, plan_memory
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -39,7 +39,8 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
-from planning import DEEPSEEK_V3, QWEN3_8B
+from nibble.kernels.types import AttentionBatch, AttentionParams
+from planning import DEEPSEEK_V3, QWEN3_8B, memory_plan, memory_planner
 
 STAND_INS = {
     "flashinfer": [f"BatchPrefillWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")],
@@ -212,7 +213,9 @@ def test_global_scales_of_keys_and_values_each_go_where_they_belong(
         q = torch.randn(1, 8, 128, generator=generator).bfloat16()
         adapter = made.ctx.backends[name]
         found = adapter.attend(q, made.ctx.pool.view(0), segment, made.spec)
-        expected = backends.get("torch_ref").adapter().attend(q, made.ctx.pool.view(0), segment, made.spec)  # type: ignore[misc]
+        expected = backends.create(backends.get("torch_ref")).attend(
+            q, made.ctx.pool.view(0), segment, made.spec
+        )
         assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
         out.append(found)
     assert not torch.equal(out[0], out[1]), "the scales do something"
@@ -324,7 +327,7 @@ def test_what_is_lacking_is_named_with_its_cure(
 
     monkeypatch.setattr(metadata, "version", found)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(flashinfer, "_compiles", lambda: compiles)
+    monkeypatch.setattr(flashinfer_facts, "_compiles", lambda: compiles)
     lack = missing_requirement(backends.get(name))
     assert (says in lack if lack else False) if says else lack is None
 
@@ -401,13 +404,13 @@ def test_the_workspace_is_in_the_budget_once_for_each_backend() -> None:
     machine = lookup_gpu("rtx5090")
     both = Config(model="m", kv_format="bf16", prefill_backend="flashinfer", decode_backend="trtllm_mha")
     plan = resolve(both, QWEN3_8B, machine)
-    held = flashinfer.WORKSPACE + flashinfer.PLANS + trtllm_mha.WORKSPACE
-    assert held_bytes(plan) == held
+    held = flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS + trtllm_mha.WORKSPACE
+    assert memory_planner(both, QWEN3_8B, machine, plan).backend_bytes == held
     own = Config(model="m", kv_format="bf16", attention_backend="triton")
     without = resolve(own, QWEN3_8B, machine)
-    assert held_bytes(without) == 0
+    assert memory_planner(own, QWEN3_8B, machine, without).backend_bytes == 0
     # both record their decode steps, so nothing else differs
     assert (
-        plan_memory(both, QWEN3_8B, machine, plan).runtime
-        == plan_memory(own, QWEN3_8B, machine, without).runtime + held
+        memory_plan(both, QWEN3_8B, machine, plan).runtime
+        == memory_plan(own, QWEN3_8B, machine, without).runtime + held
     )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner import needs
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
@@ -26,6 +25,7 @@ from nibble.evals.tuning import workloads
 from nibble.evals.tuning.bench import Result, entrants, fastest
 from nibble.evals.tuning.fixtures import make_fixture
 from nibble.hardware import Hardware, lookup_gpu, probe
+from nibble.kernels.types import AttentionBatch
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from planning import GEMMA2, QWEN3_8B, model_spec
 
@@ -70,7 +70,7 @@ def ready(
 
 def raced(table: dict[str, BackendInfo], work: Any = DECODE, **more: Any) -> dict[str, Result]:
     request, plan = ready(table, **more)
-    (part,) = needs.scheme_groups(request.config, request.model_spec)
+    (part,) = needs.scheme_groups(request.spec, request.model_spec)
     return {result.name: result for result in race.bench_backends(request, plan, part, work)}
 
 
@@ -148,7 +148,7 @@ def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest
 
 def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     request, _ = ready({"a": backend("a", TorchRef, 1)}, "nvfp4")
-    (part,) = needs.scheme_groups(request.config, request.model_spec)
+    (part,) = needs.scheme_groups(request.spec, request.model_spec)
     work = workloads.parse(Phase.EXTEND, "32+512")
     monkeypatch.setattr(clock, "l2_bytes", lambda device: 50_000)
     scene = make_fixture(part, work, 16, "hnd", "float32", "cpu")
@@ -167,7 +167,7 @@ def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.Mo
 def test_who_may_enter() -> None:
     table = dict(backends.all_backends())
     request, plan = ready(table, "nvfp4", QWEN3_8B, lookup_gpu("h200"))
-    (part,) = needs.scheme_groups(request.config, request.model_spec)
+    (part,) = needs.scheme_groups(request.spec, request.model_spec)
 
     def names(phase: Phase, only: tuple[str, ...] = ()) -> list[str]:
         found = entrants(request, plan, part, phase, only)
@@ -186,7 +186,7 @@ def test_who_may_enter() -> None:
         {"torch_ref": table["torch_ref"]},
         ready({"torch_ref": table["torch_ref"]}, "nvfp4", GEMMA2, lookup_gpu("h200")),
     )
-    windowed = needs.scheme_groups(of[0].config, of[0].model_spec)[0]
+    windowed = needs.scheme_groups(of[0].spec, of[0].model_spec)[0]
     assert [e.option.backend.name for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
 
 

@@ -22,11 +22,14 @@ import extend  # noqa: E402
 import paged  # noqa: E402
 import replay  # noqa: E402
 import serve_overhead  # noqa: E402
+import serve_parity  # noqa: E402
 import torch  # noqa: E402
 from report import Aim, aims_table, worst  # noqa: E402
 
 from nibble.attention.planner.support import Phase  # noqa: E402
 from nibble.evals.tuning import bench as race  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def test_shapes_and_heads_are_read() -> None:
@@ -248,3 +251,26 @@ def test_prompts_differ_from_round_to_round() -> None:
     text = "".join(f"line {i}\n" for i in range(9000))
     asked = [prompt for round_ in range(4) for prompt in serve_overhead.prompts(text, 32, round_)]
     assert len(set(asked)) == len(asked) and {len(prompt) for prompt in asked} == {240}
+
+
+def test_parity_of_a_client_and_a_server() -> None:
+    before = {"request_success_total": 2.0, "prompt_tokens_total": 10.0}
+    after = {
+        "request_success_total": 4.0, "prompt_tokens_total": 26.0, "generation_tokens_total": 8.0,
+        "time_to_first_token_seconds_sum": 0.2, "time_to_first_token_seconds_count": 2.0,
+        "request_time_per_output_token_seconds_sum": 0.02, "request_time_per_output_token_seconds_count": 2.0,
+    }  # fmt: skip
+    server = serve_parity.server_figures(before, after)
+    assert server == {
+        "requests": 2, "prompt tokens": 16, "output tokens": 8, "TTFT": pytest.approx(100), "TPOT": pytest.approx(10),
+    }  # fmt: skip
+    request = {
+        "prompt_tokens": 8, "output_tokens": 4, "time_to_first_token_ms": 104.0, "inter_token_latency_ms": 10.0,
+    }  # fmt: skip
+    single = request | {"inter_token_latency_ms": None, "time_to_first_token_ms": 106.0}
+    entries = [{"requests": {"successful": [request]}}, {"requests": {"successful": [single]}}]
+    client = serve_parity.client_figures({"benchmarks": entries})
+    assert [client[name] for name in serve_parity.COUNTS] == [server[name] for name in serve_parity.COUNTS]
+    assert (client["TTFT"], client["TPOT"]) == (105.0, 10.0)
+    assert "| requests | 2 | 2 |" in serve_parity.table(client, server)
+    assert "| TTFT | 105.0 ms | 100.0 ms |" in serve_parity.table(client, server)

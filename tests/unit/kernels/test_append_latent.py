@@ -23,7 +23,7 @@ from nibble.formats.base import raw
 from nibble.kernels.append import Reference, Target
 from nibble.kernels.append import triton_latent as twin
 from nibble.kernels.codecs.encoders_latent import ROW_ENCODERS, parts_of
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

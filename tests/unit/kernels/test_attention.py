@@ -22,7 +22,6 @@ from torch import Tensor
 import nibble
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
@@ -32,8 +31,8 @@ from nibble.formats.base import raw
 from nibble.kernels import attention, gather
 from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import Shape
-from nibble.kernels.gather import Paged
 from nibble.kernels.gather import triton as triton_gather
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
 
@@ -255,10 +254,9 @@ def test_the_adapter_reads_a_pool(phase: Phase, packing: str) -> None:
     pages = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE)
     segment = AttentionBatch.from_lens(phase, 0, (new,), (20,), pages)
     q_THD = torch.randn(new, HEADS * GROUP, 32, generator=rng).to(DEVICE)
-    ours, reference = backends.get("triton").adapter, backends.get("torch_ref").adapter
-    assert ours and reference
-    spec, adapter = AttentionParams(0.2, 7), ours()
-    expected = reference().attend(q_THD, pool.view(0), segment, spec)
+    adapter, reference = (backends.create(backends.get(name)) for name in ("triton", "torch_ref"))
+    spec = AttentionParams(0.2, 7)
+    expected = reference.attend(q_THD, pool.view(0), segment, spec)
     for _ in range(2):  # the second time from what it knows of the pages
         found = adapter.attend(q_THD, pool.view(0), segment, spec)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)

@@ -21,9 +21,10 @@ from nibble import formats
 from nibble.cache import packing as packings
 from nibble.formats.base import raw
 from nibble.kernels.append import Reference, Target
-from nibble.kernels.gather import Paged, gather_tokens
+from nibble.kernels.gather import gather_tokens
 from nibble.kernels.offload import triton_copy_tokens as twin
 from nibble.kernels.offload.copy_tokens import alike, copy_tokens, reference
+from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

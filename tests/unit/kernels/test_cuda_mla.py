@@ -15,14 +15,13 @@ from torch import Tensor
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 from nibble import formats
-from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels import gather, mla
 from nibble.kernels import nvrtc as compiling
 from nibble.kernels.codecs.cuda_latent_traits import LATENTS
-from nibble.kernels.gather import Paged
 from nibble.kernels.mla import cuda as twin
+from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import LATENT, Stream
 
 SHARED, STATIC = 232448, {"mla.cu": 4096, "mla_fp4.cu": 0}

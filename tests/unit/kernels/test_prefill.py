@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nibble import formats
-from nibble.attention.metadata import AttentionParams
 from nibble.kernels import attention
 from nibble.kernels.attention import merge, prefill
 from nibble.kernels.attention import triton_merge as twin
 from nibble.kernels.attention.merge import Part
-from nibble.kernels.attention.prefill import Few, Tile
-from nibble.kernels.gather import Paged
+from nibble.kernels.attention.prefill import Tile
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 HEADS, GROUP, DIM, SIZE = 2, 3, 16, 4
 SPEC = AttentionParams(DIM**-0.5)
@@ -52,9 +51,9 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Part:
     return dense(q, k, v, tile.causal)
 
 
-def few(q: Tensor, k: Paged, v: Paged, requests: Few, softmax: AttentionParams) -> Tensor:
-    assert requests.longest == int(requests.seq_lens_B.max())
-    return attention.reference(q, k, v, requests, softmax)
+def few(q: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    assert max(batch.seq_lens) == int(batch.seq_lens_B.max())
+    return attention.reference(q, k, v, batch, params)
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +110,7 @@ def shapes(requests: list[Request], use_cudnn: bool) -> list[object]:
     lens, pages = [sum(r) for r in requests], torch.zeros(len(requests), 400, dtype=torch.int32)
     found: list[object] = []
     for block in prefill.cut([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
-        if isinstance(block.work, Few):
+        if isinstance(block.work, AttentionBatch):
             assert len(block.work.page_table_BN) == len(block.work.query_lens)
             found.append((block.work.query_lens, tuple(block.work.seq_lens_B.tolist())))
         else:

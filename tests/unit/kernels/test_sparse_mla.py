@@ -20,9 +20,9 @@ from torch import Tensor
 from nibble import formats
 from nibble.formats.base import KVFormat, raw
 from nibble.kernels import sparse_mla as sparse
-from nibble.kernels.gather import Paged
 from nibble.kernels.sparse_mla import triton as twin
 from nibble.kernels.sparse_mla.triton import Shape
+from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

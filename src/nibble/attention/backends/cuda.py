@@ -6,56 +6,16 @@ Reads pages in their own bytes at memory speed on any GPU since Ampere, FP4 unit
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import BackendInfo, Phase, Support
-from nibble.cache.view import KVView
-from nibble.errors import BackendError
-
-if TYPE_CHECKING:
-    from nibble.kernels.attention.cuda import Decode
-
-
-class Cuda:
-    """The adapter. Its workspace serves one step at a time."""
-
-    def __init__(self) -> None:
-        self._decode: Decode | None = None
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        from nibble.kernels.attention.cuda import COLUMNS, Decode
-
-        if self._decode is None:
-            self._decode = Decode(q_THD.device)
-        k, v = view.streams["k"], view.streams["v"]
-        queries = max(segment.query_lens)
-        columns = queries * q_THD.shape[1] // k.stream.heads
-        if columns > COLUMNS:
-            raise BackendError(f"{queries} tokens a request make {columns} query rows; {COLUMNS} is the most")
-        return self._decode(
-            q_THD.contiguous(),
-            k.planes,
-            v.planes,
-            (k.format.name, v.format.name),
-            columns,
-            segment.seq_lens_B,
-            None if queries == 1 else segment.cu_seqlens_q_B1,
-            segment.page_table_BN,
-            (k.scale, v.scale),
-            spec.scale,
-            spec.window,
-            spec.softcap,
-            None if spec.sinks_H is None else spec.sinks_H.float(),
-        )
-
+from nibble.hardware import may_have_gpu
 
 DIMS = (64, 128, 256)
 
 
-def _trouble() -> str | None:
+def _unavailable_reason() -> str | None:
+    if not may_have_gpu():  # there is nothing to compile for, and nvrtc.py imports torch
+        return None
     try:
         from nibble.kernels.nvrtc import trouble
     except Exception as error:  # a broken package must not break every plan
@@ -96,10 +56,10 @@ RACE = "benchmarks/backends.py on one H200"
 BACKEND = BackendInfo(
     name="cuda",
     summary="Nibble's decode kernel in CUDA C++: 4- and 8-bit pages at memory speed, on any GPU since Ampere",
-    adapter=Cuda,
+    adapter="nibble.attention.backends.adapters.cuda:Cuda",
     packages=("cuda.bindings",),
     install="pip install cuda-bindings nvidia-cuda-nvrtc",
-    unavailable_reason=_trouble,
+    unavailable_reason=_unavailable_reason,
     graphs=True,
     support=(
         _row(Phase.DECODE, LOW, BEFORE_BLACKWELL, range(1, 17), 60, REPORT),

@@ -1,54 +1,33 @@
 """flashinfer: FlashInfer's FA2 and FA3 templates over paged KV, dense MHA and absorbed MLA.
 
-A wrapper of the package is planned for a segment, once for all layers of a step that ask the same of it; planning
-happens on the host, so a CUDA graph cannot hold it. On SM90 FA3 serves prompts over 16-bit caches, and MLA; FA2 does
-the rest: over one query token FA3 takes four times as long, and it reads no cache narrower than the query. Over NVFP4
-the library does not split long contexts on SM120. No sinks: the templates that have them are other wrappers. Owns what
-the package needs of a machine, for all backends that call it.
+Over NVFP4 the library does not split long contexts on SM120. No sinks: the templates that have them are other wrappers.
+What the package needs of a machine stands here, for all backends that call it.
 
 The MLA kernels cut a request's queries, heads and all, into tiles of 64 or 128 rows. A token whose heads are in two
 tiles may lose its last key, and the package refuses to plan that, so the number of heads must divide a tile; and a plan
 has room for 16384 tiles, which a step of 16384 tokens of 128 heads fills.
-
-Shape suffixes: T tokens, B requests, N pages of a request, P pages of all requests in order, H query heads, G KV heads,
-S slots of a page, D values of a head.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import ref
-
-import torch
-from torch import Tensor
 
 from nibble.attention.backends.vendor import (
     ALL,
     HALVES,
     PLAIN,
-    RANK,
-    ROPE,
-    Scales,
-    Workspace,
-    capability,
-    imported,
-    latents,
+    import_package,
     outdated,
     row,
     without_cuda,
 )
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase, Support
-from nibble.cache.view import KVView, StreamView
 from nibble.kernels import import_problem
-from nibble.model_spec import LATENT
 
 PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
 OLDEST = "0.7.2"
@@ -62,12 +41,12 @@ COPIES = 2
 """Wrappers of one kind: a step may be planned while the one before runs."""
 
 
-def package(name: str = PACKAGE) -> ModuleType:
+def import_flashinfer(name: str = PACKAGE) -> ModuleType:
     """The package or a module of it, or a BackendError that says why it cannot be imported."""
-    return imported(name, INSTALL)
+    return import_package(name, INSTALL)
 
 
-def trouble() -> str | None:
+def unavailable_reason() -> str | None:
     """What the package needs and this machine lacks: a version, a CUDA build of torch, or something that compiles."""
     lack = outdated(DISTRIBUTION, OLDEST) or without_cuda()
     if lack or _compiles():
@@ -81,195 +60,6 @@ _CACHE = "flashinfer_jit_cache"
 def _compiles() -> bool:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return not import_problem(_CACHE) or bool(shutil.which("nvcc")) or Path(home, "bin/nvcc").exists()
-
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What a wrapper is planned for, beside the segment. stored: dtype of the first plane, in which FP4 is bytes."""
-
-    phase: Phase
-    template: str
-    dtype: torch.dtype
-    stored: torch.dtype
-    packing: str
-    heads: int
-    kv_heads: int
-    dim: int
-    page: int
-    scale: float
-    window: int | None
-    softcap: float | None
-
-    @property
-    def causal(self) -> bool:
-        """One token sees all that is stored, and needs no mask."""
-        return self.phase is not Phase.DECODE
-
-
-class _Planned:
-    """A wrapper and the segment that it is planned for, as long as somebody has that."""
-
-    def __init__(self, wrapper: Any) -> None:
-        self.wrapper = wrapper
-        self._segment: Callable[[], AttentionBatch | None] = lambda: None
-        self._copied: torch.cuda.Event | None = None
-
-    @property
-    def segment(self) -> AttentionBatch | None:
-        return self._segment()
-
-    def plan(self, segment: AttentionBatch, how: Callable[[], None]) -> None:
-        """Plans anew. The host's copy of the last plan may still be on its way to the device, and is waited for."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._segment = lambda: None
-        how()
-        if segment.page_table_BN.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        self._segment = ref(segment)
-
-
-class FlashInfer:
-    """The adapter. Its workspace and wrappers serve one step at a time."""
-
-    def __init__(self) -> None:
-        self._package, self._mla = package(), package(f"{PACKAGE}.mla")
-        self._workspace = Workspace(WORKSPACE)
-        self._planned: dict[_Ask, list[_Planned]] = {}
-        self._scales = Scales(PACKAGE)
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        if q_THD.stride(-1) != 1:
-            q_THD = q_THD.contiguous()
-        if LATENT in view.streams:
-            return self._latents(q_THD, view, segment, spec)
-        k, v = view.streams["k"], view.streams["v"]
-        ask = _ask(q_THD, k, view.page_size, segment, spec)
-        wrapper = self._wrapper(ask, segment, self._heads_wrapper, _plan_heads)
-        options: dict[str, Any] = {}
-        if k.format.needs_scale:
-            options |= {"k_scale": self._scales.of(k), "v_scale": self._scales.of(v)}
-        if len(k.planes) > 1:
-            options["kv_cache_sf"] = (k.planes[1], v.planes[1])
-        return wrapper.run(q_THD, (k.planes[0], v.planes[0]), **options)
-
-    def _latents(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        latent = latents(view, PACKAGE)
-        ask = _ask(q_THD, latent, view.page_size, segment, spec)
-        wrapper = self._wrapper(ask, segment, self._latent_wrapper, self._plan_latents)
-        data_PSD = latent.paged.planes_PHS[0][:, 0]
-        return wrapper.run(
-            query=(q_THD[..., :RANK], q_THD[..., RANK:]),
-            kv_cache=(data_PSD[..., :RANK], data_PSD[..., RANK:]),
-        )
-
-    def _wrapper(
-        self,
-        ask: _Ask,
-        segment: AttentionBatch,
-        make: Callable[[_Ask, Tensor], Any],
-        plan: Callable[[Any, _Ask, AttentionBatch], None],
-    ) -> Any:
-        """The wrapper that is planned for this segment: the same for all layers that ask so."""
-        known = self._planned.setdefault(ask, [])
-        for entry in known:
-            if entry.segment is segment:
-                return entry.wrapper
-        free = next((entry for entry in known if entry.segment is None), None)
-        if free is None:
-            free = (
-                known.pop(0)
-                if len(known) == COPIES
-                else _Planned(make(ask, self._workspace.on(segment.page_table_BN.device)))
-            )
-        else:
-            known.remove(free)
-        known.append(free)
-        wrapper = free.wrapper
-        free.plan(segment, lambda: plan(wrapper, ask, segment))
-        return wrapper
-
-    def _heads_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
-        return self._package.BatchPrefillWithPagedKVCacheWrapper(
-            scratch, ask.packing.upper(), backend=ask.template
-        )
-
-    def _latent_wrapper(self, ask: _Ask, scratch: Tensor) -> Any:
-        return self._mla.BatchMLAPagedAttentionWrapper(scratch, backend=ask.template)
-
-    def _plan_latents(self, wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
-        indptr, indices_P, _ = _pages(segment, ask.page)
-        wrapper.plan(
-            metadata=self._mla.MLAPlanMetadata.csr(
-                segment.cu_seqlens_q_B1, indptr.to(indices_P.device), indices_P, segment.seq_lens_B
-            ),
-            num_heads=ask.heads,
-            head_dim_ckv=RANK,
-            head_dim_kpe=ROPE,
-            page_size=ask.page,
-            causal=True,
-            sm_scale=ask.scale,
-            q_data_type=ask.dtype,
-            kv_data_type=ask.stored,
-            query_layout="split",
-            kv_cache_layout="split",
-        )
-
-
-def _ask(q_THD: Tensor, keys: StreamView, page: int, segment: AttentionBatch, spec: AttentionParams) -> _Ask:
-    stored, narrow = keys.planes[0].dtype, keys.planes[0].dtype != q_THD.dtype
-    latents = keys.stream.name == LATENT
-    fa3 = capability(q_THD) == 90 and not narrow and (latents or not segment.phase.decodes)
-    return _Ask(
-        segment.phase,
-        "fa3" if fa3 else "fa2",
-        q_THD.dtype,
-        stored,
-        keys.packing.name,
-        q_THD.shape[1],
-        keys.stream.heads,
-        keys.stream.dim,
-        page,
-        spec.scale,
-        spec.window,
-        spec.softcap,
-    )
-
-
-def _plan_heads(wrapper: Any, ask: _Ask, segment: AttentionBatch) -> None:
-    indptr, indices_P, last_B = _pages(segment, ask.page)
-    starts = torch.tensor(tuple(accumulate(segment.query_lens, initial=0)), dtype=torch.int32)
-    wrapper.plan(
-        starts,
-        indptr,
-        indices_P,
-        last_B,
-        ask.heads,
-        ask.kv_heads,
-        ask.dim,
-        ask.page,
-        causal=ask.causal,
-        sm_scale=ask.scale,
-        window_left=-1 if ask.window is None else ask.window - 1,  # theirs does not count the present token
-        logits_soft_cap=ask.softcap or 0.0,
-        q_data_type=ask.dtype,
-        kv_data_type=ask.stored,
-    )
-
-
-def _pages(segment: AttentionBatch, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: where each request's pages begin, with the end of the last [B + 1]; the pages of all requests [P]; and how
-    much the last page of each holds [B]. Lengths are on the host, where plans are made; pages stay on the device.
-    """
-    counts = [-(-length // size) for length in segment.seq_lens]
-    indptr = torch.tensor(tuple(accumulate(counts, initial=0)), dtype=torch.int32)
-    last_B = torch.tensor([(length - 1) % size + 1 for length in segment.seq_lens], dtype=torch.int32)
-    total, device = int(indptr[-1]), segment.page_table_BN.device
-    counts_B = torch.tensor(counts, device=device)
-    owners_P = torch.repeat_interleave(counts_B, output_size=total)
-    columns_P = torch.arange(total, device=device) - (counts_B.cumsum(0) - counts_B)[owners_P]
-    return indptr, segment.page_table_BN[owners_P, columns_P], last_B
 
 
 GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
@@ -354,11 +144,11 @@ LATENT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int
 BACKEND = BackendInfo(
     name="flashinfer",
     summary="FlashInfer's FA2 and FA3 templates; its NVFP4 reader also runs outside Blackwell",
-    adapter=FlashInfer,
+    adapter="nibble.attention.backends.adapters.flashinfer:FlashInfer",
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    unavailable_reason=trouble,
+    unavailable_reason=unavailable_reason,
     support=(
         *(
             _heads(phase, {fmt}, {dtype}, prefer, cites, staged=staged, **facts)

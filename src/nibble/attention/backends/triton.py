@@ -1,20 +1,13 @@
-"""triton: Nibble's own portable kernels, in Triton. Every format, phase and kind of attention on any GPU since Ampere.
+"""triton: Nibble's own portable kernels, in Triton.
 
-Shape suffixes: T tokens, H query heads, D values of a head.
+They serve every format, phase and kind of attention on any GPU since Ampere.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase, Support
-from nibble.cache.view import KVView
-from nibble.kernels import mla
-from nibble.kernels import sparse_mla as sparse
-from nibble.model_spec import LATENT
 
 FORMATS = frozenset(
     {"fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "fp4_mx16", "mxfp4", "fp8_e4m3:nvfp4"}
@@ -67,33 +60,12 @@ def _latent(kind: str, packing: set[str], prefer: int, cites: str, staged: int |
     )
 
 
-class Triton:
-    """The adapter."""
-
-    def __init__(self) -> None:
-        from nibble.kernels.attention import triton as attention
-
-        self._kernel = attention.paged_attention
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        # a decode step may be recorded in a CUDA graph, where lengths are not known
-        longest = () if segment.phase.decodes else (max(segment.seq_lens),)
-        keys = view.keys
-        if spec.topk_slots_TK is not None:
-            return sparse.sparse_mla_attention(
-                q_THD, keys.paged, keys.stream.rope, spec.topk_slots_TK, spec.scale
-            )
-        if LATENT in view.streams:
-            return mla.mla_attention(q_THD, keys.paged, keys.stream.rope, segment, spec.scale, *longest)
-        return self._kernel(q_THD, view.streams["k"].paged, view.streams["v"].paged, segment, spec, *longest)
-
-
 BACKEND = BackendInfo(
     name="triton",
     summary="Nibble's portable Triton kernels: every format, dequantised in registers",
     packages=("triton",),
     install="pip install triton",
-    adapter=Triton,
+    adapter="nibble.attention.backends.adapters.triton:Triton",
     graphs=True,
     support=(
         _heads("on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)"),

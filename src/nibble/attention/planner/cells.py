@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from nibble.attention.planner import ledger, needs
+from nibble.attention.planner.explain import Table
 from nibble.attention.planner.ledger import LedgerEntry
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan
@@ -50,7 +51,7 @@ class Cell:
 def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
     """Every backend of `request` in every phase of every group of its plan."""
     seen = {entry.key: entry for entry in ledger.read(ledger.shipped())}
-    for group, part in zip(plan.groups, needs.scheme_groups(request.config, request.model_spec), strict=True):
+    for group, part in zip(plan.groups, needs.scheme_groups(request.spec, request.model_spec), strict=True):
         for info in request.backends.values():
             for phase in Phase:
                 need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
@@ -121,12 +122,12 @@ def _headline(group: GroupPlan, need: Need) -> str:
 
 
 def _table(entries: tuple[Cell, ...]) -> Iterator[str]:
-    width = max(len(cell.backend) for cell in entries)
-    yield f"  {'':<{width}}  {''.join(f'{phase:<11}' for phase in Phase)}".rstrip()
-    for name, row in groupby(entries, key=lambda cell: cell.backend):
-        marks = [f"{cell.status}{'*' if cell.chosen else ''}" for cell in row]
+    rows = []
+    for name, cells in groupby(entries, key=lambda cell: cell.backend):
+        marks = [f"{cell.status}{'*' if cell.chosen else ''}" for cell in cells]
         if set(marks) != {Status.REFUSED}:
-            yield f"  {name:<{width}}  {''.join(f'{mark:<11}' for mark in marks)}".rstrip()
+            rows.append((name, *marks))
+    yield from Table(("", *Phase), tuple(rows)).as_text()
     yield "  * chosen; staged: pages are dequantised first; asked: so too, only with --allow-staging"
 
 

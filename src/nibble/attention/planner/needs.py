@@ -12,13 +12,13 @@ from itertools import pairwise
 
 from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
-from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
+from nibble.spec import CacheSpec
 
 
 class UnstorableError(ConfigError):
@@ -52,37 +52,30 @@ class SchemeGroup:
         )  # fmt: skip
 
 
-def compute_dtype(config: Config, hardware: Hardware) -> str:
-    """The dtype that `auto` stands for: float32 on a CPU, where it is fastest and exact, else bfloat16."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if hardware.is_cpu else "bfloat16"
-
-
-def scheme_groups(config: Config, model_spec: ModelSpec) -> tuple[SchemeGroup, ...]:
-    """The geometry's groups, split where layers differ in scheme; raises UnstorableError and ConfigError.
+def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, ...]:
+    """Split the model's layer groups where layers differ in scheme; raise UnstorableError and ConfigError.
 
     A layer that reads another's pages has that layer's scheme.
     """
-    asked = schemes.by_layer(config.kv_format, config.kv_layers, model_spec.layers)
-    found = []
+    scheme_by_layer = spec.scheme_by_layer(model_spec.layers)
+    groups = []
     for group in model_spec.groups:
         by_scheme: dict[Scheme, list[int]] = {}
         for layer in group.layers:
-            by_scheme.setdefault(asked[model_spec.owner[layer]], []).append(layer)
-        found += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
-    for part in found:
+            by_scheme.setdefault(scheme_by_layer[model_spec.owner[layer]], []).append(layer)
+        groups += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
+    for part in groups:
         _check(part)
-    return tuple(found)
+    return tuple(groups)
 
 
-def shared_kv_notes(config: Config, model_spec: ModelSpec) -> tuple[str, ...]:
-    """A note for each layer whose own rule has no effect, because it reads another layer's pages."""
-    asked = schemes.by_layer(config.kv_format, config.kv_layers, model_spec.layers)
+def shared_kv_notes(spec: CacheSpec, model_spec: ModelSpec) -> tuple[str, ...]:
+    """Return a note for each layer whose own rule has no effect, because it reads another layer's pages."""
+    schemes = spec.scheme_by_layer(model_spec.layers)
     return tuple(
-        f"layer {layer} reads the pages of layer {owner}, so it has that layer's scheme {asked[owner].name}"
+        f"layer {layer} reads the pages of layer {owner}, so it has that layer's scheme {schemes[owner].name}"
         for layer, owner in enumerate(model_spec.owner)
-        if asked[layer] != asked[owner]
+        if schemes[layer] != schemes[owner]
     )
 
 

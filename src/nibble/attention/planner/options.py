@@ -7,19 +7,19 @@ picked from the options is resolve.py's business. Must not name any backend or f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nibble import formats
-from nibble.attention.planner import needs
-from nibble.attention.planner.memory import left_for_pages, staged_bytes
+from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
 from nibble.attention.planner.timings import NOTHING, Timing, Timings, subject
-from nibble.config import Config, parse_hisparse
+from nibble.config import Config
 from nibble.errors import ConfigError, unknown
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 """Phases that every plan serves. VERIFY goes to one of those that read the storage that these chose, if any."""
@@ -43,7 +43,7 @@ def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of resolve()."""
+    """The arguments of resolve(), and the spec that its config stands for. Raises ConfigError where that is malformed."""
 
     config: Config
     model_spec: ModelSpec
@@ -52,31 +52,36 @@ class PlanRequest:
     declared: bool
     verify: bool
     measured: Timings = NOTHING
+    spec: CacheSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", CacheSpec.from_config(self.config))
 
     @property
     def dtype(self) -> str:
-        return needs.compute_dtype(self.config, self.hardware)
+        """The compute dtype."""
+        return self.spec.compute_dtype(self.hardware)
 
     def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
         """The backends that may serve `phase`: the one that was named, or for `auto` all that run."""
-        asked = self.config.backend_for(phase.decodes)
-        if asked == "auto":
+        requested = self.spec.backend_for(phase.decodes)
+        if requested is None:
             return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
-        return {asked: by_name(asked, self.backends)}
+        return {requested: by_name(requested, self.backends)}
 
     def may_stage(self, phase: Phase) -> bool:
         """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""
-        return self.could_stage and (self.config.allow_staging or not phase.decodes)
+        return self.could_stage and (self.spec.allow_staging or not phase.decodes)
 
     @property
     def could_stage(self) -> bool:
         """Whether --allow-staging could help. Not with a host tier: staging reads pages by their numbers, and they may
         be anywhere."""
-        return not parse_hisparse(self.config.hisparse)
+        return self.spec.offload is None
 
     def need(self, part: SchemeGroup, phase: Phase) -> Need:
         """What `part` asks for, before page size and packing are chosen."""
-        return part.need(phase, self.hardware, self.dtype, self.config.page_size, None)
+        return part.need(phase, self.hardware, self.dtype, self.spec.page_size, None)
 
     def staged(self, need: Need) -> Need | None:
         """What `need` becomes when pages are dequantised first; None where they hold the compute dtype.
@@ -151,9 +156,9 @@ def _as_measured(
 ) -> tuple[Option, ...]:
     """The options with the preferences of those that were measured on this machine handed out anew among them, the
     fastest first; nothing changes for the others, nor where a backend was named."""
-    if request.config.backend_for(phase.decodes) != "auto":
+    if request.spec.backend_for(phase.decodes) is not None:
         return found
-    page = request.config.page_size
+    page = request.spec.page_size
     timings = request.measured.ranked(subject(part, phase, request.dtype))
     times = {timing.key: timing for timing in timings if page in {None, timing.page}}
     first = {option.key: option for option in reversed(found) if option.key in times}
@@ -176,7 +181,7 @@ def _as_measured(
 
 def _waits(request: PlanRequest, phase: Phase, option: Option) -> bool:
     """Whether an option keeps decode steps from being recorded, which costs the whole model more than any attention."""
-    recording = phase is Phase.DECODE and request.config.graphs and not request.hardware.is_cpu
+    recording = phase is Phase.DECODE and request.spec.graphs and not request.hardware.is_cpu
     return recording and not option.route(phase).graphs
 
 
@@ -188,11 +193,10 @@ def _staged(info: BackendInfo, row: Support, need: Need, pays: bool) -> Option:
 def _for_speed(request: PlanRequest, part: SchemeGroup, phase: Phase) -> bool:
     """Whether a workspace may be had for speed alone: by `auto`, where memory is not short. A backend that is named
     reads pages as they are if it can. Where nobody does, this is not asked."""
-    config, model_spec = request.config, request.model_spec
-    if config.backend_for(phase.decodes) != "auto":
+    if request.spec.backend_for(phase.decodes) is not None:
         return False
-    left = left_for_pages(config, model_spec, request.hardware, request.dtype)
-    return staged_bytes(config, model_spec, part.stored_layer(0).without_index, request.dtype) <= SHARE * left
+    memory = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
+    return memory.dequantized_bytes(part.stored_layer(0).without_index) <= SHARE * memory.free_for_pages
 
 
 def score(plan: Plan) -> int:

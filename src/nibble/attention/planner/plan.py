@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nibble.attention.planner.support import Phase, Support
 from nibble.cache.layout import CacheLayout
-from nibble.errors import Unsupported
+from nibble.errors import Refusal, Unsupported
 from nibble.model_spec import LayerGroup
 
 STAGED_PACKING = "nhd"
@@ -62,7 +62,7 @@ class GroupPlan:
             if route.phase is phase:
                 return route
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
-        raise Unsupported(f"{phase} of layer group {self.group.name} in {self.scheme}", decode)
+        raise Unsupported(Refusal(f"{phase} of layer group {self.group.name} in {self.scheme}", decode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,11 @@ class Plan:
     def stores(self) -> tuple[CacheLayout, ...]:
         """What is stored, on the device and on the host."""
         return (self.layout, self.tier.layout) if self.tier else (self.layout,)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether this version has an adapter for all of its backends."""
+        return all(route.runnable for group in self.groups for route in group.routes)
 
     @property
     def page_size(self) -> int:

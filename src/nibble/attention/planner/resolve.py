@@ -12,15 +12,12 @@ touch a GPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import needs, options
-from nibble.attention.planner import offload as tiering
-from nibble.attention.planner import refusal as reasons
-from nibble.attention.planner import suggest as remedy
+from nibble.attention.planner import explain, needs, offload, options, refusal
 from nibble.attention.planner.needs import SchemeGroup, UnstorableError
 from nibble.attention.planner.options import ROUTED, WEIGHTS, Ask, Option, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
@@ -28,11 +25,11 @@ from nibble.attention.planner.refusal import UnservedError
 from nibble.attention.planner.support import BackendInfo, Phase
 from nibble.attention.planner.timings import NOTHING, Timings
 from nibble.cache import packing as packings
-from nibble.config import Config, parse_hisparse
+from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
-from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
@@ -42,10 +39,9 @@ CPU_PAGES = (16, 32, 64, 128, 1)
 def check_names(config: Config) -> None:
     """Raises ConfigError where a config names a scheme or a backend that nobody knows, as resolve() would: Transformers
     need not be imported to hear that."""
-    schemes.parse(config.kv_format)
-    list(schemes.rules(config.kv_layers))
-    for asked in {config.backend_for(True), config.backend_for(False)} - {"auto"}:
-        options.by_name(asked, all_backends())
+    spec = CacheSpec.from_config(config)
+    for name in filter(None, (spec.decode_backend, spec.prefill_backend)):
+        options.by_name(name, all_backends())
 
 
 def resolve(
@@ -67,21 +63,14 @@ def resolve(
     """
     table = dict(sorted((all_backends() if backends is None else backends).items()))
     request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
-
-    def attempt(edited: Config) -> Plan | None:
-        try:
-            return _resolve(replace(request, config=edited))
-        except ConfigError:
-            return None
-
     try:
         return _resolve(request)
-    except UnservedError as unserved:
-        error = unserved.explain()
-        raise Unsupported(error.need, error.refusals, remedy.suggest_command(request, attempt)) from None
+    except UnservedError as error:
+        refused = refusal.refuse(request, error)
+        raise Unsupported(replace(refused, suggestion=_suggest(request))) from None
     except UnstorableError as error:
-        way_out = remedy.suggest_command(request, attempt)
-        raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
+        suggestion = _suggest(request)
+        raise ConfigError(f"{error}\nwhat works: {suggestion}" if suggestion else str(error)) from None
 
 
 def attempt(
@@ -92,6 +81,46 @@ def attempt(
         return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared, False))
     except ConfigError:
         return None
+
+
+Edited = tuple[Config, Plan]
+"""An edited config, and its plan."""
+
+
+def _suggest(request: PlanRequest) -> str | None:
+    """Return the nearest command that works: one edit if any does, else two; None where two do not help.
+
+    A plan that falls to plain torch on a GPU, unrequested, is proposed where nothing else keeps the scheme.
+    """
+    nearest = _first_plan(request, refusal.single_edits(request, keep_scheme=True))
+    if nearest and refusal.uses_reference(request, nearest[1]):
+        faster = _first_plan(request, refusal.double_edits(request, keep_scheme=True))
+        nearest = faster if faster and not refusal.uses_reference(request, faster[1]) else nearest
+    if nearest is None:
+        kinds = (edits(request, keep_scheme=False) for edits in (refusal.single_edits, refusal.double_edits))
+        nearest = _first_plan(request, itertools.chain.from_iterable(kinds))
+    return refusal.command(nearest[0], request.hardware, declared=request.declared) if nearest else None
+
+
+def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edited | None:
+    """Return the best of the first kind of edits that works without the reference, else of the first that works."""
+    slow: Edited | None = None
+    for kind in kinds:
+        if plans := [(config, plan) for config in kind if (plan := _attempt(request, config))]:
+            best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
+            if not refusal.uses_reference(request, best[1]):
+                return best
+            slow = slow or best
+    return slow
+
+
+def _attempt(request: PlanRequest, config: Config) -> Plan | None:
+    """Return the plan of an edited config; None where there is none, or none that can run."""
+    try:
+        plan = _resolve(replace(request, config=config))
+    except ConfigError:
+        return None
+    return plan if refusal.is_acceptable(request, plan) else None
 
 
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
@@ -109,15 +138,15 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 
 def _resolve(request: PlanRequest) -> Plan:
-    found = needs.scheme_groups(request.config, request.model_spec)
-    tiering.check(request.config, found)
+    found = needs.scheme_groups(request.spec, request.model_spec)
+    offload.check_model(request.spec, request.model_spec.model, found)
     choices = _choices(request, found)
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in found)
-    borrowed = needs.shared_kv_notes(request.config, request.model_spec)
-    notes = (*borrowed, *reasons.notes(request, groups, page, packing))
+    borrowed = needs.shared_kv_notes(request.spec, request.model_spec)
+    notes = (*borrowed, *explain.plan_notes(request, groups, page, packing))
     layout = needs.layout(found, request.model_spec, page, packing)
-    tier = tiering.decide(request.config, found, layout)
+    tier = offload.plan_tier(request.spec.offload, found, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
 
 
@@ -128,7 +157,7 @@ def _choices(request: PlanRequest, found: Iterable[SchemeGroup]) -> Options:
         for phase in Phase:
             choices[part, phase] = options.serving(request, part, phase)
             if not _enough(request, choices, part, phase):
-                raise UnservedError(partial(reasons.refusal, request, part, phase))
+                raise UnservedError(part, phase)
     return choices
 
 
@@ -151,7 +180,7 @@ def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
             if score is not None and (best is None or score > best[0]):
                 best = (score, page, packing)
     if best is None:
-        raise UnservedError(partial(reasons.no_common_storage, request, choices))
+        raise UnservedError(options=choices)
     return best[1], best[2]
 
 
@@ -169,8 +198,8 @@ def _score(request: PlanRequest, choices: Options, page: int, packing: str) -> i
 
 def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
     """Page sizes to try, the preferred ones first."""
-    if request.config.page_size is not None:
-        return (request.config.page_size,)
+    if request.spec.page_size is not None:
+        return (request.spec.page_size,)
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
     return (*usual, *sorted(named - set(usual)))
@@ -190,7 +219,7 @@ def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int,
         routes.append(option.route(phase))
     drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
     verify = _pick(drafts, page, packing)
-    if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
+    if verify and request.spec.offload is None:  # hot buffers are for one new token
         routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
 

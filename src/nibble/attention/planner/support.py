@@ -8,23 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from itertools import groupby, pairwise
 from typing import Any
 
-
-class Phase(StrEnum):
-    """What a step asks of attention for one request."""
-
-    PREFILL = "prefill"  # new tokens, nothing cached before them
-    EXTEND = "extend"  # new tokens over a cached prefix (chunked prefill included)
-    DECODE = "decode"  # one new token
-    VERIFY = "verify"  # a few draft tokens
-
-    @property
-    def decodes(self) -> bool:
-        """Whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
-        return self in {Phase.DECODE, Phase.VERIFY}
+from nibble.model_spec import Phase as Phase  # noqa: PLC0414, for importers of the facts' vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +53,8 @@ class Need:
 
 NEVER, WITH = frozenset({False}), frozenset({True})
 PROMPT = frozenset({Phase.PREFILL, Phase.EXTEND})
+MAX_STAGED_TOKENS = 1 << 17
+"""Tokens whose pages are dequantised at once, unless a single request has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +146,8 @@ def _show(name: str, value: Any) -> str:
 class BackendInfo:
     """A backend's file, as data.
 
-    adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
-    None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
+    adapter: `module:Class` of the attention object (attention/layer.py, AttentionBackend), or what makes it; the package
+    is imported only then. None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
     install: how a user gets one. versions: those that the adapter was written for, for people. trouble: says
     what keeps a package that is there from working, None if nothing. lack: what this machine lacks for it, with the
     cure; such a backend has no adapter here. graphs: whether a CUDA graph may hold its DECODE: it never waits for the
@@ -168,7 +157,7 @@ class BackendInfo:
     name: str
     support: tuple[Support, ...]
     summary: str
-    adapter: Callable[[], Any] | None = None
+    adapter: str | Callable[[], Any] | None = None
     packages: tuple[str, ...] = ()
     install: str | None = None
     versions: str | None = None

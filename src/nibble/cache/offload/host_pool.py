@@ -13,8 +13,8 @@ from nibble.cache.layout import CacheLayout, StreamLayout
 from nibble.cache.scales import KVScales
 from nibble.cache.view import StreamView
 from nibble.errors import CapacityError
-from nibble.kernels.gather import Paged
 from nibble.kernels.offload import host_memory
+from nibble.kernels.types import Paged
 
 
 class HostPool:

@@ -11,7 +11,6 @@ of requests, F frames of a hot buffer, B slots of it, M slots.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -98,7 +97,6 @@ class HotBuffers:
         on_gpu = self.device.type == "cuda"
         self._save_stream = torch.cuda.Stream() if on_gpu else None
         self._fetch_stream = torch.cuda.Stream() if on_gpu else None
-        self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
 
     def _full(self, *shape: int) -> Tensor:
         return torch.full(shape, PAD_INDEX, dtype=torch.int32, device=self.device)
@@ -259,7 +257,6 @@ class HotBuffers:
         Args:
             leases: leases of that step, with the tokens that each has stored after it.
         """
-        self._forget_finished()
         copies: dict[int, int] = {}
         offers: list[tuple[Lease, int]] = []
         for lease, num_tokens in leases:
@@ -282,14 +279,7 @@ class HotBuffers:
             with torch.cuda.stream(self._save_stream):
                 numbers.record_stream(self._save_stream)
                 self._save(numbers[:, 0], numbers[:, 1], programs=SAVE_PROGRAMS)
-                event = torch.cuda.Event()
-                event.record()
-            self._pending.append((event, len(copies)))
         self.residency.mark_saved(copies)
-
-    def _forget_finished(self) -> None:
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
 
     # --- statistics
 

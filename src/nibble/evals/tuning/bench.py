@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.torch_ref import TorchRef
+from nibble.attention import backends
+from nibble.attention.backends import torch_ref
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.dequantize import dequantize_pages
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner import options
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import Option, PlanRequest
@@ -35,6 +36,7 @@ from nibble.errors import NibbleError
 from nibble.evals.tuning import timing as clock
 from nibble.evals.tuning.fixtures import Fixture, make_fixture
 from nibble.evals.tuning.workloads import Workload
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 STEP_MS, FEW = 20.0, 4
 """A step has as many calls as a model has layers, fewer where they take longer than this together; FEW at least."""
@@ -100,7 +102,9 @@ def entrants(
     everybody = tuple(found.values())
     if names or request.hardware.is_cpu:
         return everybody
-    return tuple(e for e in everybody if e.option.backend.adapter is not TorchRef) or everybody[:1]
+    return (
+        tuple(e for e in everybody if e.option.backend.adapter != torch_ref.BACKEND.adapter) or everybody[:1]
+    )
 
 
 def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
@@ -148,9 +152,8 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
 def _run(
     request: PlanRequest, judge: _Judge, entrant: Candidate, result: Result, best: float | None
 ) -> Result:
-    scene, make = judge.scene, entrant.option.backend.adapter
-    assert make is not None, "an entrant can run"
-    adapter, stage_to = make(), entrant.option.stage_to
+    scene, option = judge.scene, entrant.option
+    adapter, stage_to = backends.create(option.backend), option.stage_to
 
     def attend(layer: int, segment: AttentionBatch) -> Tensor:
         return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)

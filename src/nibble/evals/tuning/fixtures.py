@@ -15,7 +15,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
@@ -24,6 +23,7 @@ from nibble.cache.view import KVView
 from nibble.errors import ConfigError
 from nibble.evals.tuning import timing as clock
 from nibble.evals.tuning.workloads import Workload
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 CHUNK = 1 << 16
 """Tokens that are made up and written at a time."""

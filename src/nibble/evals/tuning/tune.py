@@ -21,7 +21,7 @@ from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
 from nibble.attention.planner.timings import Timing
 from nibble.config import Config
-from nibble.engine.build import EnginePlan, plan_engine
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError
 from nibble.evals.tuning import workloads
 from nibble.evals.tuning.bench import Result, bench_backends
@@ -69,7 +69,7 @@ def tuning(config: Config) -> Tuning:
     table = backends.available_backends()
     request = PlanRequest(made.config, made.model_spec, made.hardware, table, False, False)
     trials = []
-    for part in needs.scheme_groups(made.config, made.model_spec):
+    for part in needs.scheme_groups(request.spec, made.model_spec):
         for phase in ROUTED if not part.group.top_k else ():
             subject = measured.subject(part, phase, request.dtype)
             trials.append(Trial(part, phase, _works(made, part, phase), subject))

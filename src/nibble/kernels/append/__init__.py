@@ -18,7 +18,7 @@ from torch import Tensor
 from nibble.formats.base import raw
 from nibble.formats.transforms import Transform
 from nibble.kernels import triton_present
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

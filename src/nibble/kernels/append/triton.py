@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nibble.kernels.append import Target
 from nibble.kernels.codecs.encoders import ENCODERS
-from nibble.kernels.gather import Paged
 from nibble.kernels.rotate.triton import rotated
 from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.types import Paged
 
 TRANSFORMS = ("kmean", "rot")
 """What the kernel can do to keys, in the order in which it does."""

@@ -16,21 +16,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from nibble.kernels import triton_present
-from nibble.kernels.attention import Softmax
 from nibble.kernels.attention.merge import Part, merge_lse
-from nibble.kernels.gather import Paged, dequantize_pages
+from nibble.kernels.gather import dequantize_pages
+from nibble.kernels.sizes import PREFILL_WORKSPACE
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+from nibble.model_spec import Phase
 
 ROWS = (8192, 4096, 2048)
-KEYS = (32768, 16384, 8192, 4096, 2048)
+KEYS = (PREFILL_WORKSPACE, 16384, 8192, 4096, 2048)
 """Sizes of new tokens and of keys that cuDNN is given. For fewer tokens the kernel that reads pages is no slower."""
 WORKSPACE = KEYS[0]
-"""Tokens that are dequantised at a time, but for what else their pages hold."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,22 +51,11 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Few:
-    """Requests with few new tokens. The fields are those of kernels/attention/__init__.py; longest: most stored tokens."""
-
-    query_lens: tuple[int, ...]
-    page_table_BN: Tensor
-    cu_seqlens_q_B1: Tensor
-    seq_lens_B: Tensor
-    longest: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Rows of the queries: some of one request, and the tiles that hold all keys they see; or a few each of several."""
 
     rows: slice
-    work: tuple[Tile, ...] | Few
+    work: tuple[Tile, ...] | AttentionBatch
 
 
 def serves(k: Paged, v: Paged) -> bool:
@@ -77,19 +67,23 @@ def serves(k: Paged, v: Paged) -> bool:
     return attention.serves(k) and attention.serves(v)
 
 
-def prefill_attention(q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[Block], softmax: Softmax) -> Tensor:
+def prefill_attention(
+    q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[Block], params: AttentionParams
+) -> Tensor:
     """Attention of the rows of all blocks, which come in order -> [T, H, D]. No window, no capping, no sinks."""
-    found = [_block(q_THD[block.rows], k, v, block.work, softmax) for block in blocks]
+    found = [_block(q_THD[block.rows], k, v, block.work, params) for block in blocks]
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _block(q_THD: Tensor, k: Paged, v: Paged, work: tuple[Tile, ...] | Few, softmax: Softmax) -> Tensor:
-    if isinstance(work, Few):
-        return _few(q_THD, k, v, work, softmax)
-    total = _tile(q_THD, k, v, work[0], softmax.scale)
+def _block(
+    q_THD: Tensor, k: Paged, v: Paged, work: tuple[Tile, ...] | AttentionBatch, params: AttentionParams
+) -> Tensor:
+    if isinstance(work, AttentionBatch):
+        return _few(q_THD, k, v, work, params)
+    total = _tile(q_THD, k, v, work[0], params.scale)
     for tile in work[1:]:
         dtype = q_THD.dtype if tile is work[-1] else torch.float32
-        total = merge_lse(total, _tile(q_THD, k, v, tile, softmax.scale), dtype)
+        total = merge_lse(total, _tile(q_THD, k, v, tile, params.scale), dtype)
     return total.values_THD
 
 
@@ -114,10 +108,10 @@ def _flash(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, tile: Tile, scale: float
     return Part(found[0], found[1])
 
 
-def _few(q_THD: Tensor, k: Paged, v: Paged, few: Few, softmax: Softmax) -> Tensor:
+def _few(q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     from nibble.kernels.attention import triton as attention
 
-    return attention.paged_attention(q_THD, k, v, few, softmax, few.longest)
+    return attention.paged_attention(q_THD, k, v, batch, params, max(batch.seq_lens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +152,11 @@ def _asks(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[in
             row += rows
 
 
-def _together(asks: Sequence[_Ask], page_table_BN: Tensor) -> Few:
+def _together(asks: Sequence[_Ask], page_table_BN: Tensor) -> AttentionBatch:
     """Neighbours, each with its only ask for few rows."""
-    query_lens, seq_lens = tuple(ask.rows for ask in asks), [ask.length for ask in asks]
-    page_table_BN = page_table_BN[asks[0].request : asks[-1].request + 1]
-    on_device = partial(torch.tensor, dtype=torch.int32, device=page_table_BN.device)
-    starts = on_device(list(accumulate(query_lens, initial=0)))
-    return Few(query_lens, page_table_BN, starts, on_device(seq_lens), max(seq_lens))
+    pages_BN = page_table_BN[asks[0].request : asks[-1].request + 1]
+    query_lens, seq_lens = [ask.rows for ask in asks], [ask.length for ask in asks]
+    return AttentionBatch.from_lens(Phase.EXTEND, asks[0].row, query_lens, seq_lens, pages_BN)
 
 
 def _tiles(ask: _Ask, page_table_BN: Tensor, size: int, cudnn: bool) -> Iterator[Tile]:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from nibble.kernels.attention import Requests, Softmax
 from nibble.kernels.attention.triton_kernel import LEAST_KEYS, attend_kernel, combine_kernel
 from nibble.kernels.codecs.decoders import DECODERS
 from nibble.kernels.codecs.tiles import Tiles, serves
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 __all__ = ["GPU", "Shape", "paged_attention", "serves", "shape_of"]
 
@@ -113,7 +112,7 @@ def stored(k: Paged, v: Paged) -> Stored:
 
 
 def paged_attention(
-    q_THD: Tensor, k: Paged, v: Paged, requests: Requests, softmax: Softmax, longest: int = MANY, *,
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams, longest: int = MANY, *,
     shape: Shape | None = None, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
     """See kernels/attention/__init__.py. longest: a bound on stored tokens where one is known, which is not so in a CUDA graph.
@@ -121,7 +120,7 @@ def paged_attention(
     slots: programs that run at a time for one tile of queries and KV head; keys are split among them if more than 1.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    group, count, most = heads // k.heads, len(requests.seq_lens_B), max(requests.query_lens)
+    group, count, most = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
     shape = shape or shape_of(most, group, k, v, q_THD.dtype, gpu)
     tiles = cdiv(most, shape.rows // group)
     if slots is None:
@@ -135,16 +134,16 @@ def paged_attention(
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     attend_kernel[(tiles, k.heads, programs)](
         q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
-        requests.page_table_BN, requests.cu_seqlens_q_B1, requests.seq_lens_B,
-        q_THD if softmax.sinks_H is None else softmax.sinks_H, softmax.scale, softmax.softcap or 0.0,
-        count, slots, requests.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
-        softmax.window or 0, softmax.softcap is not None, softmax.sinks_H is not None, split,
+        batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
+        q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
+        count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
+        params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
         shape.join, shape.rows, shape.keys, max(next_power_of_2(count), 32), SIZES,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
         combine_kernel[(most, heads, count)](
-            out, parts, lse, plan, requests.cu_seqlens_q_B1, tiles,
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
             group, v.dim, next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
         )  # fmt: skip
     return out

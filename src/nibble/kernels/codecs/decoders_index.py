@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nibble.kernels.codecs.decoders import DECODERS, Decoder, fp8
 from nibble.kernels.codecs.tiles import _DTYPES, LEAST_WIDTH, Plane
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.types import Paged
 
 
 @triton.jit

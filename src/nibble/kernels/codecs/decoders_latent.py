@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nibble.kernels.codecs.decoders import DECODERS, HAS_PTX, Decoder, e2m1_parts, fp8, plain
 from nibble.kernels.codecs.tiles import _DTYPES, LEAST_WIDTH, Plane
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.types import Paged
 
 NO_ROPE, ALIKE, APART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Rotary values: none, in the latent's own format and scale, or plain values in a plane of their own."""

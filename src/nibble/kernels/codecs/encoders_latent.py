@@ -35,8 +35,8 @@ from nibble.kernels.codecs.encoders import (
     rows,
 )
 from nibble.kernels.codecs.tiles import Plane
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.types import Paged
 
 LEAST_LATENT, LEAST_INDEX = tl.constexpr(1e-4), tl.constexpr(1e-4 / 448.0)
 MOST = tl.constexpr(2.0**118)

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.kernels.codecs.decoders import DECODERS
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.types import Paged
 
 LEAST_WIDTH = 16
 """The least that a product of tiles sums over."""

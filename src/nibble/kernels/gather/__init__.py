@@ -1,41 +1,17 @@
 """gather: whole pages of one stream, dequantised into a plain dtype. What staging is made of.
 
-Owns Paged, what every kernel reads of a stream, and the torch reference. Must not know of pools, plans or requests.
-
 Shape suffixes: P pages, H heads, S slots of a page, B requests, N pages of a request, L tokens (N * S), D values of a
 head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from nibble.formats import KVFormat
 from nibble.formats.base import raw
 from nibble.kernels import triton_present
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Paged:
-    """The pages of one stream. planes_PHS: the format's planes as [page, head, slot, values], with any strides before
-    the last. scale: the global scale, float32, () or [H, 1].
-    """
-
-    format: KVFormat
-    dim: int
-    planes_PHS: tuple[Tensor, ...]
-    scale: Tensor
-
-    @property
-    def heads(self) -> int:
-        return self.planes_PHS[0].shape[1]
-
-    @property
-    def page_size(self) -> int:
-        return self.planes_PHS[0].shape[2]
+from nibble.kernels.types import Paged
 
 
 def dequantize_pages(

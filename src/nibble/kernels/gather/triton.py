@@ -23,8 +23,8 @@ from nibble.kernels.codecs.tiles import (
     serves,
     slots_of,
 )
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.types import Paged
 
 __all__ = ["gather", "serves"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nibble.kernels import triton_present
-from nibble.kernels.attention import Requests
-from nibble.kernels.gather import Paged, dequantize_pages
+from nibble.kernels.gather import dequantize_pages
+from nibble.kernels.types import AttentionBatch, Paged
 
 PAD_INDEX = -1
 """In the place of a token, where a query sees fewer than top_k."""
@@ -24,7 +24,12 @@ SCORES = 1 << 24
 
 
 def select_topk(
-    keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, top_k: int, longest: int | None = None
+    keys: Paged,
+    batch: AttentionBatch,
+    q_THD: Tensor,
+    weights_TH: Tensor,
+    top_k: int,
+    longest: int | None = None,
 ) -> Tensor:
     """The tokens of each query, ascending, as positions in its request -> int32 [T, K], PAD_INDEX at the end.
 
@@ -33,18 +38,18 @@ def select_topk(
     queries choose PAD_INDEX. Where nothing can be longer than top_k all are chosen, and no score is computed.
     """
     if longest is not None and longest <= top_k:
-        return everything(requests, len(q_THD), top_k)
+        return everything(batch, len(q_THD), top_k)
     if q_THD.is_cuda and triton_present():
         from nibble.kernels.indexer import triton as twin
 
         if twin.serves(keys, q_THD):
-            return twin.choose(keys, requests, q_THD, weights_TH, top_k, longest)
-    return reference(keys, requests, q_THD, weights_TH, top_k)
+            return twin.choose(keys, batch, q_THD, weights_TH, top_k, longest)
+    return reference(keys, batch, q_THD, weights_TH, top_k)
 
 
-def everything(requests: Requests, tokens: int, top_k: int) -> Tensor:
+def everything(batch: AttentionBatch, tokens: int, top_k: int) -> Tensor:
     """All tokens that each query sees, where these are top_k at most."""
-    ends_B, seq_lens_B = requests.cu_seqlens_q_B1[1:], requests.seq_lens_B
+    ends_B, seq_lens_B = batch.cu_seqlens_q_B1[1:], batch.seq_lens_B
     row_T = torch.arange(tokens, dtype=torch.int32, device=ends_B.device)
     request_T = torch.searchsorted(ends_B, row_T, right=True).clamp(max=len(ends_B) - 1)
     length_T = seq_lens_B[request_T]
@@ -53,18 +58,16 @@ def everything(requests: Requests, tokens: int, top_k: int) -> Tensor:
     return torch.where(token_K < seen_T[:, None], token_K, PAD_INDEX)
 
 
-def reference(keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, top_k: int) -> Tensor:
+def reference(keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, top_k: int) -> Tensor:
     """The definition, in torch and float32."""
     topk_indices_TK = torch.full((len(q_THD), top_k), PAD_INDEX, dtype=torch.int32, device=q_THD.device)
-    starts = requests.cu_seqlens_q_B1.tolist()
-    for i, length in enumerate(requests.seq_lens_B.tolist()):
+    starts = batch.cu_seqlens_q_B1.tolist()
+    for i, length in enumerate(batch.seq_lens_B.tolist()):
         if not length:
             continue
         begin, end = starts[i : i + 2]
         used = -(-length // keys.page_size)
-        keys_LD = dequantize_pages(keys, requests.page_table_BN[i : i + 1, :used], torch.float32)[
-            0, :length, 0
-        ]
+        keys_LD = dequantize_pages(keys, batch.page_table_BN[i : i + 1, :used], torch.float32)[0, :length, 0]
         step = max(1, SCORES // (length * q_THD.shape[1]))
         for start in range(begin, end, step):
             rows = slice(start, min(start + step, end))

@@ -20,15 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.attention import Requests
 from nibble.kernels.attention.triton import GPU, gpu_of
 from nibble.kernels.attention.triton_kernel import _queries
 from nibble.kernels.codecs.decoders_index import KEYS, Keys, scale_of
 from nibble.kernels.codecs.decoders_index import serves as decodes
 from nibble.kernels.codecs.tiles import _rows, interleaved, pages_of, slots_of
-from nibble.kernels.gather import Paged
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.types import AttentionBatch, Paged
 
 WORKSPACE = 64 << 20
 """Bytes of scores held at a time."""
@@ -266,27 +265,32 @@ def serves(keys: Paged, q_THD: Tensor) -> bool:
 
 
 def choose(
-    keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, top_k: int, longest: int | None = None
+    keys: Paged,
+    batch: AttentionBatch,
+    q_THD: Tensor,
+    weights_TH: Tensor,
+    top_k: int,
+    longest: int | None = None,
 ) -> Tensor:
     """See kernels/indexer/__init__.py."""
     topk_indices_TK = torch.empty(len(q_THD), top_k, dtype=torch.int32, device=q_THD.device)
-    held = requests.page_table_BN.shape[1] * keys.page_size
+    held = batch.page_table_BN.shape[1] * keys.page_size
     width = cdiv(max(min(longest or held, held), 1), 128) * 128
     step = max(1, min(WORKSPACE // (4 * width), len(q_THD)))
     scores_SL = torch.empty(step, width, dtype=torch.float32, device=q_THD.device)
     for start in range(0, len(q_THD), step):
         rows = min(step, len(q_THD) - start)
-        score(keys, requests, q_THD, weights_TH, scores_SL, start, rows)
-        best(scores_SL, requests, topk_indices_TK, start, rows)
+        score(keys, batch, q_THD, weights_TH, scores_SL, start, rows)
+        best(scores_SL, batch, topk_indices_TK, start, rows)
     return topk_indices_TK
 
 
 def score(
-    keys: Paged, requests: Requests, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
+    keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
     shape: Shape | None = None,
 ) -> None:  # fmt: skip
     """Scores of query rows start to start + rows, where they see a token -> scores_SL, whose first row is `start`."""
-    gpu, most = gpu_of(q_THD.device), max(requests.query_lens)
+    gpu, most = gpu_of(q_THD.device), max(batch.query_lens)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     weights_TH = weights_TH if weights_TH.stride(1) == 1 else weights_TH.contiguous()
     few = most <= FEW
@@ -295,15 +299,15 @@ def score(
     shape = shape or (FEW_SHAPES if few else MANY_SHAPES)[_suits_hopper(keys, q_THD, gpu, few)]
     stored = Keys.of(keys, dtype, whole=shape.hopper)
     common = (
-        q_THD, weights_TH, scores_SL, stored, keys.scale, requests.page_table_BN, requests.cu_seqlens_q_B1, requests.seq_lens_B
+        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B
     )  # fmt: skip
-    (heads, dim), count = q_THD.shape[1:], len(requests.seq_lens_B)
+    (heads, dim), count = q_THD.shape[1:], len(batch.seq_lens_B)
     strides = (
-        scores_SL.stride(0), requests.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0)
+        scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0)
     )  # fmt: skip
     sizes = heads, dim, max(next_power_of_2(heads), LEAST_HEADS)
     if not few:
-        first, last = _asking(requests.query_lens, start, start + rows)
+        first, last = _asking(batch.query_lens, start, start + rows)
         grid = (
             cdiv(scores_SL.shape[1], shape.keys),
             cdiv(min(most, rows), CHUNK),
@@ -359,16 +363,16 @@ def _suits_hopper(keys: Paged, q_THD: Tensor, gpu: GPU, few: bool) -> bool:
     return gpu.arch == HOPPER and alike and whole and all(x % 16 == 0 for x in places)
 
 
-def best(scores_SL: Tensor, requests: Requests, topk_indices_TK: Tensor, start: int, rows: int) -> None:
+def best(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, start: int, rows: int) -> None:
     """The best of rows start to start + rows -> their rows of topk_indices_TK. scores_SL: as score() left them."""
     if topk_indices_TK.is_cuda and _cuda_present():
         from nibble.kernels.indexer.cuda import best as fast
 
-        fast(scores_SL, requests.cu_seqlens_q_B1, requests.seq_lens_B, topk_indices_TK, start, rows)
+        fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
         return
-    count, top_k = len(requests.seq_lens_B), topk_indices_TK.shape[1]
+    count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
     best_kernel[(rows,)](
-        scores_SL, topk_indices_TK, requests.cu_seqlens_q_B1, requests.seq_lens_B, count, start, scores_SL.stride(0), top_k,
+        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0), top_k,
         next_power_of_2(top_k), 4096, max(next_power_of_2(count), 32), num_warps=16,
     )  # fmt: skip
 

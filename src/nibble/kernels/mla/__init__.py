@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from nibble.kernels import triton_present
-from nibble.kernels.attention import Requests
-from nibble.kernels.gather import Paged
 from nibble.kernels.gather import reference as gathered
+from nibble.kernels.types import AttentionBatch, Paged
 
 MANY = 1 << 30
 SHORT = 2048
@@ -27,7 +26,7 @@ SHORT = 2048
 
 
 def mla_attention(
-    q_THD: Tensor, latents: Paged, rope: int, requests: Requests, scale: float, longest: int = MANY
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, longest: int = MANY
 ) -> Tensor:
     """softmax(scale * q . latent) @ latent[:R] over each request's tokens -> [T, H, R] in the query's dtype.
 
@@ -38,11 +37,11 @@ def mla_attention(
         from nibble.kernels.mla import triton as twin
 
         fast = _cuda_twin() if longest > SHORT else None
-        if fast is not None and fast.serves(q_THD, latents, rope, requests):
-            return fast.attend(q_THD, latents, requests, scale)
+        if fast is not None and fast.serves(q_THD, latents, rope, batch):
+            return fast.attend(q_THD, latents, batch, scale)
         if twin.serves(latents, rope):
-            return twin.attend(q_THD, latents, rope, requests, scale, longest)
-    return reference(q_THD, latents, rope, requests, scale)
+            return twin.attend(q_THD, latents, rope, batch, scale, longest)
+    return reference(q_THD, latents, rope, batch, scale)
 
 
 @cache
@@ -55,13 +54,13 @@ def _cuda_twin() -> ModuleType | None:
     return twin
 
 
-def reference(q_THD: Tensor, latents: Paged, rope: int, requests: Requests, scale: float) -> Tensor:
+def reference(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float) -> Tensor:
     """The definition, in torch and float32."""
     out_THR = q_THD.new_zeros(*q_THD.shape[:2], latents.dim - rope)
-    for i, length in enumerate(requests.seq_lens_B.tolist()):
+    for i, length in enumerate(batch.seq_lens_B.tolist()):
         if length:
-            rows = slice(*requests.cu_seqlens_q_B1[i : i + 2].tolist())
-            pages = requests.page_table_BN[i : i + 1, : -(-length // latents.page_size)]
+            rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
+            pages = batch.page_table_BN[i : i + 1, : -(-length // latents.page_size)]
             latents_LD = gathered(latents, pages, torch.float32)[0, :length, 0]
             out_THR[rows] = dense(q_THD[rows].float(), latents_LD, rope, scale).to(q_THD.dtype)
     return out_THR

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nibble.kernels.attention import Requests
 from nibble.kernels.codecs.cuda_latent_traits import HEADS, LATENTS, RANK, ROPE, Latent
-from nibble.kernels.gather import Paged
 from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, trouble
+from nibble.kernels.types import AttentionBatch, Paged
 
 ARCH = "90a"
 PAGES = (16, 32, 64, 128)
@@ -47,15 +46,15 @@ def _blocks(device: torch.device) -> int:
     return int(found.multi_processor_count) if usable else 0
 
 
-def serves(q_THD: Tensor, latents: Paged, rope: int, requests: Requests) -> bool:
+def serves(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch) -> bool:
     """Whether the kernel is for this call. Its rows must be of 16 aligned bytes."""
     return (
         latents.format.name in LATENTS
         and (latents.dim - rope, rope, latents.heads) == (RANK, ROPE, 1)
         and q_THD.dtype == torch.bfloat16
         and q_THD.shape[1] <= HEADS
-        and max(requests.query_lens, default=0) == 1
-        and len(requests.seq_lens_B) <= MAX_BATCH
+        and max(batch.query_lens, default=0) == 1
+        and len(batch.seq_lens_B) <= MAX_BATCH
         and latents.page_size in PAGES
         and all(map(_aligned, latents.planes_PHS))
         and (not LATENTS[latents.format.name].in_runs or in_runs(latents.planes_PHS))
@@ -86,39 +85,39 @@ def in_runs(planes_PHS: tuple[Tensor, ...]) -> bool:
     return slots == rows or records
 
 
-def attend(q_THD: Tensor, latents: Paged, requests: Requests, scale: float) -> Tensor:
+def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -> Tensor:
     """See kernels/mla/__init__.py."""
     from nibble.kernels.attention.triton_kernel import combine_kernel
 
-    (tokens, heads, _), batch = q_THD.shape, len(requests.seq_lens_B)
+    (tokens, heads, _), count = q_THD.shape, len(batch.seq_lens_B)
     latent, blocks = LATENTS[latents.format.name], _blocks(q_THD.device)
     q_THD = q_THD if _readable(q_THD) else q_THD.clone(memory_format=torch.contiguous_format)
     out = q_THD.new_empty(tokens, heads, RANK)
-    pieces = (blocks + batch) * HEADS
+    pieces = (blocks + count) * HEADS
     parts = q_THD.new_empty(pieces, RANK, dtype=torch.float32)
     lse = q_THD.new_empty(pieces, dtype=torch.float32)
-    plan = q_THD.new_empty(batch, 2, dtype=torch.int32)
+    plan = q_THD.new_empty(count, 2, dtype=torch.int32)
     planes = latents.planes_PHS
     pointers = (
-        q_THD, out, parts, lse, plan, *planes, latents.scale, requests.seq_lens_B, requests.cu_seqlens_q_B1,
-        requests.page_table_BN,
+        q_THD, out, parts, lse, plan, *planes, latents.scale, batch.seq_lens_B, batch.cu_seqlens_q_B1,
+        batch.page_table_BN,
     )  # fmt: skip
     values = (
         *(tensor.data_ptr() for tensor in pointers),
         *(plane.stride(0) * plane.itemsize for plane in planes),
         *(plane.stride(2) * plane.itemsize for plane in planes),
         scale,
-        batch,
-        requests.page_table_BN.stride(0),
+        count,
+        batch.page_table_BN.stride(0),
         latents.page_size.bit_length() - 1,
         heads,
         q_THD.stride(0),
         q_THD.stride(1),
     )
     kernel = _kernel(latent, q_THD.device.index or 0)
-    kernel.launch(blocks, latent.threads, latent.shared_bytes(batch), _TYPES, values)
-    combine_kernel[(1, heads, batch)](
-        out, parts, lse, plan, requests.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, _at_once(blocks, batch)
+    kernel.launch(blocks, latent.threads, latent.shared_bytes(count), _TYPES, values)
+    combine_kernel[(1, heads, count)](
+        out, parts, lse, plan, batch.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, _at_once(blocks, count)
     )
     return out
 

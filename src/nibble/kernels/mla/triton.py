@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.attention import Requests
 from nibble.kernels.attention.triton import GPU, MANY, SIZES, gpu_of
 from nibble.kernels.attention.triton_kernel import (
     LEAST_KEYS,
@@ -36,8 +35,8 @@ from nibble.kernels.attention.triton_kernel import (
 )
 from nibble.kernels.codecs.decoders_latent import APART, LATENTS, sections, serves
 from nibble.kernels.codecs.tiles import _rows, decoded, pages_of, slots_of
-from nibble.kernels.gather import Paged
 from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.types import AttentionBatch, Paged
 
 __all__ = ["Shape", "attend", "serves", "shape_of"]
 
@@ -260,14 +259,14 @@ def _bytes(shape: Shape, latents: Paged, rope: int, item: int) -> int:
 
 
 def attend(
-    q_THD: Tensor, latents: Paged, rope: int, requests: Requests, scale: float, longest: int = MANY, *,
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, longest: int = MANY, *,
     shape: Shape | None = None, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
     """See kernels/mla/__init__.py. slots: programs that run at a time for one tile of queries; latents are split among them if
     more than 1.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    rank, count, most = dim - rope, len(requests.seq_lens_B), max(requests.query_lens)
+    rank, count, most = dim - rope, len(batch.seq_lens_B), max(batch.query_lens)
     group = _group(heads, shape.rows if shape else ROWS)
     shape = shape or shape_of(most * group, group, latents, rope, q_THD.dtype, gpu)
     tiles, groups = cdiv(most, shape.rows // group), heads // group
@@ -283,8 +282,8 @@ def attend(
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     most_requests = max(next_power_of_2(count), 32)
     common = (
-        q_THD, out, parts, lse, plan, latent, rotary, latents.scale, requests.page_table_BN, requests.cu_seqlens_q_B1,
-        requests.seq_lens_B, scale, count, slots, requests.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        q_THD, out, parts, lse, plan, latent, rotary, latents.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
+        batch.seq_lens_B, scale, count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
         group, rank, rope, kind, LATENTS[latents.format.name].decoder.fold, split,
     )  # fmt: skip
     if shape.hopper:
@@ -301,7 +300,7 @@ def attend(
         )  # fmt: skip
     if split:
         combine_kernel[(most, heads, count)](
-            out, parts, lse, plan, requests.cu_seqlens_q_B1, tiles,
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
             group, rank, next_power_of_2(rank), shape.rows, _at_once(slots, count),
         )  # fmt: skip
     return out

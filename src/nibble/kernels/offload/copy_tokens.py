@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nibble.formats.base import raw
 from nibble.kernels import triton_present
-from nibble.kernels.gather import Paged
+from nibble.kernels.types import Paged
 
 
 def copy_tokens(

@@ -29,10 +29,10 @@ from nibble.kernels.codecs.decoders import Decoder, plain
 from nibble.kernels.codecs.decoders_latent import LATENTS, Section
 from nibble.kernels.codecs.encoders_latent import Span, put
 from nibble.kernels.codecs.tiles import _rows, decoded, interleaved
-from nibble.kernels.gather import Paged
 from nibble.kernels.offload.copy_tokens import alike
 from nibble.kernels.offload.host_memory import reachable
 from nibble.kernels.sizes import cdiv
+from nibble.kernels.types import Paged
 
 UNITS, COPY_WARPS = 1024, 4
 """Units of a tile that is copied."""

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nibble.kernels import triton_present
-from nibble.kernels.gather import Paged, gather_tokens
+from nibble.kernels.gather import gather_tokens
+from nibble.kernels.types import Paged
 
 VALUES = 1 << 22
 """Bound on the chosen values that the reference dequantises at a time."""

@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nibble.kernels.codecs.decoders_latent import APART, LATENTS, NO_ROPE
-from nibble.kernels.gather import Paged
 from nibble.kernels.mla.gluon_sm90 import LOG2E, LOWEST
 from nibble.kernels.sparse_mla.gluon_sm90_gather import gather, layouts, quicker
 from nibble.kernels.sparse_mla.gluon_sm90_rows import dealt, rows_of, write
+from nibble.kernels.types import Paged
 
 ROWS, TILE = 64, 64
 RANK = 512

@@ -23,9 +23,9 @@ from nibble.kernels.attention.triton import GPU, gpu_of
 from nibble.kernels.attention.triton_kernel import LOG2E, LOWEST, _queries, _store
 from nibble.kernels.codecs.decoders_latent import APART, LATENTS, sections, serves
 from nibble.kernels.codecs.tiles import _rows, decoded
-from nibble.kernels.gather import Paged
 from nibble.kernels.mla.triton import HOPPER, NARROW, ROWS, Shape, _begun, _bytes, _group, _power, _product
 from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.types import Paged
 
 __all__ = ["Shape", "attend", "serves", "shape_of"]
 

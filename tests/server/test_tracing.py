@@ -19,7 +19,7 @@ from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-define
 from nibble.errors import ConfigError
 from nibble.server.app import make_app
 from nibble.server.settings import Settings
-from nibble.server.traces import INSTALL, Traces, traces_to
+from nibble.server.tracing import INSTALL, Tracer, tracer_to
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace import ReadableSpan
@@ -36,10 +36,10 @@ def spans_of(
 ) -> Sequence[ReadableSpan]:
     """What requests leave behind: path, body and headers of each."""
     memory, engine = InMemorySpanExporter(), engine or FakeEngine()
-    traces = Traces(SimpleSpanProcessor(memory))
+    tracer = Tracer(SimpleSpanProcessor(memory))
 
     async def run() -> None:
-        app = make_app(engine, FakeTokens(), "m", Settings(max_queue=3), sinks=[traces])
+        app = make_app(engine, FakeTokens(), "m", Settings(max_queue=3), sinks=[tracer])
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for path, body, headers in asked:
@@ -47,7 +47,7 @@ def spans_of(
             await client.get("/health")
 
     asyncio.run(run())
-    traces.close()
+    tracer.close()
     return memory.get_finished_spans()
 
 
@@ -114,7 +114,7 @@ def test_without_opentelemetry_it_is_refused_at_the_start(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError) as error:
-        traces_to("http://localhost:1")
+        tracer_to("http://localhost:1")
     assert INSTALL in str(error.value)
 
 

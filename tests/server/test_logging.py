@@ -1,4 +1,4 @@
-"""The log: a line for each exchange, ids that clients may choose, turns in the engine's life, and both formats."""
+"""The log: a line for each request, ids that clients may choose, turns in the engine's life, and both formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from conftest import FakeEngine, running  # type: ignore[attr-defined]
 from nibble.attention.planner import timings as measured
 from nibble.errors import ConfigError
 from nibble.hardware import probe
-from nibble.server.logs import Lines, as_json, as_text, plan_in_short
+from nibble.server.logging import LineFormatter, as_json, as_text, plan_summary
 from nibble.server.settings import Settings
 
 SECRET = "hello"  # what TEXT and CHAT ask
@@ -34,7 +34,7 @@ def listen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "nibble.server")
 
 
-def test_a_line_for_each_exchange(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
     async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
         named = {"x-request-id": "job-7/3"}
         response = await client.post("/v1/chat/completions", json={**CHAT, "n": 2}, headers=named)
@@ -107,11 +107,11 @@ def test_formats() -> None:
     told = record(
         "request", id="a", path="/x\nforged ERROR", total_s=0.5, finish=None, request={"prompt": "é"}
     )
-    assert Lines(as_text).format(told) == (
+    assert LineFormatter(as_text).format(told) == (
         '1970-01-01T00:00:00.250Z info request id=a path="/x\\nforged ERROR" total_s=0.5 finish=null '
         'request="{\\"prompt\\": \\"é\\"}"'
     )
-    found = json.loads(Lines(as_json).format(told))
+    found = json.loads(LineFormatter(as_json).format(told))
     assert found == {
         "time": "1970-01-01T00:00:00.250Z", "level": "info", "event": "request", "id": "a",
         "path": "/x\nforged ERROR", "total_s": 0.5, "finish": None, "request": {"prompt": "é"},
@@ -122,7 +122,7 @@ def test_an_exception_is_told() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     for line in (as_text, as_json):
-        handler.setFormatter(Lines(line))
+        handler.setFormatter(LineFormatter(line))
         try:
             raise ValueError("what went wrong")
         except ValueError as error:
@@ -140,7 +140,7 @@ def test_an_unknown_format() -> None:
 
 
 def test_a_plan_that_says_little() -> None:
-    assert plan_in_short({})["kv_format"] == ""
+    assert plan_summary({})["kv_format"] == ""
 
 
 def test_what_the_process_of_the_engine_logs_has_the_same_format() -> None:
