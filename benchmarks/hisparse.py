@@ -44,7 +44,7 @@ from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.engine.outputs import Delta
 from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
-from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import INDEX, LATENT, Stream
 
 MODEL, TINY_MODEL = "deepseek-v3.2, 4 layers", "tiny sparse"

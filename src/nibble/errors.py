@@ -1,6 +1,14 @@
-"""The exception tree: an error is an interface, and names the cause and what would work instead.
+"""The exception tree: an error names the cause and what would work instead.
 
-Owns every exception class of the package. Knows nothing of torch, models or caches.
+NibbleError            every error that is raised on purpose
+    ConfigError        malformed, or not to be had; raised before weights load
+        Unsupported    no backend serves a need
+        ScaleError     KV scales
+    WeightError        a checkpoint
+    CapacityError      the cache cannot hold it
+        OutOfPages, OutOfFrames, PromptTooLong
+    BackendError       a kernel failed
+    RequestError       a request is invalid
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ class NibbleError(Exception):
 
 
 class ConfigError(NibbleError):
-    """What was asked for is malformed or cannot be had; raised before weights load."""
+    """A requested value is malformed or cannot be had; raised before weights load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class Unsupported(ConfigError):
     """No backend serves a need."""
 
     def __init__(self, refusal: Refusal) -> None:
+        """Create the error with the refusal's text."""
         self.refusal = refusal
         super().__init__(refusal.as_text())
 
@@ -64,7 +73,7 @@ class WeightError(NibbleError):
 
 
 class CapacityError(NibbleError):
-    """The cache cannot hold what was asked for."""
+    """The cache cannot hold what is requested."""
 
 
 class OutOfPages(CapacityError):
@@ -84,17 +93,23 @@ class BackendError(NibbleError):
 
 
 class RequestError(NibbleError):
-    """A request is invalid. `status` is the HTTP status that a server answers with; `code`: the word by which OpenAI's
-    clients know this very error, where there is one."""
+    """A request is invalid."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        """Create the error.
+
+        Args:
+            message: What is wrong, and what would work.
+            status: The HTTP status that a server answers with.
+            code: What OpenAI's clients call this very error, if they have a name for it.
+        """
         self.status, self.code = status, code
         super().__init__(message)
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One line for an unknown name: what was asked, the nearest known name, and all of them."""
-    known = sorted(known)
-    near = get_close_matches(name, known, n=1)
+def unknown(kind: str, name: str, names: Iterable[str]) -> str:
+    """Return one line for an unknown `name`: the nearest of `names`, and all of them."""
+    names = sorted(names)
+    near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}"
+    return f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}"

@@ -33,6 +33,7 @@ class LayerRule:
         where, equals, name = text.partition("=")
         if not equals:
             raise ConfigError(f"cannot read the layer rule {text.strip()!r}; write it as 0,1,-1=fp8_e4m3")
+        # The scheme is checked here, layers only against a model (indices).
         scheme = schemes.parse(name)
         return cls(text, tuple(_parse_span(item.strip(), where) for item in where.split(",")), scheme)
 
@@ -103,6 +104,7 @@ class CacheSpec:
     @classmethod
     def from_config(cls, config: Config) -> CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
+        # `auto` and a missing option mean the same from here on.
         prefill, decode = (
             None if name == AUTO else name for name in (config.backend_for(False), config.backend_for(True))
         )

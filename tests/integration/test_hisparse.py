@@ -21,7 +21,7 @@ from nibble.engine.cuda_graphs import Graphs, live
 from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
-from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import LATENTS
 from tiny import MLA, SPARSE, save_tiny
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nibble.attention.planner.needs import SchemeGroup, scheme_groups
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
 from nibble.hardware import GIB, Hardware
@@ -41,7 +41,7 @@ def rows() -> st.SearchStrategy[Support]:
         arch=st.none() | some(ARCHS),
         page=st.none() | some(PAGES),
         window=st.none() | some(BOTH),
-        prefer=st.sampled_from((-10, 0, 20)),  # few, so that ties are common
+        gathers=st.booleans(),
     )
 
 
@@ -51,7 +51,11 @@ def tables(draw: st.DrawFn) -> dict[str, BackendInfo]:
     adapters = st.sampled_from((None, object))
     return {
         name: BackendInfo(
-            name=name, support=tuple(draw(st.lists(rows(), max_size=4))), summary="", adapter=draw(adapters)
+            name=name,
+            support=tuple(draw(st.lists(rows(), max_size=4))),
+            summary="",
+            origin=draw(st.sampled_from(Origin)),  # few, so that ties are common
+            adapter=draw(adapters),
         )
         for name in names
     }
@@ -102,7 +106,11 @@ def serves(
     need = part.need(phase, machine, "bfloat16", page, packing)
     if stage_to:
         need = replace(need, format=stage_to, packing=STAGED_PACKING)
-    allowed = {asked.name: (getattr(row, asked.name), getattr(need, asked.name)) for asked in fields(need)}
+    allowed = {
+        asked.name: (getattr(row, asked.name), getattr(need, asked.name))
+        for asked in fields(row)
+        if hasattr(need, asked.name)
+    }
     return all(values is None or value in values for values, value in allowed.values())
 
 

@@ -22,11 +22,18 @@ BASE = {"model_spec", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
     "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
     "attention/planner/plan", "attention/planner/resolve", "attention/planner/needs", "attention/planner/options", "attention/planner/refusal",
-    "attention/planner/explain", "attention/planner/cells", "attention/planner/memory", "attention/planner/capture",
-    "attention/planner/offload", "attention/planner/timings", "attention/planner/versions", "engine/request", "engine/scheduler",
+    "attention/planner/explain", "attention/planner/cells", "engine/plan", "models/observations", "cli/plan", "attention/planner/memory", "attention/planner/capture",
+    "attention/planner/offload", "attention/planner/evidence", "engine/request", "engine/scheduler",
     "engine/outputs",
 )  # fmt: skip
 BOOKS = (
+    "nibble.attention.planner.resolve",
+    "nibble.attention.planner.cells",
+    "nibble.cli.docs_tables",
+    "nibble.cli.docs_peers",
+    "nibble.engine.plan",
+    "nibble.models.observations",
+    "nibble.spec",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
     "nibble.engine.outputs",

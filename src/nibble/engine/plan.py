@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nibble.attention import backends
-from nibble.attention.planner import timings
+from nibble.attention.planner import evidence
 from nibble.attention.planner.capture import cuda_graph_blocker
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan
@@ -57,14 +57,17 @@ def plan_engine(
         CapacityError: The memory does not suffice.
     """
     here = hardware is None
+    # For another machine it does not matter which packages are installed here.
     table = backends.available_backends() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     spec = CacheSpec.from_config(config)
     model_spec = observe_model(
         config.model, spec.compute_dtype(hardware), config.max_context, config.index_topk
     )
-    times = timings.load(hardware, table) if here and by_times and config.tuned else timings.NOTHING
+    tuned = here and by_times and config.tuned
+    times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
+    # Decoding without graphs is slow enough to be worth a note.
     note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     budget = MemoryPlanner(spec, model_spec, hardware, plan).plan()

@@ -27,8 +27,7 @@ from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.formats.base import raw
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload.copy_tokens import alike
-from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, LATENT
 

@@ -1,6 +1,6 @@
 """What a KV format is: planes of bytes per token, and the definition of its encoding in torch.
 
-Owns Plane and KVFormat. A format file must not know of pages, attention or models.
+A format file must not know of pages, attention or models.
 
 Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes.
 """
@@ -96,6 +96,7 @@ class KVFormat(ABC):
 
     @property
     def needs_scale(self) -> bool:
+        """Return whether the format has a global scale."""
         return self.max_value is not None
 
     def refuses(self, stream: Stream) -> str | None:

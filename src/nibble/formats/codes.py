@@ -1,7 +1,6 @@
 """E2M1, the 4-bit float of all FP4 formats: codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the sign.
 
-Owns rounding to codes and packing two codes to a byte (low nibble: even index). Scales belong to the formats.
-The value set is OCP Microscaling Formats (MX) v1.0, section 5.3.3.
+Scales belong to the formats. The value set is OCP Microscaling Formats (MX) v1.0, section 5.3.3.
 
 Shape suffixes: D values, P packed bytes (D / 2).
 """

@@ -36,9 +36,9 @@ class _Latent(KVFormat):
     """Rotary values at the end of what is encoded; known to a format that is bound to a stream."""
 
     def bound(self, stream: Stream) -> KVFormat:
-        found = copy(self)
-        found.rope = stream.rope
-        return found
+        bound = copy(self)
+        bound.rope = stream.rope
+        return bound
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
         rope = (Plane("rope", "bfloat16", (stream.heads, stream.rope)),) if stream.rope else ()
@@ -78,6 +78,8 @@ def _without_rope(stream: Stream) -> Stream:
 
 
 class FP8DsMla(_Latent):
+    """FP8 latents with a scale per 128 values and BF16 rotary values, as FlashMLA reads them."""
+
     name = "fp8_ds_mla"
     summary = "latents of MLA: E4M3 with an FP32 scale per 128 values, rotary values in BF16"
     source = "FlashMLA, sparse decoding for DeepSeek V3.2"
@@ -97,6 +99,8 @@ class FP8DsMla(_Latent):
 
 
 class NVFP4DsMla(_Latent):
+    """NVFP4 latents with BF16 rotary values."""
+
     name = "nvfp4_ds_mla"
     summary = "latents of MLA: NVFP4, rotary values in BF16"
     source = "vLLM's and SGLang's nvfp4_ds_mla; the block format is NVIDIA NVFP4"

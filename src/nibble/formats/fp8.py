@@ -38,24 +38,31 @@ class FP8(KVFormat):
     """The torch dtype's name."""
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        """Return one plane of data; the scale lies outside the pool."""
         return (Plane("data", self.dtype, (stream.heads, stream.dim)),)
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """Encode [T, H, D] / scale by a saturating cast."""
         limit = self.max_value
         assert limit is not None
         return ((x_THD.float() / scale).clamp_(-limit, limit).to(torch_dtype(self.dtype)),)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        """Decode to float32 [..., H, D]."""
         return to_float(planes[0]).mul_(scale)
 
 
 class E4M3(FP8):
+    """FP8 with 4 bits of exponent, largest value 448."""
+
     name, dtype, max_value = "fp8_e4m3", "float8_e4m3fn", E4M3_MAX
     summary = "one byte a value: 4 exponent and 3 mantissa bits; one FP32 scale per layer and stream"
     source = "OCP FP8 (OFP8) E4M3"
 
 
 class E5M2(FP8):
+    """FP8 with 5 bits of exponent, largest value 57,344."""
+
     name, dtype, max_value = "fp8_e5m2", "float8_e5m2", 57344.0
     summary = "one byte a value: 5 exponent and 2 mantissa bits; one FP32 scale per layer and stream"
     source = "OCP FP8 (OFP8) E5M2"

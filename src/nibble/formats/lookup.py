@@ -1,7 +1,4 @@
-"""Decoding bytes by table: what a code means, looked up. On a CPU several times faster than converting.
-
-Owns look_up() and the tables of the 8-bit floats. Must not know of formats or blocks.
-"""
+"""Decoding bytes by table: what a code means, looked up. On a CPU several times faster than converting."""
 
 from __future__ import annotations
 

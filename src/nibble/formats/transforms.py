@@ -1,6 +1,6 @@
 """Transforms of K that cost no bytes and make it easier to quantise, with what they ask of the query.
 
-Owns Transform and the table of them. Each leaves the softmax of attention as it was:
+Each leaves the softmax of attention as it was:
 
 - kmean: K minus a static mean per head. Scores shift by q . mean, the same for all keys of a query, and a softmax
   does not see a shift. Learned sinks and score capping do see it, so those models are refused.

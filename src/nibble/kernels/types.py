@@ -42,7 +42,7 @@ class Paged:
         return self.planes_PHS[0].shape[2]
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """The requests of one phase; their tokens are rows [start, stop) of the step, request after request.
 

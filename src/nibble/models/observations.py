@@ -47,10 +47,12 @@ def observe_model(
         WeightError: The checkpoint is missing or broken.
     """
     folder = Path(locate(model))
+    # A name on the hub may mean another version tomorrow.
     path = _path(folder, dtype, max_context, index_topk) if (folder / "config.json").is_file() else None
-    known = _read(path) if path else None
-    if known is not None:
-        return replace(known, model=model)
+    cached = _read(path) if path else None
+    if cached is not None:
+        # The name is not part of the key: the same files may have several.
+        return replace(cached, model=model)
     # both import torch and Transformers, which takes seconds
     from nibble.models.observe import observe
     from nibble.models.refusals import load_config
@@ -90,6 +92,7 @@ def _read(path: Path) -> ModelSpec | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         facts = content["model_spec"]
+        # A file that was cut off or edited has another digest.
         return _model_spec(facts) if content["digest"] == _digest(facts) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -100,7 +103,7 @@ def _write(path: Path, model_spec: ModelSpec) -> None:
     # a cache folder that cannot be written costs time, nothing else
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
+        files.write_atomic(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
 
 
 def _digest(facts: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nibble.attention import backends
 from nibble.attention.layer import StepContext
-from nibble.attention.planner import explain, timings
+from nibble.attention.planner import evidence, explain
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
@@ -33,7 +33,7 @@ from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError,
 from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
 from nibble.models.forward import plain
-from nibble.models.observe import BYTES, observed, skeleton
+from nibble.models.observe import BYTES, observe_skeleton, skeleton
 from nibble.models.refusals import check_config
 from nibble.transformers.patching import attach
 from nibble.transformers.step import Step, count_tokens, pack
@@ -361,14 +361,15 @@ def _plan_cache(model: Any, options: dict[str, Any]) -> Design:
     check_config(model.config)
     # skeleton() changes the config that it gets.
     bare: Any = skeleton(deepcopy(model.config))
+    # A wrapped or patched class may attend differently from what was observed.
     if type(bare) is not type(model):
         raise ConfigError(
             f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "
             f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
         )
-    model_spec = observed(bare, config.model, config.dtype, config.max_context)
+    model_spec = observe_skeleton(bare, config.model, config.dtype, config.max_context)
     table = backends.available_backends()
-    times = timings.load(hardware, table) if config.tuned else timings.NOTHING
+    times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)
     require_runnable(plan)
     return Design(config, hardware, model_spec, plan)

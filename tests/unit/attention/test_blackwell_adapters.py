@@ -99,14 +99,14 @@ def test_drafts_that_see_too_much_would_be_seen(monkeypatch: pytest.MonkeyPatch)
     """The suite can fail: a draft token sees no later one."""
     vendor_blackwell.install(monkeypatch, "cutlass_mla")
     case, route = find("cutlass_mla", Phase.VERIFY)
-    right = cutlass_mla._rows
+    right = cutlass_mla._split_tokens
 
     def wrong(segment: AttentionBatch, page: int) -> Any:
         made = right(segment, page)
         counts_B = segment.cu_seqlens_q_B1.diff()
         return replace(made, lens_T=segment.seq_lens_B.repeat_interleave(counts_B))
 
-    monkeypatch.setattr(cutlass_mla, "_rows", wrong)
+    monkeypatch.setattr(cutlass_mla, "_split_tokens", wrong)
     with pytest.raises(AssertionError, match="error"):
         rows.check(case, route, rows.BATCHES[Phase.VERIFY][1])
 

@@ -19,9 +19,11 @@ import torch
 from nibble import LLM
 from nibble.attention import dequantize as staging
 from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.layer import StepStates
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs
+from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
+from nibble.attention.planner.support import Phase, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
@@ -68,7 +70,10 @@ def test_it_is_bounded_and_changes_no_answer(
     monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step, spec = segment(phase, new), AttentionParams(DIM**-0.5, window=window)
     q_THD = torch.randn(step.stop, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(9))
-    parts = list(staging.dequantize_pages(view, step, "fp32", window))
+    parts = [
+        (staging.dequantize_pages(view, part, "fp32"), part.batch)
+        for part in staging.cut_parts(step, view.page_size, window)
+    ]
     found = [TorchRef().attend(q_THD[p.start : p.stop], part, p, spec) for part, p in parts]
     expected = TorchRef().attend(q_THD, view, step, spec)
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-6)
@@ -84,19 +89,25 @@ def test_layers_of_a_step_share_what_is_worked_out(
 ) -> None:
     """So that backends, who plan once for a segment, do so once for a step; and it is gone with the step."""
     monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
-    step = segment(Phase.EXTEND, 4)
+    step, states = segment(Phase.EXTEND, 4), StepStates()
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None)
+    route, other = (Route(Phase.EXTEND, "torch_ref", row, stage_to="bf16") for _ in range(2))
+    backends = {"torch_ref": TorchRef()}
 
-    one, again = (_segments(view, step, None) for _ in range(2))
+    def parts(route: Route, window: int | None) -> list[AttentionBatch]:
+        prepared = states.lookup(route, backends, view.page_size, step, AttentionParams(1.0, window))
+        return [part.batch for part in prepared.parts]
+
+    one, again, third = parts(route, None), parts(route, None), parts(other, None)
     assert all(map(operator.is_, one, again)) and len(one) == (1 if bound > 500 else 3)
-    assert not any(map(operator.is_, one, _segments(view, step, 16)))
-    held = weakref.ref(step)
-    del step
+    assert all(map(operator.is_, one, third)), "layers of another group too"
+    assert not any(map(operator.is_, one, parts(route, 16)))
+    prepared = states.lookup(route, backends, view.page_size, step, AttentionParams(1.0))
+    held = weakref.ref(prepared)
+    del prepared
+    states = StepStates()
     gc.collect()
     assert held() is None
-
-
-def _segments(view: KVView, step: AttentionBatch, window: int | None) -> list[AttentionBatch]:
-    return [part for _, part in staging.dequantize_pages(view, step, "bf16", window)]
 
 
 def plan_of(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[Any, Any]:

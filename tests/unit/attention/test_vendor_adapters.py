@@ -29,7 +29,7 @@ from nibble.attention.backends import flashinfer as flashinfer_facts
 from nibble.attention.backends import missing_requirement
 from nibble.attention.backends.adapters import flashinfer, trtllm_mha
 from nibble.attention.backends.vendor import KernelPackages
-from nibble.attention.layer import attention
+from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -132,9 +132,8 @@ def test_one_plan_serves_all_layers_of_a_step(
     on(monkeypatch, 90)
     made = scene("flashinfer", find("flashinfer", phase=Phase.EXTEND, format="bf16", shape=shape))
     adapter, view, (segment,) = made.ctx.backends["flashinfer"], made.ctx.pool.view(0), made.ctx.meta.batches
-    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-    for _ in range(3):
-        adapter.attend(made.q_THD, view, segment, made.spec)
+    for _ in range(4):
+        attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
     assert (len(calls.planned), len(calls.made), len(calls.ran)) == (1, 1, 4)
     assert calls.made[0].backend == "fa3"
 
@@ -143,10 +142,22 @@ def test_one_plan_serves_all_layers_of_a_step(
             start.phase, start.start, start.query_lens, start.seq_lens, start.page_table_BN
         )
 
-    after, third = again(segment), again(segment)
-    for step in (after, segment, after, third, third):
-        adapter.attend(made.q_THD, view, step, made.spec)
+    def attend(prepared: PreparedBatch) -> None:
+        list(prepared.attend(made.q_THD, view, made.spec))
+
+    after, third = (
+        PreparedBatch.create(adapter, None, again(segment), view.page_size, made.spec.window)
+        for _ in range(2)
+    )
+    attend(after)
+    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+    for step in (after, third, third):
+        attend(step)
     assert (len(calls.planned), len(calls.made)) == (3, 2), "two steps at a time have wrappers of their own"
+    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+    assert (len(calls.planned), len(calls.made)) == (4, 2), (
+        "whose wrapper another step has is planned for again"
+    )
 
 
 def test_a_wrapper_whose_step_is_over_is_planned_anew(
@@ -173,8 +184,9 @@ def test_layers_with_other_windows_and_caps_have_plans_of_their_own(
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
     (segment,) = made.ctx.meta.batches
     adapter, view = made.ctx.backends["flashinfer"], made.ctx.pool.view(0)
+    other = PreparedBatch.create(adapter, None, segment, view.page_size, 7)
     for _ in range(2):
-        adapter.attend(made.q_THD, view, segment, replace(made.spec, window=7, softcap=5.0))
+        list(other.attend(made.q_THD, view, replace(made.spec, window=7, softcap=5.0)))
     planned = [(p["window_left"], p["logits_soft_cap"]) for p in calls.planned]
     assert planned == [(-1, 0.0), (6, 5.0)], "their window does not count the present token"
 
@@ -271,12 +283,12 @@ def test_a_wrong_flag_would_be_seen(calls: vendor.Calls, monkeypatch: pytest.Mon
     )
     route = rows.route_for(case)
     assert route
-    right = flashinfer.FlashInfer.attend
+    right = flashinfer.FlashInfer.kind
 
-    def wrong(self: Any, q: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        return right(self, q, view, segment, replace(spec, window=(spec.window or 0) + 1))
+    def wrong(self: Any, q: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+        return right(self, q, view, batch, replace(params, window=(params.window or 0) + 1))
 
-    monkeypatch.setattr(flashinfer.FlashInfer, "attend", wrong)
+    monkeypatch.setattr(flashinfer.FlashInfer, "kind", wrong)
     with pytest.raises(AssertionError, match="error"):
         rows.check(case, route, ((500, 2),))
 

@@ -51,18 +51,19 @@ class Table:
 
 
 def _markdown_line(cells: tuple[str, ...]) -> str:
+    # A bar would end the cell.
     texts = (cell.replace("|", "/") for cell in cells)
     return f"|{'|'.join(f' {text} ' if text else ' ' for text in texts)}|"
 
 
 def baseline_bytes(layout: CacheLayout) -> int:
-    """Bytes per token of the same streams, unquantised in 16 bits."""
+    """Return the bytes per token of the same streams, unquantised in 16 bits."""
     plain = formats.plain(BASELINE)
     return sum(plain.bytes_per_token(entry.stream) for layer in layout.layers for entry in layer.streams)
 
 
 def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
-    """Everything that was decided, ready for JSON."""
+    """Return everything that was decided, ready for JSON."""
     layout = plan.layout
     return {
         "dtype": plan.dtype,
@@ -141,20 +142,19 @@ def _route(route: Route) -> dict[str, Any]:
         "backend": route.backend,
         "stage_to": route.stage_to,
         "runnable": route.runnable,
-        "prefer": route.row.prefer,
-        "cites": route.row.source,
+        "cites": route.ranking or route.row.source,
         **({"measured": route.measured} if route.measured else {}),
         **({"failed": route.failed} if route.failed else {}),
     }
 
 
 def _stored(plan: Plan, group: GroupPlan) -> LayerLayout | None:
-    """What a layer of the group stores; None if all of them read others' pages."""
+    """Return what a layer of the group stores; None if all of them read others' pages."""
     return next((entry for entry in plan.layout.layers if entry.layer in group.layers), None)
 
 
 def as_text(plan: Plan, budget: MemoryPlan | None = None) -> str:
-    """Lines for the terminal: routes, storage, bytes and why; memory, where there is a budget."""
+    """Return lines for the terminal: routes, storage, bytes and why; memory, where there is a budget."""
     memory = _memory(plan, budget) if budget else ()
     return "\n".join((*_routes(plan), *_bytes(plan), *memory, *(f"note: {note}" for note in plan.notes)))
 
@@ -183,13 +183,13 @@ def _bytes(plan: Plan) -> Iterator[str]:
             count = sum(entry.layer in group.layers for entry in layout.layers)
             total = f"{stored.bytes_per_token:,} bytes a token, {count} layers"
             yield f"  {group.group.name} in {group.scheme}: {parts} = {total}"
-    whole = baseline_bytes(layout)
-    saving = f"{whole:,} in 16 bits: {whole / layout.bytes_per_token:.2f} x fewer"
+    baseline = baseline_bytes(layout)
+    saving = f"{baseline:,} in 16 bits: {baseline / layout.bytes_per_token:.2f} x fewer"
     yield f"  all layers: {layout.bytes_per_token:,} bytes a token, {saving}"
 
 
 def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
-    """Where memory goes, and how many tokens fit."""
+    """Yield where memory goes, and how many tokens fit."""
     parts = {
         "weights": budget.weights,
         "staging": budget.staging,
@@ -240,24 +240,26 @@ def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, p
 
 
 def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
-    """Which backends leave no or little choice of page size or packing."""
-    found: dict[str, None] = {}
+    """Return which backends leave no or little choice of page size or packing."""
+    reads: dict[str, None] = {}
     for route in (route for group in groups for route in group.routes):
         allowed = getattr(route.row, field)
+        # Staged pages have a packing of their own, and a backend that reads several does not decide.
         free = allowed is None or (field == "packing" and (route.stage_to or len(allowed) > 1))
         if not free:
-            found[f"{route.backend} reads {format_values(field, allowed)}"] = None
-    return "; ".join(found)
+            reads[f"{route.backend} reads {format_values(field, allowed)}"] = None
+    return "; ".join(reads)
 
 
 def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
-    """Why each phase of a group goes where it goes; phases with the same reason share a line."""
+    """Yield why each phase of a group goes where it goes; phases with the same reason share a line."""
     phases: dict[str, list[str]] = {}
     for route in group.routes:
         for line in _route_notes(request, route):
             phases.setdefault(line, []).append(str(route.phase))
     for line, names in phases.items():
         yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
+    # A plan without draft tokens works; who wants them must know that they are not served.
     if all(route.phase is not Phase.VERIFY for route in group.routes):
         decode = request.spec.decode_backend
         who = f"{decode} does not serve" if decode else "no backend that can run here serves"
@@ -278,37 +280,42 @@ def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
             else "the most preferred of those that serve it"
         )
         yield f"{route.backend}, {first} ({route.why})"
-    if route.row.prefer < 0 and not request.hardware.is_cpu:
+    if route.row.gathers and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
-        pays = auto and (route.measured or route.row.staged is not None)
-        why = ", for speed: kernels that read them as they are stored take longer" if pays else ""
+        why = ", for speed: kernels that read them as they are stored take longer" if route.for_speed else ""
         yield f"pages are staged to {route.stage_to}, which {route.backend} reads{why}"
 
 
 def _declared_notes(request: PlanRequest, groups: tuple[GroupPlan, ...]) -> Iterator[str]:
     names = dict.fromkeys(route.backend for group in groups for route in group.routes if not route.runnable)
-    lacking = {name: lack for name in names if (lack := request.backends[name].missing)}
-    yield from (f"{name} cannot run here: it needs {lack}" for name, lack in lacking.items())
-    if without := [name for name in names if name not in lacking]:
+    needs = {name: missing for name in names if (missing := request.backends[name].missing)}
+    yield from (f"{name} cannot run here: it needs {missing}" for name, missing in needs.items())
+    if without := [name for name in names if name not in needs]:
         yield f"declared only, this version cannot run it: {', '.join(without)}"
 
 
 # What dequantising costs
 
-SHOWN = (Phase.EXTEND, Phase.DECODE)
+PRICED_PHASES = (Phase.EXTEND, Phase.DECODE)
 """Phases whose costs are shown: PREFILL goes where EXTEND goes, and has less to stage; VERIFY is as DECODE."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingCost:
-    """Bytes of one step over one request, in one layer. tokens: of the request. direct: as a kernel for the format
-    would read them; plain: of an unquantised cache in the format that pages are staged to."""
+    """Bytes that one step over one request moves.
+
+    Staging reads every stored byte, writes it in a plain format, and attention reads that. A kernel that reads the
+    cache's own bytes reads them once, and only those that it looks at.
+    """
 
     tokens: int
+    """Of the request, the longest kind; shorter ones cost in proportion."""
     staged: int
     direct: int
+    """As a kernel for the format would read them."""
     plain: int
+    """Of an unquantised cache in the format that pages are staged to."""
 
     @property
     def factor(self) -> float:
@@ -317,11 +324,21 @@ class StagingCost:
 
 
 def staging_cost(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: int) -> StagingCost:
-    """What staging a layer of `group` costs. stored: what the layer, or the one whose pages it reads, stores."""
-    own, plain = stored.without_index.bytes_per_token, stored.without_index.bytes_in(stage_to)
+    """Return what staging costs in one layer.
+
+    Args:
+        group: The group of the layer.
+        stored: What the layer stores, or the one whose pages it reads.
+        stage_to: The plain format.
+        tokens: Of the longest request.
+    """
+    direct, plain = stored.without_index.bytes_per_token, stored.without_index.bytes_in(stage_to)
     within = min(tokens, group.window or tokens)
+    # Sparse attention stages all tokens, and reads the chosen ones only.
     looked_at = min(within, group.top_k or within)
-    return StagingCost(tokens, within * (own + plain) + looked_at * plain, looked_at * own, looked_at * plain)
+    return StagingCost(
+        tokens, within * (direct + plain) + looked_at * plain, looked_at * direct, looked_at * plain
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +359,10 @@ class StagedRoute:
 
 
 def staging_costs(plan: Plan, tokens: int) -> Iterator[StagedRoute]:
-    """What staging costs wherever the plan stages. tokens: of the longest request."""
+    """Yield what staging costs wherever the plan stages. `tokens` are those of the longest request."""
     stored = {entry.layer: entry for entry in plan.layout.layers}
     for group in plan.groups:
-        for route in (group.route(phase) for phase in SHOWN):
+        for route in (group.route(phase) for phase in PRICED_PHASES):
             if route.stage_to:
                 one = staging_cost(group.group, stored[plan.owner[group.layers[0]]], route.stage_to, tokens)
                 sums = (len(group.layers) * size for size in (one.staged, one.direct, one.plain))
@@ -353,5 +370,5 @@ def staging_costs(plan: Plan, tokens: int) -> Iterator[StagedRoute]:
 
 
 def staging_warnings(plan: Plan, tokens: int) -> tuple[str, ...]:
-    """What users should know before they serve: staging in DECODE, which every token pays."""
+    """Return what users should know before they serve: staging in DECODE, which every token pays."""
     return tuple(str(entry) for entry in staging_costs(plan, tokens) if entry.route.phase.decodes)

@@ -40,7 +40,7 @@ GRAPH_BYTES = 16 << 20
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
 """Default for the most tokens of a step. A GPU reaches its arithmetic rate with some thousands."""
 ERROR_MONITOR_BYTES = 256 << 20
-"""What the error monitor takes on a GPU: reference rows (engine/reference_rows.py), and float32 copies of one layer's
+"""What the error monitor takes on a GPU: reference rows (engine/error_monitor.py), and float32 copies of one layer's
 while they are compared."""
 CPU_SHARE = 0.25
 """Largest part of a CPU's memory that a pool takes by default; the machine has other work to do."""
@@ -152,6 +152,7 @@ class StepMemory:
     @property
     def free_for_pages(self) -> int:
         """About what pages can have; less a pool of a given size, which is theirs already."""
+        # An estimate: what backends and tables take is known only once there is a plan.
         libraries = 0 if self.device.is_cpu else LIBRARY_BYTES
         used = self.activation_bytes + self.model.weight_bytes + self.reserve + libraries
         return self.device.memory - used - (self.spec.kv_memory or 0)
@@ -164,6 +165,7 @@ class StepMemory:
         together.
         """
         longest = _round_up(self.context, page_size)
+        # dequantize.py cuts a batch into parts, but never a request.
         tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
         widest = max(entry.stream.values for entry in layer.streams)
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
@@ -184,6 +186,7 @@ class MemoryPlanner:
         self._check_host()
         room, limit = self._pool_room()
         split = self._split_pages(room)
+        # Index keys of all pages stay on the device; the rest lies in frames.
         frame = layout.without_index.bytes_per_page
         result = MemoryPlan(
             memory=self.device.memory,
@@ -232,6 +235,7 @@ class MemoryPlanner:
     def dequantized_bytes(self) -> int:
         """Dequantised pages of the layer that needs most; 0 where no route dequantises."""
         plan = self.cache_plan
+        # The workspace is made of the pages that are read, which belong to the owner of a shared layer.
         owners = {
             plan.owner[layer]
             for group in plan.groups
@@ -248,6 +252,7 @@ class MemoryPlanner:
         Pages in the compute dtype, and float32 results of two parts of a step; 0 where there is no such kernel.
         """
         plan = self.cache_plan
+        # Layers run one after the other, so the largest workspace serves them all.
         widest = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
         return max(
             (
@@ -266,8 +271,8 @@ class MemoryPlanner:
         the pages of each token's request. 0 without sparse attention."""
         top_k = max((group.group.top_k for group in self.cache_plan.groups), default=0)
         pages = ceil(self.step.context / self.cache_plan.page_size)
-        chosen = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + pages)
-        return INDEXER_SCORE_BYTES + chosen if top_k else 0
+        lists = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + pages)
+        return INDEXER_SCORE_BYTES + lists if top_k else 0
 
     @cached_property
     def runtime_bytes(self) -> int:
@@ -281,6 +286,7 @@ class MemoryPlanner:
     @property
     def backend_bytes(self) -> int:
         """What the plan's backends keep on the device for themselves: each once, for all its routes."""
+        # A backend is constructed once for all groups and phases (engine/build.py).
         sizes: dict[str, int] = {}
         for route in (route for group in self.cache_plan.groups for route in group.routes):
             sizes[route.backend] = max(sizes.get(route.backend, 0), route.row.workspace_bytes)
@@ -302,12 +308,14 @@ class MemoryPlanner:
     @cached_property
     def table_width(self) -> int:
         """Columns of a page table: the pages of the longest request, and one that is being added."""
+        # The pool holds at least one request of the longest kind (_check_pool), so no row needs more columns.
         return _round_up(ceil(self.step.context / self.cache_plan.page_size) + 1, TABLE_ALIGNMENT)
 
     @cached_property
     def table_bytes(self) -> int:
-        """Page tables (engine/page_tables.py), a step's copy of them, its buffers and its sampling parameters."""
+        """Page tables (engine/transfer.py), a step's copy of them, its buffers and its sampling parameters."""
         rows = self.spec.max_running + 2  # one for the self-test, one for padding
+        # A recorded step is padded to the next size.
         step_rows = max((self.step.max_decodes, *self.graph_sizes[-1:]))
         table = rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
         step = step_rows * (self.table_width * PAGE_ID_BYTES + SAMPLING_ROW_BYTES)
@@ -341,6 +349,7 @@ class MemoryPlanner:
     @cached_property
     def useful_tokens(self) -> tuple[int, str]:
         """Tokens that it is worth having pages for, and why."""
+        # Without a prefix cache a page is free once its request ends; a CPU has other uses for idle memory.
         factor = IDLE_FACTOR if self.spec.prefix_cache and not self.device.is_cpu else 1
         reason = f"{factor} x max_running x max_context" if factor > 1 else "max_running x max_context"
         longest = _round_up(self.step.context, self.cache_plan.page_size)
@@ -377,12 +386,13 @@ class MemoryPlanner:
 
     def _requested_room(self, requested: int) -> int:
         """Return `requested`; raise CapacityError where the device has not so much left."""
+        # The rest of the reserve may be requested: check_memory() (engine/warmup.py) accepts that.
         reserve = 0 if self.device.is_cpu else int(MIN_RESERVE_LEFT * self.step.reserve)
-        left = self.device.memory - self.used_bytes - reserve
-        if requested > left:
+        free = self.device.memory - self.used_bytes - reserve
+        if requested > free:
             raise CapacityError(
                 f"--kv-memory {format_size(requested)} does not fit: {self.device}, holds {self._contents()}, "
-                f"which leaves {format_bytes(max(left, 0))}{self._fewer_requests(requested - left, '; ')}"
+                f"which leaves {format_bytes(max(free, 0))}{self._fewer_requests(requested - free, '; ')}"
             )
         return requested
 
@@ -392,6 +402,7 @@ class MemoryPlanner:
 
     def _smaller_options(self, free: int) -> str:
         """Name the option that would make room: fewer tables, or smaller steps where weights fit."""
+        # Tables that are larger than what is missing are named first: they alone decide then.
         if fewer := self._fewer_requests(-free, ", or "):
             return fewer
         if self.model.weight_bytes < self.device.memory - self.step.reserve:
@@ -408,6 +419,7 @@ class MemoryPlanner:
         needed = ceil(result.context / size)
         if result.pages >= needed:
             return
+        # A pool without a single page has no shorter context to propose.
         shorter = f"--max-context {result.tokens}; " if result.tokens else ""
         mib = ceil(needed * self.cache_plan.layout.bytes_per_page / (1 << 20))
         raise CapacityError(

@@ -59,6 +59,7 @@ def plan_tier(
     if offload.host_format is not None:
         _check_format(offload.host_format, parts)
     size = layout.page_size
+    # Hot buffers are whole pages, since they lie in frames.
     return Tier(-(-buffer // size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
 
 
@@ -120,16 +121,21 @@ def split_pages(
         CapacityError: One request does not fit, or the host has less memory than is requested.
     """
     size, frame = layout.page_size, layout.without_index.bytes_per_page
+    # A page always costs its index keys and an entry in the table of places; a frame only while it is needed.
     index, request_pages = layout.bytes_per_page - frame + PLACE_BYTES, -(-longest // size)
     host_pages = _host_pages(spec.offload, tier, free_host)
     device_pages, useful_pages = room // layout.bytes_per_page, -(-useful // size)
     if device_pages >= useful_pages:
+        # All pages that are useful fit: a tier would only add work.
         pages = device_pages if spec.kv_memory else useful_pages
         return PageSplit(pages, pages, 0)
+    # A request that is shorter than a hot buffer keeps its own pages.
     hot = min(tier.buffer // size + WRITE_FRAMES, request_pages + 1)
+    # One prompt must fit in full beside the hot buffers of the others.
     requests = (room - (request_pages + WRITE_FRAMES) * frame) // (hot * frame + request_pages * index)
     pages = min(spec.max_running, requests) * request_pages
     pages = pages if host_pages is None else min(pages, host_pages)
+    # The host adds nothing: the device alone has room for more.
     if pages <= device_pages:
         if device_pages < request_pages:
             raise CapacityError(_too_small(tier, room, request_pages, request_pages * frame, host_pages))

@@ -13,7 +13,7 @@ from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
 from nibble.attention.planner.needs import SchemeGroup
-from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, score
+from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, route_cost
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import BackendInfo, Need, Phase
 from nibble.config import Config, default_of
@@ -29,11 +29,18 @@ PAGES = (1, 16, 32, 64, 128, 256)
 
 
 class UnservedError(ConfigError):
-    """There is no plan: no row serves one layer group in one phase, or all of them on one storage."""
+    """There is no plan."""
 
     def __init__(
         self, part: SchemeGroup | None = None, phase: Phase | None = None, options: Options | None = None
     ) -> None:
+        """Note what is not served.
+
+        Args:
+            part: The layer group that no row serves, whatever the storage.
+            phase: The phase in which none does.
+            options: Where each part is served: all options, which have no storage in common.
+        """
         super().__init__("there is no plan")
         self.part, self.phase, self.options = part, phase, options
 
@@ -51,27 +58,29 @@ def _unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
     considered = request.considered(phase)
     reasons = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
     if request.spec.backend_for(phase.decodes) is None:
-        others = (info for name, info in request.backends.items() if name not in considered)
-        would_serve = {
-            info.name: (f"would serve it, but {_absent(info)}",) for info in others if info.serves(need)
+        # `auto` considered only what can run here; the user may install more.
+        absent = (info for name, info in request.backends.items() if name not in considered)
+        reasons |= {
+            info.name: (f"would serve it, but {_absence(info)}",) for info in absent if info.serves(need)
         }
-        reasons |= would_serve
     return Refusal(str(need), reasons)
 
 
-def _absent(info: BackendInfo) -> str:
-    """Why a backend that is known cannot run."""
+def _absence(info: BackendInfo) -> str:
+    """Return why a backend cannot run."""
     return f"needs {info.missing}" if info.missing else "this version has no adapter for it"
 
 
 def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGroup) -> Iterator[str]:
+    """Yield why a backend does not serve a need: from the cache's own bytes, then over dequantised pages."""
     native, staged = info.nearest(need), request.staged(need)
     yield from native
     if staged is None:
         return
-    rest = tuple(reason for reason in info.nearest(staged) if reason not in native)
+    staged_only = tuple(reason for reason in info.nearest(staged) if reason not in native)
     if request.may_stage(need.phase):
-        yield from (f"staged to {staged.format}: {reason}" for reason in rest)
+        yield from (f"staged to {staged.format}: {reason}" for reason in staged_only)
+    # Only DECODE comes here: it is priced, since every token would pay.
     elif request.could_stage and info.serves(staged):
         cost = staging_cost(part.group, part.stored_layer(0), staged.format, request.model_spec.max_context)
         moved = f"moving {cost.factor:.1f} x the bytes in each step"
@@ -80,11 +89,11 @@ def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGr
 
 def _no_common_storage(request: PlanRequest, options: Options) -> Refusal:
     """Return what each backend reads, where each phase is served, but not all on one page size and packing."""
-    asks = [choice for (_, phase), choice in options.items() if phase in ROUTED]
+    routed = [choice for (_, phase), choice in options.items() if phase in ROUTED]
     divided = [
         name
         for name, field in (("page size", "pages"), ("packing", "packings"))
-        if not _common([_allowed(choice, field) for choice in asks])
+        if not _common([_allowed(choice, field) for choice in routed])
     ]
     page = f"page {request.spec.page_size}" if request.spec.page_size else "one page size"
     why = (
@@ -96,7 +105,7 @@ def _no_common_storage(request: PlanRequest, options: Options) -> Refusal:
 
 
 def _allowed(choice: Iterable[Option], field: str) -> frozenset[Any] | None:
-    """What any of the options reads; None for all."""
+    """Return what any of the options reads; None for all."""
     values = [getattr(option, field) for option in choice]
     return None if None in values else frozenset().union(*values)
 
@@ -108,17 +117,20 @@ def _common(allowed: Iterable[frozenset[Any] | None]) -> bool:
 
 
 def _storages(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """`backend (its phases)`, and the page sizes and packings that it reads there."""
+    """Yield `backend (its phases)`, and the page sizes and packings that it reads there."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for (_, phase), choice in options.items():
         for name in dict.fromkeys(option.backend.name for option in choice if phase in ROUTED):
-            mine = [option for option in choice if option.backend.name == name]
-            wants = (*_wants("page", _allowed(mine, "pages")), *_wants("packing", _allowed(mine, "packings")))
-            phases.setdefault((name, wants or ("any page and packing",)), {})[str(phase)] = None
-    yield from ((f"{name} ({', '.join(found)})", wants) for (name, wants), found in phases.items())
+            options_here = [option for option in choice if option.backend.name == name]
+            limits = (
+                *_limit("page", _allowed(options_here, "pages")),
+                *_limit("packing", _allowed(options_here, "packings")),
+            )
+            phases.setdefault((name, limits or ("any page and packing",)), {})[str(phase)] = None
+    yield from ((f"{name} ({', '.join(names)})", limits) for (name, limits), names in phases.items())
 
 
-def _wants(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
+def _limit(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
     if allowed is not None:
         yield f"{name} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
 
@@ -142,9 +154,10 @@ def double_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterato
 def uses_reference(request: PlanRequest, plan: Plan) -> bool:
     """Whether plain torch gathers pages on a GPU without being requested."""
     requested = {request.spec.prefill_backend, request.spec.decode_backend}
+    # On a CPU the reference is the usual backend.
     routes = (route for group in plan.groups for route in group.routes)
     return not request.hardware.is_cpu and any(
-        route.row.prefer < 0 and route.backend not in requested for route in routes
+        route.row.gathers and route.backend not in requested for route in routes
     )
 
 
@@ -156,13 +169,19 @@ def is_acceptable(request: PlanRequest, plan: Plan) -> bool:
     return explores or plan.runnable
 
 
-def cost(request: PlanRequest, plan: Plan) -> tuple[bool, int]:
+def cost(request: PlanRequest, plan: Plan) -> tuple[bool, float]:
     """Return what orders plans of one kind of edits: those that can run first, then those with preferred routes."""
-    return not (request.declared or plan.runnable), -score(plan)
+    return not (request.declared or plan.runnable), route_cost(plan)
 
 
 def command(config: Config, hardware: Hardware, *, declared: bool = False) -> str:
-    """`nibble plan` with all that differs from the defaults, and the scheme always."""
+    """Return `nibble plan` with all that differs from the defaults, and the scheme always.
+
+    Args:
+        config: What is planned.
+        hardware: The machine, which a command names where it is not this one.
+        declared: Whether backends may be chosen that cannot run yet.
+    """
     arguments = ["nibble", "plan", config.model, "--kv-format", config.kv_format]
     for option in fields(config):
         value = getattr(config, option.name)
@@ -187,15 +206,17 @@ def _is_named(hardware: Hardware) -> bool:
 
 
 def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
-    """Kinds of edits that keep the scheme, the mildest first."""
+    """Yield kinds of edits that keep the scheme, the mildest first."""
     spec, names = request.spec, tuple(request.backends)
     yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
     yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
+    # The nearest sizes come first; an open page size was tried with all of them already.
     if (size := spec.page_size) is not None:
         sizes = (page for page in PAGES if page != size)
         yield (_set(page_size=page) for page in sorted(sizes, key=lambda page: max(page / size, size / page)))
     if not spec.allow_staging:
         yield iter([_set(allow_staging=True)])
+    # The option behind both phases: one edit in place of two.
     if request.config.attention_backend != "auto":
         yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
     if spec.decode_backend or spec.prefill_backend:
@@ -210,8 +231,9 @@ def _set(**values: object) -> Edit:
 
 
 def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
-    """Another scheme in the place of each that is in use, those nearest in bytes first, one kind each."""
+    """Yield edits that replace each scheme in use by another, those nearest in bytes first, one kind each."""
     for old in spec.schemes:
+        # A transform may be what is refused, and not the format.
         if old.transforms:
             yield iter([_rename(old, old.base)])
         names = sorted(
@@ -222,13 +244,13 @@ def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
 
 
 def _distance(old: str, new: str) -> float:
-    """How far apart two schemes are in bytes; of two equally far ones that with more bytes is nearer."""
+    """Return how far apart two schemes are in bytes; of two equally far ones that with more bytes is nearer."""
     before, after = _share(old), _share(new)
     return max(before, after) / min(before, after) + (0.001 if after < before else 0)
 
 
 def _share(name: str) -> float:
-    """Bytes over those of unquantised values, of streams that the scheme can store."""
+    """Return the bytes of a scheme for each value of streams that it can store."""
     streams = HEADS if name in schemes.fitting(*HEADS) else LATENTS
     return schemes.bytes_per_token(name, streams) / sum(stream.values for stream in streams)
 

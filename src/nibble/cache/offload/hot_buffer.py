@@ -22,9 +22,7 @@ from nibble.cache.offload.host_pool import HostPool
 from nibble.cache.offload.residency import Copy, Moves, Residency
 from nibble.cache.pool import PagedPool
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload import hot_buffer
-from nibble.kernels.offload.copy_tokens import copy_tokens
-from nibble.kernels.offload.hot_buffer import HotBuffer, HotLookup
+from nibble.kernels.offload import HotBuffer, HotLookup, copy_tokens, lookup_hot, resident_slots
 from nibble.model_spec import LATENT
 
 SAVE_PROGRAMS = 16
@@ -198,9 +196,7 @@ class HotBuffers:
             topk_indices_TK: int32 positions.
             page_table_TN: int32 pages of each token's request.
         """
-        return PendingFetch(
-            hot_buffer.resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size)
-        )
+        return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size))
 
     def prefetch(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
@@ -224,7 +220,7 @@ class HotBuffers:
     def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        lookup = hot_buffer.lookup_hot(
+        lookup = lookup_hot(
             topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
         )
         self.fetch(layer, lookup)

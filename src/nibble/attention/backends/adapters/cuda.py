@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
 from nibble.kernels.types import AttentionBatch, AttentionParams
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from nibble.kernels.attention.cuda import Decode
 
 
-class Cuda:
+class Cuda(AttentionBackend):
     """The adapter. Its workspace serves one step at a time."""
 
     def __init__(self) -> None:
         self._decode: Decode | None = None
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
         from nibble.kernels.attention.cuda import COLUMNS, Decode
 
         if self._decode is None:

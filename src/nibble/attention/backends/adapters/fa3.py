@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.vendor import latents
+from nibble.attention.backends.adapters.vendor import check_latents
 from nibble.attention.backends.fa3 import KERNELS
 from nibble.attention.backends.vendor import RANK
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
@@ -42,20 +42,32 @@ LARGEST, NARROW = 64, 192
 and for latents."""
 
 
-class FA3:
-    """The adapter."""
+class FA3(AttentionBackend):
+    """The adapter. Its state: the page table that the kernels are given."""
 
     def __init__(self) -> None:
-        self._call = _bound(KERNELS.load())
-        self._tables: WeakKeyDictionary[AttentionBatch, dict[int, Tensor]] = WeakKeyDictionary()
+        self._call = _bind(KERNELS.load())
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
-        planes = [entry.planes[0] for entry in view.streams.values()]
-        parts = _parts(view.page_size, max(plane.shape[-1] for plane in planes))
-        planes = [x.view(-1, view.page_size // parts, *x.shape[2:]) for x in planes]
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> int:
+        """Return how many pages the kernels see in one."""
+        return split_pages(view)
+
+    def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+        """Return the pages of each request, each cut into as many as the kernels see in it."""
+        return _split_table(batch.page_table_BN, split_pages(view))
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Tensor
+    ) -> Tensor:
+        """Call the package's function over the pages, and add the sinks to what it returns."""
+        splits = split_pages(view)
+        planes = [
+            plane.view(-1, view.page_size // splits, *plane.shape[2:])
+            for plane in (entry.planes[0] for entry in view.streams.values())
+        ]
         options: dict[str, Any] = {
             "cache_seqlens": batch.seq_lens_B,
-            "page_table": self._table(batch, parts),
+            "page_table": state,
             "cu_seqlens_q": batch.cu_seqlens_q_B1,
             "max_seqlen_q": max(batch.query_lens),
             "softmax_scale": params.scale,
@@ -65,44 +77,47 @@ class FA3:
             "return_softmax_lse": params.sinks_H is not None,
         }
         if LATENT in view.streams:
-            latents(view, "FA3")
+            check_latents(view, "FA3")
             (data_PSGD,) = planes
             options |= {"q": q_THD[..., RANK:], "qv": q_THD[..., :RANK]}
             options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
         else:
             options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
-        found = self._call(max(batch.seq_lens), options)
+        output = self._call(max(batch.seq_lens), options)
         if params.sinks_H is None:
-            return found
-        out_THD, lse_HT, *_ = found
-        # the sink takes its share of what the softmax gave away: exp(lse) of exp(lse) + exp(sink)
-        kept_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
-        return (out_THD * kept_TH[..., None]).to(out_THD.dtype)
-
-    def _table(self, batch: AttentionBatch, parts: int) -> Tensor:
-        """The pages of each request where each is cut into `parts`: made once for all layers of a step."""
-        if parts == 1:
-            return batch.page_table_BN
-        known = self._tables.setdefault(batch, {})
-        if parts not in known:
-            order = torch.arange(parts, dtype=torch.int32, device=batch.page_table_BN.device)
-            known[parts] = (batch.page_table_BN[..., None] * parts + order).flatten(1)
-        return known[parts]
+            return output
+        out_THD, lse_HT, *_ = output
+        # The sink takes its share of the softmax's sum: exp(lse) of exp(lse) + exp(sink) is left.
+        share_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
+        return (out_THD * share_TH[..., None]).to(out_THD.dtype)
 
 
-def _parts(page: int, dim: int) -> int:
-    """How many pages the kernels are told of for one: none of them a multiple of a tile."""
-    return max(page // (LARGEST if dim <= NARROW else LARGEST // 2), 1)
+def split_pages(view: KVView) -> int:
+    """Return how many pages the kernels see in one of the pool's, so that none is a multiple of a tile."""
+    dim = max(entry.planes[0].shape[-1] for entry in view.streams.values())
+    return _splits(view.page_size, dim)
 
 
-def _bound(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
-    """The package's function, under the names that it has for things. The first argument is the longest context."""
+def _split_table(page_table_BN: Tensor, splits: int) -> Tensor:
+    """Return the page table of a pool whose pages were cut into `splits`."""
+    if splits == 1:
+        return page_table_BN
+    order = torch.arange(splits, dtype=torch.int32, device=page_table_BN.device)
+    return (page_table_BN[..., None] * splits + order).flatten(1)
+
+
+def _splits(page_size: int, dim: int) -> int:
+    return max(page_size // (LARGEST if dim <= NARROW else LARGEST // 2), 1)
+
+
+def _bind(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
+    """Return the package's function with its own names of arguments. The first argument is the longest context."""
     if hasattr(kernels, "flash_attn_with_kvcache"):
         return lambda longest, options: kernels.flash_attn_with_kvcache(**options)
     varlen = kernels.flash_attn_varlen_func
 
     def vllm(longest: int, options: dict[str, Any]) -> Any:
-        named = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
-        return varlen(**named, max_seqlen_k=longest, fa_version=3)
+        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
+        return varlen(**renamed, max_seqlen_k=longest, fa_version=3)
 
     return vllm

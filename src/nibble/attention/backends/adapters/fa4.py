@@ -9,21 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from nibble.attention.backends.adapters.vendor import latents
+from nibble.attention.backends.adapters.vendor import check_latents
 from nibble.attention.backends.fa4 import INSTALL, PACKAGE
 from nibble.attention.backends.vendor import RANK, import_package
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
 
-class FA4:
+class FA4(AttentionBackend):
     """The adapter."""
 
     def __init__(self) -> None:
         self._package = import_package(PACKAGE, INSTALL)
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
         options: dict[str, Any] = {
             "cu_seqlens_q": batch.cu_seqlens_q_B1,
             "max_seqlen_q": max(batch.query_lens),
@@ -39,7 +42,7 @@ class FA4:
             "softcap": params.softcap or 0.0,
         }
         if LATENT in view.streams:
-            data_PSGD = latents(view, "FA4").planes[0]
+            data_PSGD = check_latents(view, "FA4").planes[0]
             options |= {"q": q_THD[..., RANK:], "qv": q_THD[..., :RANK]}
             options |= {"k": data_PSGD[..., RANK:], "v": data_PSGD[..., :RANK]}
         else:

@@ -12,79 +12,98 @@ tokens, P pages, S slots of a page.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.vendor import latents
+from nibble.attention.backends.adapters.vendor import check_latents
 from nibble.attention.backends.flashmla import HEADS, KERNELS
 from nibble.attention.backends.vendor import RANK
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView, StreamView
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import LATENT
 
-CHOSEN = 128
-"""They take tokens in such numbers only."""
+TOPK_MULTIPLE = 128
+"""The sparse kernels take a multiple of so many chosen tokens."""
 
 
-class FlashMLA:
-    """The adapter. schedules: how calls of a batch are cut, made by the first layer that asks so."""
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What the calls for one batch and kind of layer share."""
+
+    schedule: Any
+    """How a call is cut over the chip, for the kernels that ask for it. The first call fills it in."""
+    row_T: Tensor | None = None
+    """Where each token goes in [B * n]; None if all requests have n tokens, or tokens are chosen."""
+
+
+class FlashMLA(AttentionBackend):
+    """The adapter."""
 
     def __init__(self) -> None:
         self._kernels = KERNELS.load()
         legacy = "use_legacy" in signature(self._kernels.flash_mla_with_kvcache).parameters
         self._options = {"use_legacy": True} if legacy else {}
-        self._schedules: WeakKeyDictionary[AttentionBatch, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-        self._places: WeakKeyDictionary[AttentionBatch, Tensor] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
-        latent = latents(view, "FlashMLA")
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
+        """Return the numbers of query heads and of chosen tokens."""
+        top_k = None if params.topk_slots_TK is None else params.topk_slots_TK.shape[1]
+        return q_THD.shape[1], top_k
+
+    def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> _State:
+        """Make a schedule, and look up where tokens go among the rows of dense decoding."""
         if params.topk_slots_TK is None:
-            return self._dense(q_THD, latent, batch, params.scale)
-        heads, topk_slots_T1K = q_THD.shape[1], _in_steps(params.topk_slots_TK)[:, None]
-        full = next(size for size in HEADS if heads <= size)
-        q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, full - heads)) if heads < full else q_THD
-        attend = self._records if latent.packing.record else self._flat
-        out_THD = attend(q_THD, latent, batch, topk_slots_T1K, params.scale)
-        return out_THD if heads == full else out_THD[:, :heads].contiguous()
+            return _State(self._kernels.get_mla_metadata()[0], _end_aligned_rows(batch, q_THD.device))
+        return _State(self._kernels.get_mla_metadata()[0] if view.streams[LATENT].packing.record else None)
 
-    def _dense(self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, scale: float) -> Tensor:
-        count, most = len(batch.query_lens), max(batch.query_lens)
-        place_T = self._place(batch, q_THD.device)
-        if place_T is None:
-            q_BnHD = q_THD.reshape(count, most, *q_THD.shape[1:])
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _State
+    ) -> Tensor:
+        """Call the dense kernel, or one of the sparse ones with as many heads as it is built for."""
+        latent = check_latents(view, "FlashMLA")
+        if params.topk_slots_TK is None:
+            return self._dense(q_THD, latent, batch, params.scale, state)
+        heads, topk_slots_T1K = q_THD.shape[1], _pad_topk(params.topk_slots_TK)[:, None]
+        padded_heads = next(size for size in HEADS if heads <= size)
+        if heads < padded_heads:
+            q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, padded_heads - heads))
+        if latent.packing.record:
+            out_THD = self._records(q_THD, latent, topk_slots_T1K, params.scale, state)
         else:
-            q_BnHD = q_THD.new_zeros(count, most, *q_THD.shape[1:])
-            q_BnHD.flatten(0, 1)[place_T] = q_THD
+            out_THD = self._flat(q_THD, latent, topk_slots_T1K, params.scale)
+        return out_THD if heads == padded_heads else out_THD[:, :heads].contiguous()
+
+    def _dense(
+        self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, scale: float, state: _State
+    ) -> Tensor:
+        count, longest = len(batch.query_lens), max(batch.query_lens)
+        if state.row_T is None:
+            q_BnHD = q_THD.reshape(count, longest, *q_THD.shape[1:])
+        else:
+            q_BnHD = q_THD.new_zeros(count, longest, *q_THD.shape[1:])
+            q_BnHD.flatten(0, 1)[state.row_T] = q_THD
         out_BnHD, _ = self._kernels.flash_mla_with_kvcache(
             q=q_BnHD.contiguous(),
             k_cache=latent.planes[0],
             block_table=batch.page_table_BN,
             cache_seqlens=batch.seq_lens_B,
             head_dim_v=RANK,
-            tile_scheduler_metadata=self._schedule(batch, *q_BnHD.shape[:3]),
+            tile_scheduler_metadata=state.schedule,
             softmax_scale=scale,
             causal=True,
             is_fp8_kvcache=False,
             **self._options,
         )
         out: Tensor = out_BnHD.flatten(0, 1)
-        return out if place_T is None else out[place_T]
-
-    def _place(self, batch: AttentionBatch, device: torch.device) -> Tensor | None:
-        """Where a token goes in [B * n]: at the end of its request's rows, which see the most. None if all are full."""
-        most = max(batch.query_lens)
-        if min(batch.query_lens) == most:
-            return None
-        if batch not in self._places:
-            rows = [i * most + most - n + j for i, n in enumerate(batch.query_lens) for j in range(n)]
-            self._places[batch] = torch.tensor(rows, device=device)
-        return self._places[batch]
+        return out if state.row_T is None else out[state.row_T]
 
     def _records(
-        self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, topk_slots_T1K: Tensor, scale: float
+        self, q_THD: Tensor, latent: StreamView, topk_slots_T1K: Tensor, scale: float, state: _State
     ) -> Tensor:
         codes_PS1 = latent.planes[0]
         record = codes_PS1.stride(1)
@@ -94,7 +113,7 @@ class FlashMLA:
             block_table=None,
             cache_seqlens=None,
             head_dim_v=RANK,
-            tile_scheduler_metadata=self._schedule(batch, *q_THD.shape[:2], topk_slots_T1K.shape[2]),
+            tile_scheduler_metadata=state.schedule,
             softmax_scale=scale,
             causal=False,
             is_fp8_kvcache=True,
@@ -103,26 +122,26 @@ class FlashMLA:
         )
         return out_T1HD[:, 0]
 
-    def _flat(
-        self, q_THD: Tensor, latent: StreamView, batch: AttentionBatch, topk_slots_T1K: Tensor, scale: float
-    ) -> Tensor:
+    def _flat(self, q_THD: Tensor, latent: StreamView, topk_slots_T1K: Tensor, scale: float) -> Tensor:
         tokens_L1D = latent.planes[0].flatten(0, 1)
         out_THD, *_ = self._kernels.flash_mla_sparse_fwd(
             q=q_THD, kv=tokens_L1D, indices=topk_slots_T1K, sm_scale=scale, d_v=RANK, **self._options
         )
         return out_THD
 
-    def _schedule(self, batch: AttentionBatch, *shape: int) -> Any:
-        known = self._schedules.setdefault(batch, {})
-        if shape not in known:
-            known[shape] = self._kernels.get_mla_metadata()[0]
-        return known[shape]
+
+def _end_aligned_rows(batch: AttentionBatch, device: torch.device) -> Tensor | None:
+    """Return where a token goes in [B * n]: at the end of its request's rows, which see the most."""
+    longest = max(batch.query_lens)
+    if min(batch.query_lens) == longest:
+        return None
+    rows = [i * longest + longest - n + j for i, n in enumerate(batch.query_lens) for j in range(n)]
+    return torch.tensor(rows, device=device)
 
 
-def _in_steps(topk_slots_TK: Tensor) -> Tensor:
-    lacking = -topk_slots_TK.shape[1] % CHOSEN
-    return (
-        torch.nn.functional.pad(topk_slots_TK, (0, lacking), value=-1)
-        if lacking
-        else topk_slots_TK.contiguous()
-    )
+def _pad_topk(topk_slots_TK: Tensor) -> Tensor:
+    """Return the slots with -1, which is no token, up to a multiple of TOPK_MULTIPLE."""
+    padding = -topk_slots_TK.shape[1] % TOPK_MULTIPLE
+    if not padding:
+        return topk_slots_TK.contiguous()
+    return torch.nn.functional.pad(topk_slots_TK, (0, padding), value=-1)

@@ -12,17 +12,17 @@ K blocks of keys, S slots of B * n, H query heads, G KV heads, D values of a hea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
@@ -53,24 +53,36 @@ class _Part:
     mask: BlockMask
 
 
-class Flex:
-    """The adapter. How a step's requests are cut and what they see is worked out once for layers with equal windows."""
+class Flex(AttentionBackend):
+    """The adapter. Its state: how a batch is cut, and what the requests of each part see."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[AttentionBatch, dict[int | None, tuple[_Part, ...]]] = (
-            WeakKeyDictionary()
-        )
         import torch._dynamo as dynamo
 
-        # beyond the limit the compiler would go on without compiling, and say nothing
+        # Beyond the limit the compiler would go on without compiling, and say nothing.
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, VARIANTS)
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
-        known = self._known.setdefault(batch, {})
-        if params.window not in known:
-            known[params.window] = tuple(_parts(batch, view.page_size, params.window))
-        found = [_attend(q_THD[part.rows], view, part, params) for part in known[params.window]]
-        return torch.cat(found) if len(found) > 1 else found[0]
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
+        """Return the window."""
+        return params.window
+
+    def prepare(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
+    ) -> tuple[_Part, ...]:
+        """Cut the batch and build the masks of its parts."""
+        return tuple(_parts(batch, view.page_size, params.window))
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        view: KVView,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        state: tuple[_Part, ...],
+    ) -> Tensor:
+        """Attend part by part."""
+        outputs = [_attend(q_THD[part.rows], view, part, params) for part in state]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _parts(batch: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:

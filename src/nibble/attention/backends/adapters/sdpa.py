@@ -9,13 +9,12 @@ Shape suffixes: T tokens, n new tokens of a request, L stored tokens, H query he
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nibble.attention.backends.sdpa import CUDNN_DIM
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
 from nibble.kernels.attention import prefill
 from nibble.kernels.types import AttentionBatch, AttentionParams
@@ -23,25 +22,44 @@ from nibble.kernels.types import AttentionBatch, AttentionParams
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class SDPA:
-    """The adapter. How a step's requests are cut is worked out once for all layers, and forgotten with its batches."""
+class SDPA(AttentionBackend):
+    """The adapter. Its state: how a batch is cut into blocks for the fused kernels, None where those do not serve."""
 
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[AttentionBatch, dict[bool, tuple[prefill.Block, ...]]] = (
-            WeakKeyDictionary()
-        )
-
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    def kind(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
+    ) -> bool | None:
+        """Return whether cuDNN's kernel is used; None where a mask is needed."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
         fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
         if not fused or params.window is not None or batch.phase.decodes:
+            return None
+        return _has_cudnn(q_THD)
+
+    def prepare(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
+    ) -> tuple[prefill.QueryBlock, ...] | None:
+        """Cut the batch, unless a mask is needed."""
+        cudnn = self.kind(q_THD, view, batch, params)
+        if cudnn is None:
+            return None
+        return prefill.plan_blocks(
+            batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
+        )
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        view: KVView,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        state: tuple[prefill.QueryBlock, ...] | None,
+    ) -> Tensor:
+        """Attend by the fused kernels where the batch was cut for them, else request by request."""
+        if state is None:
             return _masked(q_THD, view, batch, params)
-        known, cudnn = self._known.setdefault(batch, {}), _has_cudnn(q_THD)
-        if cudnn not in known:
-            known[cudnn] = prefill.cut(
-                batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
-            )
-        return prefill.prefill_attention(q_THD, k, v, known[cudnn], params)
+        return prefill.prefill_attention(
+            q_THD, view.streams["k"].paged, view.streams["v"].paged, state, params
+        )
 
 
 def _has_cudnn(q_THD: Tensor) -> bool:

@@ -11,16 +11,16 @@ K keys of a tile, H query heads, G KV heads, R query rows of a KV head (n * H / 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
-from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.sparse_mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 TILE = 256
@@ -56,35 +56,40 @@ class _Rectangle:
     spans: tuple[_Span, ...]
 
 
-_Shape = tuple[int, int, int | None]
-"""Query heads per KV head, values of a stream per token, window: what rectangles depend on beside the batch."""
+class TorchRef(AttentionBackend):
+    """The reference adapter. Its state: where the queries of a batch may look."""
 
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
+        """Return query heads of a KV head, values of a stream, window, and whether the attention is dense."""
+        keys = view.keys.stream
+        return q_THD.shape[1] // keys.heads, keys.values, params.window, params.topk_slots_TK is None
 
-class TorchRef:
-    """The reference adapter. Where queries may look is the same for all layers of a step with the same window, so it
-    is worked out once, and forgotten with the step's batches.
-    """
+    def prepare(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
+    ) -> tuple[_Rectangle, ...]:
+        """Cut the batch into rectangles of queries and keys; into none where its tokens are chosen one by one."""
+        if params.topk_slots_TK is not None:
+            return ()
+        heads, keys = q_THD.shape[1], view.keys.stream
+        group = heads // keys.heads
+        return tuple(_rectangles(batch, group, keys.values, params.window, heads, q_THD.device))
 
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[AttentionBatch, dict[_Shape, tuple[_Rectangle, ...]]] = (
-            WeakKeyDictionary()
-        )
-
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    def forward(
+        self,
+        q_THD: Tensor,
+        view: KVView,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        state: tuple[_Rectangle, ...],
+    ) -> Tensor:
+        """Attend rectangle by rectangle, in float32."""
         if params.topk_slots_TK is not None:
             latents = view.keys
-            return sparse.reference(
+            return sparse.sparse_mla_attention(
                 q_THD, latents.paged, latents.stream.rope, params.topk_slots_TK, params.scale
             )
-        heads, keys = q_THD.shape[1], view.keys.stream
-        shape = heads // keys.heads, keys.values, params.window
-        known = self._known.setdefault(batch, {})
-        if shape not in known:
-            known[shape] = tuple(_rectangles(batch, *shape, heads, q_THD.device))
-        pieces = [
-            _attend(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in known[shape]
-        ]
-        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
+        outputs = [_attend(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in state]
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(q_THD.dtype)
 
 
 def _rectangles(

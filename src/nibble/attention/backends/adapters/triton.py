@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
 from nibble.kernels import mla
 from nibble.kernels import sparse_mla as sparse
@@ -14,7 +15,7 @@ from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
 
-class Triton:
+class Triton(AttentionBackend):
     """The adapter."""
 
     def __init__(self) -> None:
@@ -22,7 +23,9 @@ class Triton:
 
         self._kernel = attention.paged_attention
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
         # a decode step may be recorded in a CUDA graph, where lengths are not known
         longest = () if batch.phase.decodes else (max(batch.seq_lens),)
         keys = view.keys

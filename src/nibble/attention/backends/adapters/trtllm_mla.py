@@ -6,14 +6,14 @@ Shape suffixes: T tokens, B requests, H query heads, D values of a head.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from nibble.attention.backends.adapters.vendor import Workspace, latents, some_tokens
+from nibble.attention.backends.adapters.vendor import Workspace, check_latents, clamp_lens
 from nibble.attention.backends.flashinfer import PACKAGE, import_flashinfer
 from nibble.attention.backends.trtllm_mla import WORKSPACE
 from nibble.attention.backends.vendor import RANK, ROPE
+from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
@@ -22,25 +22,35 @@ UNUSED = 128
 """The width of a head before absorption, which nothing here has, and only checks of other kernels read."""
 
 
-class TrtllmMla:
+class TrtllmMla(AttentionBackend):
     """The adapter. Its workspace serves one step at a time, and nobody else: kernels keep counters in it."""
 
     def __init__(self) -> None:
         self._mla = import_flashinfer(f"{PACKAGE}.mla")
         self._workspace = Workspace(WORKSPACE)
-        self._known: WeakKeyDictionary[AttentionBatch, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
-    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
-        latent = latents(view, "trtllm-gen")
-        if batch not in self._known:
-            self._known[batch] = some_tokens(batch.seq_lens_B)
-        lens_B, padding_B11 = self._known[batch]
-        most = max(batch.query_lens)
+    def prepare(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
+        """Return lengths of at least 1, and which rows are padding."""
+        return clamp_lens(batch.seq_lens_B)
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        view: KVView,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        state: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Call the kernel with one number of tokens for all requests, or with offsets where they differ."""
+        latent, (lens_B, padding_B11) = check_latents(view, "trtllm-gen"), state
+        longest = max(batch.query_lens)
         options: dict[str, Any] = {}
-        if min(batch.query_lens) == most:
-            query = q_THD.unflatten(0, (-1, most))
+        if min(batch.query_lens) == longest:
+            query = q_THD.unflatten(0, (-1, longest))
         else:
-            query, options = q_THD, {"cum_seq_lens_q": batch.cu_seqlens_q_B1, "max_q_len": most}
+            query, options = q_THD, {"cum_seq_lens_q": batch.cu_seqlens_q_B1, "max_q_len": longest}
         out: Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
             query=query.contiguous(),
             kv_cache=latent.planes[0][:, :, 0],
@@ -57,5 +67,5 @@ class TrtllmMla:
             **options,
         )
         out_THD = out.view(*q_THD.shape[:2], RANK)
-        # only a step of one token each may have padding
+        # Only a step of one token each may have padding.
         return out_THD.masked_fill_(padding_B11, 0.0) if batch.phase is Phase.DECODE else out_THD

@@ -14,7 +14,7 @@ from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT
 
 
-def latents(view: KVView, package: str) -> StreamView:
+def check_latents(view: KVView, package: str) -> StreamView:
     """The stream of latents, if it is one of DeepSeek's shape; BackendError otherwise."""
     found = view.streams[LATENT]
     rank, rope = found.stream.dim - found.stream.rope, found.stream.rope
@@ -26,7 +26,7 @@ def latents(view: KVView, package: str) -> StreamView:
     return found
 
 
-def some_tokens(lens_B: Tensor) -> tuple[Tensor, Tensor]:
+def clamp_lens(lens_B: Tensor) -> tuple[Tensor, Tensor]:
     """For kernels of which nobody says what they do for a request of 0 tokens, which is padding: lengths of at least 1,
     and whose rows are to be zeros, bool [B, 1, 1]."""
     return lens_B.clamp(min=1), (lens_B == 0)[:, None, None]
