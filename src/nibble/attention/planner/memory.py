@@ -313,7 +313,7 @@ class MemoryPlanner:
 
     @cached_property
     def table_bytes(self) -> int:
-        """Page tables (engine/page_tables.py), a step's copy of them, its buffers and its sampling parameters."""
+        """Page tables (engine/transfer.py), a step's copy of them, its buffers and its sampling parameters."""
         rows = self.spec.max_running + 2  # one for the self-test, one for padding
         # A recorded step is padded to the next size.
         step_rows = max((self.step.max_decodes, *self.graph_sizes[-1:]))
