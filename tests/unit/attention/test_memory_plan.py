@@ -149,7 +149,7 @@ def test_buffers_of_decode_steps_are_planned() -> None:
     config, machine = Config(model="m", max_running=64), lookup_gpu("h200")
     planner = memory_planner(config, QWEN3_8B, machine, resolve(config, QWEN3_8B, machine))
     buffers = Buffers(planner.graph_sizes[-1], torch.device("cpu"))
-    size = buffers.inputs.nbytes + buffers.starts.nbytes + buffers.rows.nbytes
+    size = buffers.inputs.nbytes + buffers.cu_seqlens_q.nbytes + buffers.rows.nbytes
     assert planner.graph_sizes[-1] * GRAPH_ROW_BYTES == size - 4, "all but the end of the last request"
     assert planner.table_bytes > size
 
