@@ -37,7 +37,7 @@ def found(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[list[Cell], 
     plan = resolve(request.config, model_spec, request.hardware, declared=True)
     mine = list(cells.cells(request, plan))
     for group in plan.groups:
-        chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.chosen and cell.group is group}
+        chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.in_plan and cell.group is group}
         assert chosen == {(route.phase, route.backend) for route in group.routes}
     return mine, list(cells.as_lines(mine, request))
 

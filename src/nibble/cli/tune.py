@@ -53,30 +53,30 @@ def tune(
         registry.get(name)
     task = tuning(Config(model=model, **config))
     times: dict[str, tuple[Timing, ...]] = {}
-    lost = None
+    device_error = None
     for trial in task.trials:
         results: list[Result] = []
         try:
             with err().status(f"timing {trial.subject}"):
                 results += run(task, trial, names)
         except DeviceLostError as error:  # what was measured before is kept
-            lost = error
+            device_error = error
             break
         if not results:  # which none of those that were named serves
             continue
         times[trial.subject] = timings(results)
         if not as_json:
             print("\n".join(_lines(trial, times[trial.subject])))
-    if lost and not times:
-        raise lost
+    if device_error and not times:
+        raise device_error
     if not times:
         raise ConfigError(
             f"{', '.join(names)}: none serves this model here; `nibble plan {model} --explain` says why"
         )
     hardware, table, before = task.engine_plan.hardware, task.request.backends, task.engine_plan.plan
     path = evidence.save_tuned(hardware, table, times)
-    if lost:
-        raise lost
+    if device_error:
+        raise device_error
     after = task.plan(
         {entry.match["subject"]: entry.order for entry in evidence.load_tuned(hardware, table).entries}
     )

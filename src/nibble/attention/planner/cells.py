@@ -43,21 +43,21 @@ class Cell:
     need: Need
     backend: str
     status: Status
-    chosen: bool = False
+    in_plan: bool = False
     evidence: LedgerEntry | None = None
     reasons: tuple[str, ...] = ()
 
 
 def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
     """Every backend of `request` in every phase of every group of its plan."""
-    seen = {entry.key: entry for entry in evidence.read_ledger(evidence.shipped_ledger())}
+    entries = {entry.key: entry for entry in evidence.read_ledger(evidence.shipped_ledger())}
     for group, part in zip(plan.groups, needs.scheme_groups(request.spec, request.model_spec), strict=True):
         for info in request.backends.values():
             for phase in Phase:
                 need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
                 chosen = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
-                found = seen.get((info.name, str(phase), need.kind, need.format, need.arch))
-                yield Cell(group, need, info.name, *_judged(request, info, need, found, chosen))
+                entry = entries.get((info.name, str(phase), need.kind, need.format, need.arch))
+                yield Cell(group, need, info.name, *_judged(request, info, need, entry, chosen))
 
 
 def _judged(
@@ -92,7 +92,7 @@ def as_dicts(found: Iterable[Cell]) -> list[dict[str, Any]]:
             "phase": str(cell.need.phase),
             "backend": cell.backend,
             "status": "refused" if cell.status is Status.REFUSED else str(cell.status),
-            "chosen": cell.chosen,
+            "chosen": cell.in_plan,
             "verified": _evidence(cell.evidence) if cell.evidence else None,
             "reasons": list(cell.reasons),
         }
@@ -124,7 +124,7 @@ def _headline(group: GroupPlan, need: Need) -> str:
 def _table(entries: tuple[Cell, ...]) -> Iterator[str]:
     rows = []
     for name, cells in groupby(entries, key=lambda cell: cell.backend):
-        marks = [f"{cell.status}{'*' if cell.chosen else ''}" for cell in cells]
+        marks = [f"{cell.status}{'*' if cell.in_plan else ''}" for cell in cells]
         if set(marks) != {Status.REFUSED}:
             rows.append((name, *marks))
     yield from Table(("", *Phase), tuple(rows)).as_text()

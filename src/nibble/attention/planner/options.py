@@ -48,7 +48,7 @@ def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of resolve(), and the spec that its config stands for. Raises ConfigError where that is malformed."""
+    """The arguments of resolve(), and the spec that its config stands for."""
 
     config: Config
     model_spec: ModelSpec
@@ -154,8 +154,8 @@ class Option:
         )
 
 
-Ask = tuple[SchemeGroup, Phase]
-Options = Mapping[Ask, tuple[Option, ...]]
+NeedKey = tuple[SchemeGroup, Phase]
+Options = Mapping[NeedKey, tuple[Option, ...]]
 
 
 def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Option, ...]:

@@ -20,7 +20,7 @@ from nibble.attention.backends import all_backends, missing_requirement
 from nibble.attention.planner import explain, needs, offload, options, refusal
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.needs import SchemeGroup, UnstorableError
-from nibble.attention.planner.options import ROUTED, WEIGHTS, Ask, Option, Options, PlanRequest
+from nibble.attention.planner.options import ROUTED, WEIGHTS, NeedKey, Option, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.refusal import UnservedError
 from nibble.attention.planner.support import BackendInfo, Phase
@@ -153,7 +153,7 @@ def _resolve(request: PlanRequest) -> Plan:
 
 def _choices(request: PlanRequest, found: Iterable[SchemeGroup]) -> Options:
     """All options of all asks; raises UnservedError at the first that no row serves, whatever the storage."""
-    choices: dict[Ask, tuple[Option, ...]] = {}
+    choices: dict[NeedKey, tuple[Option, ...]] = {}
     for part in found:
         for phase in Phase:
             choices[part, phase] = options.serving(request, part, phase)

@@ -1,7 +1,7 @@
-"""A scene: requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
+"""Requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
 
-Owns Scene. Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the
-error of a format is not counted when what is read is judged. Must not know of backends.
+Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the error of a
+format is not counted when an answer is checked.
 
 Shape suffixes: T tokens, B requests, N pages of a request, H heads, D values of a head.
 """
@@ -36,60 +36,75 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Fixture:
-    """Requests in a pool, and what they ask. samples: rows whose answers are checked, each with a segment of their own.
-    read_bytes: what one call must read of the cache."""
+    """Requests in a pool, and their queries."""
 
     pool: PagedPool
     segment: AttentionBatch
     queries: tuple[Tensor, ...]
     spec: AttentionParams
     samples: tuple[tuple[slice, AttentionBatch], ...]
+    """Rows whose answers are checked, each with a batch of their own."""
     read_bytes: int
+    """What one call must read of the cache."""
 
     @property
     def layers(self) -> int:
+        """The number of layers."""
         return len(self.queries)
 
     def view(self, layer: int) -> KVView:
+        """Return what a backend reads of a layer."""
         return self.pool.view(layer)
 
 
 def make_fixture(
     part: SchemeGroup, workload: Workload, page: int, packing: str, dtype: str, device: str
 ) -> Fixture:
-    """A scene of `workload` for the layers of `part`."""
-    group, work = part.group, workload
+    """Return requests of `workload` for the layers of `part`.
+
+    Args:
+        part: The layers, with what they store.
+        workload: The requests.
+        page: Tokens of a page.
+        packing: Of the pages.
+        dtype: Of queries.
+        device: Where all of it lies.
+
+    Raises:
+        ConfigError: Attention is sparse.
+    """
+    group, load = part.group, workload
     if group.top_k:
         raise ConfigError("sparse attention is not timed: its indexer chooses what it reads")
     rng = torch.Generator(device).manual_seed(SEED)
     entries = tuple(StreamLayout(stream, part.scheme.format_of(stream).name) for stream in group.streams)
     size = sum(entry.bytes_per_token for entry in entries)
-    seen = min(work.stored, work.new + group.window) if group.window else work.stored
-    read = work.requests * seen * size
-    shape = (work.requests * work.new, group.q_heads, group.head_dim)
-    asked = math.prod(shape) * getattr(torch, dtype).itemsize
-    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + asked)), 1), clock.CALLS)
+    visible = min(load.stored, load.new + group.window) if group.window else load.stored
+    read = load.requests * visible * size
+    shape = (load.requests * load.new, group.q_heads, group.head_dim)
+    query_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + query_bytes)), 1), clock.CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
-    pages = -(-work.stored // page)
-    pool = PagedPool(layout, work.requests * pages, ONE, device)
+    pages = -(-load.stored // page)
+    pool = PagedPool(layout, load.requests * pages, ONE, device)
     for layer in range(layers):
         _fill(pool, layer, getattr(torch, dtype), rng)
-    order = torch.randperm(work.requests * pages, generator=rng, device=device).int()
-    page_table_BN = order.view(work.requests, pages)
-    shape = (work.requests * work.new, group.q_heads, group.head_dim)
+    order = torch.randperm(load.requests * pages, generator=rng, device=device).int()
+    page_table_BN = order.view(load.requests, pages)
+    shape = (load.requests * load.new, group.q_heads, group.head_dim)
     queries = tuple(
         torch.randn(shape, generator=rng, dtype=getattr(torch, dtype), device=device) for _ in range(layers)
     )
     sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
     spec = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
     segment = AttentionBatch.from_lens(
-        work.phase, 0, [work.new] * work.requests, [work.stored] * work.requests, page_table_BN
+        load.phase, 0, [load.new] * load.requests, [load.stored] * load.requests, page_table_BN
     )
-    return Fixture(pool, segment, queries, spec, _samples(work, page_table_BN), read)
+    return Fixture(pool, segment, queries, spec, _samples(load, page_table_BN), read)
 
 
 def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Writes random tokens to every slot of a layer."""
+    """Write random tokens to every slot of a layer."""
     slots, device = pool.pages * pool.layout.page_size, pool.device
     entries = pool.layout.layers[layer].streams
     for start in range(0, slots, CHUNK):
@@ -108,16 +123,16 @@ def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator)
         pool.write(layer, random, slot_mapping_T)
 
 
-def _samples(work: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
-    """The first and the last rows of the first and the last request."""
-    starts = list(accumulate([work.new] * work.requests, initial=0))
-    rows = min(ROWS, work.new)
-    found = []
-    for request in sorted({0, work.requests - 1}):
-        for first in sorted({0, work.new - rows}):
-            begin, stored = starts[request] + first, work.stored - work.new + first + rows
-            own = AttentionBatch.from_lens(
-                work.phase, 0, [rows], [stored], page_table_BN[request : request + 1]
+def _samples(workload: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
+    """Return the first and the last rows of the first and the last request."""
+    starts = list(accumulate([workload.new] * workload.requests, initial=0))
+    rows = min(ROWS, workload.new)
+    samples = []
+    for request in sorted({0, workload.requests - 1}):
+        for first in sorted({0, workload.new - rows}):
+            begin, stored = starts[request] + first, workload.stored - workload.new + first + rows
+            batch = AttentionBatch.from_lens(
+                workload.phase, 0, [rows], [stored], page_table_BN[request : request + 1]
             )
-            found.append((slice(begin, begin + rows), own))
-    return tuple(found)
+            samples.append((slice(begin, begin + rows), batch))
+    return tuple(samples)

@@ -4,7 +4,7 @@ A step is a function that makes several calls, as the layers of a model would, a
 captured once and replayed; the median replay, over the number of calls, is the time of one call. So the gap between
 two launches counts as it does in an engine, and nothing that the host does in between. What is not captured is called
 as it is: with the host ahead of the GPU, as among the large kernels of a prompt, its work counts only where the GPU
-has to wait for it; otherwise all of it does. Must not know what a call computes.
+has to wait for it; otherwise all of it does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ LEAD, MOST_LEAD_MS, CYCLES = 1.5, 200.0, 2_000_000
 
 @dataclass(frozen=True)
 class Timed:
-    """ms: median time of one call. outputs: what the replays wrote. captured: False where it could not be a graph."""
+    """A measurement."""
 
     ms: float
+    """Median time of one call."""
     outputs: Sequence[Tensor]
+    """What the replays wrote."""
     captured: bool
+    """False where it could not be a graph."""
 
 
 def time_calls(
@@ -44,22 +47,30 @@ def time_calls(
     calls: int,
     *,
     graph: bool = True,
-    ahead: bool = False,
+    host_ahead: bool = False,
     device: str | None = None,
     spend_ms: float = SPEND_MS,
     fewest: int = FEWEST,
 ) -> Timed:
-    """The time of one of `calls` calls. Outputs are poisoned before the last replay, so that what is not written shows.
+    """Return the time of one of `calls` calls. On a CPU nothing is captured.
 
-    graph: False for steps that talk to the host, whose time then counts too; ahead: only where the GPU waits for it.
-    Nothing is captured on a CPU.
+    Outputs are poisoned before the last replay, so that what is not written shows.
+
+    Args:
+        step: Makes the calls.
+        calls: How many it makes.
+        graph: False for steps that talk to the host, whose time then counts too.
+        host_ahead: Count the host's time only where the GPU waits for it.
+        device: The torch device type; this machine's if None.
+        spend_ms: What all replays may take together.
+        fewest: Replays to make at least.
     """
     if (device or here()) == "cpu":
         outputs, replay, captured = _eager(step)
         once_ms, fewest = _cpu_ms, 1
     else:
         outputs, replay, captured = _captured(step) if graph else _eager(step)
-        lead_ms = _lead_ms(step) if ahead and not captured else 0.0
+        lead_ms = _lead_ms(step) if host_ahead and not captured else 0.0
         once_ms = partial(_replay_ms, lead_ms=lead_ms)
     repeats = min(max(int(spend_ms / max(once_ms(replay), 1e-3)), fewest), MOST)
     ms = statistics.median(once_ms(replay) for _ in range(repeats)) / calls
@@ -88,7 +99,7 @@ def _eager(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]:
 
 
 def _lead_ms(step: Step) -> float:
-    """What the GPU is to sleep so that a whole step is queued behind it."""
+    """Return how long the GPU is to sleep so that a whole step is queued behind it."""
     torch.cuda.synchronize()
     return min(LEAD * _cpu_ms(step), MOST_LEAD_MS)
 
@@ -110,10 +121,10 @@ def _cpu_ms(replay: Callable[[], object]) -> float:
 
 
 def here() -> str:
-    """The torch device type of this machine."""
+    """Return the torch device type of this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def l2_bytes(device: str | None = None) -> int:
-    """The size of the L2 cache; on a CPU, where caches are not outgrown, next to nothing."""
+    """Return the size of the L2 cache; on a CPU, where caches are not outgrown, next to nothing."""
     return torch.cuda.get_device_properties(0).L2_cache_size if (device or here()) == "cuda" else 1
