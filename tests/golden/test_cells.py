@@ -47,7 +47,7 @@ def test_a_cell_is_verified_declared_staged_or_refused() -> None:
     status = {(cell.backend, cell.need.phase): cell.status for cell in mine}
     assert [key for key, value in status.items() if value is Status.VERIFIED] == [("cuda", Phase.DECODE)]
     assert status["triton", Phase.DECODE] is Status.DECLARED
-    assert (status["fa3", Phase.EXTEND], status["fa3", Phase.DECODE]) == (Status.STAGED, Status.ASKED)
+    assert (status["fa3", Phase.EXTEND], status["fa3", Phase.DECODE]) == (Status.STAGED, Status.ON_REQUEST)
     assert status["cutlass_mla", Phase.DECODE] is Status.REFUSED
     assert "  verified on NVIDIA H200, 2026-11-20 (torch 2.11.0, triton 3.6): cuda" in lines
     assert "    cutlass_mla: only for mla" in lines
@@ -67,7 +67,7 @@ def test_every_refusal_has_a_reason_and_nothing_else_does() -> None:
 
 def test_staging_that_was_allowed_need_not_be_asked_for() -> None:
     mine, lines = found(QWEN3_8B, "h200", kv_format="nvfp4", allow_staging=True)
-    assert not any(cell.status is Status.ASKED for cell in mine)
+    assert not any(cell.status is Status.ON_REQUEST for cell in mine)
     (line,) = (line for line in lines if line.startswith("  fa3 "))
     assert line.split() == ["fa3", "staged", "staged", "staged", "staged"]
 
@@ -79,7 +79,7 @@ def test_nothing_is_to_be_asked_for_where_it_would_not_help() -> None:
     hot, lines = found(DEEPSEEK_V32, "h200", **fp8, hisparse="on")
     status = {(cell.backend, cell.need.phase): cell.status for cell in without}
     assert status["flashmla", Phase.EXTEND] is Status.STAGED
-    assert not any(cell.status in {Status.STAGED, Status.ASKED} for cell in hot)
+    assert not any(cell.status in {Status.STAGED, Status.ON_REQUEST} for cell in hot)
     assert any("flashmla (prefill, extend): " in line for line in lines)
 
 

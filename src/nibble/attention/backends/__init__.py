@@ -90,8 +90,8 @@ def available_backends() -> Mapping[str, BackendInfo]:
         for name, info in all_backends().items()
     }
     return {
-        name: replace(info, adapter=None, missing=lack) if lack else info
-        for name, (info, lack) in infos.items()
+        name: replace(info, adapter=None, missing=missing) if missing else info
+        for name, (info, missing) in infos.items()
     }
 
 

@@ -30,7 +30,7 @@ class Status(StrEnum):
     VERIFIED = "verified"  # it conformed on a GPU of this compute capability
     DECLARED = "declared"  # its rows say so
     STAGED = "staged"  # over pages that are dequantised first
-    ASKED = "asked"  # the same, but only with --allow-staging
+    ON_REQUEST = "asked"  # the same, but only with --allow-staging
     REFUSED = "-"
 
 
@@ -55,19 +55,19 @@ def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
         for info in request.backends.values():
             for phase in Phase:
                 need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
-                chosen = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
+                in_plan = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
                 entry = entries.get((info.name, str(phase), need.kind, need.format, need.arch))
-                yield Cell(group, need, info.name, *_judged(request, info, need, entry, chosen))
+                yield Cell(group, need, info.name, *_judged(request, info, need, entry, in_plan))
 
 
 def _judged(
-    request: PlanRequest, info: BackendInfo, need: Need, found: LedgerEntry | None, chosen: bool
+    request: PlanRequest, info: BackendInfo, need: Need, entry: LedgerEntry | None, in_plan: bool
 ) -> tuple[Status, bool, LedgerEntry | None, tuple[str, ...]]:
     if info.serves(need):
-        return (Status.VERIFIED if found else Status.DECLARED), chosen, found, ()
+        return (Status.VERIFIED if entry else Status.DECLARED), in_plan, entry, ()
     staged, reasons = request.staged(need), _reasons(info, need)
     if staged and request.could_stage and info.serves(staged):
-        return (Status.STAGED if request.may_stage(need.phase) else Status.ASKED), chosen, None, reasons
+        return (Status.STAGED if request.may_stage(need.phase) else Status.ON_REQUEST), in_plan, None, reasons
     return Status.REFUSED, False, None, reasons
 
 
@@ -83,7 +83,7 @@ def _reasons(info: BackendInfo, need: Need) -> tuple[str, ...]:
     return replace(info, support=rows).nearest(need)
 
 
-def as_dicts(found: Iterable[Cell]) -> list[dict[str, Any]]:
+def as_dicts(entries: Iterable[Cell]) -> list[dict[str, Any]]:
     """Ready for JSON."""
     return [
         {
@@ -96,7 +96,7 @@ def as_dicts(found: Iterable[Cell]) -> list[dict[str, Any]]:
             "verified": _evidence(cell.evidence) if cell.evidence else None,
             "reasons": list(cell.reasons),
         }
-        for cell in found
+        for cell in entries
     ]
 
 
@@ -104,9 +104,9 @@ def _evidence(entry: LedgerEntry) -> dict[str, Any]:
     return {"gpu": entry.gpu, "date": entry.date, "versions": dict(entry.versions)}
 
 
-def as_lines(found: Iterable[Cell], request: PlanRequest) -> Iterator[str]:
+def as_lines(cells: Iterable[Cell], request: PlanRequest) -> Iterator[str]:
     """A table for each group: backends down, phases across; then what is behind it, and the reasons of refusals."""
-    for group, mine in groupby(found, key=lambda cell: cell.group):
+    for group, mine in groupby(cells, key=lambda cell: cell.group):
         entries = tuple(mine)
         yield ""
         yield _headline(group, entries[0].need)
@@ -156,10 +156,10 @@ def _refusals(entries: tuple[Cell, ...]) -> Iterator[str]:
 def _absent(request: PlanRequest) -> Iterator[str]:
     """What cannot run here."""
     names = [name for name, info in request.backends.items() if not info.runnable]
-    lacking = {name: lack for name in names if (lack := request.backends[name].missing)}
-    without = [name for name in names if name not in lacking]
+    missing = {name: needed for name in names if (needed := request.backends[name].missing)}
+    without = [name for name in names if name not in missing]
     if names:
         yield ""
-    yield from (f"{name} cannot run here: it needs {lack}" for name, lack in lacking.items())
+    yield from (f"{name} cannot run here: it needs {needed}" for name, needed in missing.items())
     if without:
         yield f"declared only, this version cannot run them: {', '.join(without)}"

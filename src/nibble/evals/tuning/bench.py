@@ -243,7 +243,7 @@ class _Reference:
     def error(self, layer: int, out_THD: Tensor) -> float:
         """Return the relative error of a layer's answer; raises WrongAnswerError where it is too large."""
         pairs = zip(self.fixture.samples, self._expected(layer), strict=True)
-        error = max(_relative(out_THD[rows], wanted) for (rows, _), wanted in pairs)
+        error = max(_relative(out_THD[rows], expected_THD) for (rows, _), expected_THD in pairs)
         if error > self._bound:
             raise WrongAnswerError(
                 f"relative error {error:.1e}, and {self._bound:g} is the most: a wrong answer has no speed"
@@ -252,10 +252,12 @@ class _Reference:
 
     def _expected(self, layer: int) -> list[Tensor]:
         if layer not in self._outputs:
-            scene, reference = self.fixture, TorchRef()
+            fixture, reference = self.fixture, TorchRef()
             self._outputs[layer] = [
-                reference.attend(scene.queries[layer][rows].float(), scene.view(layer), segment, scene.spec)
-                for rows, segment in scene.samples
+                reference.attend(
+                    fixture.queries[layer][rows].float(), fixture.view(layer), segment, fixture.spec
+                )
+                for rows, segment in fixture.samples
             ]
         return self._outputs[layer]
 
