@@ -81,15 +81,7 @@ def tune(
     after = task.plan(
         {entry.match["subject"]: entry.order for entry in evidence.load_tuned(hardware, table).entries}
     )
-    changes, failed = list(_changes(before, after)), list(_failed(after))
-    if as_json:
-        measured = {subject: [asdict(timing) for timing in entries] for subject, entries in times.items()}
-        print_json({"path": str(path), "measured": measured, "changed": changes, "failed": failed})
-    else:
-        print("\n".join(changes) or "auto chooses what it chose before")
-        for line in failed:
-            print(line)
-        print(f"wrote {path}; `nibble plan {model}` shows the choice, --no-tuned leaves it aside")
+    _report(model, task.engine_plan.plan, after, times, path, as_json=as_json)
 
 
 EXAMPLES = """

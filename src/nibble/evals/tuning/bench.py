@@ -182,11 +182,11 @@ def _run(
 
     def begin_step() -> PreparedBatch:
         return PreparedBatch.create(
-            adapter, stage_to, scene.segment, scene.view(0).page_size, scene.spec.window
+            adapter, stage_to, fixture.segment, fixture.view(0).page_size, fixture.spec.window
         )
 
     def attend(layer: int, prepared: PreparedBatch) -> Tensor:
-        parts = list(prepared.attend(scene.queries[layer], scene.view(layer), scene.spec))
+        parts = list(prepared.attend(fixture.queries[layer], fixture.view(layer), fixture.spec))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     # What is prepared once a step is so at the first call, and no layer's time.
@@ -203,12 +203,12 @@ def _run(
     def step() -> list[Tensor]:
         prepared = begin_step()
         for i in range(calls):
-            out = attend(i % scene.layers, prepared)
+            out = attend(i % fixture.layers, prepared)
         return [out]
 
     decode, device = result.phase is Phase.DECODE, request.hardware.device
     recorded = decode and result.graphs and request.config.graphs
-    took = clock.time_calls(
+    timed = clock.time_calls(
         step, calls, graph=recorded, queue_ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
     )
     if timed.captured:  # a graph may hold something else than what was called
@@ -216,8 +216,8 @@ def _run(
     return replace(result, ms=timed.ms, error=error, captured=timed.captured, read_bytes=fixture.read_bytes)
 
 
-class _Judge:
-    """A scene, and what the reference answers in it: the same for all entrants, so it is asked once."""
+class _Reference:
+    """A fixture, and what the reference answers in it: the same for all entrants, so it is asked once."""
 
     def __init__(
         self, request: PlanRequest, part: SchemeGroup, workload: Workload, entrant: Candidate

@@ -73,34 +73,34 @@ def make_fixture(
     Raises:
         ConfigError: Attention is sparse.
     """
-    group, load = part.group, workload
+    group = part.group
     if group.top_k:
         raise ConfigError("sparse attention is not timed: its indexer chooses what it reads")
     rng = torch.Generator(device).manual_seed(SEED)
     entries = tuple(StreamLayout(stream, part.scheme.format_of(stream).name) for stream in group.streams)
     size = sum(entry.bytes_per_token for entry in entries)
-    num_attended = min(work.stored, work.new + group.window) if group.window else work.stored
-    read = work.requests * num_attended * size
-    shape = (work.requests * work.new, group.q_heads, group.head_dim)
+    num_attended = min(workload.stored, workload.new + group.window) if group.window else workload.stored
+    read = workload.requests * num_attended * size
+    shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
     query_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
     layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + query_bytes)), 1), clock.CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
-    pages = -(-load.stored // page)
-    pool = PagedPool(layout, load.requests * pages, ONE, device)
+    pages = -(-workload.stored // page)
+    pool = PagedPool(layout, workload.requests * pages, ONE, device)
     for layer in range(layers):
         _fill(pool, layer, getattr(torch, dtype), rng)
-    order = torch.randperm(load.requests * pages, generator=rng, device=device).int()
-    page_table_BN = order.view(load.requests, pages)
-    shape = (load.requests * load.new, group.q_heads, group.head_dim)
+    order = torch.randperm(workload.requests * pages, generator=rng, device=device).int()
+    page_table_BN = order.view(workload.requests, pages)
+    shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
     queries = tuple(
         torch.randn(shape, generator=rng, dtype=getattr(torch, dtype), device=device) for _ in range(layers)
     )
     sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
     spec = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
     segment = AttentionBatch.from_lens(
-        load.phase, 0, [load.new] * load.requests, [load.stored] * load.requests, page_table_BN
+        workload.phase, 0, [workload.new] * workload.requests, [workload.stored] * workload.requests, page_table_BN
     )
-    return Fixture(pool, segment, queries, spec, _samples(load, page_table_BN), read)
+    return Fixture(pool, segment, queries, spec, _samples(workload, page_table_BN), read)
 
 
 def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator) -> None:

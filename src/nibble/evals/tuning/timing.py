@@ -60,7 +60,7 @@ def time_calls(
         step: Makes the calls.
         calls: How many it makes.
         graph: False for steps that talk to the host, whose time then counts too.
-        host_ahead: Count the host's time only where the GPU waits for it.
+        queue_ahead: Count the host's time only where the GPU waits for it.
         device: The torch device type; this machine's if None.
         spend_ms: What all replays may take together.
         fewest: Replays to make at least.

@@ -199,9 +199,9 @@ def attention_kernel(
     K_PARTS: tl.constexpr = 1 if JOIN else k.PARTS
     V_PARTS: tl.constexpr = 1 if JOIN else v.PARTS
     at_M = (begin + token_M).to(tl.int64) * q_stride_T + query_head_M * q_stride_H
-    queries = load_queries(q, at_M, live_M, K_PARTS, k.words.WIDTH * k.PARTS // K_PARTS, K_DIM, k.DTYPE)
+    queries = load_queries(q, at_M, live_M, K_PARTS, k.items.WIDTH * k.PARTS // K_PARTS, K_DIM, k.DTYPE)
     state = _init_state(
-        sinks, query_head_M, live_M, split, V_PARTS, v.words.WIDTH * v.PARTS // V_PARTS, SINKS, JOIN, M, N
+        sinks, query_head_M, live_M, split, V_PARTS, v.items.WIDTH * v.PARTS // V_PARTS, SINKS, JOIN, M, N
     )
 
     # --- accumulate: only the tiles at both ends need masks

@@ -70,7 +70,7 @@ class Plane(NamedTuple):
 class Tiles(NamedTuple):
     """A stream of heads, as a kernel's argument."""
 
-    words: Plane
+    items: Plane
     blocks: Plane
     """Block scales; the words again where there are none."""
     scale: Tensor
@@ -122,7 +122,7 @@ class Tiles(NamedTuple):
 class Section(NamedTuple):
     """Neighbouring values of a latent, as a kernel's argument. Fields are those of Tiles."""
 
-    words: Plane
+    items: Plane
     blocks: Plane
     DECODE: Any
     DECODE_SCALE: Any
@@ -178,7 +178,7 @@ class Section(NamedTuple):
 class IndexKeys(NamedTuple):
     """Index keys, as a kernel's argument. DECODE gives PARTS tiles of DTYPE."""
 
-    words: Plane
+    items: Plane
     scales: Plane
     """Scales of keys, if SCALED; else the words again."""
     DECODE: Any
@@ -326,7 +326,7 @@ def read_rows(plane, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.
 @triton.jit
 def read_words(tiles, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.constexpr):
     """Load the words of rows; arguments are those of read_rows."""
-    return read_rows(tiles.words, page, slot_N, head, keep_N, AXIS, MASKED)
+    return read_rows(tiles.items, page, slot_N, head, keep_N, AXIS, MASKED)
 
 
 @triton.jit
@@ -346,7 +346,7 @@ def read_section(section, page, slot_N, keep_N, MASKED: tl.constexpr):
     if section.EACH:
         codes = read_rows(section.blocks, page, slot_N, 0, keep_N, 1, MASKED)
         scales = section.DECODE_SCALE(codes, section.DTYPE)
-    return read_rows(section.words, page, slot_N, 0, keep_N, 1, MASKED), scales
+    return read_rows(section.items, page, slot_N, 0, keep_N, 1, MASKED), scales
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def gather_kernel(
     values_RD = interleave(decode_tile(tiles, items, scales, 1), tiles.PARTS).to(tl.float32)
     values_RD *= global_scale(tiles, head)
     # --- store
-    d = tl.arange(0, tiles.words.WIDTH * tiles.PARTS)[None, :]
+    d = tl.arange(0, tiles.items.WIDTH * tiles.PARTS)[None, :]
     out += request * out_stride + head.to(tl.int64) * head_stride
     row_R = out + (start + n_R).to(tl.int64) * token_stride
     tl.store(row_R[:, None] + d, values_RD.to(out.dtype.element_ty), mask=keep_R[:, None] & (d < DIM))

@@ -80,7 +80,7 @@ def _start_key_copy(
     LINE: gl.constexpr,
 ):  # fmt: skip
     """Start to copy a tile of keys and their scales."""
-    at, keep = tile_pointers(keys.words, page_table, page, first, stop, keys.PAGE_SIZE, N, BYTES)
+    at, keep = tile_pointers(keys.items, page_table, page, first, stop, keys.PAGE_SIZE, N, BYTES)
     async_copy.async_copy_global_to_shared(key_buffer, at, mask=keep)
     if keys.SCALED:
         n_N = gl.arange(0, N, layout=LINE)
@@ -277,7 +277,7 @@ def score_many_sm90_kernel(
     for stage in gl.static_range(STAGES - 1):
         _start_query_copy(q, ring, first, first + stage, stop, q_stride_T, q_stride_H, H, DIM, STAGES, COPY)
     page = tile_page(page_table, first_key, seq_len, keys.PAGE_SIZE, N)
-    at, keep = tile_pointers(keys.words, page_table, page, first_key, seq_len, keys.PAGE_SIZE, N, BYTES)
+    at, keep = tile_pointers(keys.items, page_table, page, first_key, seq_len, keys.PAGE_SIZE, N, BYTES)
     stored = gl.load(at, mask=keep, other=0)
     if stored.dtype == gl.uint8:
         stored = gl.inline_asm_elementwise(DECODE_FOUR, "=r,=r,r", [stored], gl.float16, is_pure=True, pack=4)
@@ -363,7 +363,7 @@ def launch_many(grid: tuple[int, int, int], arguments: tuple[Any, ...], each: in
     """
     warps, heads = shape.warps, arguments[-1]
     mma = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, heads, 16])
-    item = arguments[3].words.data.element_size()
+    item = arguments[3].items.data.element_size()
     wide = gl.BlockedLayout([1, 16 // item], [4 // item, 8 * item], [warps, 1], [1, 0])
     copy = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
     score_many_sm90_kernel[grid](*arguments, shape.keys, each, shape.stages, mma, wide, copy, num_warps=warps)

@@ -97,7 +97,7 @@ def _score_tile(keys, queries, weights_H, table, first, visible, to, N: tl.const
     n_N = tl.arange(0, N)
     page, slot_N = pages_of(table, first, n_N, visible, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < visible
-    items = read_rows(keys.words, page, slot_N, 0, keep_N, 1, False)
+    items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, False)
     parts = keys.DECODE(items, 0, keys.DTYPE)
     # --- scores
     products = tl.dot(parts[0], tl.trans(queries[0]), input_precision="ieee")
@@ -136,7 +136,7 @@ def score_few_kernel(
         )
         upto = tl.minimum(upto, stop)
         at_H = row.to(tl.int64) * q_stride_T + h_H * q_stride_H
-        queries = load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.words.WIDTH, DIM, keys.DTYPE)
+        queries = load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.items.WIDTH, DIM, keys.DTYPE)
         weights_H = tl.load(weights + row.to(tl.int64) * weights_stride + h_H, mask=h_H < HEADS, other=0.0)
         weights_H = weights_H.to(tl.float32) * unit
         pages = table + request.to(tl.int64) * table_stride
@@ -169,11 +169,11 @@ def score_many_kernel(
     if (row >= stop) | (length == 0):
         return
     # --- load keys
-    n_N, h_H, d_D = tl.arange(0, N), tl.arange(0, H), tl.arange(0, keys.words.WIDTH * keys.PARTS)
+    n_N, h_H, d_D = tl.arange(0, N), tl.arange(0, H), tl.arange(0, keys.items.WIDTH * keys.PARTS)
     table += request.to(tl.int64) * table_stride
     page, slot_N = pages_of(table, first, n_N, length, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < length
-    items = read_rows(keys.words, page, slot_N, 0, keep_N, 1, True)
+    items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, True)
     values = interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
     scale_N = tl.full([N], 1.0, tl.float32) * tl.load(global_scale)
     if keys.SCALED:
@@ -183,7 +183,7 @@ def score_many_kernel(
     for current in tl.range(row, stop, num_stages=STAGES):
         at = current + tl.zeros([], tl.int64)
         if (
-            HEADS == H and DIM == keys.words.WIDTH * keys.PARTS
+            HEADS == H and DIM == keys.items.WIDTH * keys.PARTS
         ):  # without masks loads become asynchronous copies
             queries = tl.load(q + at * q_stride_T)
             weights_H = tl.load(weights + at * weights_stride + h_H)

@@ -130,7 +130,7 @@ def tile_pointers(
 @gluon.jit
 def _start_copy(section, buffer, page_table, page, first, stop, N: gl.constexpr, LAYOUT: gl.constexpr):
     """Start to copy the words of a tile."""
-    at, keep = tile_pointers(section.words, page_table, page, first, stop, section.PAGE_SIZE, N, LAYOUT)
+    at, keep = tile_pointers(section.items, page_table, page, first, stop, section.PAGE_SIZE, N, LAYOUT)
     async_copy.async_copy_global_to_shared(buffer, at, mask=keep)
 
 
@@ -165,7 +165,7 @@ def _allocate_parts(section, COUNT: gl.constexpr, N: gl.constexpr, LAYOUT: gl.co
     # Each on its own: between stores to parts of one allocation the compiler would set barriers.
     buffers = ()
     for _ in gl.static_range(COUNT):
-        buffers += (gl.allocate_shared_memory(section.DTYPE, [N, section.words.WIDTH], LAYOUT),)  # type: ignore[assignment]
+        buffers += (gl.allocate_shared_memory(section.DTYPE, [N, section.items.WIDTH], LAYOUT),)  # type: ignore[assignment]
     return buffers
 
 
@@ -173,7 +173,7 @@ def _allocate_parts(section, COUNT: gl.constexpr, N: gl.constexpr, LAYOUT: gl.co
 def _allocate_stored(section, N: gl.constexpr):
     """Allocate shared memory for a tile as it is stored: words, and codes of block scales."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    items = gl.allocate_shared_memory(section.words.data.dtype.element_ty, [N, section.words.WIDTH], PLAIN)
+    items = gl.allocate_shared_memory(section.items.data.dtype.element_ty, [N, section.items.WIDTH], PLAIN)
     codes = items
     if section.EACH:
         codes = gl.allocate_shared_memory(
@@ -186,7 +186,7 @@ def _allocate_stored(section, N: gl.constexpr):
 def _store_queries(q, at_M, live_M, section, buffers, DIM: gl.constexpr, LAYOUT: gl.constexpr):
     """Load query rows and store them in shared memory, in the parts that those of latents meet."""
     for j in gl.static_range(section.PARTS):
-        value = gl.arange(0, section.words.WIDTH, layout=gl.SliceLayout(0, LAYOUT)) * section.PARTS + j
+        value = gl.arange(0, section.items.WIDTH, layout=gl.SliceLayout(0, LAYOUT)) * section.PARTS + j
         keep = gl.expand_dims(live_M, 1) & (value < DIM)[None, :]
         x = gl.load(q + at_M[:, None] + value[None, :], mask=keep, other=0.0)
         if x.dtype != gl.float16 and gl.float16 == section.DTYPE:
@@ -285,8 +285,8 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     page_table += request.to(gl.int64) * page_table_stride
 
     # --- load the first tile
-    W: gl.constexpr = latent.words.WIDTH
-    ROPE_W: gl.constexpr = rope.words.WIDTH
+    W: gl.constexpr = latent.items.WIDTH
+    ROPE_W: gl.constexpr = rope.items.WIDTH
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if ROPE_W >= 64 else 2 * ROPE_W, 16, 2)
     STAGES: gl.constexpr = 1 if PACKED else 2  # of plain values: the current tile and the next
@@ -463,7 +463,7 @@ def layouts(rows: int, latent: Section, rope: Section, requests: int, warps: int
 
 def section_layouts(section: Section, warps: int) -> tuple[Any, Any, Any]:
     """Return the layouts of a section's words, 16 bytes a thread; of blocks x words; and of codes of block scales."""
-    width = section.words.WIDTH.value
+    width = section.items.WIDTH.value
     across = min(width // 8, 32)
     words_layout = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
     if not section.EACH.value:

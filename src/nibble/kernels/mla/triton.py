@@ -131,11 +131,11 @@ def mla_kernel(
 
     # --- load queries
     at_M = (begin + token_M).to(tl.int64) * q_stride_T + head_M * q_stride_H
-    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.words.WIDTH, RANK, latent.DTYPE)
+    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.items.WIDTH, RANK, latent.DTYPE)
     q_rope = queries
     if ROPE:
-        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.words.WIDTH, ROPE_DIM, rope.DTYPE)
-    state = init_state(latent.PARTS, latent.words.WIDTH, M, N)
+        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.items.WIDTH, ROPE_DIM, rope.DTYPE)
+    state = init_state(latent.PARTS, latent.items.WIDTH, M, N)
 
     # --- accumulate: only the last tiles need masks
     _, inner, outer, stop = split_bounds(past, first, last, split, splits, 0, N)

@@ -271,7 +271,7 @@ def recode_kernel(pieces, from_M, to_M, count, tokens, FROM_SIZE: tl.constexpr, 
 @triton.jit
 def _read(section, page_R, slot_R, keep_R):
     """Load words and block scales, as they are stored."""
-    items = read_rows(section.words, page_R, slot_R, 0, keep_R, 1, True)
+    items = read_rows(section.items, page_R, slot_R, 0, keep_R, 1, True)
     codes = items
     if section.EACH:
         codes = read_rows(section.blocks, page_R, slot_R, 0, keep_R, 1, True)

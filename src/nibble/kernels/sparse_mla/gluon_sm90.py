@@ -367,7 +367,7 @@ def sparse_mla_sm90_kernel(  # noqa: PLR0915 (most is settled while it is compil
     COUNT: gl.constexpr = 2 if PLAIN else latent.PARTS
     WIDTH: gl.constexpr = RANK // COUNT
     ROPE_COUNT: gl.constexpr = 0 if ROPE == NO_ROPE else rope.PARTS
-    ROPE_WIDTH: gl.constexpr = rope.words.WIDTH
+    ROPE_WIDTH: gl.constexpr = rope.items.WIDTH
     DTYPE: gl.constexpr = latent.DTYPE
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if ROPE_WIDTH >= 64 else 2 * ROPE_WIDTH, 16, 2)

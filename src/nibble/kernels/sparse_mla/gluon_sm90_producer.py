@@ -127,10 +127,10 @@ def _load_rows(
     # Two words in an integer of 32 bits: each alone would take as many registers.
     CODES: gl.constexpr = gl.SliceLayout(2, BLOCKS)
     slot_N = index.slice(FIRST, N).load(gl.SliceLayout(1, PAIRS))
-    row_N, keep_N = _row_offsets(section.words, slot_N, section.PAGE_SIZE, 2)
-    pair_W = gl.arange(0, section.words.WIDTH // 2, layout=gl.SliceLayout(0, PAIRS))
-    keep = gl.expand_dims(keep_N, 1) & (pair_W < section.words.COUNT // 2)[None, :]
-    data = section.words.data.to(gl.pointer_type(gl.int32), bitcast=True)
+    row_N, keep_N = _row_offsets(section.items, slot_N, section.PAGE_SIZE, 2)
+    pair_W = gl.arange(0, section.items.WIDTH // 2, layout=gl.SliceLayout(0, PAIRS))
+    keep = gl.expand_dims(keep_N, 1) & (pair_W < section.items.COUNT // 2)[None, :]
+    data = section.items.data.to(gl.pointer_type(gl.int32), bitcast=True)
     pairs, codes = gl.load((data + row_N)[:, None] + pair_W[None, :], mask=keep, other=0), 0
     if section.EACH:
         slot_N = index.slice(FIRST, N).load(gl.SliceLayout(1, CODES))
@@ -145,7 +145,7 @@ def _split_pairs(section, pairs, LAYOUT: gl.constexpr):
     both = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16))
     items = gl.reshape(both, [pairs.shape[0], pairs.shape[1] * 2])
     items = gl.convert_layout(items, LAYOUT, assert_trivial=True)
-    return items.to(section.words.data.dtype.element_ty, bitcast=True)
+    return items.to(section.items.data.dtype.element_ty, bitcast=True)
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def _start_copy(section, slot_N, tiles, stage, LAYOUT: gl.constexpr):
     """Start to copy a tile of plain values."""
     WIDTH: gl.constexpr = tiles[0].shape[2]
     for j in gl.static_range(len(tiles)):
-        at, keep = _row_pointers(section.words, slot_N, section.PAGE_SIZE, WIDTH, j * WIDTH, LAYOUT)
+        at, keep = _row_pointers(section.items, slot_N, section.PAGE_SIZE, WIDTH, j * WIDTH, LAYOUT)
         async_copy.async_copy_global_to_shared(tiles[j].index(stage), at, mask=keep)
 
 

@@ -72,7 +72,7 @@ def _gather_section(section, slot_N):
     keep_N = slot_N >= 0
     slot_N = tl.where(keep_N, slot_N, 0)
     page_N, slot_N = (slot_N // section.PAGE_SIZE).to(tl.int64), slot_N % section.PAGE_SIZE
-    items = read_rows(section.words, page_N, slot_N, 0, keep_N, 1, True)
+    items = read_rows(section.items, page_N, slot_N, 0, keep_N, 1, True)
     scales = 0
     if section.EACH:
         codes = read_rows(section.blocks, page_N, slot_N, 0, keep_N, 1, True)
@@ -132,13 +132,13 @@ def sparse_mla_kernel(
 
     # --- load queries
     at_M = token * q_stride_T + head_M * q_stride_H
-    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.words.WIDTH, RANK, latent.DTYPE)
+    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.items.WIDTH, RANK, latent.DTYPE)
     q_rope = queries
     if ROPE:
-        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.words.WIDTH, ROPE_DIM, rope.DTYPE)
+        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.items.WIDTH, ROPE_DIM, rope.DTYPE)
 
     # --- accumulate
-    state = init_state(latent.PARTS, latent.words.WIDTH, M, N)
+    state = init_state(latent.PARTS, latent.items.WIDTH, M, N)
     latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * LOG2E
     state = _accumulate(state, queries, q_rope, latent, rope, slots, start, stop, rope_unit * latent_scale, rope_unit,
                         ROPE, STAGES, M, N)  # fmt: skip
