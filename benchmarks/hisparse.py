@@ -44,7 +44,7 @@ from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.engine.outputs import Delta
 from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
-from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import INDEX, LATENT, Stream
 
 MODEL, TINY_MODEL = "deepseek-v3.2, 4 layers", "tiny sparse"
@@ -126,8 +126,8 @@ def memory(todo: Plan, scheme: str, hisparse: str) -> int:
     latent = Stream(LATENT, 1, shape["kv_lora_rank"] + rope, rope)
     index = Stream(INDEX, 1, shape["index_head_dim"], rope)
     size = layers * schemes.bytes_per_token(scheme, (latent, index)) * todo.fits * todo.engine["max_context"]
-    buffer = tiering.TIMES * shape["index_topk"]
-    return size - bool(hisparse) * layers * (todo.asked + 2) * buffer * tiering.STATE
+    buffer = tiering.HOT_BUFFER_FACTOR * shape["index_topk"]
+    return size - bool(hisparse) * layers * (todo.asked + 2) * buffer * tiering.HOT_SLOT_BYTES
 
 
 def measure(todo: Plan, scheme: str, hisparse: str, likeness: float) -> Result:

@@ -28,7 +28,7 @@ import gpu
 from nibble import formats
 from nibble.attention.planner.support import Phase
 from nibble.kernels import indexer as op
-from nibble.kernels.gather import reference as dequantised
+from nibble.kernels.gather.naive import dequantize_pages
 from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import INDEX, Stream
 
@@ -139,7 +139,7 @@ def gap_of(
     """
     seen = segment.seq_lens[request] + back + 1
     pages = segment.page_table_BN[request : request + 1, : -(-seen // PAGE)]
-    keys_LD = dequantised(keys, pages, torch.float32)[0, :seen, 0].double()
+    keys_LD = dequantize_pages(keys, pages, torch.float32)[0, :seen, 0].double()
     terms_LH = (keys_LD @ q_HD.double().T).relu() * weights_H.double()
     count = min(seen, len(topk_indices_K))
     chosen, rest = topk_indices_K[:count].long(), topk_indices_K[count:]

@@ -29,8 +29,8 @@ import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Phase
-from nibble.kernels import mla
-from nibble.kernels.gather import reference as dequantised
+from nibble.kernels.gather.naive import dequantize_pages
+from nibble.kernels.mla import mla_attention, naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream
 
@@ -91,7 +91,7 @@ def segment_of(lens: Sequence[int]) -> AttentionBatch:
 
 
 def own(segment: AttentionBatch) -> Attention:
-    return lambda q_THD, latents: mla.mla_attention(q_THD, latents, ROPE, segment, SCALE)
+    return lambda q_THD, latents: mla_attention(q_THD, latents, ROPE, segment, SCALE)
 
 
 def through(adapter: AttentionBackend, segment: AttentionBatch) -> Attention:
@@ -152,9 +152,9 @@ def error_of(
 ) -> paged.Error:
     length, row = segment.seq_lens[request], slice(request, request + 1)
     pages = segment.page_table_BN[row, : -(-length // PAGE)]
-    latents_LD = dequantised(latents, pages, torch.float32)[0, :length, 0]
-    exact = mla.dense(q_THD[row].double(), latents_LD.double(), ROPE, SCALE)
-    same = mla.dense(q_THD[row], latents_LD.to(q_THD.dtype), ROPE, SCALE)
+    latents_LD = dequantize_pages(latents, pages, torch.float32)[0, :length, 0]
+    exact = naive.dense(q_THD[row].double(), latents_LD.double(), ROPE, SCALE)
+    same = naive.dense(q_THD[row], latents_LD.to(q_THD.dtype), ROPE, SCALE)
 
     def relative(x: Tensor) -> float:
         return float((x.double() - exact).norm() / exact.norm())

@@ -29,8 +29,8 @@ from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
-from nibble.kernels import sparse_mla as sparse
-from nibble.kernels.gather import gather_tokens
+from nibble.kernels.gather.naive import dequantize_tokens
+from nibble.kernels.sparse_mla import naive, sparse_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream
 
@@ -113,7 +113,7 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 
 
 def own(pool: Paged) -> Attention:
-    return lambda q_THD, topk_slots_TK: sparse.sparse_mla_attention(q_THD, pool, ROPE, topk_slots_TK, SCALE)
+    return lambda q_THD, topk_slots_TK: sparse_mla_attention(q_THD, pool, ROPE, topk_slots_TK, SCALE)
 
 
 def through(adapter: AttentionBackend, pool: Paged, packing: str, batch: int) -> Attention:
@@ -166,11 +166,11 @@ def measure(
 def error_of(q_THD: Tensor, out_THD: Tensor, pool: Paged, topk_slots_TK: Tensor, row: int) -> paged.Error:
     one = slice(row, row + 1)
     latents_nKD, hidden_nK = (
-        gather_tokens(pool, topk_slots_TK[one].long()).squeeze(-2),
+        dequantize_tokens(pool, topk_slots_TK[one].long()).squeeze(-2),
         topk_slots_TK[one] < 0,
     )
-    exact = sparse.dense(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE)
-    same = sparse.dense(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE)
+    exact = naive.dense(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE)
+    same = naive.dense(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE)
 
     def relative(x: Tensor) -> float:
         return float((x.double() - exact).norm() / exact.norm())

@@ -23,12 +23,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-from nibble.attention.planner import ledger
-from nibble.attention.planner.ledger import LedgerEntry
+from nibble.attention.planner.evidence import LedgerEntry, update_ledger
+from nibble.models import observations
 
 settings.register_profile("nibble", derandomize=True, deadline=None)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def observations_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests observe of their models is not kept for this machine's user."""
+    observations.FOLDER = str(tmp_path_factory.mktemp("observed"))
 
 
 @pytest.fixture(scope="session")
@@ -64,9 +70,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ledger", type=Path, help="write what conformed on this machine to a ledger (docs/ledger.json)"
     )
+    parser.addoption(
+        "--record-durations", type=Path, help="write the seconds of each test file to a JSON file"
+    )
+
+
+_durations: dict[str, float] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = report.nodeid.partition("::")[0]
+    _durations[file] = _durations.get(file, 0.0) + report.duration
     if report.when == "call" and not report.skipped:
         entries = [
             LedgerEntry(**json.loads(value)) for name, value in report.user_properties if name == PROPERTY
@@ -75,7 +89,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    durations = session.config.getoption("--record-durations")
+    if durations and not hasattr(session.config, "workerinput"):
+        durations.parent.mkdir(parents=True, exist_ok=True)
+        slowest = dict(sorted(_durations.items(), key=lambda entry: -entry[1]))
+        durations.write_text(json.dumps({file: round(s, 1) for file, s in slowest.items()}, indent=1) + "\n")
     path = session.config.getoption("--ledger")
     if path and not hasattr(session.config, "workerinput"):
         whole = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
-        ledger.update(path, _heard[True] if whole else (), _heard[False])
+        update_ledger(path, _heard[True] if whole else (), _heard[False])

@@ -1,7 +1,4 @@
-"""Files that several runs read, merge and write: one after the other, and whole or not at all.
-
-Owns alone() and write(). Must not know what is in a file.
-"""
+"""Files that several runs read, merge and write: one run after the other, and whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from pathlib import Path
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Within, nobody else who asks for it works in a folder. Where the file system knows no locks, nobody waits."""
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder. Where the file system knows no locks, nobody waits."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -24,12 +21,12 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write(path: Path, text: str) -> None:
-    """Puts a file in the place of an older one at once: nobody reads half of it, and a run that dies leaves that."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file at once: nobody reads half of it, and a run that dies leaves the older one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from nibble import LLM, ConfigError
 from nibble.attention import backends
 from nibble.engine.cuda_graphs import Graphs, live
-from nibble.models.forward import CACHE_VARIABLE, cache_folder, compiled, plain
+from nibble.hardware import cache_folder
+from nibble.models.forward import CACHE_VARIABLE, compiled, plain
 from tiny import save_tiny
 from toys import graph_backend
+
+pytestmark = pytest.mark.slow
 
 FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "olmo3")
 PROMPTS = [list(range(5, n)) for n in (30, 6, 47)]
@@ -103,19 +108,29 @@ def test_two_engines_do_not_meet(tiny: Path) -> None:
     assert found == [expected[0], expected[2]]
 
 
-def test_what_cannot_be_compiled_says_so() -> None:
-    class Stubborn(nn.Module):
-        def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
-            torch._dynamo.graph_break()
-            return input_ids
+class Stubborn(nn.Module):
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        torch._dynamo.graph_break()
+        return input_ids
 
+
+def compile_stubborn() -> None:
     ids = torch.zeros(1, 24, dtype=torch.int64)
     with pytest.raises(ConfigError, match=r"torch.compile cannot compile this model .*--no-compile"):
         compiled(Stubborn(), "eager")(ids, ids, torch.arange(2), None)  # type: ignore[arg-type]
 
 
+def test_what_cannot_be_compiled_says_so() -> None:
+    compile_stubborn()
+
+
 def test_compiled_code_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, default_cache_dir())  # as importing torch._dynamo leaves it
+    monkeypatch.setenv("NIBBLE_CACHE", "/somewhere/else")
+    compile_stubborn()
+    assert os.environ[CACHE_VARIABLE] == "/somewhere/else/inductor"
+    monkeypatch.delenv("NIBBLE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(cache_folder()) == "/somewhere/nibble/inductor"
+    assert str(cache_folder()) == "/somewhere/nibble"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "nibble" / "inductor"
+    assert cache_folder() == Path.home() / ".cache" / "nibble"

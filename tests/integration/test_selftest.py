@@ -65,7 +65,7 @@ def wrong() -> Iterator[type[Wrong]]:
     class Planted(Wrong):
         pass
 
-    rows = tuple(replace(row, prefer=1) for row in torch_ref.BACKEND.support)
+    rows = tuple(replace(row, gathers=False) for row in torch_ref.BACKEND.support)
     backends.register(replace(torch_ref.BACKEND, name="toy_wrong", adapter=Planted, support=rows))
     yield Planted
     backends.unregister("toy_wrong")

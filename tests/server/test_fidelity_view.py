@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from dataclasses import asdict
 from typing import Any
 
 import httpx
 import pytest
-from test_metrics import STATS, WATCH, meters_of, read, scrape
-from test_metrics import words as picture_of
+from test_metrics import STATS, WATCH, meters_of, read
 
 from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-defined]
-from nibble.cli import top
 from nibble.server import messages as wire
 from nibble.server.app import make_app
 from nibble.server.engine_client import State
-from nibble.server.fidelity_view import warning
 from nibble.server.settings import Settings
+from nibble.server.views import fidelity_warning
 
 ABOUT: dict[str, Any] = {
     "groups": [{"layers": [0, 1], "scheme": "fp8_e4m3"}, {"layers": [12], "scheme": "nvfp4"}]
@@ -71,7 +67,7 @@ def test_there_are_none_without_a_watch_and_gauges_only_while_it_serves() -> Non
 )
 def test_a_warning_leaves_the_server_ready(changes: dict[str, float], words: str | None) -> None:
     engine = watched(**changes)
-    assert (warning(engine.stats) is None) is (words is None)
+    assert (fidelity_warning(engine.stats) is None) is (words is None)
 
     async def ask() -> httpx.Response:
         app = make_app(engine, FakeTokens(), "m", Settings())
@@ -84,23 +80,6 @@ def test_a_warning_leaves_the_server_ready(changes: dict[str, float], words: str
         assert "warning" not in answer.json()
     else:
         assert words in answer.json()["warning"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({}, 0.5, "attention    50.0% off (7 seen)"),
-        ({"fidelity_error_0": float("inf")}, None, "attention    - off (7 seen)"),
-    ],
-)
-def test_top_shows_the_worst_layer(changes: dict[str, float], error: float | None, words: str) -> None:
-    look = scrape(meters_of(watched(**changes)), 1.0)
-    figures = top.figures_of([look, look], {})
-    assert (figures.fidelity_error, figures.fidelity_alert, figures.fidelity_samples) == (error, True, 7)
-    assert words in picture_of(figures, 80)
-    json.dumps(asdict(figures), allow_nan=False)
-    bare = scrape(meters_of(), 1.0)
-    assert "attention" not in picture_of(top.figures_of([bare, bare], {}), 80)
 
 
 def test_a_real_server_tells() -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from conftest import free_port, running, wait_ready  # type: ignore[attr-defined]
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {
     "model": "demo", "prompt": "import os\n", "max_tokens": 2000, "ignore_eos": True, "stream": True
 }  # fmt: skip

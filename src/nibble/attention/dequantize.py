@@ -1,6 +1,6 @@
 """Staging: dequantise pages into a workspace, for a backend that cannot read the cache's format.
 
-The only place where that happens, always declared by a route and priced by the plan (planner/price.py). The workspace
+The only place where that happens, always declared by a route and priced by the plan (planner/explain.py). The workspace
 is made for the requests at hand, never for the whole pool.
 
 Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.

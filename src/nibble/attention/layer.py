@@ -30,7 +30,7 @@ from nibble.cache.view import KVView
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import indexer
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload.hot_buffer import resident_slots
+from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, Phase
 

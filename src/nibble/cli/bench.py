@@ -1,124 +1,145 @@
-"""`nibble bench serve`: a load test of an OpenAI-compatible server, as a table, JSON and a plot."""
+"""`nibble bench serve`: a load test by GuideLLM, with defaults for a Nibble server."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from nibble.cli.exits import FAILED, INTERRUPTED, OUTPUT
-from nibble.cli.options import Options, takes
-from nibble.cli.terminal import err, out
-from nibble.errors import ConfigError, unknown
-from nibble.evals.load_workloads import Load, Workload
-
-if TYPE_CHECKING:
-    from nibble.evals.load_report import LoadReport
+from nibble.cli.exits import OUTPUT
+from nibble.errors import ConfigError, NibbleError, unknown
 
 SERVE = "serve"
+INSTALL = "pip install 'nibble-llm[bench]'"
+LOCAL_SERVER = "http://localhost:8000"
+
 WhatArgument = Annotated[str, typer.Argument(metavar="WHAT", help="What is measured: `serve`, a server.")]
-UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="The server's address, with or without /v1.")]
+RestArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[URL] [GUIDELLM OPTIONS]",
+        help=f"The server's address ({LOCAL_SERVER} if left out), then options of `guidellm run`.",
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub name or folder whose tokenizer counts tokens; the name in /v1/models if left out."
+    ),
+]
+ConcurrencyOption = Annotated[str, typer.Option(help="Open requests; several numbers, several measurements.")]
+RateOption = Annotated[
+    str | None, typer.Option(help="Requests a second, evenly spaced, as 1,4,8; replaces --concurrency.")
+]
+RequestsOption = Annotated[int, typer.Option(min=1, help="Requests of each measurement.")]
+InputOption = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
+AnswerOption = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions, not /v1/completions.")]
+KeyOption = Annotated[str | None, typer.Option(help="The server's key; NIBBLE_API_KEY, if left out.")]
 JsonFileOption = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write everything to this file; `-`: print it.", rich_help_panel=OUTPUT),
-]
-PlotOption = Annotated[
-    Path | None, typer.Option(help="Write a plot of latencies (png, svg or pdf).", rich_help_panel=OUTPUT)
+    Path | None, typer.Option("--json", help="Write GuideLLM's report to this file.", rich_help_panel=OUTPUT)
 ]
 
 
-@takes("sending", Load, "Sending")
-@takes("asked", Workload, "Workload")
 def bench(
     what: WhatArgument = SERVE,
-    url: UrlArgument = "http://localhost:8000",
+    rest: RestArgument = None,
+    model: ModelOption = None,
+    concurrency: ConcurrencyOption = "1,4,16",
+    rate: RateOption = None,
+    requests: RequestsOption = 100,
+    input_tokens: InputOption = 512,
+    output_tokens: AnswerOption = 128,
+    chat: ChatOption = False,
+    api_key: KeyOption = None,
     json_file: JsonFileOption = None,
-    plot: PlotOption = None,
-    *,
-    asked: Options,
-    sending: Options,
 ) -> None:
-    """Measure a server under load.
+    """Measure a server under load, with GuideLLM.
 
-    `nibble bench serve` drives any OpenAI-compatible server with streamed answers: requests arrive at a rate, or all
-    at once, and the time to the first token (TTFT), between tokens (ITL; TPOT, its mean by request) and to the last
-    one (E2E) is noted, at the arrival of each chunk. A chunk of several tokens counts as so many, each with its share
-    of the time. Failed requests are counted by kind, and end nothing. Ctrl-C shows what is known.
+    Runs `guidellm run` (extra `bench`) with synthetic prompts, and shows time to the first token and between tokens,
+    and throughput, for each concurrency or rate. Its own options may follow, and replace what this command sets:
+    `--backend`, `--tokenizer`, `--data`, `--profile`, `--constraint`, `--output`.
     """
     if what != SERVE:
         raise ConfigError(unknown("measurement", what, (SERVE,)))
-    workload, load = Workload(**asked), _with_key(Load(**sending))
-    if plot:
-        from nibble.evals import plot as plots
+    if find_spec("guidellm") is None:
+        raise ConfigError(f"a load test needs GuideLLM, which is not installed: {INSTALL}")
+    rest = rest or []
+    has_url = bool(rest) and not rest[0].startswith("-")
+    url, options = _server_root(rest[0] if has_url else LOCAL_SERVER), rest[has_url:]
+    key = api_key or os.environ.get("NIBBLE_API_KEY")
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    # GuideLLM 0.8.1's `poisson` sent 2.3 times the rate it was given; `constant` keeps it.
+    kind, field, levels = ("constant", "rate", rate) if rate else ("concurrent", "streams", concurrency)
+    output = {"kind": "json", "path": str(json_file)} if json_file else {"kind": "console"}
+    defaults: dict[str, dict[str, Any]] = {
+        "--backend": {"kind": "openai_http", "target": url, "request_format": path, "api_key": key},
+        "--profile": {"kind": kind, field: levels.split(",")[0]},
+        "--constraint": {"kind": "max_requests", "count": requests},
+        "--data": {"kind": "synthetic_text", "prompt_tokens": input_tokens, "output_tokens": output_tokens},
+        "--output": output,
+    }
+    if not _names("--tokenizer", options):
+        # GuideLLM would look up the served name on the hub, where neither `demo` nor a local folder is.
+        from nibble.models.hub import locate
 
-        plots.require()
-    report = _measured(url, load, workload)
-    as_text = json_file is None or str(json_file) != "-"
-    if json_file and as_text:
-        json_file.write_text(report.as_json() + "\n", encoding="utf-8")
-    if as_text:
-        _show(report)
-    else:
-        print(report.as_json())
-    if plot:
-        from nibble.evals.load_report import plot as draw
-
-        draw(report, plot)
-    if report.interrupted or not report.completed:
-        raise typer.Exit(INTERRUPTED if report.interrupted else FAILED)
+        tokenizer = locate(model or _served_model(url, key))
+        defaults["--tokenizer"] = {"kind": "huggingface_auto", "model": tokenizer}
+    arguments = ["run", *options]
+    for flag, value in defaults.items():
+        if not _names(flag, options):
+            arguments += [flag, json.dumps(value)]
+    if "," in levels and not _names("--profile", options):
+        arguments += ["--override", f"profile.{field}", levels]
+    _run_guidellm(arguments)
 
 
+class PassThrough(TyperCommand):
+    """A command that hands options it does not know to its last argument."""
+
+    ignore_unknown_options = True
+
+
+CLASS = PassThrough
 EXAMPLES = """
-nibble bench serve localhost:8000 --requests 64 --max-concurrency 16
-nibble bench serve localhost:8000 --rate 8 --goodput ttft:500,itl:50
-nibble bench serve localhost:8000 --workload prefix --prefixes 8 --seed 1
-nibble bench serve localhost:8000 --turns 5 --chat --think 1
-nibble bench serve localhost:8000 --workload file --file prompts.jsonl
-nibble bench serve localhost:8000 --json load.json --plot load.svg
+nibble bench serve
+nibble bench serve localhost:8000 --concurrency 1,8,64 --requests 200
+nibble bench serve --rate 2,8 --input-tokens 2048 --json load.json
+nibble bench serve --constraint kind=max_duration,seconds=30
 """
 
 
-def _with_key(load: Load) -> Load:
-    key = load.api_key or os.environ.get("NIBBLE_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    return replace(load, api_key=key)
+def _run_guidellm(arguments: list[str]) -> None:
+    """Run GuideLLM's command line in this process, so that no key is an argument of a process."""
+    from guidellm.cli import cli
+
+    cli.main(arguments, prog_name="guidellm")
 
 
-def _measured(url: str, load: Load, workload: Workload) -> LoadReport:
-    """With a bar on standard error."""
-    import asyncio
-
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from nibble.evals import load as loads
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err(), transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("warming up", total=None)
-
-        def told(ended: int, planned: int, failed: int) -> None:
-            said = f"{failed} failed" if failed else "answered"
-            bar.update(task, description=said, completed=ended, total=planned)
-
-        return asyncio.run(loads.run(url, load, workload, told=told))
+def _names(flag: str, options: list[str]) -> bool:
+    return any(option == flag or option.startswith(f"{flag}=") for option in options)
 
 
-def _show(report: LoadReport) -> None:
-    from rich import box
-    from rich.table import Table
+def _server_root(url: str) -> str:
+    """Return a server's address with a scheme and without /v1."""
+    url = url if "://" in url else f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
-    figures = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in report.figures():
-        figures.add_row(name, value)
-    latencies = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("ms", "mean", "p50", "p90", "p99", "max"):
-        latencies.add_column(title, justify="left" if title == "ms" else "right", no_wrap=True)
-    for row in report.rows():
-        latencies.add_row(*row)
-    console = out()
-    console.print(f"{report.model} at {report.url}", markup=False)
-    console.print(figures, latencies)
-    for note in report.told():
-        console.print(note, style="dim", markup=False)
+
+def _served_model(url: str, key: str | None) -> str:
+    """Return the first model that a server lists."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
+        return str(response.raise_for_status().json()["data"][0]["id"])
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise NibbleError(f"{url} does not answer: {error or type(error).__name__}") from None
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{url}/v1/models names no model ({error}); give --model") from None

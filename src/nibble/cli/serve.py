@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +11,76 @@ import typer
 from typer.core import TyperCommand
 
 from nibble import errors
-from nibble.cli.aliases import translated
 from nibble.cli.exits import JsonOption, code_of
 from nibble.cli.options import Options, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet
 from nibble.config import Config
 from nibble.server.settings import Settings
 
+FLAG_ALIASES = {
+    "--kv-cache-dtype": "--kv-format",  # vLLM, SGLang
+    "--max-model-len": "--max-context",  # vLLM
+    "--context-length": "--max-context",  # SGLang
+    "--max-num-seqs": "--max-running",  # vLLM
+    "--max-running-requests": "--max-running",  # SGLang
+    "--max-num-batched-tokens": "--token-budget",  # vLLM
+    "--chunked-prefill-size": "--token-budget",  # SGLang
+    "--block-size": "--page-size",  # vLLM
+    "--enable-prefix-caching": "--prefix-cache",  # vLLM
+    "--no-enable-prefix-caching": "--no-prefix-cache",  # vLLM
+    "--disable-radix-cache": "--no-prefix-cache",  # SGLang
+    "--enforce-eager": "--no-compile --no-graphs",  # vLLM
+    "--disable-cuda-graph": "--no-graphs",  # SGLang
+    "--random-seed": "--seed",  # SGLang
+    "--tool-call-parser": "--tool-format",  # vLLM, SGLang
+    "--enable-auto-tool-choice": "",  # vLLM; always so
+    "--scheduling-policy": "--scheduling",  # vLLM
+    "--enable-log-requests": "--log-requests",  # vLLM
+    "--disable-log-requests": "--no-log-requests",  # vLLM
+}
+"""Flags of other servers, and ours that mean the same (not nearly the same); docs/migrating.md shows them."""
+VALUE_ALIASES = {
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--tool-format": {
+        "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "qwen": "hermes",
+        "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "glm": "glm45", "deepseekv3": "deepseek_v3",
+        "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "minimax-m2": "minimax_m2",
+    },
+    "--reasoning-parser": {
+        "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v31", "deepseek_v3": "deepseek_v31",
+        "qwen3-thinking": "qwen3", "glm45": "qwen3", "mistral": "magistral",
+    },
+}  # fmt: skip
+"""Other spellings of values, by our flag. The schemes themselves know other names of cache formats."""
+MODEL_FLAGS = ("--model", "--model-path")  # vLLM, SGLang: a flag for our argument
 
-class Translating(TyperCommand):
-    """Takes the flags of other servers too."""
+
+def translate_flags(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the flags of other servers replaced by ours, and the model first."""
+    result: list[str] = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        flags = FLAG_ALIASES.get(flag, flag).split()
+        if equals and flags:
+            result += [*flags[:-1], f"{flags[-1]}={VALUE_ALIASES.get(flags[-1], {}).get(value, value)}"]
+        elif result and result[-1] in VALUE_ALIASES:
+            result.append(VALUE_ALIASES[result[-1]].get(argument, argument))
+        else:
+            result += flags
+    for i, argument in enumerate(result):
+        flag, equals, value = argument.partition("=")
+        if flag in MODEL_FLAGS:
+            end = i + (1 if equals else 2)
+            return [*([value] if equals else result[i + 1 : end]), *result[:i], *result[end:]]
+    return result
+
+
+class ServeCommand(TyperCommand):
+    """A command that takes the flags of other servers too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, translated(args))
+        """Translate the flags of other servers, then parse."""
+        return super().parse_args(ctx, translate_flags(args))
 
 
 @takes("settings", Settings, "Server")
@@ -37,22 +95,22 @@ def serve(
     of vLLM and SGLang that mean the same are taken too (docs/migrating.md).
     """
     served = Config(model=model, **config)
-    chosen = Settings(**settings)
-    if chosen.api_key is None:
-        chosen = replace(chosen, api_key=os.environ.get("NIBBLE_API_KEY"))
+    server_settings = Settings(**settings)
+    if server_settings.api_key is None:
+        server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet(model)
     from nibble.models.hub import locate
     from nibble.server.engine_client import EngineDiedError
     from nibble.server.run import serve as run
 
     try:
-        run(served, chosen, locate(model), _say_json if as_json else None)
+        run(served, server_settings, locate(model), _say_json if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 
-CLASS = Translating
+CLASS = ServeCommand
 EXAMPLES = """
 nibble serve demo --kv-format nvfp4
 nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY

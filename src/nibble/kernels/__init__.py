@@ -1,8 +1,7 @@
-"""Kernels: one file an operation, with its signature, its docstring and its torch reference.
+"""Kernels: a folder for each operation.
 
-Twins of the same name and signature are in triton/ (portable) and cuda/ (fast). The file of an operation chooses
-between them by the tensors' device. absence() says whether a package that brings kernels is here. Must not know of
-pools, plans or requests.
+In it, __init__.py has the operation's signature and chooses between implementations, naive.py defines it in torch, and
+triton.py, gluon_sm90.py and cuda.py with *.cu files are fast. CONTRIBUTING.md says how one is added.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ MISSING = "is missing"
 
 
 def import_problem(package: str) -> str | None:
-    """Why a package, dotted or not, is not there to be imported; None where it is. To look for a dotted name is to
-    import its parents, which may do anything."""
+    """Return why a package, dotted or not, cannot be imported; None where it can.
+
+    To look for a dotted name is to import its parents, which may do anything.
+    """
     try:
-        found = importlib.util.find_spec(package) is not None
+        present = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError as error:
         missing = error.name and f"{package}.".startswith(f"{error.name}.")
         return MISSING if missing else _broken(error)
     except (Exception, SystemExit) as error:
         return _broken(error)
-    return None if found else MISSING
+    return None if present else MISSING
 
 
 def _broken(error: BaseException) -> str:
@@ -32,5 +33,5 @@ def _broken(error: BaseException) -> str:
 
 @functools.cache
 def triton_present() -> bool:
-    """Whether the twins in triton/ can be imported here."""
+    """Return whether the implementations in Triton can be imported here."""
     return import_problem("triton") is None

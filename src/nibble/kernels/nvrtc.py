@@ -1,9 +1,7 @@
-"""CUDA C++ source to a loaded kernel: NVRTC, and a cache of its output on disk.
+"""CUDA C++ source to a loaded kernel: compilation by NVRTC, a cache of machine code on disk, and launches.
 
-Owns cubin() and Kernel. Sources may include the headers beside them. Needs the package cuda-bindings, which finds NVRTC
-among the packages that torch brings. Compiling needs no GPU; loading does. Must not know what a kernel computes.
-
-The cache is kernels/ in Nibble's cache folder (hardware.py).
+Needs the package cuda-bindings, which finds NVRTC among the packages that torch brings. Compiling needs no GPU;
+loading does. The cache is the folder kernels/ in Nibble's cache folder (hardware.py).
 """
 
 from __future__ import annotations
@@ -24,97 +22,133 @@ from nibble.hardware import cache_folder
 
 CUBINS = "kernels"
 ELF = b"\x7fELF"
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
 @cache
-def trouble() -> str | None:
-    """Why nothing can be compiled for this machine's GPU, or at all; None if it can."""
+def unavailable_reason() -> str | None:
+    """Return what is missing to compile for this machine's GPU, or at all; None if nothing is."""
     try:
-        known = archs()
+        supported = archs()
     except Exception as error:  # the loader's errors are of many kinds
         return f"NVRTC, which cannot be loaded ({type(error).__name__}: {error})"
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if (major or minor) and 10 * major + minor not in known:
-        return f"an NVRTC that knows SM{major}{minor}; the one found ends at SM{max(known)}"
+    if (major or minor) and 10 * major + minor not in supported:
+        return f"an NVRTC that knows SM{major}{minor}; the one found ends at SM{max(supported)}"
     return None
 
 
 def archs() -> tuple[int, ...]:
-    """Compute capabilities that NVRTC compiles for, as 90 for 9.0."""
-    return tuple(_checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
+    """Return the compute capabilities that NVRTC compiles for, as 90 for 9.0."""
+    return tuple(_check(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs"))
 
 
 def cubin(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> bytes:
-    """Machine code of a source file for compute capability `arch` (90 is 9.0; 90a has what 9.0 alone has, as wgmma).
-    Raises BackendError with NVRTC's log.
+    """Compile a source file to machine code, or read it from the cache.
+
+    Args:
+        source: A file .cu. It may include headers .cuh beside it and of codecs/.
+        arch: A compute capability; 90 is 9.0, and 90a has what 9.0 alone has, as wgmma.
+        macros: Name -> value of the macros to define.
+
+    Returns:
+        An ELF file.
+
+    Raises:
+        BackendError: NVRTC refuses the source. The message has its log.
     """
-    text, headers = source.read_text(encoding="utf-8"), _headers()
+    text, headers = source.read_text(encoding="utf-8"), _headers(source.parent)
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros.items())]
-    version = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()
-    kept = cache_folder() / CUBINS / f"{source.stem}-sm{arch}-{key[:24]}.cubin"
-    if kept.exists() and (found := kept.read_bytes()).startswith(ELF):
-        return found
+    path = cache_folder() / CUBINS / f"{source.stem}-sm{arch}-{key[:24]}.cubin"
+    # A file that was cut off, by a full disk for example, is compiled anew.
+    if path.exists() and (code := path.read_bytes()).startswith(ELF):
+        return code
     code = _compile(text, source.name, headers, options)
-    _keep(kept, code)
+    _store(path, code)
     return code
 
 
-def _headers() -> dict[str, str]:
-    """What sources may include: name -> text."""
-    folder = Path(__file__).with_name("codecs")
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+def _headers(folder: Path) -> dict[str, str]:
+    """Return what the sources of a folder may include: name -> text."""
+    paths = [*Path(__file__).with_name("codecs").glob("*.cuh"), *folder.glob("*.cuh")]
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(paths)}
 
 
 def _compile(text: str, name: str, headers: Mapping[str, str], options: list[str]) -> bytes:
     names, texts = ([part.encode() for part in parts] for parts in (headers, headers.values()))
-    program = _checked(
+    program = _check(
         nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), texts, names), "nvrtcCreateProgram"
     )
     try:
         flags = [option.encode() for option in options]
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            # The bindings write into the bytes that they are given.
+            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
             nvrtc.nvrtcGetProgramLog(program, log)
             raise BackendError(
                 f"NVRTC cannot compile {name} with {' '.join(options)}: {log.decode().strip()}"
             )
-        code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
-        _checked(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+        _check(nvrtc.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
         return code
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _keep(path: Path, code: bytes) -> None:
-    """Writes to the cache, all or nothing; a cache that cannot be written is no error."""
+def _store(path: Path, code: bytes) -> None:
+    """Write a file of the cache, all or nothing. A cache that cannot be written is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            whole = Path(folder) / path.name
-            whole.write_bytes(code)
-            whole.replace(path)
+            complete = Path(folder) / path.name
+            complete.write_bytes(code)
+            complete.replace(path)
     except OSError:
         pass
 
 
 class Kernel:
-    """A kernel of a cubin, on the current device. shared: most dynamic shared memory that a launch will ask for."""
+    """A kernel of a cubin, loaded on the current device."""
 
     def __init__(self, code: bytes, name: str, shared: int) -> None:
+        """Load the kernel.
+
+        Args:
+            code: The machine code.
+            name: The kernel's symbol.
+            shared: The most bytes of dynamic shared memory that a launch will request.
+
+        Raises:
+            BackendError: The driver refuses the code, or that much shared memory.
+        """
         torch.cuda.current_stream()  # makes torch's context current
-        self._module = _checked(driver.cuModuleLoadData(code), "cuModuleLoadData")
-        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()), name)
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, most, shared), f"{shared} bytes of shared memory")
+        self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
+        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), name)
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(
+            driver.cuFuncSetAttribute(self._function, attribute, shared), f"{shared} bytes of shared memory"
+        )
 
     def launch(
         self, grid: int, threads: int, shared: int, types: tuple[Any, ...], values: tuple[Any, ...]
     ) -> None:
-        """Queues a launch on torch's current stream. types: a ctypes type for each of `values`."""
+        """Queue a launch on torch's current stream.
+
+        Args:
+            grid: Blocks.
+            threads: Threads of a block.
+            shared: Bytes of dynamic shared memory of a block.
+            types: A ctypes type for each of `values`.
+            values: The kernel's arguments.
+
+        Raises:
+            BackendError: The driver refuses the launch.
+        """
         stream = torch.cuda.current_stream().cuda_stream
-        _checked(
+        _check(
             driver.cuLaunchKernel(
                 self._function, grid, 1, 1, threads, 1, 1, shared, stream, (values, types), 0
             ),
@@ -122,12 +156,9 @@ class Kernel:
         )
 
 
-POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-
-
-def _checked(returned: tuple[Any, ...], what: str) -> Any:
-    """What a binding returned beside its status; raises BackendError where that is an error."""
-    status, *rest = returned
+def _check(result: tuple[Any, ...], call: str) -> Any:
+    """Return what a binding returned beside its status; raise BackendError if that is an error."""
+    status, *values = result
     if status.value:
-        raise BackendError(f"CUDA: {what} failed: {status.name}")
-    return rest[0] if len(rest) == 1 else tuple(rest)
+        raise BackendError(f"CUDA: {call} failed: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -15,9 +14,11 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from nibble.attention.layer import Step, StepContext
 from nibble.errors import ConfigError
+from nibble.hardware import cache_folder
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
 
@@ -78,7 +79,9 @@ def _compile_call(
     run: Any, model: nn.Module, ids: Tensor, positions: Tensor, rows_S: Tensor, step: Step
 ) -> Tensor:
     """Make the call that compiles: mark the sizes that vary, and explain what went wrong."""
-    os.environ.setdefault(CACHE_VARIABLE, str(cache_folder()))
+    # Importing torch._dynamo fills the variable with a default in /tmp; only another value is the user's.
+    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0)):
         torch._dynamo.mark_dynamic(tensor, dim)
     try:
@@ -110,9 +113,3 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
 def _with_own_code(function: Any) -> Any:
     """Return a copy with its own code object: torch keys compiled code by it, and engines must not share."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-
-
-def cache_folder() -> Path:
-    """Where compiled code is kept from run to run, unless the environment says where."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "nibble" / "inductor"

@@ -1,14 +1,10 @@
-"""How the server behaves towards its clients: a frozen dataclass whose fields' docs are the command line's help.
-
-Owns Settings. Must not know of engines or of HTTP.
-"""
+"""How the server behaves towards its clients: a frozen dataclass whose fields' docs are the command line's help."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nibble.config import _option as option
-from nibble.config import parse_bytes
+from nibble.config import option, parse_bytes
 from nibble.errors import ConfigError, unknown
 
 PRIORITY = "priority"
@@ -18,7 +14,7 @@ LOG_FORMATS = ("text", "json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Raises ConfigError where a value is malformed."""
+    """The server's options; raises ConfigError where a value is malformed."""
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of this machine's.")
     port: int = option(8000, "Port to listen at.")
@@ -49,6 +45,7 @@ class Settings:
     drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
 
     def __post_init__(self) -> None:
+        # Malformed sizes are refused at the start, not with the first body.
         parse_bytes(self.max_body)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
@@ -70,4 +67,5 @@ class Settings:
 
     @property
     def body_bytes(self) -> int:
+        """The largest body of a request."""
         return parse_bytes(self.max_body)

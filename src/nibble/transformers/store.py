@@ -18,7 +18,7 @@ from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.errors import CapacityError, OutOfPages
-from nibble.kernels.offload.copy_tokens import copy_tokens
+from nibble.kernels.offload import copy_tokens
 from nibble.kernels.types import Paged
 
 FIRST = 1024

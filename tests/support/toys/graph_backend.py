@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
+from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Phase, Support
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
@@ -57,8 +57,8 @@ def info(adapter: type[Masked]) -> BackendInfo:
         graphs=True,
         support=(
             Support(
-                phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, packing=frozenset({"hnd"}),
-                window=NEVER, softcap=NEVER, sinks=NEVER, prefer=1, source="this test",
+                phase=ALL, kind={"mha"}, format=None, packing={"hnd"},
+                window=NEVER, softcap=NEVER, sinks=NEVER, source="this test",
             ),
         ),
     )  # fmt: skip

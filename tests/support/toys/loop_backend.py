@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
+from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Support
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
@@ -39,8 +39,8 @@ BACKEND = BackendInfo(
     adapter=Loop,
     support=(
         Support(
-            phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"toy_int8"}), packing=frozenset({"hnd"}),
-            page=frozenset({32}), window=NEVER, softcap=NEVER, sinks=NEVER, prefer=1, source="this test",
+            phase=ALL, kind={"mha"}, format={"toy_int8"}, packing={"hnd"},
+            page={32}, window=NEVER, softcap=NEVER, sinks=NEVER, source="this test",
         ),
     ),
 )  # fmt: skip

@@ -20,9 +20,7 @@ from nibble import LLM
 from nibble.attention import dequantize as staging
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import StepStates
-from nibble.attention.planner import price
-from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.memory import plan_memory
+from nibble.attention.planner.explain import as_dict, as_text, staging_costs
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase, Support
@@ -35,8 +33,8 @@ from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Stream
-from nibble.server.logs import decode_costs
-from planning import GPT_OSS, MODELS, QWEN3_8B
+from nibble.server.logging import decode_costs
+from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
 
 PAGE, HEADS, DIM = 16, 2, 32
 LENGTHS = (5, 16, 90, 200, 64)
@@ -115,7 +113,7 @@ def test_layers_of_a_step_share_what_is_worked_out(
 def plan_of(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[Any, Any]:
     config = Config(model="m", **options)
     plan = resolve(config, model_spec, lookup_gpu(gpu), declared=True)
-    return plan, plan_memory(config, model_spec, lookup_gpu(gpu), plan)
+    return plan, memory_plan(config, model_spec, lookup_gpu(gpu), plan)
 
 
 def test_the_price_in_bytes() -> None:
@@ -128,7 +126,7 @@ def test_the_price_in_bytes() -> None:
         decode_backend="fa4",
         allow_staging=True,
     )
-    (entry,) = price.staged(plan, money.context)
+    (entry,) = staging_costs(plan, money.context)
     assert entry.route.phase is Phase.DECODE
     assert entry.cost.direct == 36 * 32768 * 8 * 144
     assert entry.cost.staged == 36 * 32768 * 8 * (144 + 2 * 512)
@@ -137,12 +135,12 @@ def test_the_price_in_bytes() -> None:
 
 def test_a_window_and_a_choice_bound_what_direct_reading_moves() -> None:
     plan, money = plan_of(GPT_OSS, "h200", kv_format="fp4_mx16", prefill_backend="fa3")
-    window, full = price.staged(plan, money.context)
+    window, full = staging_costs(plan, money.context)
     assert (window.group, full.group) == ("window", "full")
     assert window.cost.direct * 32768 == full.cost.direct * 128
     small = replace(MODELS["deepseek-v3.2"], weight_bytes=8 * GIB)
     sparse, money = plan_of(small, "h200", kv_format="nvfp4_ds_mla", prefill_backend="flashmla")
-    (entry,) = price.staged(sparse, money.context)
+    (entry,) = staging_costs(sparse, money.context)
     assert entry.cost.direct == 61 * 2048 * 416
     assert entry.cost.staged == 61 * (32768 * (416 + 1152) + 2048 * 1152)
 
@@ -167,7 +165,7 @@ def test_it_is_told_by_the_plan_the_server_and_the_refusal() -> None:
 
 def test_what_reads_the_cache_as_it_is_costs_nothing() -> None:
     plan, money = plan_of(QWEN3_8B, "h200", kv_format="nvfp4", allow_staging=True)
-    assert not list(price.staged(plan, money.context))
+    assert not list(staging_costs(plan, money.context))
     assert decode_costs(as_dict(plan, money)) == []
 
 

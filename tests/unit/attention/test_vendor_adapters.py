@@ -30,7 +30,6 @@ from nibble.attention.backends import missing_requirement
 from nibble.attention.backends.adapters import flashinfer, trtllm_mha
 from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import PreparedBatch, attention
-from nibble.attention.planner.memory import held_bytes, plan_memory
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -41,7 +40,7 @@ from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from planning import DEEPSEEK_V3, QWEN3_8B
+from planning import DEEPSEEK_V3, QWEN3_8B, memory_plan, memory_planner
 
 STAND_INS = {
     "flashinfer": [f"BatchPrefillWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")],
@@ -418,12 +417,12 @@ def test_the_workspace_is_in_the_budget_once_for_each_backend() -> None:
     both = Config(model="m", kv_format="bf16", prefill_backend="flashinfer", decode_backend="trtllm_mha")
     plan = resolve(both, QWEN3_8B, machine)
     held = flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS + trtllm_mha.WORKSPACE
-    assert held_bytes(plan) == held
+    assert memory_planner(both, QWEN3_8B, machine, plan).backend_bytes == held
     own = Config(model="m", kv_format="bf16", attention_backend="triton")
     without = resolve(own, QWEN3_8B, machine)
-    assert held_bytes(without) == 0
+    assert memory_planner(own, QWEN3_8B, machine, without).backend_bytes == 0
     # both record their decode steps, so nothing else differs
     assert (
-        plan_memory(both, QWEN3_8B, machine, plan).runtime
-        == plan_memory(own, QWEN3_8B, machine, without).runtime + held
+        memory_plan(both, QWEN3_8B, machine, plan).runtime
+        == memory_plan(own, QWEN3_8B, machine, without).runtime + held
     )

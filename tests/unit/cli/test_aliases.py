@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nibble.cli.aliases import FLAGS, VALUES, translated
+from nibble.cli.serve import FLAG_ALIASES, VALUE_ALIASES, translate_flags
 from nibble.config import Config
-from nibble.server import reasoning, tools
+from nibble.server.chat_format import CALL_FORMATS, REASONING_FORMATS
 from nibble.server.settings import Settings
 
 
@@ -26,7 +26,7 @@ from nibble.server.settings import Settings
     ],
 )
 def test_translated(said: str, meant: str) -> None:
-    assert translated(said.split()) == meant.split()
+    assert translate_flags(said.split()) == meant.split()
 
 
 def test_every_flag_stands_for_one_that_is_there() -> None:
@@ -35,22 +35,22 @@ def test_every_flag_stands_for_one_that_is_there() -> None:
         for field in (*fields(Config), *fields(Settings))
         for prefix in ("", "no-")
     }
-    assert {word for flag in FLAGS.values() for word in flag.split()} <= known
+    assert {word for flag in FLAG_ALIASES.values() for word in flag.split()} <= known
 
 
 def test_every_flag_is_told_of() -> None:
     page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
-    assert [flag for flag in FLAGS if f"`{flag}`" not in page and f"`{flag} " not in page] == []
+    assert [flag for flag in FLAG_ALIASES if f"`{flag}`" not in page and f"`{flag} " not in page] == []
 
 
 def test_every_format_stands_for_one_that_is_there() -> None:
-    assert set(VALUES["--tool-format"].values()) <= set(tools.PARSERS)
-    assert set(VALUES["--reasoning-parser"].values()) <= set(reasoning.STYLES)
-    assert translated(["m", "--tool-call-parser", "qwen25", "--enable-auto-tool-choice"]) == [
+    assert set(VALUE_ALIASES["--tool-format"].values()) <= set(CALL_FORMATS)
+    assert set(VALUE_ALIASES["--reasoning-parser"].values()) <= set(REASONING_FORMATS)
+    assert translate_flags(["m", "--tool-call-parser", "qwen25", "--enable-auto-tool-choice"]) == [
         "m",
         "--tool-format",
         "hermes",
     ]
-    assert translated(["--tool-call-parser=deepseekv3", "--reasoning-parser=deepseek-r1"]) == [
+    assert translate_flags(["--tool-call-parser=deepseekv3", "--reasoning-parser=deepseek-r1"]) == [
         "--tool-format=deepseek_v3", "--reasoning-parser=deepseek_r1",
     ]  # fmt: skip

@@ -20,9 +20,10 @@ from nibble.cache.pool import PagedPool, _targets
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
 from nibble.formats import scheme
 from nibble.formats import transforms as transform
-from nibble.kernels.append import Reference, Target
-from nibble.kernels.append import triton as twin
-from nibble.kernels.codecs.encoders import ENCODERS
+from nibble.kernels.append import Target
+from nibble.kernels.append.naive import NaiveAppend as Reference
+from nibble.kernels.append.triton import HeadsAppend
+from nibble.kernels.codecs import ENCODERS
 from nibble.kernels.rotate import rotate
 from nibble.kernels.rotate.triton import rotate as rotate_twin
 from nibble.model_spec import HEADS as ONE_HEAD
@@ -70,8 +71,8 @@ def planes(
     dims = streams["k"].shape[2], streams["v"].shape[2]
     target = pool(kv_format, packing, dims, streams["k"].shape[1])
     targets = _targets(target.view(0))
-    assert twin.serves(targets)
-    write = twin.Append(targets) if fused else Reference(targets, target.view(0).joint_scale)
+    assert HeadsAppend.serves(targets)
+    write = HeadsAppend(targets) if fused else Reference(targets, target.view(0).joint_scale)
     with np.errstate(all="ignore"):  # numpy, which the interpreter computes with, warns of what IEEE defines
         write({name: x.to(DEVICE) for name, x in streams.items()}, torch.tensor(slots, device=DEVICE))
     return [
@@ -124,7 +125,7 @@ def test_negative_slots_store_nothing(packing: str) -> None:
 def test_scales_may_differ_by_head(kv_format: str) -> None:
     streams = {"k": values(1), "v": values(2)}
     found = []
-    for make in (twin.Append, Reference):
+    for make in (HeadsAppend, Reference):
         target = pool(kv_format, "hnd")
         scale = torch.tensor([[0.5], [0.01], [3.0]], device=DEVICE)
         targets = {
@@ -184,8 +185,8 @@ def refused() -> Iterator[dict[str, Target]]:
 
 
 def test_what_the_kernel_cannot_take_is_left_to_the_reference() -> None:
-    assert twin.serves(_targets(pool("nvfp4+kmean+rot", "hnd").view(0)))
-    assert not any(map(twin.serves, refused()))
+    assert HeadsAppend.serves(_targets(pool("nvfp4+kmean+rot", "hnd").view(0)))
+    assert not any(map(HeadsAppend.serves, refused()))
     assert pool("nvfp4", "hnd").is_capturable == (DEVICE == "cuda")
 
 

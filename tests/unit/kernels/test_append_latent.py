@@ -20,9 +20,12 @@ from nibble import formats
 from nibble.cache import packing as packings
 from nibble.formats import transforms as transform
 from nibble.formats.base import raw
-from nibble.kernels.append import Reference, Target
-from nibble.kernels.append import triton_latent as twin
-from nibble.kernels.codecs.encoders_latent import ROW_ENCODERS, parts_of
+from nibble.kernels.append import Target
+from nibble.kernels.append import triton as implementation
+from nibble.kernels.append.naive import NaiveAppend as Reference
+from nibble.kernels.append.triton import RowAppend
+from nibble.kernels.codecs import ROW_ENCODERS
+from nibble.kernels.codecs.spans import cut
 from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 
@@ -96,8 +99,8 @@ def pages(case: Case, scale: float = 0.02) -> Paged:
 def written(case: Case, x_THD: Tensor, slots: list[int], *, fused: bool) -> list[Tensor]:
     """The bytes of pages after one append."""
     targets = {case.name: Target(pages(case))}
-    assert twin.serves(targets) and twin.Append.is_capturable
-    write = twin.Append(targets) if fused else Reference(targets)
+    assert RowAppend.serves(targets) and RowAppend.is_capturable
+    write = RowAppend(targets) if fused else Reference(targets)
     with np.errstate(all="ignore"):
         write({case.name: x_THD.to(DEVICE)}, torch.tensor(slots, device=DEVICE))
     return [bits(plane) for plane in targets[case.name].pages.planes_PHS]
@@ -137,21 +140,21 @@ def test_negative_slots_store_nothing(name: str, monkeypatch: pytest.MonkeyPatch
     compare(case, values(case), [-1, 13, 0, -9, 7, -1, 3, -1])
     for bits in written(case, values(case), [-1] * len(SLOTS), fused=True):
         assert (bits.view(torch.uint8) == 255).all()
-    monkeypatch.setattr(twin, "FEW", 0)  # several tokens a program, and some left over
+    monkeypatch.setattr(implementation, "FEW_TOKENS", 0)  # several tokens a program, and some left over
     compare(case, values(case)[:-1], [-1, 13, 0, -9, 7, 1, 3])
 
 
 def test_what_the_kernel_cannot_take_is_left_to_the_reference() -> None:
     good = Target(pages(Case("nvfp4", 128, 0)))
-    assert twin.serves({LATENT: good}) and twin.serves({"k": good})
-    assert not twin.serves({LATENT: good, "v": good})
-    assert not twin.serves({"k": replace(good, transforms=(transform.get("rot"),))})
+    assert RowAppend.serves({LATENT: good}) and RowAppend.serves({"k": good})
+    assert not RowAppend.serves({LATENT: good, "v": good})
+    assert not RowAppend.serves({"k": replace(good, transforms=(transform.get("rot"),))})
     two = tuple(torch.cat((plane.view(torch.uint8),) * 2, 1) for plane in good.pages.planes_PHS)
-    assert not twin.serves({"k": Target(replace(good.pages, planes_PHS=two))})
+    assert not RowAppend.serves({"k": Target(replace(good.pages, planes_PHS=two))})
 
 
 def test_rows_are_cut_into_powers_of_two() -> None:
-    assert list(parts_of(0, 576, False)) == [(0, 512), (512, 64)]
-    assert list(parts_of(0, 36, False)) == [(0, 32), (32, 4)]
-    assert list(parts_of(0, 496, False)) == [(0, 496)]
-    assert list(parts_of(0, 96, True)) == [(0, 96)]
+    assert list(cut(0, 576, False)) == [(0, 512), (512, 64)]
+    assert list(cut(0, 36, False)) == [(0, 32), (32, 4)]
+    assert list(cut(0, 496, False)) == [(0, 496)]
+    assert list(cut(0, 96, True)) == [(0, 96)]

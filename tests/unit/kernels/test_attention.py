@@ -28,10 +28,12 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
 from nibble.formats.base import raw
-from nibble.kernels import attention, gather
+from nibble.kernels.attention import naive
 from nibble.kernels.attention import triton as triton_attention
-from nibble.kernels.attention.triton import Shape
+from nibble.kernels.attention.triton import TileShape as Shape
+from nibble.kernels.gather import naive as naive_gather
 from nibble.kernels.gather import triton as triton_gather
+from nibble.kernels.gpu import GPU
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
@@ -129,7 +131,7 @@ def test_attention_agrees_with_its_reference(case: Case) -> None:
     q_THD = torch.randn(segment.stop, heads, case.dim, generator=rng).to(DEVICE, case.dtype)
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if case.sinks else None
     spec = AttentionParams(case.dim**-0.5, case.window, case.softcap, sinks)
-    expected = attention.reference(q_THD, k, v, segment, spec)
+    expected = naive.paged_attention(q_THD, k, v, segment, spec)
     found = triton_attention.paged_attention(q_THD, k, v, segment, spec, shape=case.shape, slots=case.slots)
     assert found.dtype == case.dtype
     error = (found.float() - expected.float()).abs().max()
@@ -146,7 +148,7 @@ def test_a_tile_has_room_for_all_query_heads_of_a_kv_head() -> None:
     q_THD = torch.randn(3, HEADS * 71, case.dim, generator=rng).to(DEVICE)
     found = triton_attention.paged_attention(q_THD, k, v, segment, AttentionParams(0.1))
     torch.testing.assert_close(
-        found, attention.reference(q_THD, k, v, segment, AttentionParams(0.1)), rtol=1e-4, atol=1e-5
+        found, naive.paged_attention(q_THD, k, v, segment, AttentionParams(0.1)), rtol=1e-4, atol=1e-5
     )
 
 
@@ -170,7 +172,7 @@ def test_a_graph_follows_the_lengths(name: str, new: int) -> None:
         segment.seq_lens_B.copy_(torch.tensor(some, dtype=torch.int32))
         found.fill_(float("nan"))
         graph.replay()
-        error = (found - attention.reference(q_THD, k, v, segment, spec)).abs().max()
+        error = (found - naive.paged_attention(q_THD, k, v, segment, spec)).abs().max()
         assert error < 2e-2, f"error {error:.1e} at {some}"
 
 
@@ -196,8 +198,8 @@ def test_gather_agrees_with_its_reference(name: str, heads_first: bool) -> None:
     pages = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
     stream = paged(name, replace(case, batch=((0, 32), (0, 32))), pages, rng)
     for dtype in (torch.float32, torch.float16):
-        expected = gather.reference(stream, pages.to(DEVICE), dtype, heads_first=heads_first)
-        found = triton_gather.gather(stream, pages.to(DEVICE), dtype, heads_first=heads_first)
+        expected = naive_gather.dequantize_pages(stream, pages.to(DEVICE), dtype, heads_first=heads_first)
+        found = triton_gather.dequantize_pages(stream, pages.to(DEVICE), dtype, heads_first=heads_first)
         assert found.dtype == dtype and found.is_contiguous()
         torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 1e-3, atol=0)
 
@@ -220,11 +222,11 @@ def test_tiles_of_prompts_fit_into_hoppers_shared_memory(
     name: str, dim: int, stages: int, compiled: int
 ) -> None:
     """compiled: the bytes that Triton 3.6 takes for the kernel with the tile that is chosen, compiled for SM90."""
-    fmt, gpu, one = formats.get(name), triton_attention.GPU(90, 132, 232_448), torch.tensor(1.0)
+    fmt, gpu, one = formats.get(name), GPU(90, 132, 232_448), torch.tensor(1.0)
     stream = Paged(fmt, dim, fmt.encode(torch.zeros(1, 1, 64, dim), one), one)
     shape = triton_attention.shape_of(8192, 4, stream, stream, torch.bfloat16, gpu)
     assert (shape.warps, shape.stages) == (8, stages)
-    stored = triton_attention.stored(stream, stream)
+    stored = triton_attention.stored_tokens(stream, stream)
     assert compiled <= triton_attention.memory_of(shape, stored, 2, gpu) <= gpu.memory
 
 
@@ -237,7 +239,7 @@ def test_damaged_blocks_are_seen() -> None:
         x_PHSD[0, 1, 3] = float("nan")
         one = torch.tensor(1.0, device=DEVICE)
         stream = Paged(fmt, 32, fmt.encode(x_PHSD, one), one)
-        found = triton_gather.gather(stream, pages, torch.float32, heads_first=True)
+        found = triton_gather.dequantize_pages(stream, pages, torch.float32, heads_first=True)
         assert torch.equal(found.isnan(), x_PHSD.isnan()), name
 
 
@@ -254,9 +256,10 @@ def test_the_adapter_reads_a_pool(phase: Phase, packing: str) -> None:
     pages = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE)
     segment = AttentionBatch.from_lens(phase, 0, (new,), (20,), pages)
     q_THD = torch.randn(new, HEADS * GROUP, 32, generator=rng).to(DEVICE)
-    adapter, reference = (backends.create(backends.get(name)) for name in ("triton", "torch_ref"))
-    spec = AttentionParams(0.2, 7)
-    expected = reference.attend(q_THD, pool.view(0), segment, spec)
+    ours, reference = backends.get("triton").adapter, backends.get("torch_ref").adapter
+    assert ours and reference
+    spec, adapter = AttentionParams(0.2, 7), ours()
+    expected = reference().attend(q_THD, pool.view(0), segment, spec)
     for _ in range(2):  # the second time from what it knows of the pages
         found = adapter.attend(q_THD, pool.view(0), segment, spec)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
@@ -269,7 +272,7 @@ def test_declaring_the_backend_does_not_import_triton() -> None:
 
 def test_every_format_of_the_rows_has_a_decoder() -> None:
     from nibble.attention.backends.triton import BACKEND
-    from nibble.kernels.codecs.decoders import DECODERS
+    from nibble.kernels.codecs import DECODERS
 
     named = {
         part

@@ -20,10 +20,11 @@ from torch import Tensor
 from nibble import formats
 from nibble.cache import packing as packings
 from nibble.formats.base import raw
-from nibble.kernels.append import Reference, Target
-from nibble.kernels.gather import gather_tokens
+from nibble.kernels.append import Target
+from nibble.kernels.append.naive import NaiveAppend as Reference
+from nibble.kernels.gather.naive import dequantize_tokens
+from nibble.kernels.offload import alike, copy_tokens, naive
 from nibble.kernels.offload import triton_copy_tokens as twin
-from nibble.kernels.offload.copy_tokens import alike, copy_tokens, reference
 from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 
@@ -87,9 +88,9 @@ def compare(
         with np.errstate(all="ignore"):
             if fused:
                 assert twin.serves(stored, pages, DEVICE)
-                twin.move(stored, slots[0], pages, slots[1], most, programs=how.get("programs"))
+                twin.copy_tokens(stored, slots[0], pages, slots[1], most, programs=how.get("programs"))
             else:
-                reference(stored, slots[0], pages, slots[1], most)
+                naive.copy_tokens(stored, slots[0], pages, slots[1], most)
         found.append(bits(pages))
         assert count == 0 or not all(map(torch.equal, before, found[-1]))
     for i, (a, b) in enumerate(zip(*found, strict=True)):
@@ -142,11 +143,11 @@ def test_runs_are_as_long_as_they_can_be() -> None:
     record, other, apart = (
         Store("fp8_ds_mla", packing, rank=512).filled() for packing in ("record", "record", "nhd")
     )
-    way = twin._way(record, other, DEVICE)
-    assert isinstance(way, twin.Copied) and len(way.runs) == 1
+    way = twin.plan_of(record, other, DEVICE)
+    assert isinstance(way, twin.ByteCopy) and len(way.runs) == 1
     assert way.units * 16 == sum(plane[0, 0, 0].nbytes for plane in record.planes_PHS)
-    way = twin._way(record, apart, DEVICE)
-    assert isinstance(way, twin.Copied) and len(way.runs) == 3
+    way = twin.plan_of(record, apart, DEVICE)
+    assert isinstance(way, twin.ByteCopy) and len(way.runs) == 3
 
 
 @pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla", "bf16"])
@@ -154,7 +155,7 @@ def test_there_and_back(name: str) -> None:
     store, host = Store(name, "nhd").filled(), Store(name).filled(2)
     before = bits(store)
     slots, away = torch.arange(32, device=DEVICE), torch.randperm(32).to(DEVICE)
-    twin.move(store, slots, host, away)
+    twin.copy_tokens(store, slots, host, away)
     for plane in store.planes_PHS:
         raw(plane).zero_()
     copy_tokens(host, away, store, slots)
@@ -166,8 +167,8 @@ def test_scales_are_part_of_what_bytes_mean() -> None:
     assert alike(a, a) and alike(a, Store("nvfp4_ds_mla", "hnd").filled()) and not alike(a, b)
     compare(Store("nvfp4_ds_mla"), Store("nvfp4_ds_mla", scale=2**-5))
     slots = torch.arange(8, device=DEVICE)
-    reference(a, slots, b, slots)
-    kept = gather_tokens(a, slots), gather_tokens(b, slots)
+    naive.copy_tokens(a, slots, b, slots)
+    kept = dequantize_tokens(a, slots), dequantize_tokens(b, slots)
     assert torch.allclose(*kept, rtol=0.3, atol=1e-2)
 
 
@@ -178,4 +179,4 @@ def test_what_the_kernels_cannot_move() -> None:
     assert twin.serves(target, Store("index_fp8", **keys).filled(), DEVICE)
     slots = torch.arange(8, device=DEVICE)
     copy_tokens(source, slots, target, slots)
-    assert torch.equal(gather_tokens(target, slots), gather_tokens(source, slots).bfloat16().float())
+    assert torch.equal(dequantize_tokens(target, slots), dequantize_tokens(source, slots).bfloat16().float())

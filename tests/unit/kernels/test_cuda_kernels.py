@@ -8,7 +8,7 @@ import pytest
 
 from nibble.attention.backends import cuda as backend
 from nibble.errors import BackendError
-from nibble.kernels.codecs.cuda_traits import FORMATS
+from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
@@ -54,7 +54,7 @@ def test_a_block_fits(arch: int, dim: int) -> None:
     for name in FORMATS:
         for columns in (8, 16):
             chosen = variant(name, arch, dim, columns=columns)
-            assert chosen.shared(MAX_BATCH) + RESERVED <= SHARED[arch], f"{name} on SM{arch}"
+            assert chosen.shared_bytes(MAX_BATCH) + RESERVED <= SHARED[arch], f"{name} on SM{arch}"
 
 
 def test_a_compiled_kernel_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_gpu_that_nvrtc_does_not_know_is_trouble(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
     for capability, expected in (((9, 0), None), ((13, 7), "an NVRTC that knows SM137")):
         monkeypatch.setattr(compiling.torch.cuda, "get_device_capability", lambda found=capability: found)
-        said = compiling.trouble.__wrapped__()
+        said = compiling.unavailable_reason.__wrapped__()
         assert said is None if expected is None else expected in said
 
 

@@ -17,10 +17,11 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 from nibble import formats
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
-from nibble.kernels import gather, mla
 from nibble.kernels import nvrtc as compiling
-from nibble.kernels.codecs.cuda_latent_traits import LATENTS
+from nibble.kernels.codecs import CUDA_LATENTS as LATENTS
+from nibble.kernels.gather.naive import dequantize_pages
 from nibble.kernels.mla import cuda as twin
+from nibble.kernels.mla import naive
 from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import LATENT, Stream
 
@@ -40,7 +41,7 @@ runs = pytest.mark.skipif(
 @pytest.mark.parametrize("name", LATENTS)
 def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
-    assert twin.compiled(LATENTS[name]).startswith(compiling.ELF)
+    assert twin.compile_latent(LATENTS[name]).startswith(compiling.ELF)
 
 
 @pytest.mark.parametrize("name", LATENTS)
@@ -60,10 +61,10 @@ def test_what_can_be_fetched_in_runs() -> None:
     planes, records = (
         batch("nvfp4_ds_mla", (20, 3), 16, record, "cpu")[0].planes_PHS for record in (False, True)
     )
-    assert twin.in_runs(planes) and twin.in_runs(records)
+    assert twin.has_contiguous_slots(planes) and twin.has_contiguous_slots(records)
     wide = torch.zeros(*planes[2].shape[:3], 2 * planes[2].shape[3], dtype=planes[2].dtype)
-    assert not twin.in_runs((*planes[:2], wide.chunk(2, -1)[1]))
-    assert not twin.in_runs((records[1], records[0], records[2]))
+    assert not twin.has_contiguous_slots((*planes[:2], wide.chunk(2, -1)[1]))
+    assert not twin.has_contiguous_slots((records[1], records[0], records[2]))
 
 
 @runs
@@ -101,7 +102,7 @@ def test_many_requests(name: str, lens: tuple[int, ...], heads: int) -> None:
 def test_maxima_that_rise_late(name: str) -> None:
     """Scores far apart, and the largest one behind: sums are brought to another maximum in the middle of a segment."""
     stored, segment = batch(name, (3000, 700), 64, record=False, device="cuda")
-    keys_LD = gather.reference(stored, segment.page_table_BN[:1], torch.float32)[0, :3000, 0]
+    keys_LD = dequantize_pages(stored, segment.page_table_BN[:1], torch.float32)[0, :3000, 0]
     q_THD = torch.randn(2, 16, STREAM.dim, dtype=torch.bfloat16, device="cuda") * 30
     q_THD[0] = (keys_LD[2900] * torch.linspace(0.1, 3, 16, device="cuda")[:, None]).bfloat16()
     agrees(q_THD, stored, segment)
@@ -124,7 +125,7 @@ def test_queries_of_any_strides_and_no_numbers(name: str) -> None:
 
 def agrees(q_THD: Tensor, stored: Paged, segment: AttentionBatch) -> Tensor:
     """What the kernel answers, which must be the reference's."""
-    expected = mla.reference(q_THD.float(), stored, twin.ROPE, segment, SCALE)
+    expected = naive.mla_attention(q_THD.float(), stored, twin.ROPE, segment, SCALE)
     found = twin.attend(q_THD, stored, segment, SCALE)
     assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
     return found

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nibble.kernels.offload import hot_buffer as definition
-from nibble.kernels.offload.hot_buffer import PAD_INDEX, HotBuffer
+from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.offload import HotBuffer, HotLookup, naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, TOP_K, ROWS = 4, 6, 5
@@ -48,14 +48,14 @@ def hot_of(frames: int) -> HotBuffer:
     )
 
 
-def twin() -> Callable[..., definition.HotLookup]:
+def twin() -> Callable[..., HotLookup]:
     from nibble.kernels.offload import triton_hot_buffer as swap
 
-    return swap.swap
+    return swap.lookup_hot
 
 
 WAYS = [
-    pytest.param(lambda: definition.reference, id="reference"),
+    pytest.param(lambda: naive.lookup_hot, id="reference"),
     pytest.param(twin, id="twin", marks=pytest.mark.skipif(not TWIN, reason="triton is not installed here")),
 ]
 
@@ -131,9 +131,9 @@ def test_padding_looks_at_nobody(way: Any) -> None:
 )
 def test_slots_by_way_of_pages(name: str) -> None:
     if name == "twin":
-        from nibble.kernels.offload.triton_hot_buffer import resident
+        from nibble.kernels.offload.triton_hot_buffer import resident_slots as resident
     else:
-        resident = definition.resident_reference
+        resident = naive.resident_slots
     table = torch.tensor([[7, 3]], dtype=torch.int32, device=DEVICE)
     chosen = torch.tensor([[0, 5, PAD_INDEX]], dtype=torch.int32, device=DEVICE)
     assert resident(chosen, table, None, PAGE).tolist() == [[28, 13, PAD_INDEX]]

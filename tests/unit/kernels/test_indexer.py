@@ -21,6 +21,7 @@ from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.kernels import indexer as op
+from nibble.kernels.indexer import naive
 from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 
@@ -84,7 +85,7 @@ def test_requests_and_bounds_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> N
     whole = op.select_topk(paged, asked(table, (6,), (70,)), q, weights, 9)
     pairs = op.select_topk(paged, asked(table.expand(2, -1), (4, 2), (68, 70)), q, weights, 9)
     assert torch.equal(pairs, whole)
-    monkeypatch.setattr(op, "SCORES", 1)
+    monkeypatch.setattr(naive, "MAX_SCORES", 1)
     assert torch.equal(op.select_topk(paged, asked(table, (6,), (70,)), q, weights, 9), whole)
 
 
@@ -198,11 +199,11 @@ def made(case: Case) -> tuple[Paged, AttentionBatch, Tensor, Tensor]:
 def test_the_twin_chooses_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, segment, q, weights = made(case)
     assert twin.serves(keys, q)
-    expected = op.reference(keys, segment, q, weights, case.top_k)
-    assert torch.equal(twin.choose(keys, segment, q, weights, case.top_k), expected)
+    expected = naive.select_topk(keys, segment, q, weights, case.top_k)
+    assert torch.equal(twin.select_topk(keys, segment, q, weights, case.top_k), expected)
     longest = max(length for length, _ in case.batch)
     monkeypatch.setattr(twin, "WORKSPACE", 1 << 12)  # a few rows at a time
-    assert torch.equal(twin.choose(keys, segment, q, weights, case.top_k, longest), expected)
+    assert torch.equal(twin.select_topk(keys, segment, q, weights, case.top_k, longest), expected)
 
 
 @pytest.mark.usefixtures("scalars_bound_loops")
@@ -216,9 +217,9 @@ def test_the_best_of_any_scores(top_k: int) -> None:
     lengths = (4224, 4200, 4001, 90)
     segment = asked(torch.zeros(4, 1, dtype=torch.int32, device=DEVICE), (1,) * 4, lengths)
     chosen = torch.empty(4, top_k, dtype=torch.int32, device=DEVICE)
-    twin.best(scores.to(DEVICE), segment, chosen, 0, 4)
+    twin.topk(scores.to(DEVICE), segment, chosen, 0, 4)
     for row, length in enumerate(lengths):
-        expected = op.largest(scores[row : row + 1, :length], length - 1, top_k)
+        expected = naive.largest(scores[row : row + 1, :length], length - 1, top_k)
         assert torch.equal(chosen[row : row + 1].cpu(), expected), row
 
 
@@ -226,15 +227,15 @@ def test_the_best_of_any_scores(top_k: int) -> None:
 def test_a_replayed_graph_reads_lengths_anew() -> None:
     keys, segment, q, weights = made(GPU_CASES[2])
     most = segment.seq_lens_B.clone()
-    twin.choose(keys, segment, q, weights, 40)
+    twin.select_topk(keys, segment, q, weights, 40)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = twin.choose(keys, segment, q, weights, 40)
+        found = twin.select_topk(keys, segment, q, weights, 40)
     for lengths in (most // 2, most, most * 0):
         segment.seq_lens_B.copy_(lengths)
         graph.replay()
-        assert torch.equal(found, op.reference(keys, segment, q, weights, 40))
+        assert torch.equal(found, naive.select_topk(keys, segment, q, weights, 40))
 
 
 @pytest.mark.parametrize("batch", [((5, 1), (0, 1), (40, 1)), ((90, 20), (33, 33), (0, 2), (7, 3))], ids=str)
@@ -242,7 +243,7 @@ def test_everything_is_chosen_without_scores(batch: tuple[tuple[int, int], ...])
     longest = max(stored + new for stored, new in batch)
     keys, segment, q, weights = made(Case("fp32", batch))
     for top_k in (longest, longest + 9):
-        expected = op.reference(keys, segment, q, weights, top_k)
+        expected = naive.select_topk(keys, segment, q, weights, top_k)
         assert torch.equal(op.select_topk(keys, segment, q, weights, top_k, longest), expected)
 
 
@@ -266,4 +267,4 @@ def test_the_cuda_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for arch, blocks, threads in ((80, 1, 512), (90, 1, 1024), (90, 8, 1024), (120, 2, 1024)):
         assert cubin(fast.SOURCE, arch, fast.macros(blocks, threads)).startswith(ELF)
     asked_for = [(64, 32768), (1, 131072), (8, 8192), (256, 8192), (1, 2048)]
-    assert [fast.blocks_of_row(rows, length, 132) for rows, length in asked_for] == [2, 8, 1, 1, 1]
+    assert [fast.cluster_size(rows, length, 132) for rows, length in asked_for] == [2, 8, 1, 1, 1]

@@ -19,9 +19,9 @@ from torch import Tensor
 from nibble import formats
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import KVFormat, raw
-from nibble.kernels import mla
+from nibble.kernels.mla import naive
 from nibble.kernels.mla import triton as twin
-from nibble.kernels.mla.triton import Shape
+from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import LATENT, Stream
 
@@ -115,9 +115,9 @@ def test_it_agrees_with_its_reference(case: Case) -> None:
     )
     q_THD = torch.randn(segment.stop, case.heads, case.rank + case.rope, generator=rng).to(DEVICE, case.dtype)
     scale = (case.rank + case.rope) ** -0.5
-    expected = mla.reference(q_THD, stored, case.rope, segment, scale)
-    found = twin.attend(q_THD, stored, case.rope, segment, scale, shape=case.shape, slots=case.slots)
-    assert twin.serves(stored, case.rope)
+    expected = naive.mla_attention(q_THD, stored, case.rope, segment, scale)
+    found = twin.mla_attention(q_THD, stored, case.rope, segment, scale, shape=case.shape, slots=case.slots)
+    assert twin.serves_latents(stored, case.rope)
     assert found.dtype == case.dtype and found.shape == (segment.stop, case.heads, case.rank)
     error = (found.float() - expected.float()).abs().max()
     assert error <= (1e-5 if case.dtype == torch.float32 else 2e-3), f"error {error:.1e}"
@@ -130,7 +130,7 @@ def test_padding_is_zeros() -> None:
     stored = latents(case, pages, rng)
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1, 1, 1], [0, 30, 0], pages.to(DEVICE))
     q_THD = torch.randn(3, case.heads, case.rank + case.rope, generator=rng).to(DEVICE)
-    found = twin.attend(q_THD, stored, case.rope, segment, 0.1, shape=NARROW, slots=8)
+    found = twin.mla_attention(q_THD, stored, case.rope, segment, 0.1, shape=NARROW, slots=8)
     assert not found[[0, 2]].any() and found[1].any()
 
 
@@ -138,7 +138,7 @@ def test_the_reference_sees_no_later_token() -> None:
     """By the book: each query alone, over the tokens up to its own."""
     rng = torch.Generator().manual_seed(7)
     q_nHD, latents_LD = torch.randn(3, 4, 24, generator=rng), torch.randn(9, 24, generator=rng)
-    found = mla.dense(q_nHD, latents_LD, 8, 0.3)
+    found = naive.dense(q_nHD, latents_LD, 8, 0.3)
     for i in range(3):
         seen_LD = latents_LD[: 7 + i]
         weights = (q_nHD[i] @ seen_LD.T * 0.3).softmax(-1)

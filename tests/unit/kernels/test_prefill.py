@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nibble import formats
-from nibble.kernels import attention
-from nibble.kernels.attention import merge, prefill
-from nibble.kernels.attention import triton_merge as twin
-from nibble.kernels.attention.merge import Part
-from nibble.kernels.attention.prefill import Tile
+from nibble.kernels.attention import PartialAttention as Part
+from nibble.kernels.attention import merge_lse, naive, prefill
+from nibble.kernels.attention import triton as twin
+from nibble.kernels.attention.prefill import KeyTile
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 HEADS, GROUP, DIM, SIZE = 2, 3, 16, 4
@@ -39,13 +38,13 @@ def dense(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, causal: bool) -> Part:
     return Part(values.to(q_THD.dtype), scores.logsumexp(-1).float())
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Part:
+def flash(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
     assert scale == SPEC.scale and not tile.cudnn and len(k) <= prefill.WORKSPACE
     assert (tile.cu_seqlens_q_2.tolist(), tile.cu_seqlens_k_2.tolist()) == ([0, len(q)], [0, len(k)])
     return dense(q, k, v, tile.causal)
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Part:
+def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
     assert scale == SPEC.scale and len(q) in ROWS and len(k) in (ROWS if tile.causal else KEYS)
     assert len(q) == len(k) or not tile.causal
     return dense(q, k, v, tile.causal)
@@ -53,13 +52,13 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Part:
 
 def few(q: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     assert max(batch.seq_lens) == int(batch.seq_lens_B.max())
-    return attention.reference(q, k, v, batch, params)
+    return naive.paged_attention(q, k, v, batch, params)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = {"_flash": flash, "_cudnn": cudnn, "_few": few}
-    for name, value in {**stand_in, "ROWS": ROWS, "KEYS": KEYS, "WORKSPACE": KEYS[0]}.items():
+    stand_in = {"_flash": flash, "_cudnn": cudnn, "_short": few}
+    for name, value in {**stand_in, "QUERY_SIZES": ROWS, "KEY_SIZES": KEYS, "WORKSPACE": KEYS[0]}.items():
         monkeypatch.setattr(prefill, name, value)
 
 
@@ -79,7 +78,7 @@ def attend(requests: list[Request], use_cudnn: bool, kv_format: str = "fp32") ->
     k, v = (Paged(fmt, DIM, fmt.encode(pages[name], one), one) for name in "kv")
     q = torch.randn(sum(new for _, new in requests), HEADS * GROUP, DIM, generator=rng)
     news = [new for _, new in requests]
-    blocks = prefill.cut(news, lens, table, SIZE, cudnn=use_cudnn)
+    blocks = prefill.plan_blocks(news, lens, table, SIZE, cudnn=use_cudnn)
     found = prefill.prefill_attention(q, k, v, blocks, SPEC)
     expected = []
     for i, q_nHD in enumerate(q.split(news)):
@@ -109,12 +108,12 @@ def shapes(requests: list[Request], use_cudnn: bool) -> list[object]:
     """Of each block: the rows of every request, or its rows with the keys of its tiles and whether cuDNN takes them."""
     lens, pages = [sum(r) for r in requests], torch.zeros(len(requests), 400, dtype=torch.int32)
     found: list[object] = []
-    for block in prefill.cut([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
-        if isinstance(block.work, AttentionBatch):
-            assert len(block.work.page_table_BN) == len(block.work.query_lens)
-            found.append((block.work.query_lens, tuple(block.work.seq_lens_B.tolist())))
+    for block in prefill.plan_blocks([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
+        if isinstance(block.plan, AttentionBatch):
+            assert len(block.plan.page_table_BN) == len(block.plan.query_lens)
+            found.append((block.plan.query_lens, tuple(block.plan.seq_lens_B.tolist())))
         else:
-            tiles = [(tile.keys.stop - tile.keys.start, tile.cudnn) for tile in block.work]
+            tiles = [(tile.keys.stop - tile.keys.start, tile.cudnn) for tile in block.plan]
             found.append((block.rows.stop - block.rows.start, tiles))
     return found
 
@@ -147,7 +146,7 @@ def test_merging_is_the_same_everywhere(dim: int, dtype: torch.dtype) -> None:
     q[0], k[5:] = 30 * q[0], 3 * k[5:]  # one part may hold next to nothing
     a, b, both = (dense(q, k[s], v[s], False) for s in (slice(0, 5), slice(5, 7), slice(0, 7)))
     a = Part(a.values_THD.transpose(0, 1).contiguous().transpose(0, 1), a.lse_HT.T.contiguous().T)
-    for combine in (merge.reference, twin.merge, merge.merge_lse):
+    for combine in (naive.merge_lse, twin.merge_lse, merge_lse):
         found = combine(Part(a.values_THD.to(dtype), a.lse_HT), b, dtype)
         assert found.values_THD.dtype == dtype
         assert (found.values_THD - both.values_THD).abs().max() < (1e-5 if dtype == torch.float32 else 4e-3)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.formats.base import KVFormat, raw
-from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.sparse_mla import naive
 from nibble.kernels.sparse_mla import triton as twin
-from nibble.kernels.sparse_mla.triton import Shape
+from nibble.kernels.sparse_mla.triton import LatentTile as Shape
 from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 
@@ -147,10 +147,12 @@ def both(case: Case) -> tuple[Tensor, Tensor]:
     shape_THD = len(case.listed), case.heads, case.rank + case.rope
     q_THD = torch.randn(shape_THD, generator=rng).to(DEVICE, case.dtype)
     scale = (case.rank + case.rope) ** -0.5
-    assert twin.serves(stored, case.rope)
+    assert twin.serves_latents(stored, case.rope)
     topk_slots_TK = topk_slots_TK.to(DEVICE)
-    expected = sparse.reference(q_THD.float(), stored, case.rope, topk_slots_TK, scale)
-    found = twin.attend(q_THD, stored, case.rope, topk_slots_TK, scale, shape=case.shape, splits=case.splits)
+    expected = naive.sparse_mla_attention(q_THD.float(), stored, case.rope, topk_slots_TK, scale)
+    found = twin.sparse_mla_attention(
+        q_THD, stored, case.rope, topk_slots_TK, scale, shape=case.shape, splits=case.splits
+    )
     assert found.dtype == case.dtype and found.shape == (*shape_THD[:2], case.rank)
     return found.float(), expected
 
@@ -185,7 +187,7 @@ def test_the_reference_is_the_book() -> None:
     topk_slots_TK = lists(case, rng)
     stored = on_cpu(latents(case, topk_slots_TK, rng))
     q_THD = torch.randn(3, 3, 192, generator=rng)
-    found = sparse.reference(q_THD, stored, 64, topk_slots_TK, 0.1)
+    found = naive.sparse_mla_attention(q_THD, stored, 64, topk_slots_TK, 0.1)
     values_SD = stored.planes_PHS[0].float().view(-1, 192)
     for query, slots, mean in zip(q_THD, topk_slots_TK, found, strict=True):
         rows = values_SD[slots[slots >= 0].long()]
@@ -199,9 +201,9 @@ def test_a_row_does_not_depend_on_how_many_there_are(monkeypatch: pytest.MonkeyP
     topk_slots_TK = lists(case, rng)
     stored = on_cpu(latents(case, topk_slots_TK, rng))
     q_THD = torch.randn(4, 5, 192, generator=rng)
-    whole = sparse.reference(q_THD, stored, 64, topk_slots_TK, 0.1)
-    monkeypatch.setattr(sparse, "VALUES", 1)
-    assert torch.equal(whole, sparse.reference(q_THD, stored, 64, topk_slots_TK, 0.1))
+    whole = naive.sparse_mla_attention(q_THD, stored, 64, topk_slots_TK, 0.1)
+    monkeypatch.setattr(naive, "MAX_VALUES", 1)
+    assert torch.equal(whole, naive.sparse_mla_attention(q_THD, stored, 64, topk_slots_TK, 0.1))
 
 
 @pytest.mark.parametrize("dealt", [1, 2, 4])
@@ -216,7 +218,7 @@ def test_shares_are_joined_in_the_order_of_values(dealt: int) -> None:
     mean_THR = (parts_TSHR.nan_to_num() * weights_TSH[..., None]).sum(1)
     expected_THR = mean_THR.unflatten(2, (dealt, -1)).transpose(2, 3).flatten(2)
     out_THR = torch.full((tokens, heads, rank), torch.nan, device=DEVICE)
-    twin.join_kernel[(tokens, heads)](
+    twin.sparse_combine_kernel[(tokens, heads)](
         out_THR, parts_TSHR.to(DEVICE), lse_TSH.to(DEVICE), heads, rank, splits, dealt, 4, 128
     )
     torch.testing.assert_close(out_THR.cpu(), expected_THR)

@@ -8,12 +8,10 @@ further from the definition than twice plain torch. --allow-staging serves those
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
 
-from nibble.attention.backends.vendor import PLAIN, TOKEN, KernelPackages, row
-from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase
+from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, plain_rows
+from nibble.attention.planner.support import ALL, HOPPER, BackendInfo, Origin
 
 OWN = "flash_attn_interface"
 PARTS = ("PAGEDKV", "LOCAL", "SOFTCAP", "SPLIT", "FP16")
@@ -49,67 +47,12 @@ KERNELS = KernelPackages(
     import_alone=frozenset({"vllm"}),
 )
 
-
-HOPPER = {90}
-RACE = "benchmarks/backends.py on one H200"
-DIMS, PAGES = {64, 96, 128, 192, 256}, {16, 32, 64, 128}
-FEW = range(1, 5)
-STAGED = 30
-"""Prompts over caches of fewer bits, which are dequantised for it: still 1.1 to 4 times as fast as kernels that read
-them as they are, but for torch's fused ones, which know neither caps, sinks nor latents."""
-HEAD_ROWS: tuple[tuple[Iterable[Phase], dict[str, Any], int, int | None, str], ...] = (
-    (
-        {Phase.PREFILL},
-        {"window": NEVER},
-        39,
-        STAGED,
-        "1x8K in 0.957 ms, sdpa 0.985; groups of 8, 1.07 x sdpa",
-    ),
-    (
-        {Phase.PREFILL},
-        {"window": NEVER, "sinks": NEVER, "kv_heads": FEW},
-        42,
-        42,
-        "1 KV head: sdpa 1.3 x; staging is taken to add 0.02 ms, as to triton",
-    ),
-    ({Phase.EXTEND}, {"window": NEVER}, 42, STAGED, "2K on 32K in 1.75 ms, sdpa 1.89"),
-    (
-        {Phase.EXTEND},
-        {"window": NEVER, "sinks": NEVER, "kv_heads": FEW},
-        42,
-        42,
-        "1 KV head: sdpa 1.1 x; staging is taken to add 0.02 ms, as to triton",
-    ),
-    (PROMPT, {"window": WITH, "sinks": NEVER}, 39, None, "taken to be as without windows, which were raced"),
-    (
-        PROMPT,
-        {"window": WITH, "sinks": NEVER, "softcap": WITH},
-        39,
-        STAGED,
-        "taken to be as without windows, which were raced",
-    ),
-    (PROMPT, {"window": WITH, "sinks": WITH}, 15, None, "a window of 128: 1.5 to 2 x triton, staged 4 x"),
-    (TOKEN, {"sinks": NEVER}, 32, None, "64x8K in 0.491 ms, 4.37 TB/s"),
-    (
-        TOKEN,
-        {"sinks": WITH},
-        15,
-        None,
-        "sinks cost a pass of their own: 1.18 x triton, 2.2 x with a window",
-    ),
-)
-"""Phases, conditions, prefer, the same over staged pages."""
-MANY = range(33, 129)
-LATENT_ROWS = (
-    (PROMPT, range(1, 129), 35, STAGED, "2K on 32K in 3.5 ms with 16 heads, flashinfer 1.3 x, triton 2.1 x"),
-    (TOKEN, range(1, 33), 18, None, "16 heads: 1.08 x the best, triton 1.03 x on pages of 64"),
-    (TOKEN, MANY, 54, None, "128 heads: 1.14 x flashmla, triton 1.58 x"),
-)
-"""Phases, query heads, prefer, the same over staged pages."""
+PAGES = frozenset({16, 32, 64, 128})
 
 BACKEND = BackendInfo(
     name="fa3",
     summary="FlashAttention 3 on Hopper, 16-bit caches",
+    origin=Origin.VENDOR,
     adapter="nibble.attention.backends.adapters.fa3:FA3",
     packages=KERNELS.packages,
     install=KERNELS.install,
@@ -117,21 +60,13 @@ BACKEND = BackendInfo(
     unavailable_reason=KERNELS.unavailable_reason,
     graphs=True,
     support=(
-        *(
-            row(
-                "mha", phase=phase, format={fmt}, packing={"nhd"}, arch=HOPPER, page=PAGES, dim=DIMS, dtype={dtype},
-                prefer=prefer, staged=staged, held=HELD, cites=f"{RACE}: {cites}", **facts,
-            )
-            for phase, facts, prefer, staged, cites in HEAD_ROWS
-            for fmt, dtype in PLAIN
+        *plain_rows(
+            phase=ALL, kind={"mha"}, packing={"nhd"}, arch=HOPPER, page=PAGES, dim={64, 96, 128, 192, 256},
+            workspace_bytes=HELD, source="FlashAttention hopper/, paged KV; benchmarks/backends.py on one H200",
         ),
-        *(
-            row(
-                "mla", phase=phase, format={fmt}, arch=HOPPER, page=PAGES, group=groups, dtype={dtype}, prefer=prefer,
-                staged=staged, held=HELD, cites=f"{RACE}: {cites}",
-            )
-            for phase, groups, prefer, staged, cites in LATENT_ROWS
-            for fmt, dtype in PLAIN
+        *plain_rows(
+            **LATENT_FACTS, phase=ALL, arch=HOPPER, page=PAGES, group=set(range(1, 129)),
+            workspace_bytes=HELD, source="FlashAttention hopper/, qv; benchmarks/backends.py on one H200",
         ),
     ),
 )  # fmt: skip

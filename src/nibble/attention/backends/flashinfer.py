@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nibble.attention.backends.vendor import (
-    ALL,
-    HALVES,
-    PLAIN,
-    import_package,
-    outdated,
-    row,
-    without_cuda,
-)
-from nibble.attention.planner.support import NEVER, PROMPT, WITH, BackendInfo, Phase, Support
+from nibble.attention.backends.vendor import LATENT_FACTS, import_package, outdated, plain_rows, without_cuda
+from nibble.attention.planner.support import ALL, GPUS, HALF_DTYPES, NEVER, BackendInfo, Origin, Support
 from nibble.kernels import import_problem
 
 PACKAGE, DISTRIBUTION = "flashinfer", "flashinfer-python"
@@ -62,123 +53,33 @@ def _compiles() -> bool:
     return not import_problem(_CACHE) or bool(shutil.which("nvcc")) or Path(home, "bin/nvcc").exists()
 
 
-GPUS = frozenset({80, 86, 89, 90, 100, 103, 120, 121})
-ONE = frozenset({Phase.DECODE})
-MORE = ALL - ONE
-VERIFY = frozenset({Phase.VERIFY})
-RACE = "benchmarks/backends.py on one H200"
-TILED = frozenset({1, 2, 4, 8, 16, 32, 64, 128})
-EXTENDS = "benchmarks/extend.py on one H200, fa3: 8K new on 32K in 9.12 ms, 2K in 0.100 ms"
-UNRECORDED = "its plan is made on the host, so decode steps run without CUDA graphs"
-FP8 = {"fp8_e4m3", "fp8_e5m2"}
-
-
-def _heads(
-    phase: frozenset[Phase],
-    formats: set[str],
-    dtypes: Iterable[str],
-    prefer: int,
-    cites: str,
-    dims: Iterable[int] = (64, 128, 256),
-    staged: int | None = None,
-    **more: Iterable[int],
-) -> Support:
-    facts: dict[str, Any] = {"packing": {"nhd", "hnd"}, "arch": GPUS, "sinks": NEVER}
-    return row(
-        "mha", phase=phase, format=formats, dim=dims, dtype=dtypes, prefer=prefer, staged=staged,
-        held=WORKSPACE + PLANS, cites=cites, **facts | more,
-    )  # fmt: skip
-
-
-def _latents(
-    phase: frozenset[Phase],
-    facts: Mapping[str, Iterable[int]],
-    fmt: str,
-    dtype: str,
-    prefer: int,
-    staged: int | None,
-    cites: str,
-) -> Support:
-    given: dict[str, Any] = {"arch": GPUS, "group": TILED}
-    return row(
-        "mla", phase=phase, format={fmt}, dtype={dtype}, prefer=prefer, staged=staged, held=WORKSPACE + PLANS,
-        cites=f"flashinfer/mla: {cites}", **given | dict(facts),
-    )  # fmt: skip
-
-
-HOPPER: Mapping[str, Iterable[int]] = {"arch": {90}}
-FIRST, NEXT = frozenset({Phase.PREFILL}), frozenset({Phase.EXTEND})
-CAPPED_WINDOWS: Mapping[str, Iterable[int]] = {"window": WITH, "softcap": WITH}
-PROMPT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int | None, str], ...] = (
-    (NEXT, {}, 30, None, EXTENDS),
-    (
-        NEXT,
-        {**HOPPER, "softcap": WITH},
-        30,
-        25,
-        f"{RACE}: over staged pages, triton 1.2 x, with windows 1.07 x",
-    ),
-    (FIRST, {"window": NEVER}, 30, None, EXTENDS),
-    (FIRST, {**HOPPER, "window": NEVER, "softcap": WITH}, 30, 25, f"{RACE}: over staged pages, triton 1.1 x"),
-    (FIRST, {"window": WITH, "softcap": NEVER}, 30, None, EXTENDS),
-    (FIRST, {"arch": GPUS - {90}, **CAPPED_WINDOWS}, 30, None, EXTENDS),
-    (FIRST, {**HOPPER, **CAPPED_WINDOWS}, 18, None, f"{RACE}: 8K in 1.15 ms, triton 1.04"),
-)
-"""Of heads: phases, of what beyond what all take, prefer, the same over staged pages."""
-LATENT_ROWS: tuple[tuple[frozenset[Phase], Mapping[str, Iterable[int]], int, int | None, str], ...] = (
-    (PROMPT, {}, 28, None, f"any page size; {RACE}: 1.1 to 1.2 x fa3, triton 1.7 x"),
-    (PROMPT, HOPPER, 28, 25, f"{RACE}: over staged pages 1.1 to 1.4 x fa3, triton 1.2 to 1.6 x"),
-    (VERIFY, {}, 5, None, f"{RACE}: 16 heads, 2.4 x flashmla, triton 1.5 x"),
-    (VERIFY, {**HOPPER, "group": {64, 128}}, 25, None, f"{RACE}: 128 heads, 1.4 x flashmla, triton 2 x"),
-    (
-        ONE,
-        {},
-        12,
-        None,
-        f"attention alone as fast as FlashMLA on one H200; {UNRECORDED}, 5 ms a step before it",
-    ),
-)
-"""Phases, of what beyond what all take, prefer, the same over staged pages."""
-
+FP8 = frozenset({"fp8_e4m3", "fp8_e5m2"})
+HEADS: dict[str, Any] = {
+    "phase": ALL, "kind": {"mha"}, "packing": {"nhd", "hnd"}, "arch": GPUS, "sinks": NEVER,
+    "workspace_bytes": WORKSPACE + PLANS,
+}  # fmt: skip
 
 BACKEND = BackendInfo(
     name="flashinfer",
     summary="FlashInfer's FA2 and FA3 templates; its NVFP4 reader also runs outside Blackwell",
+    origin=Origin.VENDOR,
     adapter="nibble.attention.backends.adapters.flashinfer:FlashInfer",
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
     unavailable_reason=unavailable_reason,
     support=(
-        *(
-            _heads(phase, {fmt}, {dtype}, prefer, cites, staged=staged, **facts)
-            for phase, facts, prefer, staged, cites in PROMPT_ROWS
-            for fmt, dtype in PLAIN
+        *plain_rows(**HEADS, dim={64, 128, 256}, source="flashinfer/prefill.py, decode.py"),
+        Support(
+            **HEADS, format=FP8, dim={64, 128, 256}, dtype=HALF_DTYPES, source="flashinfer/prefill.py: fa2 reads both"
         ),
-        *(
-            _heads(VERIFY, {fmt}, {dtype}, 15, f"{RACE}: 1.1 x fa3, 2.2 x with 1 KV head; triton 1.1 x")
-            for fmt, dtype in PLAIN
+        Support(
+            **HEADS, format={"nvfp4"}, dim={128, 256}, dtype=HALF_DTYPES,
+            source="flashinfer/prefill.py; wrong over heads of 64",
         ),
-        *(
-            _heads(ONE, {fmt}, {dtype}, 15, f"{RACE}: 64 x 8K in 0.532 ms, fa3 0.491; {UNRECORDED}")
-            for fmt, dtype in PLAIN
-        ),
-        _heads(
-            MORE, FP8, HALVES, 12, f"flashinfer/prefill.py: fa2 reads both; {RACE}: 2.4 x sdpa, triton 1.6 x"
-        ),
-        _heads(ONE, FP8, HALVES, 12, f"{RACE}: 64 x 8K in 0.460 ms, cuda 0.262; {UNRECORDED}"),
-        _heads(
-            ALL,
-            {"nvfp4"},
-            HALVES,
-            10,
-            f"{RACE}: 64 x 8K in 0.706 ms, cuda 0.160; wrong over heads of 64",
-            (128, 256),
-        ),
-        *(
-            _latents(phase, facts, fmt, dtype, prefer, staged, cites)
-            for phase, facts, prefer, staged, cites in LATENT_ROWS
-            for fmt, dtype in PLAIN
+        *plain_rows(
+            **LATENT_FACTS, phase=ALL, arch=GPUS, group={1, 2, 4, 8, 16, 32, 64, 128},
+            workspace_bytes=WORKSPACE + PLANS, source="flashinfer/mla: any page size, heads that divide a tile",
         ),
     ),
-)
+)  # fmt: skip

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from inspect import signature
 from types import ModuleType
+from typing import Any
 
-from nibble.attention.backends.vendor import ALL, PLAIN, TOKEN, KernelPackages, row
-from nibble.attention.planner.support import BackendInfo, Phase
+from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, plain_rows
+from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, TOKEN, BackendInfo, Origin, Support
 
 HEADS = (64, 128)
 """What the sparse kernels are built for."""
@@ -45,21 +46,16 @@ KERNELS = KernelPackages(
     import_alone=frozenset({"vllm"}),
 )
 
-
 README = "deepseek-ai/FlashMLA README"
-HOPPER, BIG = {90}, {90, 100, 103}
-UP_TO_128 = range(1, HEADS[-1] + 1)
-
-DENSE = (
-    ({Phase.DECODE}, range(1, 33), 14, "16 heads: 1.12 x the best, one request of 32K 1.57 x"),
-    ({Phase.DECODE}, range(33, 129), 60, "128 heads: the fastest, fa3 1.14 x, triton 1.58 x"),
-    ({Phase.VERIFY}, range(1, 129), 60, "the fastest, fa3 1.1 to 1.2 x, triton 1.5 to 2 x"),
-)
-"""Phases, query heads, prefer."""
+SPARSE: dict[str, Any] = LATENT_FACTS | {
+    "kind": {"dsa"}, "arch": HOPPER | BLACKWELL, "page": {64}, "group": set(range(1, HEADS[-1] + 1)),
+    "dtype": {"bfloat16"},
+}  # fmt: skip
 
 BACKEND = BackendInfo(
     name="flashmla",
     summary="FlashMLA: dense MLA decoding on Hopper, sparse attention on Hopper and Blackwell",
+    origin=Origin.VENDOR,
     adapter="nibble.attention.backends.adapters.flashmla:FlashMLA",
     packages=KERNELS.packages,
     install=KERNELS.install,
@@ -67,23 +63,17 @@ BACKEND = BackendInfo(
     unavailable_reason=KERNELS.unavailable_reason,
     graphs=True,
     support=(
-        *(
-            row(
-                "mla", phase=phase, format={fmt}, arch=HOPPER, page={64}, group=groups, dtype={dtype}, prefer=prefer,
-                held=HELD, cites=f"{README}: dense decoding, SM90; benchmarks/backends.py on one H200: {cites}",
-            )
-            for phase, groups, prefer, cites in DENSE
-            for fmt, dtype in PLAIN
+        *plain_rows(
+            **LATENT_FACTS, phase=TOKEN, arch=HOPPER, page={64}, group=set(range(1, 129)), workspace_bytes=HELD,
+            source=f"{README}: dense decoding, SM90",
         ),
-        row(
-            "dsa", phase=ALL, format={"bf16"}, arch=BIG, page={64}, group=UP_TO_128, dtype={"bfloat16"},
-            addressing={"paged", "ragged"}, prefer=60,
-            cites=f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
+        Support(
+            **SPARSE, phase=ALL, format={"bf16"}, addressing={"paged", "ragged"},
+            source=f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
         ),
-        row(
-            "dsa", phase=TOKEN, format={"fp8_ds_mla"}, packing={"record"}, arch=BIG, page={64}, group=UP_TO_128,
-            dtype={"bfloat16"}, prefer=60, held=HELD,
-            cites=f"{README}: sparse decoding, FP8 in records of 656 bytes; one H200: 128 x 128 heads in 0.182 ms",
+        Support(
+            **SPARSE | {"packing": {"record"}}, phase=TOKEN, format={"fp8_ds_mla"}, workspace_bytes=HELD,
+            source=f"{README}: sparse decoding, FP8 in records of 656 bytes; one H200: 128 x 128 heads in 0.182 ms",
         ),
     ),
 )  # fmt: skip

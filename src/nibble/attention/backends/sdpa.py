@@ -6,41 +6,50 @@ neither.
 
 from __future__ import annotations
 
-from nibble.attention.planner.support import NEVER, PROMPT, BackendInfo, Phase, Support
+from nibble.attention.planner.support import (
+    ALL,
+    BLACKWELL,
+    HALF_DTYPES,
+    HOPPER,
+    NEVER,
+    PROMPT,
+    BackendInfo,
+    Origin,
+    Support,
+)
 from nibble.kernels.sizes import PREFILL_WORKSPACE
 
 CUDNN_DIM = 128
 """The widest heads that cuDNN's kernel takes."""
 
-
 BACKEND = BackendInfo(
     name="sdpa",
     summary="what torch brings: on GPUs its fused kernels, for prompts over any format; last bits vary with the batch",
+    origin=Origin.VENDOR,
     adapter="nibble.attention.backends.adapters.sdpa:SDPA",
     support=(
         Support(
             phase=PROMPT,
-            kind=frozenset({"mha"}),
+            kind={"mha"},
             format=None,
-            packing=frozenset({"nhd", "hnd"}),
-            arch=frozenset({90, 100, 103}),
-            dim=frozenset(range(16, CUDNN_DIM + 1, 8)),
-            dtype=frozenset({"bfloat16", "float16"}),
+            packing={"nhd", "hnd"},
+            arch=HOPPER | BLACKWELL,
+            dim=set(range(16, CUDNN_DIM + 1, 8)),
+            dtype=HALF_DTYPES,
             window=NEVER,
             softcap=NEVER,
             sinks=NEVER,
-            prefer=40,
             workspace=PREFILL_WORKSPACE,
             source="benchmarks/extend.py on one H200, 8K new on 32K stored: nvfp4 at 614 TFLOP/s, bf16 at 595",
         ),
         Support(
-            phase=frozenset(Phase),
-            kind=frozenset({"mha"}),
-            format=frozenset({"fp32", "bf16", "fp16"}),
-            packing=frozenset({"nhd", "hnd"}),
+            phase=ALL,
+            kind={"mha"},
+            format={"fp32", "bf16", "fp16"},
+            packing={"nhd", "hnd"},
             softcap=NEVER,
             sinks=NEVER,
-            prefer=-12,
+            gathers=True,
             source="tests/conformance",
         ),
     ),

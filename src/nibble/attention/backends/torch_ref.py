@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from nibble.attention.planner.support import BackendInfo, Phase, Support
-
-ANY_PHASE = frozenset(Phase)
+from nibble.attention.planner.support import ALL, BackendInfo, Origin, Support
 
 BACKEND = BackendInfo(
     name="torch_ref",
     summary="the definition, in plain torch: every format, phase and machine; slow on a GPU",
+    origin=Origin.REFERENCE,
     adapter="nibble.attention.backends.adapters.torch_ref:TorchRef",
     support=(
         Support(
-            phase=ANY_PHASE,
-            kind=frozenset({"mha"}),
+            phase=ALL,
+            kind={"mha"},
             format=None,
-            packing=frozenset({"nhd", "hnd"}),
-            prefer=-10,
+            packing={"nhd", "hnd"},
+            gathers=True,
             source="tests/conformance",
         ),
         Support(
-            phase=ANY_PHASE,
-            kind=frozenset({"mla", "dsa"}),
+            phase=ALL,
+            kind={"mla", "dsa"},
             format=None,
-            packing=frozenset({"nhd", "hnd", "record"}),
-            prefer=-10,
+            packing={"nhd", "hnd", "record"},
+            gathers=True,
             source="tests/conformance",
         ),
     ),

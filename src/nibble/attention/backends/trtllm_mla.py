@@ -11,15 +11,15 @@ Lengths and page tables are read on the device, so a CUDA graph may hold a decod
 from __future__ import annotations
 
 from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, unavailable_reason
-from nibble.attention.backends.vendor import TOKEN, row
-from nibble.attention.planner.support import BackendInfo
+from nibble.attention.backends.vendor import LATENT_FACTS
+from nibble.attention.planner.support import BLACKWELL, TOKEN, BackendInfo, Origin, Support
 
 WORKSPACE = 256 << 20
-
 
 BACKEND = BackendInfo(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell",
+    origin=Origin.VENDOR,
     adapter="nibble.attention.backends.adapters.trtllm_mla:TrtllmMla",
     packages=(PACKAGE,),
     install=INSTALL,
@@ -27,10 +27,10 @@ BACKEND = BackendInfo(
     unavailable_reason=unavailable_reason,
     graphs=True,
     support=(
-        row(
-            "mla", phase=TOKEN, format={"bf16"}, arch={100, 103}, page={32, 64}, group={*range(1, 65), 128},
-            dtype={"bfloat16"}, prefer=60, held=WORKSPACE,
-            cites="flashinfer/mla/_core.py: trtllm-gen, pages of 32 and 64, to 64 heads or 128; FlashInfer 4644",
+        Support(
+            **LATENT_FACTS, phase=TOKEN, format={"bf16"}, arch=BLACKWELL, page={32, 64}, group={*range(1, 65), 128},
+            dtype={"bfloat16"}, workspace_bytes=WORKSPACE,
+            source="flashinfer/mla/_core.py: trtllm-gen, pages of 32 and 64, to 64 heads or 128; FlashInfer 4644",
         ),
     ),
 )  # fmt: skip

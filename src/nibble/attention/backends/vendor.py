@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,15 +18,12 @@ from typing import Any
 
 from packaging.version import Version
 
-from nibble.attention.planner.support import NEVER, Phase, Support
+from nibble.attention.planner.support import NEVER, Support
 from nibble.errors import BackendError
 from nibble.kernels import MISSING, import_problem
 
-ALL = frozenset(Phase)
-TOKEN = frozenset({Phase.DECODE, Phase.VERIFY})
-HALVES = frozenset({"bfloat16", "float16"})
 PLAIN = (("bf16", "bfloat16"), ("fp16", "float16"))
-"""A 16-bit cache must have the query's dtype, so each is a row of its own."""
+"""Formats of 16 bits, each with the dtype that it is."""
 RANK, ROPE = 512, 64
 """Latents that vendors' kernels read: DeepSeek's."""
 WIDTH = RANK + ROPE
@@ -137,19 +134,12 @@ def outdated(distribution: str, oldest: str) -> str | None:
     return f"{distribution} {oldest} or later, and {found} is installed"
 
 
-LATENT_FACTS: dict[str, Iterable[Any]] = {
-    "packing": {"nhd"}, "dim": {WIDTH}, "window": NEVER, "softcap": NEVER, "sinks": NEVER,
+LATENT_FACTS: dict[str, Any] = {
+    "kind": {"mla"}, "packing": {"nhd"}, "dim": {WIDTH}, "window": NEVER, "softcap": NEVER, "sinks": NEVER
 }  # fmt: skip
+"""No kernel of latents has windows, caps or sinks, and all want a token's values together."""
 
 
-def row(
-    kind: str, *, prefer: int, cites: str, staged: int | None = None, held: int = 0, **allowed: Iterable[Any]
-) -> Support:
-    """A Row of collections of allowed values. No kernel of latents has windows, caps or sinks, and all want a token's
-    values together."""
-    given: dict[str, Iterable[Any]] = {} if kind == "mha" else LATENT_FACTS
-    facts: dict[str, Any] = {"format": None}
-    facts |= {name: frozenset(values) for name, values in (given | allowed).items()}
-    return Support(
-        kind=frozenset({kind}), prefer=prefer, staged=staged, source=cites, workspace_bytes=held, **facts
-    )
+def plain_rows(**facts: Any) -> tuple[Support, ...]:
+    """Return a row each for BF16 and FP16, for kernels that want pages in the query's dtype."""
+    return tuple(Support(format={fmt}, dtype={dtype}, **facts) for fmt, dtype in PLAIN)

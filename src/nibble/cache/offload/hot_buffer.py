@@ -11,7 +11,6 @@ of requests, F frames of a hot buffer, B slots of it, M slots.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,9 +22,7 @@ from nibble.cache.offload.host_pool import HostPool
 from nibble.cache.offload.residency import Copy, Moves, Residency
 from nibble.cache.pool import PagedPool
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.offload import hot_buffer
-from nibble.kernels.offload.copy_tokens import copy_tokens
-from nibble.kernels.offload.hot_buffer import HotBuffer, HotLookup
+from nibble.kernels.offload import HotBuffer, HotLookup, copy_tokens, lookup_hot, resident_slots
 from nibble.model_spec import LATENT
 
 SAVE_PROGRAMS = 16
@@ -98,7 +95,6 @@ class HotBuffers:
         on_gpu = self.device.type == "cuda"
         self._save_stream = torch.cuda.Stream() if on_gpu else None
         self._fetch_stream = torch.cuda.Stream() if on_gpu else None
-        self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
 
     def _full(self, *shape: int) -> Tensor:
         return torch.full(shape, PAD_INDEX, dtype=torch.int32, device=self.device)
@@ -200,9 +196,7 @@ class HotBuffers:
             topk_indices_TK: int32 positions.
             page_table_TN: int32 pages of each token's request.
         """
-        return PendingFetch(
-            hot_buffer.resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size)
-        )
+        return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, self.frames_P, self.page_size))
 
     def prefetch(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
@@ -226,7 +220,7 @@ class HotBuffers:
     def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        lookup = hot_buffer.lookup_hot(
+        lookup = lookup_hot(
             topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
         )
         self.fetch(layer, lookup)
@@ -259,7 +253,6 @@ class HotBuffers:
         Args:
             leases: leases of that step, with the tokens that each has stored after it.
         """
-        self._forget_finished()
         copies: dict[int, int] = {}
         offers: list[tuple[Lease, int]] = []
         for lease, num_tokens in leases:
@@ -282,14 +275,7 @@ class HotBuffers:
             with torch.cuda.stream(self._save_stream):
                 numbers.record_stream(self._save_stream)
                 self._save(numbers[:, 0], numbers[:, 1], programs=SAVE_PROGRAMS)
-                event = torch.cuda.Event()
-                event.record()
-            self._pending.append((event, len(copies)))
         self.residency.mark_saved(copies)
-
-    def _forget_finished(self) -> None:
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
 
     # --- statistics
 

@@ -1,6 +1,6 @@
 """A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
 
-The entrants are the resolver's own options (attention/planner/options.py), staged ones included; each is called as an engine
+The entrants are the resolver's own options (planner/options.py), staged ones included; each is called as an engine
 calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
 its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
 everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One entrant's
@@ -67,7 +67,7 @@ class Result:
     packing: str
     phase: Phase
     workload: str
-    prefer: int
+    place: float
     graphs: bool
     chosen: bool = False
     ms: float | None = None
@@ -79,13 +79,14 @@ class Result:
 
     @property
     def name(self) -> str:
+        """Return the backend's name, and whether its pages were staged."""
         return f"{self.backend}, staged" if self.stage_to else self.backend
 
 
 def entrants(
     request: PlanRequest, plan: Plan, part: SchemeGroup, phase: Phase, names: Collection[str] = ()
 ) -> tuple[Candidate, ...]:
-    """Everybody who may serve a part, best preference first, on the plan's storage where he reads it.
+    """Return all that may serve a part, best first, on the plan's storage where they read it.
 
     names: only these backends. The reference is what others are checked against; on a GPU it does not race, unless
     it is named or alone.
@@ -142,7 +143,7 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
     routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
     return Result(
         option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.prefer, option.route(phase).graphs, entrant.option.key in routes,
+        option.place, option.route(phase).graphs, entrant.option.key in routes,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _run(
     decode, device = result.phase is Phase.DECODE, request.hardware.device
     recorded = decode and result.graphs and request.config.graphs
     took = clock.time_calls(
-        step, calls, graph=recorded, ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
+        step, calls, graph=recorded, queue_ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
     )
     if took.captured:  # a graph may hold something else than what was called
         error = max(error, judge.error((calls - 1) % scene.layers, took.outputs[-1]))

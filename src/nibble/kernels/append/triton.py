@@ -1,10 +1,11 @@
-"""Triton twin of kernels/append/__init__.py: transform, encode and store K and V of a layer in one launch.
+"""Triton kernels that transform, encode and store new tokens of a layer in one launch.
 
-A program takes some heads of one token of K or V. What a format does to its tile is the format's encoder (encoders.py),
-handed to the kernel as a parameter: the kernel knows planes, and no format.
+What a format does to a tile is its encoder's business (codecs/base.py), which the kernel gets as an argument: a kernel
+knows planes, and no format. K and V go through HeadsAppend, a single stream of one head (latents, index keys) through
+RowAppend, which also serves columns of records.
 
-Shape suffixes: T tokens, H heads, D values of a head, R rows of a tile (a head each). A tile's R and D are padded to
-powers of two.
+Shape suffixes: T tokens, H heads, D values of a head, R rows of a tile: heads of a token in HeadsAppend, tokens in
+RowAppend. A tile's R and D are padded to powers of two. Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -17,85 +18,96 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.append import Target
-from nibble.kernels.codecs.encoders import ENCODERS
+from nibble.kernels.append.naive import Target
+from nibble.kernels.codecs import ENCODERS
+from nibble.kernels.codecs.spans import serves_rows, span, spans_of, store_span
 from nibble.kernels.rotate.triton import rotated
-from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
 TRANSFORMS = ("kmean", "rot")
 """What the kernel can do to keys, in the order in which it does."""
-VALUES = 1024
-"""Values that a program takes of a token."""
-FEW = 1024
-"""Tokens up to which a thread takes 8 values, so that the work spreads over the GPU; with more tokens it takes 32."""
+PROGRAM_VALUES = 1024
+"""Values that a program takes of a token of K or V."""
+FEW_TOKENS = 1024
+"""Tokens up to which a thread takes few values (8 of K or V), so that the work spreads over the GPU; with more tokens
+it takes 32, or several rows."""
+MANY_ROWS, ROW_WARPS = 4, 2
+"""Of a program of RowAppend, where there are more tokens."""
+
+
+# ---- K and V ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _append(
+def append_heads_kernel(
     k, v, slots, k_planes, v_planes, k_scale_H, v_scale_H, k_mean_HD,
     k_stride_T, k_stride_H, v_stride_T, v_stride_H,
     K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     HEADS_FIRST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
+    """Append R heads of a token of K or V. Grid: tokens, groups of R heads, and 2: K and V."""
     token = tl.program_id(0).to(tl.int64)
     head_R = tl.program_id(1) * R + tl.arange(0, R)
     slot = tl.load(slots + token)
     keep_R = (head_R < HEADS) & (tl.broadcast_to(slot, head_R.shape) >= 0)
-    slot = slot.to(tl.uint32)
+    slot = slot.to(tl.uint32)  # divides faster than 64 bits
     if HEADS_FIRST:
-        place_R = (slot // PAGE * (HEADS * PAGE) + slot % PAGE).to(tl.int64) + head_R * PAGE
+        row_R = (slot // PAGE * (HEADS * PAGE) + slot % PAGE).to(tl.int64) + head_R * PAGE
     else:
-        place_R = (slot * HEADS).to(tl.int64) + head_R
+        row_R = (slot * HEADS).to(tl.int64) + head_R
     if tl.program_id(2) == 0:
         _append_rows(
-            k + token * k_stride_T, k_stride_H, k_mean_HD, k_scale_H, k_planes, head_R, place_R, keep_R,
+            k + token * k_stride_T, k_stride_H, k_mean_HD, k_scale_H, k_planes, head_R, row_R, keep_R,
             K_DIM, ROTATE, K_ENCODE, K_WIDTHS,
         )  # fmt: skip
     else:
         _append_rows(
-            v + token * v_stride_T, v_stride_H, None, v_scale_H, v_planes, head_R, place_R, keep_R,
+            v + token * v_stride_T, v_stride_H, None, v_scale_H, v_planes, head_R, row_R, keep_R,
             V_DIM, 0, V_ENCODE, V_WIDTHS,
         )  # fmt: skip
 
 
 @triton.jit
 def _append_rows(
-    x, stride, mean_HD, scale_H, planes, head_R, place_R, keep_R,
+    x, stride, mean_HD, scale_H, planes, head_R, row_R, keep_R,
     DIM: tl.constexpr, ROTATE: tl.constexpr, ENCODE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token of one stream, to their places, counted in rows of a plane."""
-    x_RD = _read(x + head_R * stride, keep_R, DIM)
+    """Append some heads of a token of one stream to their rows, which are counted over a whole plane."""
+    # --- load and transform
+    x_RD = _load_rows(x + head_R * stride, keep_R, DIM)
     if mean_HD is not None:
-        x_RD -= _read(mean_HD + head_R * DIM, keep_R, DIM)
+        x_RD -= _load_rows(mean_HD + head_R * DIM, keep_R, DIM)
     if ROTATE:
         x_RD = rotated(x_RD, ROTATE)
+    # --- encode
     scale_R = tl.load(scale_H + head_R, mask=keep_R, other=1.0)
     tiles = ENCODE(x_RD, scale_R[:, None])
+    # --- store
     for i in tl.static_range(len(WIDTHS)):
         column = tl.arange(0, tiles[i].shape[1])[None, :]
-        at = planes[i] + (place_R * WIDTHS[i])[:, None] + column
+        at = planes[i] + (row_R * WIDTHS[i])[:, None] + column
         tl.store(at, tiles[i], mask=keep_R[:, None] & (column < WIDTHS[i]))
 
 
 @triton.jit
-def _read(rows, keep_R, DIM: tl.constexpr):
-    """Rows of DIM values -> float32 [R, D]; zeros where they are not kept."""
+def _load_rows(rows, keep_R, DIM: tl.constexpr):
+    """Load rows of DIM values as float32 [R, D]; zeros where they are not kept."""
     column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     return tl.load(rows[:, None] + column, mask=keep_R[:, None] & (column < DIM), other=0.0).to(tl.float32)
 
 
-class Append:
-    """See kernels/append/__init__.py."""
+class HeadsAppend:
+    """Appends K and V of a layer; see naive.KVAppend."""
 
     is_capturable = True
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         k, v = targets["k"].pages, targets["v"].pages
         widest = next_power_of_2(max(k.dim, v.dim))
-        rows = min(next_power_of_2(k.heads), max(1, VALUES // widest))
-        self._groups = -(-k.heads // rows)
+        rows = min(next_power_of_2(k.heads), max(1, PROGRAM_VALUES // widest))
+        self._groups = cdiv(k.heads, rows)
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
         self._constants = (
@@ -104,40 +116,41 @@ class Append:
         )  # fmt: skip
 
     def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+        """Store `k` and `v`."""
         k, v = _readable(streams["k"]), _readable(streams["v"])
         tokens = len(slot_mapping_T)
         if tokens:
-            _append[tokens, self._groups, 2](
+            append_heads_kernel[tokens, self._groups, 2](
                 k, v, slot_mapping_T, *self._tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                *self._constants, num_warps=self._warps[tokens > FEW],
+                *self._constants, num_warps=self._warps[tokens > FEW_TOKENS],
             )  # fmt: skip
 
-
-def serves(targets: Mapping[str, Target]) -> bool:
-    """Whether the kernel can store these streams."""
-    if targets.keys() != {"k", "v"} or targets["v"].transforms:
-        return False
-    k, v = targets["k"].pages, targets["v"].pages
-    names = [transform.name for transform in targets["k"].transforms]
-    return (
-        names == [name for name in TRANSFORMS if name in names]
-        and (k.heads, k.page_size, _heads_first(k)) == (v.heads, v.page_size, _heads_first(v))
-        and _serves(k)
-        and _serves(v)
-    )
+    @staticmethod
+    def serves(targets: Mapping[str, Target]) -> bool:
+        """Return whether the kernel can store these streams."""
+        if targets.keys() != {"k", "v"} or targets["v"].transforms:
+            return False
+        k, v = targets["k"].pages, targets["v"].pages
+        names = [transform.name for transform in targets["k"].transforms]
+        return (
+            names == [name for name in TRANSFORMS if name in names]
+            and (k.heads, k.page_size, _heads_first(k)) == (v.heads, v.page_size, _heads_first(v))
+            and _serves(k)
+            and _serves(v)
+        )
 
 
 def _serves(pages: Paged) -> bool:
     return (
         pages.format.name in ENCODERS
         and pages.dim % 16 == 0
-        and all(_whole(plane) for plane in pages.planes_PHS)
+        and all(_has_dense_rows(plane) for plane in pages.planes_PHS)
         and all(prod(plane.shape[:3]) < 1 << 31 for plane in pages.planes_PHS)
     )
 
 
-def _whole(plane_PHS: Tensor) -> bool:
-    """Whether rows lie side by side, in one order or the other: a column of records does not."""
+def _has_dense_rows(plane_PHS: Tensor) -> bool:
+    """Return whether rows lie side by side, in one order or the other: a column of records does not."""
     return plane_PHS.is_contiguous() or plane_PHS.transpose(1, 2).is_contiguous()
 
 
@@ -146,17 +159,17 @@ def _readable(x_THD: Tensor) -> Tensor:
 
 
 def _heads_first(pages: Paged) -> bool:
-    """Whether a head's tokens lie together in a page, or a token's heads."""
+    """Return whether a head's tokens lie together in a page; else a token's heads do."""
     return pages.planes_PHS[0].is_contiguous()
 
 
 def _planes(pages: Paged) -> tuple[Tensor, ...]:
-    """Planes as what encoders return: one-byte floats as integers."""
+    """Return planes as what encoders return: one-byte floats as integers."""
     return tuple(p.view(torch.uint8) if p.dtype.itemsize == 1 else p for p in pages.planes_PHS)
 
 
 def _widths(pages: Paged) -> tuple[int, ...]:
-    """Items of each plane for a token's head."""
+    """Return the items of each plane for a token's head."""
     return tuple(prod(plane.shape[3:]) for plane in pages.planes_PHS)
 
 
@@ -165,7 +178,7 @@ def _scale(pages: Paged) -> Tensor:
 
 
 def _mean(target: Target) -> Tensor | None:
-    """What is subtracted from keys, if anything is."""
+    """Return what is subtracted from keys, if anything is."""
     if not any(transform.needs_mean for transform in target.transforms):
         return None
     assert target.mean_HD is not None
@@ -173,6 +186,50 @@ def _mean(target: Target) -> Tensor | None:
 
 
 def _rotation(target: Target) -> int:
-    """Size of the blocks of a head that are rotated, 0 for none."""
+    """Return the size of the blocks of a head that are rotated, 0 for none."""
     dim = target.pages.dim
     return dim & -dim if any(transform.rotates for transform in target.transforms) else 0
+
+
+# ---- latents and index keys ------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def append_rows_kernel(x, slots, spans, tokens, stride, R: tl.constexpr):
+    """Append R tokens of a stream of one head, span by span. Grid: tiles of tokens."""
+    token_R = tl.program_id(0) * R + tl.arange(0, R)
+    slot_R = tl.load(slots + token_R, mask=token_R < tokens, other=-1).to(tl.int64)
+    row_R = x + token_R.to(tl.int64) * stride
+    for i in tl.static_range(len(spans)):
+        value = tl.arange(0, spans[i].WIDTH)[None, :]
+        keep = (slot_R >= 0)[:, None] & (value < spans[i].COUNT)
+        x_RD = tl.load(row_R[:, None] + (spans[i].FIRST + value), mask=keep, other=0.0).to(tl.float32)
+        store_span(spans[i], x_RD, slot_R)
+
+
+class RowAppend:
+    """Appends the one stream of a layer that has one head; see naive.KVAppend."""
+
+    is_capturable = True
+
+    def __init__(self, targets: Mapping[str, Target]) -> None:
+        ((self._name, target),) = targets.items()
+        pages = target.pages
+        self._spans = tuple(span(pages, pages.scale, *part) for part in spans_of(pages))
+
+    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+        """Store the stream."""
+        x_THD, tokens = _readable(streams[self._name]), len(slot_mapping_T)
+        rows = 1 if tokens <= FEW_TOKENS else MANY_ROWS
+        if tokens:
+            append_rows_kernel[cdiv(tokens, rows),](
+                x_THD, slot_mapping_T, self._spans, tokens, x_THD.stride(0), rows, num_warps=ROW_WARPS
+            )
+
+    @staticmethod
+    def serves(targets: Mapping[str, Target]) -> bool:
+        """Return whether the kernel can store this stream."""
+        if len(targets) != 1:
+            return False
+        (target,) = targets.values()
+        return not target.transforms and serves_rows(target.pages)

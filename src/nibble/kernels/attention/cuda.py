@@ -1,6 +1,4 @@
-"""Decode attention in CUDA C++ (decode.cu): which variant serves a call, and how it is launched.
-
-Owns Decode. Must not know of plans, requests or packings other than the one it reads.
+"""The launcher of decode.cu, decode attention in CUDA C++: which variant serves a call, and its arguments.
 
 Shape suffixes: T query rows, B requests, N pages of a request, H query heads, G KV heads, D values of a head.
 """
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels.codecs.cuda_traits import FORMATS, Format
+from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
+from nibble.kernels.codecs.base import CudaFormat as Format
 from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
 
 SOURCE = Path(__file__).with_name("decode.cu")
@@ -24,30 +23,34 @@ COLUMNS = 16
 """Most query tokens x query heads of one KV head and request."""
 MAX_BATCH = 2048
 MAX_ROWS = 1 << 20
-"""Most query rows of a batch, those that only fill up a KV head's columns included."""
-EIGHT = 8
-"""Blocks whose pieces are joined at once, where there are more."""
+"""Most query rows of a batch, including those that only pad a KV head's columns."""
+MERGE_BLOCKS = 8
+"""Blocks whose partial results are merged at once, if there are more. MERGE_BLOCKS of decode.cu."""
 RESERVED = 1024 + 256
-"""Bytes of a multiprocessor's shared memory that a block cannot have, and those that the kernel declares."""
+"""Bytes of a multiprocessor's shared memory that a block cannot have, plus those that the kernel declares."""
+_TYPES = (*[POINTER] * 14, FLOAT, FLOAT, *[INT] * 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the source is compiled for. columns: query rows of a KV head, 8 or 16; tokens of a tile;
-    warps of a block."""
+    """What the source is compiled for."""
 
     dim: int
     key: Format
     value: Format
     columns: int
+    """Query rows of a KV head: 8 or 16."""
     tokens: int
+    """Tokens of a tile."""
     warps: int
+    """Warps of a block."""
     page: int
     bf16: bool
     softcap: bool
 
     @property
     def macros(self) -> dict[str, str | int]:
+        """The macros of the source."""
         return {
             "HEAD_DIM": self.dim,
             "K_FORMAT": self.key.name,
@@ -60,68 +63,84 @@ class Variant:
             "SOFTCAP": int(self.softcap),
         }
 
-    def shared(self, batch: int) -> int:
-        """Bytes of dynamic shared memory: a tile and two barriers for each warp, and the sums of tiles."""
+    def shared_bytes(self, batch: int) -> int:
+        """Return the dynamic shared memory for a batch: tiles and barriers of all warps, and sums of tiles."""
         return self.warps * tile_bytes(self.key, self.value, self.dim) + 4 * (batch + 1)
 
 
 def tokens_of_tile(key: Format) -> int:
-    """Small tiles where values are large: short contexts spread more evenly."""
+    """Return the tokens of a tile: few where values are large, so that short contexts spread more evenly."""
     return 32 if key.bits == 16 else 64
 
 
 def tile_bytes(key: Format, value: Format, dim: int) -> int:
-    """Shared memory of a warp: a tile of keys and values, and two barriers."""
+    """Return the shared memory of a warp: a tile of keys and values, and two barriers."""
     return tokens_of_tile(key) * (key.token_bytes(dim) + value.token_bytes(dim)) + 16
 
 
 def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: int) -> int:
-    """As many warps as registers and `shared` bytes allow; few where values need no decoding, and bytes are all that
-    counts. Measured on an H200: a second tile in flight for each warp costs more than it brings, as it takes L1 cache
-    or warps away.
+    """Return the warps of a block: as many as registers and shared memory allow.
+
+    Few are enough where values need no decoding, and only bytes count. Measured on an H200: a second tile in flight for
+    each warp costs more than it brings, as it takes L1 cache or warps away.
+
+    Args:
+        key: The format of keys.
+        value: The format of values.
+        dim: Values of a head.
+        columns: Query rows of a KV head, 8 or 16.
+        shared: Bytes of shared memory that a block can have.
     """
-    room = shared - RESERVED - 4 * (MAX_BATCH + 1)
+    available = shared - RESERVED - 4 * (MAX_BATCH + 1)
     most = 1024 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
     tile = tile_bytes(key, value, dim)
-    return next((warps for warps in (12, 8, 6, 4, 2) if warps <= most and warps * tile <= room), 1)
+    return next((warps for warps in (12, 8, 6, 4, 2) if warps <= most and warps * tile <= available), 1)
 
 
 @cache
 def _kernel(variant: Variant, arch: int, device: int) -> Kernel:
-    return Kernel(cubin(SOURCE, arch, variant.macros), "decode", variant.shared(MAX_BATCH))
-
-
-_TYPES = (*[POINTER] * 14, FLOAT, FLOAT, *[INT] * 7)
+    return Kernel(cubin(SOURCE, arch, variant.macros), "decode", variant.shared_bytes(MAX_BATCH))
 
 
 class Decode:
-    """The launcher for one device and one stream of work: it owns the workspace that pieces of results go through."""
+    """The launcher for one device and one stream of launches. It has the workspace of partial results."""
 
     def __init__(self, device: torch.device) -> None:
-        found = torch.cuda.get_device_properties(device)
-        self.arch = 10 * found.major + found.minor
-        self.blocks = found.multi_processor_count
-        self.shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009 (unknown to older stubs)
+        """Allocate the counters of merges for a CUDA device."""
+        properties = torch.cuda.get_device_properties(device)
+        self.arch = 10 * properties.major + properties.minor
+        self.blocks = properties.multi_processor_count
+        self.shared: int = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009 (unknown to older stubs)
         self.device = device
-        self._pieces: dict[tuple[int, int, int], Tensor] = {}
-        of_eights = 2 * -(-self.blocks // EIGHT) * COLUMNS
-        self._arrived = torch.zeros(MAX_ROWS + of_eights, dtype=torch.int32, device=device)
+        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        first_round = 2 * -(-self.blocks // MERGE_BLOCKS) * COLUMNS
+        # The kernel leaves all counters at zero.
+        self._counters = torch.zeros(MAX_ROWS + first_round, dtype=torch.int32, device=device)
 
     def variant(
         self, formats: tuple[str, str], dim: int, page: int, columns: int, bf16: bool, softcap: bool
     ) -> Variant:
-        """The variant for keys and values in these formats."""
+        """Return the variant that serves a call.
+
+        Args:
+            formats: The formats of keys and values.
+            dim: Values of a head.
+            page: Slots of a page.
+            columns: Most query tokens x query heads that a request has for a KV head.
+            bf16: Queries are bfloat16, not float16.
+            softcap: Scores are capped.
+        """
         key, value, wide = FORMATS[formats[0]], FORMATS[formats[1]], 8 if columns <= 8 else 16
         warps = warps_of_block(key, value, dim, wide, self.shared)
         return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap)
 
     def _workspace(self, variant: Variant) -> Tensor:
-        """Room for a piece of each warp and two of each block: O, and maximum and sum of each column."""
+        """Return the workspace: a partial result of each warp and two of each block (O, maximum and sum of columns)."""
         key = variant.warps, variant.columns, variant.dim
-        if key not in self._pieces:
+        if key not in self._workspaces:
             rows = self.blocks * (variant.warps + 2) * variant.columns
-            self._pieces[key] = torch.empty(rows, variant.dim + 2, device=self.device)
-        return self._pieces[key]
+            self._workspaces[key] = torch.empty(rows, variant.dim + 2, device=self.device)
+        return self._workspaces[key]
 
     def __call__(
         self,
@@ -130,8 +149,8 @@ class Decode:
         value: tuple[Tensor, ...],
         formats: tuple[str, str],
         columns: int,
-        lens_B: Tensor,
-        starts_B1: Tensor | None,
+        seq_lens_B: Tensor,
+        cu_seqlens_q_B1: Tensor | None,
         page_table_BN: Tensor,
         kv_scales: tuple[Tensor, Tensor],
         scale: float,
@@ -140,27 +159,44 @@ class Decode:
         sinks_H: Tensor | None = None,
         variant: Variant | None = None,
     ) -> Tensor:
-        """Attention of a few query tokens a request over stored pages -> [T, H, D] like q_THD.
+        """Compute the attention of a few query tokens a request over stored pages.
 
-        q_THD: bfloat16 or float16, contiguous. key, value: planes [pages, G, slots, row] in `formats`, their values
-        and, if there are any, scales. columns: most query tokens x query heads that a request has for a KV head.
-        lens_B, starts_B1, page_table_BN: int32, as in kernels/types.py; no starts: one token each. kv_scales: float32,
-        () or [G, 1] each. sinks_H: float32. variant: another than the one that fits best. Raises BackendError.
+        Args:
+            q_THD: Queries, bfloat16 or float16, contiguous.
+            key: Planes [pages, G, slots, row] of keys: values and, if the format has any, scales.
+            value: Planes of values, likewise.
+            formats: The formats of keys and values.
+            columns: Most query tokens x query heads that a request has for a KV head.
+            seq_lens_B: Stored tokens of each request, int32.
+            cu_seqlens_q_B1: First query row of each request, int32; None: one token each.
+            page_table_BN: Pages of each request, int32.
+            kv_scales: Global scales of keys and values, float32, () or [G, 1] each.
+            scale: The softmax scale.
+            window: Tokens that a query sees at most.
+            softcap: The cap of scores.
+            sinks_H: A logit of each head that only adds to the softmax's sum, float32.
+            variant: Another variant than the one that fits best.
+
+        Returns:
+            The output [T, H, D] in the dtype of q_THD.
+
+        Raises:
+            BackendError: The batch is larger than the kernel can count.
         """
-        batch, heads, page = len(lens_B), key[0].shape[1], key[0].shape[2]
+        batch, heads, page = len(seq_lens_B), key[0].shape[1], key[0].shape[2]
         if batch > MAX_BATCH or batch * heads * COLUMNS > MAX_ROWS:
             raise BackendError(
                 f"a batch of {batch} requests x {heads} KV heads is more than the kernel can count"
             )
-        chosen = variant or self.variant(
+        variant = variant or self.variant(
             formats, q_THD.shape[2], page, columns, q_THD.dtype is torch.bfloat16, softcap is not None
         )
         out = torch.empty_like(q_THD)
         pointers = (
-            q_THD, out, *_planes(key), *_planes(value), lens_B, starts_B1, page_table_BN, *kv_scales, sinks_H,
-            self._workspace(chosen), self._arrived,
+            q_THD, out, *_values_and_scales(key), *_values_and_scales(value), seq_lens_B, cu_seqlens_q_B1,
+            page_table_BN, *kv_scales, sinks_H, self._workspace(variant), self._counters,
         )  # fmt: skip
-        values = (
+        arguments = (
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
             scale,
             softcap or 0.0,
@@ -171,11 +207,10 @@ class Decode:
             window or 0,
             *(int(entry.dim() > 0) for entry in kv_scales),
         )
-        kernel = _kernel(chosen, self.arch, self.device.index or 0)
-        kernel.launch(self.blocks, 32 * chosen.warps, chosen.shared(batch), _TYPES, values)
+        kernel = _kernel(variant, self.arch, self.device.index or 0)
+        kernel.launch(self.blocks, 32 * variant.warps, variant.shared_bytes(batch), _TYPES, arguments)
         return out
 
 
-def _planes(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """Values and scales."""
+def _values_and_scales(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
     return (planes[0], planes[1]) if len(planes) > 1 else (planes[0], None)

@@ -1,9 +1,11 @@
-"""Triton twin of kernels/attention/__init__.py: one kernel for all phases (attention_kernel.py), in tiles of different shapes.
+"""Triton kernels of attention: flash attention over pages in their own formats, for all phases, and merge_lse.
 
-Owns how a tile is shaped, and how keys are split where there are too few queries to fill the GPU. Grids depend on what
-a CUDA graph keeps: the number of requests, and of their query tokens.
+A program takes a tile of rows, which are query tokens times the query heads of one KV head, and a share of the keys
+that they see (split_kv.py). What is stored how is the codecs' business: no kernel here names a format. Grids depend on
+what a CUDA graph keeps: the number of requests, and of their query tokens.
 
-Shape suffixes: T query tokens, H query heads, D values of a head.
+Shape suffixes: T query tokens, H query heads, D values of a head, M rows of a tile, N keys of a tile, W words of a row,
+R rows of a tile of merge_lse (a token's head each). Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -13,132 +15,362 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
-from nibble.kernels.attention.triton_kernel import LEAST_KEYS, attend_kernel, combine_kernel
-from nibble.kernels.codecs.decoders import DECODERS
-from nibble.kernels.codecs.tiles import Tiles, serves
-from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.codecs import DECODERS
+from nibble.kernels.codecs.tiles import (
+    Tiles,
+    decode_tile,
+    global_scale,
+    interleave,
+    pages_of,
+    read_scales,
+    read_words,
+    serves,
+    slots_of,
+)
+from nibble.kernels.flash import LOG2E, MIN_PEAK, add_values, load_queries
+from nibble.kernels.gpu import GPU, SM90, gpu_of
+from nibble.kernels.sizes import UNBOUNDED, cdiv, next_power_of_2
+from nibble.kernels.split_kv import (
+    MIN_KEYS_PER_SPLIT,
+    SHARE_SIZES,
+    assign_split,
+    combine_kernel,
+    padded_requests,
+    split_bounds,
+    store_tile,
+    workspace,
+)
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
-__all__ = ["GPU", "Shape", "paged_attention", "serves", "shape_of"]
+__all__ = ["TileShape", "merge_lse", "paged_attention", "serves", "shape_of"]
 
-SIZES = 8
-"""Sizes of a share of keys that are weighed against each other."""
 SPLITS_AT_ONCE = 64
-MANY = 1 << 30
+"""Splits of a row that are combined at a time."""
 MANY_ROWS = 65
 """Rows from which it makes no difference how many there are."""
-HOPPER = 90
+MERGE_VALUES = 2048
+"""Values of a tile of merge_lse."""
 
 
-@dataclass(frozen=True, slots=True)
-class GPU:
-    """arch: compute capability, 90 for SM90. memory: bytes of shared memory that a program may have."""
-
-    arch: int
-    processors: int
-    memory: int
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What a token's key and value are made of: parts of a decoded word, the wider one's values, and bytes of both in
-    a tile, whose rows are padded to powers of two.
+@triton.jit
+def _load_scales(k, v, page, first, n_N, stop, head, MASKED: tl.constexpr, JOIN: tl.constexpr):
+    """Load the block scales of a tile of keys, and of its values."""
+    slot_N, keep_N = slots_of(first, n_N, k.PAGE_SIZE), first + n_N < stop
+    k_scales = read_scales(k, page, slot_N, head, keep_N, 1 if JOIN else 0, MASKED)
+    return k_scales, read_scales(v, page, slot_N, head, keep_N, 1, MASKED)
+
+
+@triton.jit
+def _load_tile(
+    tiles, scales, page, first, n_N, stop, head, AXIS: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr
+):
+    """Load the parts of a tile of keys or values, or the one tile that they are joined to."""
+    slot_N, keep_N = slots_of(first, n_N, tiles.PAGE_SIZE), first + n_N < stop
+    items = read_words(tiles, page, slot_N, head, keep_N, AXIS, MASKED)
+    parts = decode_tile(tiles, items, scales, AXIS)
+    if JOIN:
+        parts = (interleave(parts, tiles.PARTS),)
+    return parts
+
+
+@triton.jit
+def _scores(q, keys, key_N, position_M, unit, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+            MASKED: tl.constexpr, JOIN: tl.constexpr):  # fmt: skip
+    """Return products of queries and keys, -inf where a query does not see a key. Capped, they are in powers of two."""
+    scores = tl.dot(q[0], tl.trans(keys[0]) if JOIN else keys[0], input_precision="ieee")
+    for j in tl.static_range(1, len(keys)):
+        scores = tl.dot(q[j], keys[j], scores, input_precision="ieee")
+    if SOFTCAP:  # softcap * tanh(score / softcap), times log2(e)
+        scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (unit * 2.0 * LOG2E / softcap))))
+    if MASKED:
+        visible = key_N[None, :] <= position_M[:, None]
+        if WINDOW:
+            visible &= key_N[None, :] > position_M[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _accumulate(
+    state, q, k, v, table, head, position_M, start, stop, unit, softcap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Add keys [start, stop), in whole tiles, to the state of an online softmax: peaks, totals and sums of values."""
+    # Decoded tiles that are joined go to shared memory: keys and values at once, for a single barrier.
+    VALUES_FIRST: tl.constexpr = JOIN and v.PARTS > 1
+    peak_M, total, sums = state
+    n_N = tl.arange(0, N)
+    base = 1.0 if SOFTCAP else unit * LOG2E
+    # Pages are looked up a tile early. So are block scales where tiles are not joined: there they come through
+    # registers, decoded before they are spread over threads.
+    page, next_scales = pages_of(table, start, n_N, stop, k.PAGE_SIZE), (0, 0)
+    if not JOIN:
+        next_scales = _load_scales(k, v, page, start, n_N, stop, head, True, JOIN)
+    for first in tl.range(start, stop, N):
+        # --- load
+        next_page = pages_of(table, first + N, n_N, stop, k.PAGE_SIZE)
+        if JOIN:
+            scales = _load_scales(k, v, page, first, n_N, stop, head, MASKED, JOIN)
+        else:
+            scales, next_scales = next_scales, _load_scales(
+                k, v, next_page, first + N, n_N, stop, head, True, JOIN
+            )  # fmt: skip
+        keys = _load_tile(k, scales[0], page, first, n_N, stop, head, 1 if JOIN else 0, MASKED, JOIN)
+        if VALUES_FIRST:
+            values = _load_tile(v, scales[1], page, first, n_N, stop, head, 1, MASKED, JOIN)
+        # --- scores
+        scores = _scores(q, keys, first + n_N, position_M, unit, softcap, WINDOW, SOFTCAP, MASKED, JOIN)
+        # --- softmax
+        top_M = tl.maximum(peak_M, tl.max(scores, 1) * base)
+        weights = tl.exp2(scores * base - top_M[:, None])
+        rescale_M = tl.exp2(peak_M - top_M)
+        # What is not joined is summed up in the end: a sum over warps would cost a barrier.
+        total = total * rescale_M + tl.sum(weights, 1) if JOIN else total * rescale_M[:, None] + weights
+        # --- accumulate
+        if not VALUES_FIRST:
+            values = _load_tile(v, scales[1], page, first, n_N, stop, head, 1, MASKED, JOIN)
+        sums = add_values(sums, weights.to(v.DTYPE), values, rescale_M[:, None])
+        peak_M, page = top_M, next_page
+    return peak_M, total, sums
+
+
+@triton.jit
+def _init_state(sinks, query_head_M, live_M, split, PARTS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr,
+                JOIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Return the state of a softmax over no keys; or over the sink, a key without a value, in the first split."""
+    peak_M = tl.full([M], MIN_PEAK, tl.float32)
+    total = tl.zeros([M], tl.float32) if JOIN else tl.zeros([M, N], tl.float32)
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums += (tl.zeros([M, WIDTH], tl.float32),)  # type: ignore[assignment]
+    if SINKS and split == 0:
+        peak_M = tl.load(sinks + query_head_M, mask=live_M, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0 if JOIN else 1.0 / N
+    return peak_M, total, sums
+
+
+@triton.jit(
+    do_not_specialize=["requests", "slots", "table_stride"],
+    do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens", "sinks"],
+)
+def attention_kernel(
+    q, out, parts, lse, plan, k, v, table, cu_seqlens_q, seq_lens, sinks, scale, softcap, requests, slots, table_stride,
+    q_stride_T, q_stride_H, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Compute attention of a tile of queries over a split of a request's keys.
+
+    Grid: tiles of a request's queries, KV heads, and requests; if SPLIT, requests + K / 2 * slots.
     """
+    # --- which request, queries and keys
+    TOKENS: tl.constexpr = M // GROUP
+    # the last tiles see the most keys, so they go first
+    tile, head, program = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, split, splits = program, 0, 1
+    if SPLIT:
+        max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
+        request, split, splits = assign_split(program, seq_lens, requests, slots, max_keys, R, K)
+        if request >= requests:
+            return
+        if split == 0:
+            tl.store(plan + 2 * request, program)
+            tl.store(plan + 2 * request + 1, splits)
+    begin = tl.load(cu_seqlens_q + request)
+    count = tl.load(cu_seqlens_q + request + 1) - begin
+    first = tile * TOKENS
+    if first >= count:
+        return
+    past = tl.load(seq_lens + request) - count
+    last = tl.minimum(first + TOKENS, count) - 1
+    row_M = tl.arange(0, M)
+    token_M, query_head_M = first + row_M // GROUP, head * GROUP + row_M % GROUP
+    live_M = (row_M < TOKENS * GROUP) & (token_M < count)
+
+    # --- load queries
+    K_PARTS: tl.constexpr = 1 if JOIN else k.PARTS
+    V_PARTS: tl.constexpr = 1 if JOIN else v.PARTS
+    at_M = (begin + token_M).to(tl.int64) * q_stride_T + query_head_M * q_stride_H
+    queries = load_queries(q, at_M, live_M, K_PARTS, k.words.WIDTH * k.PARTS // K_PARTS, K_DIM, k.DTYPE)
+    state = _init_state(
+        sinks, query_head_M, live_M, split, V_PARTS, v.words.WIDTH * v.PARTS // V_PARTS, SINKS, JOIN, M, N
+    )
+
+    # --- accumulate: only the tiles at both ends need masks
+    start, inner, outer, stop = split_bounds(past, first, last, split, splits, WINDOW, N)
+    table += request.to(tl.int64) * table_stride
+    unit = scale * global_scale(k, head)
+    if WINDOW:
+        state = _accumulate(state, queries, k, v, table, head, past + token_M, start, inner, unit, softcap,
+                            WINDOW, SOFTCAP, True, JOIN, N)  # fmt: skip
+    state = _accumulate(state, queries, k, v, table, head, past + token_M, inner, outer, unit, softcap,
+                        WINDOW, SOFTCAP, False, JOIN, N)  # fmt: skip
+    state = _accumulate(state, queries, k, v, table, head, past + token_M, outer, stop, unit, softcap,
+                        WINDOW, SOFTCAP, True, JOIN, N)  # fmt: skip
+
+    # --- store
+    peak_M, total, sums = state
+    total_M = total if JOIN else tl.sum(total, 1)
+    store_tile(out, parts, lse, peak_M, total_M, sums, global_scale(v, head), begin + token_M, query_head_M, live_M,
+               program, tile, head, splits, GROUP, V_DIM, SPLIT, M)  # fmt: skip
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """What a token's key and value are made of."""
 
     parts: int
+    """Parts of a decoded word, the larger of both."""
     dim: int
+    """Values of the wider one."""
     bytes: int
+    """Bytes of both in a tile, whose rows are padded to powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A tile: rows, and keys; whether the parts of a tile of keys are joined; and how it is computed: warps, stages of
-    loads in flight, and programs that a processor is expected to run at a time.
-    """
+class TileShape:
+    """How a program is tiled, and how its tile is computed."""
 
     rows: int
     keys: int
     join: bool
+    """Whether the parts of a tile of keys are joined."""
     warps: int
     stages: int
+    """Stages of loads in flight."""
     programs: int
+    """Programs that a processor is expected to run at a time."""
 
 
-def shape_of(tokens: int, group: int, k: Paged, v: Paged, query: torch.dtype, gpu: GPU) -> Shape:
-    """The tile for so many query tokens of a request, and query heads of a KV head."""
-    return _fitting(min(tokens * group, MANY_ROWS), group, stored(k, v), query.itemsize, gpu)
+def shape_of(tokens: int, group: int, k: Paged, v: Paged, query: torch.dtype, gpu: GPU) -> TileShape:
+    """Choose the fastest tile that fits into shared memory.
+
+    Args:
+        tokens: Query tokens of a request.
+        group: Query heads of a KV head.
+        k: Pages of the keys.
+        v: Pages of the values.
+        query: The query's dtype.
+        gpu: Sizes of the GPU.
+
+    Returns:
+        The tile.
+    """
+    return _fitting(min(tokens * group, MANY_ROWS), group, stored_tokens(k, v), query.itemsize, gpu)
 
 
 @functools.cache
-def _fitting(rows: int, group: int, kv: Stored, item: int, gpu: GPU) -> Shape:
+def _fitting(rows: int, group: int, kv: StoredTokens, item: int, gpu: GPU) -> TileShape:
     wide = (replace(shape, rows=max(shape.rows, next_power_of_2(group))) for shape in _shapes(rows, kv, gpu))
     return next(shape for shape in wide if memory_of(shape, kv, item, gpu) <= gpu.memory)
 
 
-def _shapes(rows: int, kv: Stored, gpu: GPU) -> Iterator[Shape]:
-    """From the fastest to the smallest. Decoding a tile of keys pays if many rows share it."""
+def _shapes(rows: int, kv: StoredTokens, gpu: GPU) -> Iterator[TileShape]:
+    """Yield tiles from the fastest to the smallest. Decoding a tile of keys pays if many rows share it."""
     dim = next_power_of_2(kv.dim)
     if rows <= 16:  # a warp decodes 64 values of a row, and no two the same
         warps = 4 if kv.parts < 4 else max(dim // 64, 1)
-        first = Shape(16, 64, False, warps, 3, 3 if warps == 4 else 8 // warps)
-    elif rows < MANY_ROWS or gpu.arch != HOPPER:
-        first = Shape(64, 64, True, 4, 3, 2)
+        first = TileShape(16, 64, False, warps, 3, 3 if warps == 4 else 8 // warps)
+    elif rows < MANY_ROWS or gpu.arch != SM90:
+        first = TileShape(64, 64, True, 4, 3, 2)
     else:
-        first = Shape(256 if dim <= 128 and kv.parts * dim >= 256 else 128, 64, True, 8, 3, 1)
+        first = TileShape(256 if dim <= 128 and kv.parts * dim >= 256 else 128, 64, True, 8, 3, 1)
     yield first
     yield replace(first, stages=2)
     for keys in (64, 32, 16):
         yield replace(first, rows=min(first.rows, 64), warps=min(first.warps, 4), stages=2, keys=keys)
-    yield Shape(16, 16, False, 4, 1, 1)
+    yield TileShape(16, 16, False, 4, 1, 1)
 
 
-def memory_of(shape: Shape, kv: Stored, item: int, gpu: GPU) -> int:
-    """Bytes of shared memory that a tile takes, or somewhat more. Hopper multiplies weights of joined tiles from
-    registers. item: bytes of a query's value.
+def memory_of(shape: TileShape, kv: StoredTokens, item: int, gpu: GPU) -> int:
+    """Return the bytes of shared memory that a tile takes, or somewhat more.
+
+    Args:
+        shape: The tile.
+        kv: What its keys and values are made of.
+        item: Bytes of a query's value.
+        gpu: Sizes of the GPU.
+
+    Returns:
+        Bytes.
     """
     dim = next_power_of_2(kv.dim)
-    decoded = 2 * dim * item if shape.join and kv.parts > 1 else 0
-    weights = 0 if shape.join and gpu.arch == HOPPER else shape.rows * shape.keys * item
-    return shape.keys * (shape.stages * kv.bytes + decoded) + shape.rows * dim * item + weights
+    decoded_bytes = 2 * dim * item if shape.join and kv.parts > 1 else 0
+    # Hopper multiplies weights of joined tiles from registers
+    weights = 0 if shape.join and gpu.arch == SM90 else shape.rows * shape.keys * item
+    return shape.keys * (shape.stages * kv.bytes + decoded_bytes) + shape.rows * dim * item + weights
 
 
-def stored(k: Paged, v: Paged) -> Stored:
+def stored_tokens(k: Paged, v: Paged) -> StoredTokens:
+    """Return what a token's key and value are made of."""
     parts = max(DECODERS[stream.format.name].parts for stream in (k, v))
     widths = [next_power_of_2(plane.shape[3]) * plane.itemsize for x in (k, v) for plane in x.planes_PHS]
-    return Stored(parts, max(k.dim, v.dim), sum(widths))
+    return StoredTokens(parts, max(k.dim, v.dim), sum(widths))
+
+
+def _tiles(stream: Paged, query: torch.dtype, join: bool) -> Tiles:
+    """Return the stream as a kernel's argument.
+
+    Joined tiles are in the query's dtype, so that the tensor cores may read the query where it was loaded to.
+    """
+    half = DECODERS[stream.format.name].half
+    return Tiles.of(stream, query if join or half is None or query == torch.float32 else half, copied=join)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def paged_attention(
-    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams, longest: int = MANY, *,
-    shape: Shape | None = None, slots: int | None = None,
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
+    max_seq_len: int = UNBOUNDED, *, shape: TileShape | None = None, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """See kernels/attention/__init__.py. longest: a bound on stored tokens where one is known, which is not so in a CUDA graph.
+    """Return attention as naive.py defines it, in one launch, or two where keys are split.
 
-    slots: programs that run at a time for one tile of queries and KV head; keys are split among them if more than 1.
+    Args:
+        q_THD: Queries, request after request.
+        k: Pages of the keys.
+        v: Pages of the values.
+        batch: The pages and lengths of requests.
+        params: Scale, window, capping and sinks.
+        max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
+        shape: Another tile than the fastest.
+        slots: Programs that run at a time for one tile of queries and KV head; keys are split if more than 1.
+
+    Returns:
+        [T, H, D] in the query's dtype.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     group, count, most = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
     shape = shape or shape_of(most, group, k, v, q_THD.dtype, gpu)
     tiles = cdiv(most, shape.rows // group)
     if slots is None:
-        slots = shape.programs * gpu.processors // (tiles * k.heads) if longest > LEAST_KEYS.value else 0
+        splittable = max_seq_len > MIN_KEYS_PER_SPLIT.value
+        slots = shape.programs * gpu.processors // (tiles * k.heads) if splittable else 0
     split = slots > 1
-    programs = count + SIZES // 2 * slots if split else count
+    programs = count + SHARE_SIZES // 2 * slots if split else count
     out = q_THD.new_empty(tokens, heads, v.dim)
     parts, lse, plan = (
-        _workspace(programs * tiles * k.heads * shape.rows, v.dim, count, out) if split else (out,) * 3
+        workspace(programs, tiles * k.heads * shape.rows, v.dim, count, out) if split else (out,) * 3
     )
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-    attend_kernel[(tiles, k.heads, programs)](
+    attention_kernel[(tiles, k.heads, programs)](
         q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
         batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
         count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
         params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
-        shape.join, shape.rows, shape.keys, max(next_power_of_2(count), 32), SIZES,
+        shape.join, shape.rows, shape.keys, padded_requests(count), SHARE_SIZES,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
@@ -149,25 +381,52 @@ def paged_attention(
     return out
 
 
-def _workspace(rows: int, dim: int, requests: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What programs leave to be combined: values and log-sum-exps of rows, and where those of each request begin."""
-    return (
-        like.new_empty(rows, dim, dtype=torch.float32),
-        like.new_empty(rows, dtype=torch.float32),
-        like.new_empty(requests, 2, dtype=torch.int32),
-    )
+@triton.jit(do_not_specialize=["rows"])
+def merge_kernel(
+    a, a_lse, b, b_lse, out, lse, rows, a_stride_T, a_stride_H, b_stride_T, b_stride_H,
+    a_lse_stride_H, a_lse_stride_T, b_lse_stride_H, b_lse_stride_T,
+    HEADS: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge attention over different keys. Grid: tiles of rows, each a head of a token."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token, head, keep_R = row // HEADS, row % HEADS, row < rows
+    # --- softmax: how much each part weighs
+    x = tl.load(a_lse + head * a_lse_stride_H + token * a_lse_stride_T, mask=keep_R, other=0.0)
+    y = tl.load(b_lse + head * b_lse_stride_H + token * b_lse_stride_T, mask=keep_R, other=0.0)
+    peak = tl.maximum(x, y)
+    x, y = tl.exp(x - peak), tl.exp(y - peak)
+    tl.store(lse + row, peak + tl.log(x + y), mask=keep_R)
+    # --- accumulate
+    column = tl.arange(0, D)[None, :]
+    keep = keep_R[:, None] & (column < DIM)
+    from_a = tl.load(a + (token * a_stride_T + head * a_stride_H)[:, None] + column, mask=keep, other=0.0)
+    from_b = tl.load(b + (token * b_stride_T + head * b_stride_H)[:, None] + column, mask=keep, other=0.0)
+    values = from_a.to(tl.float32) * (x / (x + y))[:, None] + from_b.to(tl.float32) * (y / (x + y))[:, None]
+    # --- store
+    tl.store(out + row[:, None] * DIM + column, values.to(out.dtype.element_ty), mask=keep)
 
 
-def _tiles(stream: Paged, query: torch.dtype, join: bool) -> Tiles:
-    """Joined tiles are in the query's dtype, so that the tensor cores may read the query where it was loaded to."""
-    half = DECODERS[stream.format.name].half
-    return Tiles.of(stream, query if join or half is None or query == torch.float32 else half, copied=join)
+def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> PartialAttention:
+    """Merge attention over different keys in one launch; see naive.py.
 
+    Args:
+        a: Attention over some keys; the last dimension of its values must be contiguous.
+        b: Attention of the same queries over other keys, likewise.
+        dtype: Of the values returned.
 
-@functools.cache
-def gpu_of(device: torch.device) -> GPU:
-    if device.type != "cuda":
-        return GPU(0, 1, MANY)
-    found = driver.active.utils.get_device_properties(device.index or 0)
-    arch = driver.active.get_current_target().arch
-    return GPU(arch, found["multiprocessor_count"], found["max_shared_mem"])
+    Returns:
+        Attention over all of the keys.
+    """
+    tokens, heads, dim = a.values_THD.shape
+    device = a.values_THD.device
+    values_THD = torch.empty(tokens, heads, dim, dtype=dtype, device=device)
+    lse_TH = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    width = next_power_of_2(dim)
+    tile = max(1, MERGE_VALUES // width)
+    if rows := tokens * heads:
+        merge_kernel[(cdiv(rows, tile),)](
+            a.values_THD, a.lse_HT, b.values_THD, b.lse_HT, values_THD, lse_TH, rows,
+            *a.values_THD.stride()[:2], *b.values_THD.stride()[:2], *a.lse_HT.stride(), *b.lse_HT.stride(),
+            heads, dim, tile, width,
+        )  # fmt: skip
+    return PartialAttention(values_THD, lse_TH.T)

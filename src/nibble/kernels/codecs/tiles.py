@@ -1,15 +1,17 @@
-"""Tiles: reading rows of a stream's pages inside a kernel, in the stream's own format.
+"""Reading a stream's pages inside a kernel, in the stream's own format.
 
-Owns Tiles, the argument through which a kernel receives a stream, and how a token's row is found in its page. What the
-words of a row mean is the decoders' business (decoders.py). Must not know of attention.
+A kernel receives a stream as Tiles (heads), as two Sections (the latent proper and its rotary values), or as IndexKeys.
+They name functions of the format's codec, so that no kernel names a format.
 
-Shape suffixes: N rows (tokens of a head), W words of a row, B block scales of a row. A tile is [N, W], or [W, N] where
-its AXIS, along which a row lies, is 0. Names in capitals are constants of a kernel.
+Shape suffixes: P pages, H heads, S slots of a page, N rows (tokens of a head), W words of a row, B block scales of a
+row. A tile is [N, W], or [W, N] where its AXIS, along which a row lies, is 0. Names in capitals are constants of a
+kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,65 +19,96 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs.decoders import DECODERS
+from nibble.kernels.codecs import DECODERS, INDEX_KEYS, LATENTS
+from nibble.kernels.codecs.base import Decoder
+from nibble.kernels.codecs.plain import DECODER as PLAIN
 from nibble.kernels.sizes import next_power_of_2
 from nibble.kernels.types import Paged
 
-LEAST_WIDTH = 16
+MIN_WIDTH = 16
 """The least that a product of tiles sums over."""
+NO_ROPE, ALIKE, APART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Rotary values: none, in the latent's own format and scale, or plain values in a plane of their own."""
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
+_T = TypeVar("_T")
+_memo: WeakKeyDictionary[Paged, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def once_per_stream(stream: Paged, key: Hashable, make: Callable[[], _T]) -> _T:
+    """Return make() of an earlier call with this stream and key, else of this one: launches must not wait for it."""
+    memo = _memo.setdefault(stream, {})
+    if key not in memo:
+        memo[key] = make()
+    return cast(_T, memo[key])
+
+
+# ---- arguments of kernels --------------------------------------------------------------------------------------------
+
 
 class Plane(NamedTuple):
-    """One plane: items of a row, the width to which they are padded, and the strides of page, head and slot."""
+    """One plane of a format, as a kernel's argument."""
 
     data: Tensor
     COUNT: Any
+    """Items of a row."""
     WIDTH: Any
+    """Items to which a row is padded."""
     PAGE: Any
+    """Stride from page to page; HEAD and SLOT likewise."""
     HEAD: Any
     SLOT: Any
 
     @classmethod
     def of(cls, plane_PHS: Tensor, width: int) -> Plane:
+        """Return a plane whose rows are padded to `width` items."""
         return cls(plane_PHS, *map(tl.constexpr, (plane_PHS.shape[3], width, *plane_PHS.stride()[:3])))
 
 
 class Tiles(NamedTuple):
-    """words, blocks: the planes. scale: the global one. EACH: block scales in an item of `blocks`, 0 where there are
-    none. The rest is the decoder's (decoders.py).
-    """
+    """A stream of heads, as a kernel's argument."""
 
     words: Plane
     blocks: Plane
+    """Block scales; the words again where there are none."""
     scale: Tensor
+    """The global one."""
     DECODE: Any
+    """What the decoder (base.py) says, from here to FOLD."""
     DECODE_SCALE: Any
     SCALE_STRIDE: Any
+    """Of the global scale, from head to head."""
     DTYPE: Any
+    """What words are decoded into."""
     PARTS: Any
     FOLD: Any
     EACH: Any
+    """Block scales in an item of `blocks`, 0 where there are none."""
     PAGE_SIZE: Any
 
     @classmethod
     def of(cls, stream: Paged, dtype: torch.dtype, *, copied: bool = False) -> Tiles:
-        """The tiles of `stream`, decoded into `dtype`. Worked out once. copied: whether block scales are to be read by
-        asynchronous copies, which are of 4 bytes at least; else a byte at a time.
+        """Return the tiles of a stream.
+
+        Args:
+            stream: Pages of heads.
+            dtype: What they are decoded into.
+            copied: Whether block scales are to be read by asynchronous copies, which are of 4 bytes at least; else a
+                byte at a time.
+
+        Returns:
+            A kernel's argument.
         """
-        known = _known.setdefault(stream, {})
-        if (dtype, copied) not in known:
-            known[dtype, copied] = cls._of(stream, dtype, copied)
-        return known[dtype, copied]
+        return once_per_stream(stream, (cls, dtype, copied), lambda: cls._of(stream, dtype, copied))
 
     @classmethod
     def _of(cls, stream: Paged, dtype: torch.dtype, copied: bool) -> Tiles:
         decoder = DECODERS[stream.format.name]
-        data = stream.planes_PHS[0].view(torch.int16) if decoder.parts > 1 else stream.planes_PHS[0]
-        width = max(next_power_of_2(data.shape[3]), LEAST_WIDTH)
-        words, blocks, each = Plane.of(data, width), Plane.of(data, width), 0
+        data = _items(stream, decoder)
+        width = max(next_power_of_2(data.shape[3]), MIN_WIDTH)
+        items, blocks, each = Plane.of(data, width), Plane.of(data, width), 0
         if decoder.block:
             scales = _widened(stream.planes_PHS[1]) if copied else stream.planes_PHS[1].view(torch.uint8)
             each = scales.dtype.itemsize
@@ -83,31 +116,172 @@ class Tiles(NamedTuple):
         per_head = stream.scale.stride(0) if stream.scale.dim() else 0
         constants = per_head, _DTYPES[dtype], decoder.parts, decoder.fold, each, stream.page_size
         # Functions go bare: only so does the compiler's cache notice that they were edited.
-        return cls(words, blocks, stream.scale, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
+        return cls(items, blocks, stream.scale, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
 
 
-_known: WeakKeyDictionary[Paged, dict[tuple[torch.dtype, bool], Tiles]] = WeakKeyDictionary()
+class Section(NamedTuple):
+    """Neighbouring values of a latent, as a kernel's argument. Fields are those of Tiles."""
+
+    words: Plane
+    blocks: Plane
+    DECODE: Any
+    DECODE_SCALE: Any
+    DTYPE: Any
+    PARTS: Any
+    EACH: Any
+    PAGE_SIZE: Any
+
+    @classmethod
+    def of(cls, data: Tensor, scales: Tensor | None, decoder: Decoder, dtype: torch.dtype) -> Section:
+        """Return a section.
+
+        Args:
+            data: The plane of the section's words alone.
+            scales: The plane of its block scales alone, if there are any.
+            decoder: How words become values.
+            dtype: What they are decoded into.
+
+        Returns:
+            A kernel's argument.
+        """
+        width = max(next_power_of_2(data.shape[3]), MIN_WIDTH)
+        items = blocks = Plane.of(data, width)
+        if scales is not None:
+            blocks = Plane.of(scales, width * decoder.parts // decoder.block)
+        constants = _DTYPES[dtype], decoder.parts, int(scales is not None), data.shape[2]
+        return cls(items, blocks, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
+
+    @classmethod
+    def of_values(
+        cls, latents: Paged, decoder: Decoder, first: int, count: int, dtype: torch.dtype
+    ) -> Section:
+        """Return values first..first + count of the first plane, which are whole words and blocks.
+
+        Args:
+            latents: Pages of latents.
+            decoder: How words become values.
+            first: The first value of a row.
+            count: How many there are.
+            dtype: What they are decoded into.
+
+        Returns:
+            A kernel's argument.
+        """
+        items = _items(latents, decoder)[..., first // decoder.parts : (first + count) // decoder.parts]
+        if not decoder.block:
+            return cls.of(items, None, decoder, dtype)
+        scales = latents.planes_PHS[1][..., first // decoder.block : (first + count) // decoder.block]
+        scales = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
+        return cls.of(items, scales, decoder, dtype)
+
+
+class IndexKeys(NamedTuple):
+    """Index keys, as a kernel's argument. DECODE gives PARTS tiles of DTYPE."""
+
+    words: Plane
+    scales: Plane
+    """Scales of keys, if SCALED; else the words again."""
+    DECODE: Any
+    DTYPE: Any
+    PARTS: Any
+    SCALED: Any
+    PAGE_SIZE: Any
+
+    @classmethod
+    def of(cls, keys: Paged, dtype: torch.dtype, *, as_bytes: bool = False) -> IndexKeys:
+        """Return the keys of a stream.
+
+        Args:
+            keys: Pages of index keys.
+            dtype: What they are decoded into.
+            as_bytes: Whether words are of one byte.
+
+        Returns:
+            A kernel's argument.
+        """
+        return once_per_stream(keys, (cls, dtype, as_bytes), lambda: cls._of(keys, dtype, as_bytes))
+
+    @classmethod
+    def _of(cls, keys: Paged, dtype: torch.dtype, as_bytes: bool) -> IndexKeys:
+        kind, data = INDEX_KEYS[keys.format.name], keys.planes_PHS[0]
+        if kind.decoder.parts > 1:
+            data = data.view(torch.uint8 if as_bytes else torch.int16)
+        items = Plane.of(data, max(next_power_of_2(data.shape[3]), MIN_WIDTH))
+        scales = Plane.of(keys.planes_PHS[1].unsqueeze(3), 1) if kind.scaled else items
+        constants = _DTYPES[dtype], kind.decoder.parts, kind.scaled, keys.page_size
+        return cls(items, scales, kind.decoder.decode, *map(tl.constexpr, constants))
 
 
 def serves(stream: Paged) -> bool:
-    """Whether there is a decoder for the stream."""
+    """Return whether there is a decoder for a stream of heads."""
     decoder = DECODERS.get(stream.format.name)
     return decoder is not None and decoder.serves(stream.dim)
 
 
+def serves_latents(latents: Paged, rope: int) -> bool:
+    """Return whether there is a decoder for the latents, and both their sections are whole words and blocks."""
+    kind = LATENTS.get(latents.format.name)
+    if kind is None or latents.heads != 1:
+        return False
+    return kind.decoder.serves(latents.dim - rope) and (kind.rope_apart or kind.decoder.serves(rope))
+
+
+def serves_index_keys(keys: Paged) -> bool:
+    """Return whether there is a decoder for the index keys."""
+    kind = INDEX_KEYS.get(keys.format.name)
+    if kind is None or keys.heads != 1 or not kind.decoder.serves(keys.dim):
+        return False
+    plane = keys.planes_PHS[0]
+    places = plane.storage_offset(), *plane.stride()[:3]
+    return plane.itemsize > 1 or all(x % 2 == 0 for x in places)  # bytes are read as words of two
+
+
+def sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, Section, int]:
+    """Cut latents into their sections.
+
+    Args:
+        latents: Pages of latents.
+        rope: Rotary values at the end of each.
+        query: The query's dtype.
+
+    Returns:
+        The latent proper, its rotary values, and which kind these are: NO_ROPE, ALIKE or APART.
+    """
+    return once_per_stream(latents, (rope, query), lambda: _sections(latents, rope, query))
+
+
+def _sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, Section, int]:
+    kind, rank = LATENTS[latents.format.name], latents.dim - rope
+    decoder = kind.decoder
+    dtype = query if decoder.half is None or query == torch.float32 else decoder.half
+    proper = Section.of_values(latents, decoder, 0, rank, dtype)
+    if not rope:
+        return proper, proper, NO_ROPE.value
+    if kind.rope_apart:
+        return proper, Section.of(latents.planes_PHS[2], None, PLAIN, query), APART.value
+    return proper, Section.of_values(latents, decoder, rank, rope, dtype), ALIKE.value
+
+
+def _items(stream: Paged, decoder: Decoder) -> Tensor:
+    """Return the plane of values as what the decoder reads."""
+    data = stream.planes_PHS[0]
+    return data.view(torch.int16) if decoder.parts > 1 else data
+
+
 def _widened(plane_PHS: Tensor) -> Tensor:
-    """Bytes as the widest integers that rows are made of."""
+    """Return bytes as the widest integers that rows are made of."""
     sizes = plane_PHS.shape[3], *plane_PHS.stride()[:3]
     size = next(size for size in _INTEGERS if all(x % size == 0 for x in sizes))
     return plane_PHS.view(_INTEGERS[size])
 
 
+# ---- inside kernels --------------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def pages_of(table, start, n_N, stop, PAGE_SIZE: tl.constexpr):
-    """Page ids of tokens start + n_N that come before `stop`. Start is a multiple of their count: where that fits into
-    a page, one id stands for all.
-    """
-    if PAGE_SIZE % n_N.shape[0] == 0:
+    """Load the page ids of tokens start + n_N that come before `stop`; start is a multiple of their count."""
+    if PAGE_SIZE % n_N.shape[0] == 0:  # all lie in one page
         page = tl.load(table + start // PAGE_SIZE, mask=start < stop, other=0)
     else:
         page = tl.load(table + (start + n_N) // PAGE_SIZE, mask=start + n_N < stop, other=0)
@@ -116,7 +290,7 @@ def pages_of(table, start, n_N, stop, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def slots_of(start, n_N, PAGE_SIZE: tl.constexpr):
-    """Where in their pages tokens start + n_N lie."""
+    """Return where in their pages tokens start + n_N lie."""
     if PAGE_SIZE % n_N.shape[0] == 0:
         slot_N = start - start // PAGE_SIZE * PAGE_SIZE + n_N
     else:
@@ -125,8 +299,21 @@ def slots_of(start, n_N, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rows(plane, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of a head, padded with zeros. If MASKED, those that are not kept are zeros."""
+def read_rows(plane, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.constexpr):
+    """Load rows of a head, padded with zeros.
+
+    Args:
+        plane: A Plane.
+        page: The page of all rows, or of each.
+        slot_N: Their slots.
+        head: The head.
+        keep_N: Which rows there are; if MASKED, the others are zeros.
+        AXIS: Along which a row lies.
+        MASKED: Whether some rows may be missing.
+
+    Returns:
+        [N, WIDTH], or [WIDTH, N] where AXIS is 0.
+    """
     row_N = plane.data + (page * plane.PAGE + head * plane.HEAD) + slot_N * plane.SLOT
     item = tl.expand_dims(tl.arange(0, plane.WIDTH), 1 - AXIS)
     at = tl.expand_dims(row_N, AXIS) + item
@@ -138,22 +325,40 @@ def _rows(plane, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def read_words(tiles, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.constexpr):
-    return _rows(tiles.words, page, slot_N, head, keep_N, AXIS, MASKED)
+    """Load the words of rows; arguments are those of read_rows."""
+    return read_rows(tiles.words, page, slot_N, head, keep_N, AXIS, MASKED)
 
 
 @triton.jit
 def read_scales(tiles, page, slot_N, head, keep_N, AXIS: tl.constexpr, MASKED: tl.constexpr):
-    """Block scales of rows, decoded: [N, B] or [B, N]; 0 where the format has none."""
+    """Load the block scales of rows, decoded: [N, B] or [B, N]; 0 where the format has none."""
     scales = 0
     if tiles.EACH:
-        codes = _rows(tiles.blocks, page, slot_N, head, keep_N, AXIS, MASKED)
+        codes = read_rows(tiles.blocks, page, slot_N, head, keep_N, AXIS, MASKED)
         scales = tiles.DECODE_SCALE(_bytes(codes, tiles.EACH, AXIS), tiles.DTYPE)
     return scales
 
 
 @triton.jit
+def read_section(section, page, slot_N, keep_N, MASKED: tl.constexpr):
+    """Load the words of latents, and their block scales, decoded before they are spread; 0 where there are none."""
+    scales = 0
+    if section.EACH:
+        codes = read_rows(section.blocks, page, slot_N, 0, keep_N, 1, MASKED)
+        scales = section.DECODE_SCALE(codes, section.DTYPE)
+    return read_rows(section.words, page, slot_N, 0, keep_N, 1, MASKED), scales
+
+
+@triton.jit
+def read_key_scales(keys, page, slot_N, keep_N):
+    """Load the scales of index keys that are SCALED."""
+    at_N = keys.scales.data + page * keys.scales.PAGE + slot_N * keys.scales.SLOT
+    return tl.load(at_N, mask=keep_N, other=0.0)
+
+
+@triton.jit
 def _bytes(items, EACH: tl.constexpr, AXIS: tl.constexpr):
-    """The bytes of integers, along AXIS."""
+    """Return the bytes of integers, along AXIS."""
     if EACH == 1:
         codes = items
     elif AXIS == 0:
@@ -166,17 +371,17 @@ def _bytes(items, EACH: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def decoded(tiles, words, scales, AXIS: tl.constexpr):
-    """Words and their block scales -> a tuple of PARTS tiles of values, but for the global scale."""
+def decode_tile(tiles, items, scales, AXIS: tl.constexpr):
+    """Decode words and their block scales -> a tuple of PARTS tiles of values, but for the global scale."""
     wide = scales
     if tiles.EACH:
-        wide = _spread(scales, words.shape, AXIS)
-    return tiles.DECODE(words, wide, tiles.DTYPE)
+        wide = _spread(scales, items.shape, AXIS)
+    return tiles.DECODE(items, wide, tiles.DTYPE)
 
 
 @triton.jit
 def _spread(scales, LIKE: tl.constexpr, AXIS: tl.constexpr):
-    """Block scales along AXIS, each repeated for the words that share it -> a tile of shape LIKE."""
+    """Repeat block scales along AXIS for the words that share them -> a tile of shape LIKE."""
     EACH: tl.constexpr = LIKE[AXIS] // scales.shape[AXIS]
     if AXIS == 0:
         wide = tl.broadcast_to(scales[:, None, :], [scales.shape[0], EACH, scales.shape[1]])
@@ -186,8 +391,8 @@ def _spread(scales, LIKE: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def interleaved(parts, PARTS: tl.constexpr):
-    """Parts [N, W] -> the rows' values in order, [N, W * PARTS]."""
+def interleave(parts, PARTS: tl.constexpr):
+    """Interleave parts [N, W] -> the rows' values in order, [N, W * PARTS]."""
     if PARTS == 1:
         joined = parts[0]
     elif PARTS == 2:
@@ -199,5 +404,5 @@ def interleaved(parts, PARTS: tl.constexpr):
 
 @triton.jit
 def global_scale(tiles, head):
-    """What decoded values of a head are still to be multiplied by."""
+    """Load what decoded values of a head are still to be multiplied by."""
     return tl.load(tiles.scale + head * tiles.SCALE_STRIDE) * tiles.FOLD

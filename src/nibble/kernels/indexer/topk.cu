@@ -1,224 +1,259 @@
-// The best of a row of scores: exactly the largest, of equal ones those that come first, in the order of positions.
+// The top k of a row of scores: exactly the largest, of equal ones those that come first, in the order of
+// positions.
 //
 // Compiled at run time, with these macros:
-//   CLUSTER                 blocks that share a row: 1, or up to 8 from SM90 on
+//   CLUSTER_SIZE            blocks that share a row: 1, or up to 8 from SM90 on
 //   THREADS                 of a block: 1024 or 512
-//   Kernel: best(...), a grid of rows * CLUSTER blocks of THREADS threads.
+// Kernel: topk(...), a grid of rows * CLUSTER_SIZE blocks of THREADS threads.
 //
-// A score becomes a number of 32 bits in the same order. The least number that is chosen is found 11, 11 and 10 bits at
-// a time: a histogram of the digit among numbers that begin as it does, and where from above it reaches what is needed.
-// Then what is above it is written, and of its equals the first, each to the place that a prefix sum gives it. Blocks of
-// a cluster have neighbouring parts of a row, and read each other's histograms.
+// This is a radix select. A score becomes a number of 32 bits in the same order. The least number that is
+// selected, the threshold, is found 11, 11 and 10 bits at a time: a histogram of the digit among numbers that
+// begin as it does, and where from above it reaches what is needed. Then what is above the threshold is
+// written, and of its equals the first, each to the place that a prefix sum gives it. Blocks of a cluster
+// have neighbouring parts of a row, and read each other's histograms.
 //
-// A thread keeps its scores in registers: 4 that lie together of every 128 of its warp's. A part that is too long for
-// that goes through them once a digit, out of the L2 cache.
+// A thread keeps its scores in registers: 4 that lie together of every 128 of its warp's. A part that is too
+// long for that goes through them once a digit, out of the L2 cache.
 
 #include "bits.cuh"
 
-constexpr int WARPS = THREADS / 32, EACH = 16, BATCH = THREADS * EACH, BINS = 2048;
-constexpr int NOBODY = -1;
+constexpr int WARPS = THREADS / 32;
+constexpr int SCORES_PER_THREAD = 16;
+constexpr int CHUNK = THREADS * SCORES_PER_THREAD;  // scores that a block has in registers at once
+constexpr int BINS = 2048;
+constexpr int PADDING = -1;  // what follows the positions of a row with fewer than k
 
-// In the order of scores. NaN is the largest, as torch sorts it; zeros are equal; nothing is 0.
-DEV u32 ordered(float x) {
+// A number in the order of scores. NaN is the largest, as torch sorts it; zeros are equal; no score is 0.
+DEVICE u32 ordered_bits(float x) {
   const u32 bits = __float_as_uint(x + 0.f);
   return x != x ? 0xFFFFFFFFu : bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
 
-DEV u32 cluster_rank() {
-#if CLUSTER > 1
-  u32 r; asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(r)); return r;
+// ---- clusters -----------------------------------------------------------------------------------------
+DEVICE u32 cluster_rank() {
+#if CLUSTER_SIZE > 1
+  u32 r;
+  asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(r));
+  return r;
 #else
   return 0;
 #endif
 }
-DEV void meet() {  // all threads of the row
-#if CLUSTER > 1
+
+// Wait for all threads of the row.
+DEVICE void sync_cluster() {
+#if CLUSTER_SIZE > 1
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
 #endif
 }
-DEV uint2 read_pair(const u32* mine, u32 rank) {  // from the same place in another block
-#if CLUSTER > 1
-  u32 at; uint2 r;
-  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.v2.u32 {%0,%1},[%2];" : "=r"(r.x), "=r"(r.y) : "r"(at) : "memory");
+
+// Load from the same place in the shared memory of another block.
+DEVICE uint2 load_pair_of(const u32* own, u32 rank) {
+#if CLUSTER_SIZE > 1
+  u32 address;
+  uint2 r;
+  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.u32 {%0,%1},[%2];" : "=r"(r.x), "=r"(r.y) : "r"(address) : "memory");
   return r;
 #else
-  return *(const uint2*)mine;
+  return *(const uint2*)own;
 #endif
 }
 
-DEV u64 below(u64 x, int lane) {  // the sum of lower lanes
+// The sum over the lower lanes of the warp.
+DEVICE u64 exclusive_sum(u64 x, int lane) {
   const u64 own = x;
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
-    const u64 other = __shfl_up_sync(~0u, x, by);
+    const u64 other = __shfl_up_sync(ALL_LANES, x, by);
     if (lane >= by) x += other;
   }
   return x - own;
 }
 
-struct Room {
+// ---- select -------------------------------------------------------------------------------------------
+struct Shared {
   u32 counts[3][BINS];
-  u64 sums[WARPS];
-  u32 totals[2];             // above and equal, of this block
-  u32 bin, need, above;      // what a digit's search has found
+  u64 warp_sums[WARPS];
+  u32 totals[2];         // above the threshold and equal to it, of this block
+  u32 bin, need, above;  // the result of a digit's search
 };
 
-// Scores of a batch, as numbers: 4 at positions first + 128 * i + 4 * lane of the warp's.
-DEV void load(u32* x, const float* scores, int first, int stop) {
+// Load the scores of a chunk as numbers: 4 at positions first + 128 * i + 4 * lane of the warp's.
+DEVICE void load_scores(u32* x, const float* scores, int first, int stop) {
 #pragma unroll
-  for (int i = 0; i < EACH / 4; i++) {
-    const int at = first + 128 * i;
+  for (int i = 0; i < SCORES_PER_THREAD / 4; i++) {
+    const int position = first + 128 * i;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (at < stop) v = *(const float4*)(scores + at);  // rows are whole float4s
-    x[4 * i] = at < stop ? ordered(v.x) : 0;
-    x[4 * i + 1] = at + 1 < stop ? ordered(v.y) : 0;
-    x[4 * i + 2] = at + 2 < stop ? ordered(v.z) : 0;
-    x[4 * i + 3] = at + 3 < stop ? ordered(v.w) : 0;
+    if (position < stop) v = *(const float4*)(scores + position);  // rows are whole float4s
+    x[4 * i] = position < stop ? ordered_bits(v.x) : 0;
+    x[4 * i + 1] = position + 1 < stop ? ordered_bits(v.y) : 0;
+    x[4 * i + 2] = position + 2 < stop ? ordered_bits(v.z) : 0;
+    x[4 * i + 3] = position + 3 < stop ? ordered_bits(v.w) : 0;
   }
 }
 
-// The digit whose bin, from the largest, reaches `need`; what is above it in the row, and in this block alone.
-DEV void search(Room& room, const u32* counts, u32 need, int thread) {
-  constexpr int OWN = BINS / THREADS;
-  const int bin = BINS - OWN - OWN * thread, lane = thread % 32, warp = thread / 32;
+// Search the digit whose bin, counted from the largest, reaches `need`, and count what is above it in this
+// block.
+DEVICE void search_digit(Shared& shared, const u32* counts, u32 need, int thread) {
+  constexpr int OWN_BINS = BINS / THREADS;
+  const int bin = BINS - OWN_BINS - OWN_BINS * thread, lane = thread % 32, warp = thread / 32;
   const u32 rank = cluster_rank();
-  u64 c[OWN], sum = 0;  // of the row in the upper half, of this block in the lower
+  u64 c[OWN_BINS], sum = 0;  // of the row in the upper half, of this block in the lower
 #pragma unroll
-  for (int j = 0; j < OWN; j++) c[j] = 0;
+  for (int j = 0; j < OWN_BINS; j++) c[j] = 0;
 #pragma unroll
-  for (int i = 0; i < CLUSTER; i++) {
+  for (int i = 0; i < CLUSTER_SIZE; i++) {
 #pragma unroll
-    for (int j = 0; j < OWN; j += 2) {
-      const uint2 found = read_pair(counts + bin + j, i);
-      c[j] += (u64(found.x) << 32) + (i == rank ? found.x : 0);
-      c[j + 1] += (u64(found.y) << 32) + (i == rank ? found.y : 0);
+    for (int j = 0; j < OWN_BINS; j += 2) {
+      const uint2 pair = load_pair_of(counts + bin + j, i);
+      c[j] += (u64(pair.x) << 32) + (i == rank ? pair.x : 0);
+      c[j + 1] += (u64(pair.y) << 32) + (i == rank ? pair.y : 0);
     }
   }
 #pragma unroll
-  for (int j = 0; j < OWN; j++) sum += c[j];
-  u64 before = below(sum, lane);
-  if (lane == 31) room.sums[warp] = before + sum;
+  for (int j = 0; j < OWN_BINS; j++) sum += c[j];
+  u64 before = exclusive_sum(sum, lane);
+  if (lane == 31) shared.warp_sums[warp] = before + sum;
   __syncthreads();
-  const u64 others = below(lane < WARPS ? room.sums[lane] : 0, lane);
-  before += __shfl_sync(~0u, others, warp);
+  const u64 of_warps = exclusive_sum(lane < WARPS ? shared.warp_sums[lane] : 0, lane);
+  before += __shfl_sync(ALL_LANES, of_warps, warp);
 #pragma unroll
-  for (int j = OWN - 1; j >= 0; j--) {
+  for (int j = OWN_BINS - 1; j >= 0; j--) {
     const u64 after = before + c[j];
     if (u32(before >> 32) < need && u32(after >> 32) >= need) {
-      room.bin = bin + j;
-      room.need = need - u32(before >> 32);
-      room.above = u32(before);
+      shared.bin = bin + j;
+      shared.need = need - u32(before >> 32);
+      shared.above = u32(before);
     }
     before = after;
   }
   __syncthreads();
 }
 
-// Places of a batch's chosen: what comes before the warp's, above in the upper half and equal in the lower.
-DEV u64 places(Room& room, const u32* x, u32 least, u64& passed, int lane, int warp) {
+// ---- store --------------------------------------------------------------------------------------------
+// Count what precedes the warp's scores of a chunk: above the threshold in the upper half, and equal in the
+// lower. `total` is of the chunks so far.
+DEVICE u64 count_before_warp(Shared& shared, const u32* x, u32 threshold, u64& total, int lane, int warp) {
   u32 above = 0, equal = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; i++) { above += x[i] > least; equal += x[i] == least; }
+  for (int i = 0; i < SCORES_PER_THREAD; i++) {
+    above += x[i] > threshold;
+    equal += x[i] == threshold;
+  }
   u64 own = (u64(above) << 32) + equal;
 #pragma unroll
-  for (int by = 16; by; by /= 2) own += __shfl_xor_sync(~0u, own, by);
+  for (int by = 16; by; by /= 2) own += __shfl_xor_sync(ALL_LANES, own, by);
   __syncthreads();
-  if (lane == 0) room.sums[warp] = own;
+  if (lane == 0) shared.warp_sums[warp] = own;
   __syncthreads();
-  const u64 sum = lane < WARPS ? room.sums[lane] : 0, before = below(sum, lane), mine = passed + __shfl_sync(~0u, before, warp);
-  passed += __shfl_sync(~0u, before + sum, 31);
-  return mine;
+  const u64 sum = lane < WARPS ? shared.warp_sums[lane] : 0, before = exclusive_sum(sum, lane);
+  const u64 before_warp = total + __shfl_sync(ALL_LANES, before, warp);
+  total += __shfl_sync(ALL_LANES, before + sum, 31);
+  return before_warp;
 }
 
-DEV void write(int* chosen, const u32* x, u32 least, u32 need, u64 before, int first, int lane) {
+DEVICE void store_indices(int* topk_indices, const u32* x, u32 threshold, u32 need, u64 before, int first,
+                          int lane) {
 #pragma unroll
-  for (int i = 0; i < EACH / 4; i++) {
+  for (int i = 0; i < SCORES_PER_THREAD / 4; i++) {
     u64 own = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) own += (u64(x[4 * i + j] > least) << 32) + (x[4 * i + j] == least);
-    if (!__any_sync(~0u, own != 0)) continue;
-    u64 at = before + below(own, lane);
+    for (int j = 0; j < 4; j++) own += (u64(x[4 * i + j] > threshold) << 32) + (x[4 * i + j] == threshold);
+    if (!__any_sync(ALL_LANES, own != 0)) continue;
+    u64 at = before + exclusive_sum(own, lane);
     const u64 next = at + own;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const u32 above = u32(at >> 32), equal = u32(at);
-      const bool is_above = x[4 * i + j] > least, is_equal = x[4 * i + j] == least;
-      if (is_above || (is_equal && equal < need)) chosen[above + min(equal, need)] = first + 128 * i + j;
+      const bool is_above = x[4 * i + j] > threshold, is_equal = x[4 * i + j] == threshold;
+      if (is_above || (is_equal && equal < need))
+        topk_indices[above + min(equal, need)] = first + 128 * i + j;
       at += (u64(is_above) << 32) + is_equal;
     }
-    before = __shfl_sync(~0u, next, 31);
+    before = __shfl_sync(ALL_LANES, next, 31);
   }
 }
 
+// --- kernel
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
+#if CLUSTER_SIZE > 1
+__cluster_dims__(CLUSTER_SIZE, 1, 1)
 #endif
-best(const float* __restrict__ scores, int* __restrict__ chosen, const int* __restrict__ q_starts,
-     const int* __restrict__ kv_lens, int requests, int first_row, int stride, int top_k) {
-  __shared__ Room room;
+topk(const float* __restrict__ scores, int* __restrict__ topk_indices, const int* __restrict__ cu_seqlens_q,
+     const int* __restrict__ seq_lens, int batch_size, int first_row, int score_stride, int top_k) {
+  __shared__ Shared shared;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = cluster_rank();
-  const int row = first_row + blockIdx.x / CLUSTER;
-  scores += size_t(blockIdx.x / CLUSTER) * stride;
-  chosen += size_t(row) * top_k;
+  const int row = first_row + blockIdx.x / CLUSTER_SIZE;
+  scores += size_t(blockIdx.x / CLUSTER_SIZE) * score_stride;
+  topk_indices += size_t(row) * top_k;
 
   int request = 0;  // the first that ends after the row
-  for (int i = 0; i < requests; i += THREADS) {
-    const bool past = i + thread < requests && q_starts[i + thread + 1] <= row;
-    request += __syncthreads_count(past);
+  for (int i = 0; i < batch_size; i += THREADS) {
+    const bool ends_before = i + thread < batch_size && cu_seqlens_q[i + thread + 1] <= row;
+    request += __syncthreads_count(ends_before);
   }
-  const int length = request < requests ? kv_lens[request] : 0;
-  const int seen = length > 0 ? max(length - q_starts[request + 1] + row + 1, 0) : 0;
+  const int seq_len = request < batch_size ? seq_lens[request] : 0;
+  const int seen = seq_len > 0 ? max(seq_len - cu_seqlens_q[request + 1] + row + 1, 0) : 0;
   if (seen <= top_k) {  // for all blocks of the row
-    for (int i = rank * THREADS + thread; i < top_k; i += THREADS * CLUSTER) chosen[i] = i < seen ? i : NOBODY;
+    for (int i = rank * THREADS + thread; i < top_k; i += THREADS * CLUSTER_SIZE) {
+      topk_indices[i] = i < seen ? i : PADDING;
+    }
     return;
   }
 
-  const int part = (seen + 128 * CLUSTER - 1) / (128 * CLUSTER) * 128;
-  const int start = rank * part, stop = min(start + part, seen), batches = (part + BATCH - 1) / BATCH;
-  const int mine = start + warp * 32 * EACH + 4 * lane;
-  for (int i = thread; i < 3 * BINS; i += THREADS) room.counts[0][i] = 0;
-  u32 x[EACH];
-  load(x, scores, mine, stop);
+  // --- load
+  const int part = (seen + 128 * CLUSTER_SIZE - 1) / (128 * CLUSTER_SIZE) * 128;
+  const int start = rank * part, stop = min(start + part, seen), chunks = (part + CHUNK - 1) / CHUNK;
+  const int first = start + warp * 32 * SCORES_PER_THREAD + 4 * lane;
+  for (int i = thread; i < 3 * BINS; i += THREADS) shared.counts[0][i] = 0;
+  u32 x[SCORES_PER_THREAD];
+  load_scores(x, scores, first, stop);
   __syncthreads();
-  u32 least = 0, need = top_k, above = 0;
+
+  // --- select
+  u32 threshold = 0, need = top_k, above = 0;
 #pragma unroll
   for (int digit = 0; digit < 3; digit++) {
     const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0, bits = digit == 2 ? 10 : 11;
-    u32* counts = room.counts[digit];
-    for (int batch = 0; batch < batches; batch++) {
-      if (batches > 1 && (digit || batch)) load(x, scores, mine + batch * BATCH, stop);
+    u32* counts = shared.counts[digit];
+    for (int chunk = 0; chunk < chunks; chunk++) {
+      // One chunk stays in its registers.
+      if (chunks > 1 && (digit || chunk)) load_scores(x, scores, first + chunk * CHUNK, stop);
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const bool alike = digit == 0 ? x[i] != 0 : (x[i] ^ least) >> (shift + bits) == 0;
-        if (alike) atomicAdd(&counts[(x[i] >> shift) & ((1 << bits) - 1)], 1u);
+      for (int i = 0; i < SCORES_PER_THREAD; i++) {
+        const bool matches = digit == 0 ? x[i] != 0 : (x[i] ^ threshold) >> (shift + bits) == 0;
+        if (matches) atomicAdd(&counts[(x[i] >> shift) & ((1 << bits) - 1)], 1u);
       }
     }
-    meet();
-    search(room, counts, need, thread);
-    least |= room.bin << shift;
-    need = room.need;
-    above += room.above;
+    sync_cluster();
+    search_digit(shared, counts, need, thread);
+    threshold |= shared.bin << shift;
+    need = shared.need;
+    above += shared.above;
   }
 
-  u64 passed = 0;
-#if CLUSTER > 1
-  if (thread == 0) { room.totals[0] = above; room.totals[1] = room.counts[2][least & 1023]; }
-  meet();
+  // --- store
+  u64 total = 0;  // above the threshold and equal to it, in the blocks and chunks before
+#if CLUSTER_SIZE > 1
+  if (thread == 0) {
+    shared.totals[0] = above;
+    shared.totals[1] = shared.counts[2][threshold & 1023];
+  }
+  sync_cluster();
   for (int i = 0; i < rank; i++) {
-    const uint2 t = read_pair(room.totals, i);
-    passed += (u64(t.x) << 32) + t.y;
+    const uint2 t = load_pair_of(shared.totals, i);
+    total += (u64(t.x) << 32) + t.y;
   }
 #endif
-  for (int batch = 0; batch < batches; batch++) {
-    if (batches > 1) load(x, scores, mine + batch * BATCH, stop);
-    const u64 before = places(room, x, least, passed, lane, warp);
-    write(chosen, x, least, need, before, mine + batch * BATCH, lane);
+  for (int chunk = 0; chunk < chunks; chunk++) {
+    if (chunks > 1) load_scores(x, scores, first + chunk * CHUNK, stop);
+    const u64 before = count_before_warp(shared, x, threshold, total, lane, warp);
+    store_indices(topk_indices, x, threshold, need, before, first + chunk * CHUNK, lane);
   }
-#if CLUSTER > 1
-  meet();  // others may still read what this block has counted
+#if CLUSTER_SIZE > 1
+  sync_cluster();  // other blocks may still read the totals of this one
 #endif
 }

@@ -1,12 +1,12 @@
-"""Triton twin of kernels/indexer/__init__.py: scores by tensor cores from pages in their own format, then the best of each row.
+"""Triton kernels of the indexer: scores by tensor cores from pages in their own format, then the top k of each row.
 
 Scores go through a workspace of bounded size, some rows of queries at a time. Few queries of a request are held while
-its keys stream by; of many, each program holds a tile of keys while queries stream by. SM90 has a kernel of its own
-for the former (choose_hopper.py), and CUDA C++ one for the best of a row (cuda/choose.py), where it can be compiled.
-Lengths are read on the device, and grids depend on none.
+its keys stream by; of many, each program holds a tile of keys while queries stream by. SM90 has kernels of its own for
+scores (gluon_sm90.py), and CUDA C++ one for the top k (topk.cu), where it can be compiled. Lengths are read on the
+device, and grids depend on none.
 
 Shape suffixes: T query tokens, H heads of the indexer, D values of a key, N keys of a tile, W words of a key,
-R requests, K = top_k. Names in capitals are constants of a kernel.
+R requests, S rows of scores, L tokens, K = top_k. Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -20,24 +20,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.attention.triton import GPU, gpu_of
-from nibble.kernels.attention.triton_kernel import _queries
-from nibble.kernels.codecs.decoders_index import KEYS, Keys, scale_of
-from nibble.kernels.codecs.decoders_index import serves as decodes
-from nibble.kernels.codecs.tiles import _rows, interleaved, pages_of, slots_of
-from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.codecs import INDEX_KEYS
+from nibble.kernels.codecs.tiles import (
+    IndexKeys,
+    interleave,
+    pages_of,
+    read_key_scales,
+    read_rows,
+    serves_index_keys,
+    slots_of,
+)
+from nibble.kernels.flash import load_queries
+from nibble.kernels.gpu import GPU, SM90, gpu_of
+from nibble.kernels.indexer.naive import PAD_INDEX
 from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.split_kv import padded_requests
 from nibble.kernels.types import AttentionBatch, Paged
 
 WORKSPACE = 64 << 20
 """Bytes of scores held at a time."""
-FEW = 8
+FEW_QUERIES = 8
 """Queries of a request for which keys stream by."""
 CHUNK = 64
 """Queries that stream by one program."""
-LEAST_HEADS, MOST_HEADS = 16, 128
-HOPPER = 90
-ABSENT = tl.constexpr(PAD_INDEX)
+MIN_HEADS, MAX_HEADS = 16, 128
+TOPK_TILE, TOPK_WARPS = 4096, 16
+"""Scores that a program of topk_kernel reads at a time."""
+PADDING = tl.constexpr(PAD_INDEX)
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -45,80 +54,96 @@ ABSENT = tl.constexpr(PAD_INDEX)
 
 @triton.jit
 def _entry(r_R, request, x_R):
-    """Entry `request` of a vector."""
+    """Return entry `request` of a vector."""
     return tl.sum(tl.where(r_R == request, x_R, 0))
 
 
 @triton.jit
-def _sought(tile, turn, cu_seqlens_q, seq_lens, requests, first_row, rows, N: tl.constexpr, R: tl.constexpr):
-    """Tiles that there are for query tokens `turn` of requests. Of one of them: request, row of the query, how many
-    tokens it sees, and the row's first tile and the next row's.
+def _find_tile(
+    tile, turn, cu_seqlens_q, seq_lens, requests, first_row, rows, N: tl.constexpr, R: tl.constexpr
+):
+    """Find a tile in the line of all tiles that query tokens `turn` of requests see.
+
+    Returns:
+        How many tiles there are; and of this one the request, the row of its query, how many tokens it sees, and the
+        row's first tile and the next row's.
     """
     r_R = tl.arange(0, R)
     live_R = r_R < requests
     row_R = tl.load(cu_seqlens_q + r_R, mask=live_R, other=0) + turn
     end_R = tl.load(cu_seqlens_q + 1 + r_R, mask=live_R, other=0)
-    seen_R = tl.load(seq_lens + r_R, mask=live_R, other=0) - end_R + row_R + 1
-    asked_R = (row_R < end_R) & (row_R >= first_row) & (row_R < first_row + rows)
-    tiles_R = tl.where(asked_R, tl.cdiv(tl.maximum(seen_R, 0), N), 0)
+    visible_R = tl.load(seq_lens + r_R, mask=live_R, other=0) - end_R + row_R + 1
+    in_rows_R = (row_R < end_R) & (row_R >= first_row) & (row_R < first_row + rows)
+    tiles_R = tl.where(in_rows_R, tl.cdiv(tl.maximum(visible_R, 0), N), 0)
     next_R = tl.cumsum(tiles_R)
     request = tl.sum((next_R <= tile).to(tl.int32))
-    row, seen, upto = _entry(r_R, request, row_R), _entry(r_R, request, seen_R), _entry(r_R, request, next_R)
-    return tl.sum(tiles_R), request, row, seen, upto - _entry(r_R, request, tiles_R), upto
+    row, visible, upto = (
+        _entry(r_R, request, row_R), _entry(r_R, request, visible_R), _entry(r_R, request, next_R)
+    )  # fmt: skip
+    return tl.sum(tiles_R), request, row, visible, upto - _entry(r_R, request, tiles_R), upto
 
 
 @triton.jit
-def _weigh(products, weights_H):
-    """Products [N, H] -> scores [N]. A NaN stays one."""
+def _weighted(products, weights_H):
+    """Sum products [N, H] up to scores [N]. A NaN stays one."""
     positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(positive * weights_H[None, :], 1)
+
+
+@triton.jit
+def _score_tile(keys, queries, weights_H, table, first, visible, to, N: tl.constexpr):
+    """Score a tile of a request's keys for one query, and store what it sees."""
+    # --- load
+    n_N = tl.arange(0, N)
+    page, slot_N = pages_of(table, first, n_N, visible, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
+    keep_N = first + n_N < visible
+    items = read_rows(keys.words, page, slot_N, 0, keep_N, 1, False)
+    parts = keys.DECODE(items, 0, keys.DTYPE)
+    # --- scores
+    products = tl.dot(parts[0], tl.trans(queries[0]), input_precision="ieee")
+    for j in tl.static_range(1, keys.PARTS):
+        products = tl.dot(parts[j], tl.trans(queries[j]), products, input_precision="ieee")
+    score_N = _weighted(products, weights_H)
+    if keys.SCALED:  # a key's scale is positive, so it can wait until now
+        score_N *= read_key_scales(keys, page, slot_N, keep_N)
+    # --- store
+    tl.store(to + first + n_N, score_N, mask=keep_N)
 
 
 @triton.jit(
     do_not_specialize=["requests", "first_row", "rows", "score_stride", "table_stride"],
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens"],
 )
-def few_kernel(
+def score_few_kernel(
     q, weights, scores, keys, global_scale, table, cu_seqlens_q, seq_lens, requests, first_row, rows, score_stride,
     table_stride, q_stride_T, q_stride_H, weights_stride, HEADS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: programs, and query tokens of a request. All tiles of the batch stand in one line, which is cut evenly.
+    """Score keys for few queries of each request: rows [first_row, first_row + rows).
 
-    Rows [first_row, first_row + rows) only.
+    Grid: programs, and query tokens of a request. All tiles of the batch stand in one line, which is cut evenly.
     """
-    program, turn, n_N = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
-    total = _sought(0, turn, cu_seqlens_q, seq_lens, requests, first_row, rows, N, R)[0].to(tl.int64)
+    program, turn = tl.program_id(0), tl.program_id(1)
+    total = _find_tile(0, turn, cu_seqlens_q, seq_lens, requests, first_row, rows, N, R)[0].to(tl.int64)
     tile = (total * program // tl.num_programs(0)).to(tl.int32)
     stop = (total * (program + 1) // tl.num_programs(0)).to(tl.int32)
     unit = tl.load(global_scale)
     h_H = tl.arange(0, H)
     while tile < stop:
-        _, request, row, seen, base, upto = _sought(
+        # --- load the query of the row that comes next
+        _, request, row, visible, base, upto = _find_tile(
             tile, turn, cu_seqlens_q, seq_lens, requests, first_row, rows, N, R
         )
         upto = tl.minimum(upto, stop)
         at_H = row.to(tl.int64) * q_stride_T + h_H * q_stride_H
-        queries = _queries(q, at_H, h_H < HEADS, keys.PARTS, keys.words.WIDTH, DIM, keys.DTYPE)
+        queries = load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.words.WIDTH, DIM, keys.DTYPE)
         weights_H = tl.load(weights + row.to(tl.int64) * weights_stride + h_H, mask=h_H < HEADS, other=0.0)
         weights_H = weights_H.to(tl.float32) * unit
         pages = table + request.to(tl.int64) * table_stride
         to = scores + (row - first_row).to(tl.int64) * score_stride
+        # --- its keys stream by
         for first in tl.range((tile - base) * N, (upto - base) * N, N, num_stages=STAGES):
-            page, slot_N = (
-                pages_of(pages, first, n_N, seen, keys.PAGE_SIZE),
-                slots_of(first, n_N, keys.PAGE_SIZE),
-            )
-            keep_N = first + n_N < seen
-            words = _rows(keys.words, page, slot_N, 0, keep_N, 1, False)
-            parts = keys.DECODE(words, 0, keys.DTYPE)
-            products = tl.dot(parts[0], tl.trans(queries[0]), input_precision="ieee")
-            for j in tl.static_range(1, keys.PARTS):
-                products = tl.dot(parts[j], tl.trans(queries[j]), products, input_precision="ieee")
-            found_N = _weigh(products, weights_H)
-            if keys.SCALED:
-                found_N *= scale_of(keys, page, slot_N, keep_N)
-            tl.store(to + first + n_N, found_N, mask=keep_N)
+            _score_tile(keys, queries, weights_H, pages, first, visible, to, N)
         tile = upto
 
 
@@ -126,37 +151,40 @@ def few_kernel(
     do_not_specialize=["first_request", "first_row", "rows", "score_stride", "table_stride"],
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens"],
 )
-def many_kernel(
+def score_many_kernel(
     q, weights, scores, keys, global_scale, table, cu_seqlens_q, seq_lens, first_request, first_row, rows, score_stride,
     table_stride, q_stride_T, q_stride_H, weights_stride, HEADS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr,
     N: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of keys, EACH query tokens of a request, and requests."""
+    """Score a tile of keys for many queries of a request. Grid: tiles of keys, EACH query tokens, and requests."""
+    # --- which queries
     first, request = tl.program_id(0) * N, tl.program_id(2) + first_request
     begin, end, length = (
-        tl.load(cu_seqlens_q + request),
-        tl.load(cu_seqlens_q + request + 1),
-        tl.load(seq_lens + request),
-    )
+        tl.load(cu_seqlens_q + request), tl.load(cu_seqlens_q + request + 1), tl.load(seq_lens + request)
+    )  # fmt: skip
     past = length - (end - begin)
     row = tl.maximum(begin, first_row) + tl.program_id(1) * EACH
     stop = tl.minimum(tl.minimum(row + EACH, end), first_row + rows)
     row = tl.maximum(row, begin + first - past)  # the first that sees a key of the tile
     if (row >= stop) | (length == 0):
         return
+    # --- load keys
     n_N, h_H, d_D = tl.arange(0, N), tl.arange(0, H), tl.arange(0, keys.words.WIDTH * keys.PARTS)
     table += request.to(tl.int64) * table_stride
     page, slot_N = pages_of(table, first, n_N, length, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < length
-    words = _rows(keys.words, page, slot_N, 0, keep_N, 1, True)
-    values = interleaved(keys.DECODE(words, 0, keys.DTYPE), keys.PARTS)
+    items = read_rows(keys.words, page, slot_N, 0, keep_N, 1, True)
+    values = interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
     scale_N = tl.full([N], 1.0, tl.float32) * tl.load(global_scale)
     if keys.SCALED:
-        scale_N *= scale_of(keys, page, slot_N, keep_N)
+        scale_N *= read_key_scales(keys, page, slot_N, keep_N)
+    # --- queries stream by
     q += h_H[:, None] * q_stride_H + d_D[None, :]
-    for now in tl.range(row, stop, num_stages=STAGES):
-        at = now + tl.zeros([], tl.int64)
-        if HEADS == H and DIM == keys.words.WIDTH * keys.PARTS:
+    for current in tl.range(row, stop, num_stages=STAGES):
+        at = current + tl.zeros([], tl.int64)
+        if (
+            HEADS == H and DIM == keys.words.WIDTH * keys.PARTS
+        ):  # without masks loads become asynchronous copies
             queries = tl.load(q + at * q_stride_T)
             weights_H = tl.load(weights + at * weights_stride + h_H)
         else:
@@ -164,16 +192,16 @@ def many_kernel(
             queries = tl.load(q + at * q_stride_T, mask=mask, other=0.0)
             weights_H = tl.load(weights + at * weights_stride + h_H, mask=h_H < HEADS, other=0.0)
         products = tl.dot(values, tl.trans(queries), input_precision="ieee")
-        found_N = _weigh(products, weights_H.to(tl.float32)) * scale_N
-        tl.store(scores + (at - first_row) * score_stride + first + n_N, found_N, mask=keep_N)
+        score_N = _weighted(products, weights_H.to(tl.float32)) * scale_N
+        tl.store(scores + (at - first_row) * score_stride + first + n_N, score_N, mask=keep_N)
 
 
-# ---- the best of a row -----------------------------------------------------------------------------------------------
+# ---- top k -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _ordered(scores):
-    """int64 numbers from 0 in the order of scores. NaN is the largest, as torch sorts it; zeros are equal."""
+def _ranks(scores):
+    """Return int64 numbers from 0 in the order of scores. NaN is the largest, as torch sorts it; zeros are equal."""
     bits = scores.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     order = tl.where(bits < 0, 0x7FFFFFFF - size.to(tl.int64), size.to(tl.int64) + 0x80000000)
@@ -182,17 +210,27 @@ def _ordered(scores):
 
 
 @triton.jit
-def _narrowed(scores, seen, least, need, SHIFT: tl.constexpr, N: tl.constexpr):
-    """The least number that is chosen, known but for its last SHIFT bits, and how many are needed of those that begin
-    as it does. Both were known but for 8 bits more.
+def _narrow(scores, visible, least, need, SHIFT: tl.constexpr, N: tl.constexpr):
+    """Find 8 more bits of the least rank that is selected.
+
+    Args:
+        scores: Pointer to the row.
+        visible: Its scores.
+        least: The rank, but for its last SHIFT + 8 bits.
+        need: How many ranks that begin as it does are selected.
+        SHIFT: Bits that stay open.
+        N: Scores of a tile.
+
+    Returns:
+        The rank but for its last SHIFT bits, and how many are selected of those that begin as it does.
     """
     n_N, d_D = tl.arange(0, N), tl.arange(0, 256)
     counts_D = tl.zeros([256], tl.int32)
-    for first in range(0, seen, N):
-        keep_N = first + n_N < seen
-        order_N = _ordered(tl.load(scores + first + n_N, mask=keep_N, other=0.0))
-        keep_N &= (order_N >> (SHIFT + 8)) == (least >> (SHIFT + 8))
-        counts_D += tl.histogram((order_N >> SHIFT).to(tl.int32) & 255, 256, mask=keep_N)
+    for first in range(0, visible, N):
+        keep_N = first + n_N < visible
+        rank_N = _ranks(tl.load(scores + first + n_N, mask=keep_N, other=0.0))
+        keep_N &= (rank_N >> (SHIFT + 8)) == (least >> (SHIFT + 8))
+        counts_D += tl.histogram((rank_N >> SHIFT).to(tl.int32) & 255, 256, mask=keep_N)
     above_D = tl.sum(counts_D) - tl.cumsum(counts_D)
     digit = tl.sum((above_D >= need).to(tl.int32))
     return least + (digit.to(tl.int64) << SHIFT), need - _entry(d_D, digit, above_D)
@@ -202,14 +240,12 @@ def _narrowed(scores, seen, least, need, SHIFT: tl.constexpr, N: tl.constexpr):
     do_not_specialize=["requests", "first_row", "score_stride"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens"],
 )
-def best_kernel(
-    scores, chosen, cu_seqlens_q, seq_lens, requests, first_row, score_stride, TOP_K: tl.constexpr, K: tl.constexpr,
-    N: tl.constexpr, R: tl.constexpr,
+def topk_kernel(
+    scores, topk_indices, cu_seqlens_q, seq_lens, requests, first_row, score_stride, TOP_K: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows. The least score that is chosen, 8 bits at a time; then what is above it, and of its equals the first.
-
-    K: a power of two that is not less than TOP_K.
-    """
+    """Select the top k of a row of scores. Grid: rows. K: a power of two that is not less than TOP_K."""
+    # --- which request
     row = tl.program_id(0)
     scores += row.to(tl.int64) * score_stride
     row += first_row
@@ -217,171 +253,208 @@ def best_kernel(
     end_R = tl.load(cu_seqlens_q + 1 + r_R, mask=r_R < requests, other=1 << 30)
     request = tl.sum((end_R <= row).to(tl.int32))
     length = tl.load(seq_lens + request, mask=request < requests, other=0)
-    seen = tl.where(length > 0, length - _entry(r_R, request, end_R) + row + 1, 0)
-    chosen += row.to(tl.int64) * TOP_K
+    visible = tl.where(length > 0, length - _entry(r_R, request, end_R) + row + 1, 0)
+    topk_indices += row.to(tl.int64) * TOP_K
 
+    # --- the least score that is selected, 8 bits at a time
     least, need = tl.zeros([], tl.int64), tl.full([], TOP_K, tl.int32)
-    if seen > TOP_K:
+    if visible > TOP_K:
         for digit in tl.static_range(4):
-            least, need = _narrowed(scores, seen, least, need, 24 - 8 * digit, N)
+            least, need = _narrow(scores, visible, least, need, 24 - 8 * digit, N)
+    # --- store what is above it, and of its equals the first
     placed, equals = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for first in range(0, seen, N):
-        keep_N = first + n_N < seen
-        order_N = _ordered(tl.load(scores + first + n_N, mask=keep_N, other=0.0))
-        equal_N = (keep_N & (order_N == least)).to(tl.int32)
+    for first in range(0, visible, N):
+        keep_N = first + n_N < visible
+        rank_N = _ranks(tl.load(scores + first + n_N, mask=keep_N, other=0.0))
+        equal_N = (keep_N & (rank_N == least)).to(tl.int32)
         before_N = equals + tl.cumsum(equal_N) - equal_N
-        taken_N = (keep_N & ((order_N > least) | ((equal_N > 0) & (before_N < need)))).to(tl.int32)
-        place_N = placed + tl.cumsum(taken_N) - taken_N
-        tl.store(chosen + place_N, first + n_N, mask=taken_N > 0)
-        placed += tl.sum(taken_N)
+        selected_N = (keep_N & ((rank_N > least) | ((equal_N > 0) & (before_N < need)))).to(tl.int32)
+        place_N = placed + tl.cumsum(selected_N) - selected_N
+        tl.store(topk_indices + place_N, first + n_N, mask=selected_N > 0)
+        placed += tl.sum(selected_N)
         equals += tl.sum(equal_N)
     k_K = tl.arange(0, K)
-    tl.store(chosen + k_K, tl.full([K], ABSENT, tl.int32), mask=(k_K >= placed) & (k_K < TOP_K))
+    tl.store(topk_indices + k_K, tl.full([K], PADDING, tl.int32), mask=(k_K >= placed) & (k_K < TOP_K))
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Keys of a tile, warps, stages of loads in flight, and programs of a processor; hopper: by choose_hopper.py."""
+class ScoreTile:
+    """How keys are tiled for scores."""
 
     keys: int
     warps: int
     stages: int
+    """Stages of loads in flight."""
     programs: int
-    hopper: bool = False
+    """Programs of a processor."""
+    sm90: bool = False
+    """Whether it is computed by gluon_sm90.py."""
 
 
-FEW_SHAPES = Shape(64, 4, 3, 3), Shape(64, 4, 3, 3, True)
-MANY_SHAPES = Shape(128, 4, 3, 2), Shape(128, 8, 4, 2, True)
+FEW_TILES = ScoreTile(64, 4, 3, 3), ScoreTile(64, 4, 3, 3, True)
+MANY_TILES = ScoreTile(128, 4, 3, 2), ScoreTile(128, 8, 4, 2, True)
 """On any GPU, and on SM90."""
 
 
 def serves(keys: Paged, q_THD: Tensor) -> bool:
-    """Whether there is a decoder for the keys, and their dim is whole tiles."""
+    """Return whether there is a decoder for the keys, and their dim is whole tiles."""
     heads, dim = q_THD.shape[1:]
-    return decodes(keys) and dim % 16 == 0 and heads <= MOST_HEADS and dim <= 256
+    return serves_index_keys(keys) and dim % 16 == 0 and heads <= MAX_HEADS and dim <= 256
 
 
-def choose(
-    keys: Paged,
-    batch: AttentionBatch,
-    q_THD: Tensor,
-    weights_TH: Tensor,
-    top_k: int,
-    longest: int | None = None,
-) -> Tensor:
-    """See kernels/indexer/__init__.py."""
+def select_topk(
+    keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, top_k: int, max_seq_len: int | None = None
+) -> Tensor:  # fmt: skip
+    """Return the top_k tokens of each query, as naive.py defines them.
+
+    Args:
+        keys: Pages of index keys, one head.
+        batch: The pages and lengths of requests.
+        q_THD: Queries of the indexer.
+        weights_TH: Weights of its heads.
+        top_k: How many tokens are selected.
+        max_seq_len: A bound on stored tokens, if one is known.
+
+    Returns:
+        Int32 [T, K], ascending, PAD_INDEX at the end.
+    """
     topk_indices_TK = torch.empty(len(q_THD), top_k, dtype=torch.int32, device=q_THD.device)
-    held = batch.page_table_BN.shape[1] * keys.page_size
-    width = cdiv(max(min(longest or held, held), 1), 128) * 128
+    capacity = batch.page_table_BN.shape[1] * keys.page_size
+    width = cdiv(max(min(max_seq_len or capacity, capacity), 1), 128) * 128
     step = max(1, min(WORKSPACE // (4 * width), len(q_THD)))
     scores_SL = torch.empty(step, width, dtype=torch.float32, device=q_THD.device)
     for start in range(0, len(q_THD), step):
         rows = min(step, len(q_THD) - start)
         score(keys, batch, q_THD, weights_TH, scores_SL, start, rows)
-        best(scores_SL, batch, topk_indices_TK, start, rows)
+        topk(scores_SL, batch, topk_indices_TK, start, rows)
     return topk_indices_TK
 
 
 def score(
     keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
-    shape: Shape | None = None,
+    shape: ScoreTile | None = None,
 ) -> None:  # fmt: skip
-    """Scores of query rows start to start + rows, where they see a token -> scores_SL, whose first row is `start`."""
+    """Score the tokens that query rows start to start + rows see.
+
+    Args:
+        keys: Pages of index keys, one head.
+        batch: The pages and lengths of requests.
+        q_THD: Queries of the indexer.
+        weights_TH: Weights of its heads.
+        scores_SL: Float32, where scores are stored; its first row is `start`.
+        start: The first row.
+        rows: How many there are.
+        shape: Another tile than the fastest.
+    """
     gpu, most = gpu_of(q_THD.device), max(batch.query_lens)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     weights_TH = weights_TH if weights_TH.stride(1) == 1 else weights_TH.contiguous()
-    few = most <= FEW
+    few = most <= FEW_QUERIES
     dtype = _product_dtype(keys, q_THD.dtype, few)
     q_THD = q_THD if few else q_THD.to(dtype)
-    shape = shape or (FEW_SHAPES if few else MANY_SHAPES)[_suits_hopper(keys, q_THD, gpu, few)]
-    stored = Keys.of(keys, dtype, whole=shape.hopper)
-    common = (
-        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B
+    shape = shape or (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
+    stored = IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
+    tensors = (
+        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
+        batch.seq_lens_B,
     )  # fmt: skip
     (heads, dim), count = q_THD.shape[1:], len(batch.seq_lens_B)
-    strides = (
-        scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0)
+    sizes = (
+        scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0),
+        heads, dim, max(next_power_of_2(heads), MIN_HEADS),
     )  # fmt: skip
-    sizes = heads, dim, max(next_power_of_2(heads), LEAST_HEADS)
-    if not few:
-        first, last = _asking(batch.query_lens, start, start + rows)
-        grid = (
-            cdiv(scores_SL.shape[1], shape.keys),
-            cdiv(min(most, rows), CHUNK),
-            last - first,
+    if few:
+        _score_few(
+            (shape.programs * gpu.processors, most),
+            (*tensors, count, start, rows, *sizes),
+            padded_requests(count),
+            shape,
         )
-        sized = (*common, first, start, rows, *strides, *sizes)
-        if shape.hopper:
-            from nibble.kernels.indexer.gluon_sm90 import launch_many
-
-            launch_many(grid, sized, CHUNK, shape)
-        else:
-            many_kernel[grid](
-                *sized, shape.keys, CHUNK, shape.stages, num_warps=shape.warps, num_stages=shape.stages
-            )
-        return
-    programs, most_requests = (shape.programs * gpu.processors, most), max(next_power_of_2(count), 32)
-    if shape.hopper:
-        from nibble.kernels.indexer.gluon_sm90 import launch
-
-        launch(programs, (*common, count, start, rows, *strides, *sizes), most_requests, shape)
     else:
-        few_kernel[programs](
-            *common, count, start, rows, *strides, *sizes, shape.keys, most_requests, shape.stages,
-            num_warps=shape.warps, num_stages=shape.stages,
-        )  # fmt: skip
+        first, last = _requests_of(batch.query_lens, start, start + rows)
+        grid = cdiv(scores_SL.shape[1], shape.keys), cdiv(min(most, rows), CHUNK), last - first
+        _score_many(grid, (*tensors, first, start, rows, *sizes), shape)
 
 
-def _asking(query_lens: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
-    """The requests [first, last) that rows [start, stop) belong to."""
+def _score_few(grid: tuple[int, int], arguments: tuple[object, ...], requests: int, shape: ScoreTile) -> None:
+    if shape.sm90:
+        from nibble.kernels.indexer.gluon_sm90 import launch_few
+
+        launch_few(grid, arguments, requests, shape)
+    else:
+        score_few_kernel[grid](
+            *arguments, shape.keys, requests, shape.stages, num_warps=shape.warps, num_stages=shape.stages
+        )
+
+
+def _score_many(grid: tuple[int, int, int], arguments: tuple[object, ...], shape: ScoreTile) -> None:
+    if shape.sm90:
+        from nibble.kernels.indexer.gluon_sm90 import launch_many
+
+        launch_many(grid, arguments, CHUNK, shape)
+    else:
+        score_many_kernel[grid](
+            *arguments, shape.keys, CHUNK, shape.stages, num_warps=shape.warps, num_stages=shape.stages
+        )
+
+
+def _requests_of(query_lens: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
+    """Return the requests [first, last) that rows [start, stop) belong to."""
     ends = list(accumulate(query_lens))
-    return sum(end <= start for end in ends), sum(
-        end - n < stop for end, n in zip(ends, query_lens, strict=True)
-    )
+    first = sum(end <= start for end in ends)
+    return first, sum(end - n < stop for end, n in zip(ends, query_lens, strict=True))
 
 
 def _product_dtype(keys: Paged, query: torch.dtype, few: bool) -> torch.dtype:
-    """What queries and keys are multiplied in; exact for keys."""
+    """Return what queries and keys are multiplied in; exact for keys."""
     if query.itemsize > 2:
         return torch.float32
-    if KEYS[keys.format.name].bytes:
+    if INDEX_KEYS[keys.format.name].bytes:
         return torch.float16 if few else query
     stored = keys.planes_PHS[0].dtype
     return query if stored == query else torch.float32
 
 
-def _suits_hopper(keys: Paged, q_THD: Tensor, gpu: GPU, few: bool) -> bool:
-    """Whether choose_hopper.py can read both: copies are of 16 bytes; keys of 8 bits, or of many as queries."""
+def _suits_sm90(keys: Paged, q_THD: Tensor, gpu: GPU, few: bool) -> bool:
+    """Return whether gluon_sm90.py can read both: copies are of 16 bytes; keys of 8 bits, or of many as queries."""
     data, size = keys.planes_PHS[0], q_THD.dtype.itemsize
     copied = data if few else q_THD
     places = (copied.data_ptr(), *(x * copied.itemsize for x in copied.stride()[:-1]))
-    alike = KEYS[keys.format.name].bytes or (data.dtype == q_THD.dtype and not few)
-    whole = size == 2 and keys.dim == 128 and q_THD.shape[1] in {16, 32, 64, 128}
-    return gpu.arch == HOPPER and alike and whole and all(x % 16 == 0 for x in places)
+    alike = INDEX_KEYS[keys.format.name].bytes or (data.dtype == q_THD.dtype and not few)
+    full_tiles = size == 2 and keys.dim == 128 and q_THD.shape[1] in {16, 32, 64, 128}
+    return gpu.arch == SM90 and alike and full_tiles and all(x % 16 == 0 for x in places)
 
 
-def best(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, start: int, rows: int) -> None:
-    """The best of rows start to start + rows -> their rows of topk_indices_TK. scores_SL: as score() left them."""
+def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, start: int, rows: int) -> None:
+    """Select the top k of rows start to start + rows.
+
+    Args:
+        scores_SL: As score() left them.
+        batch: The lengths of requests.
+        topk_indices_TK: Int32, where the rows' tokens are stored.
+        start: The first row.
+        rows: How many there are.
+    """
     if topk_indices_TK.is_cuda and _cuda_present():
-        from nibble.kernels.indexer.cuda import best as fast
+        from nibble.kernels.indexer.cuda import topk as fast
 
         fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
         return
     count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
-    best_kernel[(rows,)](
-        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0), top_k,
-        next_power_of_2(top_k), 4096, max(next_power_of_2(count), 32), num_warps=16,
+    topk_kernel[(rows,)](
+        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0),
+        top_k, next_power_of_2(top_k), TOPK_TILE, padded_requests(count), num_warps=TOPK_WARPS,
     )  # fmt: skip
 
 
 @cache
 def _cuda_present() -> bool:
-    """Whether CUDA C++ can be compiled here."""
+    """Return whether CUDA C++ can be compiled here."""
     try:
-        from nibble.kernels.nvrtc import trouble
+        from nibble.kernels.nvrtc import unavailable_reason
     except ImportError:
         return False
-    return trouble() is None
+    return unavailable_reason() is None

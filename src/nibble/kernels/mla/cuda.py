@@ -1,8 +1,7 @@
-"""MLA decode in CUDA C++ (mla.cu, mla_fp4.cu): which calls it serves, and how it is launched.
+"""The launcher of mla.cu and mla_fp4.cu, MLA decode in CUDA C++: which calls they serve, and their arguments.
 
-A twin of kernels/mla/__init__.py for 4- and 8-bit latents on SM90, one query token a request and up to 16 heads: what a GPU has
-of a model whose heads are spread over several. Everything else is the Triton twin's, whose combine_kernel also joins
-what blocks leave here. Must not know of pools or plans.
+They serve 4- and 8-bit latents on SM90, one query token a request and up to 16 heads: what a GPU has of a model
+whose heads are spread over several GPUs. Triton's combine_kernel merges what several blocks have of a request.
 
 Shape suffixes: T query tokens, H query heads, D values of a latent, P pages, S slots of a page.
 """
@@ -16,98 +15,118 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nibble.kernels.codecs.cuda_latent_traits import HEADS, LATENTS, RANK, ROPE, Latent
-from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, trouble
+from nibble.kernels.codecs import CUDA_LATENTS
+from nibble.kernels.codecs.base import HEADS, RANK, ROPE, CudaLatent
+from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, unavailable_reason
 from nibble.kernels.types import AttentionBatch, Paged
 
 ARCH = "90a"
 PAGES = (16, 32, 64, 128)
 MAX_BATCH = 1024
-ALIGNED = 16
+ALIGNMENT = 16
+"""Bytes that are loaded at once."""
+_TYPES = (*[POINTER] * 12, *[LONG] * 3, *[INT] * 3, FLOAT, *[INT] * 6)
 
 
-def compiled(latent: Latent) -> bytes:
-    """The kernel's machine code, made once."""
+def compile_latent(latent: CudaLatent) -> bytes:
+    """Return the machine code of the kernel that reads a format of latents."""
     return cubin(Path(__file__).with_name(latent.source), ARCH, dict(latent.macros))
 
 
 @cache
-def _kernel(latent: Latent, device: int) -> Kernel:
-    return Kernel(compiled(latent), "mla", latent.shared_bytes(MAX_BATCH))
+def _kernel(latent: CudaLatent, device: int) -> Kernel:
+    return Kernel(compile_latent(latent), "mla", latent.shared_bytes(MAX_BATCH))
 
 
 @cache
 def _blocks(device: torch.device) -> int:
-    """One a multiprocessor; none where the kernel does not run."""
+    """Return the blocks of a launch, one a multiprocessor; 0 where the kernel does not run."""
     if device.type != "cuda":
         return 0
-    found = torch.cuda.get_device_properties(device)
-    usable = (found.major, found.minor) == (9, 0) and trouble() is None
-    return int(found.multi_processor_count) if usable else 0
+    properties = torch.cuda.get_device_properties(device)
+    usable = (properties.major, properties.minor) == (9, 0) and unavailable_reason() is None
+    return int(properties.multi_processor_count) if usable else 0
 
 
 def serves(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch) -> bool:
-    """Whether the kernel is for this call. Its rows must be of 16 aligned bytes."""
+    """Return whether a kernel serves this call.
+
+    Args:
+        q_THD: Queries.
+        latents: Stored latents. Their rows must be of 16 aligned bytes.
+        rope: Rotary values at the end of a latent.
+        batch: The requests.
+    """
     return (
-        latents.format.name in LATENTS
+        latents.format.name in CUDA_LATENTS
         and (latents.dim - rope, rope, latents.heads) == (RANK, ROPE, 1)
         and q_THD.dtype == torch.bfloat16
         and q_THD.shape[1] <= HEADS
         and max(batch.query_lens, default=0) == 1
         and len(batch.seq_lens_B) <= MAX_BATCH
         and latents.page_size in PAGES
-        and all(map(_aligned, latents.planes_PHS))
-        and (not LATENTS[latents.format.name].in_runs or in_runs(latents.planes_PHS))
+        and all(map(_is_aligned, latents.planes_PHS))
+        and (not CUDA_LATENTS[latents.format.name].in_runs or has_contiguous_slots(latents.planes_PHS))
         and _blocks(q_THD.device) > 0
     )
 
 
-def _aligned(plane_PHS: Tensor) -> bool:
+def _is_aligned(plane_PHS: Tensor) -> bool:
     steps = (plane_PHS.storage_offset(), plane_PHS.stride(0), plane_PHS.stride(2))
-    return plane_PHS.stride(3) == 1 and all(x * plane_PHS.itemsize % ALIGNED == 0 for x in steps)
+    return plane_PHS.stride(3) == 1 and all(x * plane_PHS.itemsize % ALIGNMENT == 0 for x in steps)
 
 
-def _readable(q_THD: Tensor) -> bool:
-    """Whether a head's query can be loaded by 16 aligned bytes."""
+def _is_loadable(q_THD: Tensor) -> bool:
+    """Return whether a head's query can be loaded by 16 aligned bytes."""
     steps = (q_THD.data_ptr(), *(q_THD.stride(i) * q_THD.itemsize for i in (0, 1)))
-    return q_THD.stride(2) == 1 and all(x % ALIGNED == 0 for x in steps)
+    return q_THD.stride(2) == 1 and all(x % ALIGNMENT == 0 for x in steps)
 
 
-def in_runs(planes_PHS: tuple[Tensor, ...]) -> bool:
-    """Whether slots of a page lie one after the other: in each plane, or as records of all planes in their order."""
+def has_contiguous_slots(planes_PHS: tuple[Tensor, ...]) -> bool:
+    """Return whether slots of a page follow one another: in each plane, or as records of all planes in order."""
     rows = [plane.shape[3] * plane.itemsize for plane in planes_PHS]
     slots = [plane.stride(2) * plane.itemsize for plane in planes_PHS]
     starts = [plane.data_ptr() - planes_PHS[0].data_ptr() for plane in planes_PHS]
     pages = {plane.stride(0) * plane.itemsize for plane in planes_PHS}
-    records = (
+    are_records = (
         slots == [sum(rows)] * len(rows) and starts == [*accumulate(rows, initial=0)][:-1] and len(pages) == 1
     )
-    return slots == rows or records
+    return slots == rows or are_records
 
 
 def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -> Tensor:
-    """See kernels/mla/__init__.py."""
-    from nibble.kernels.attention.triton_kernel import combine_kernel
+    """Compute mla_attention (kernels/mla/__init__.py) for a call that serves() accepts.
 
-    (tokens, heads, _), count = q_THD.shape, len(batch.seq_lens_B)
-    latent, blocks = LATENTS[latents.format.name], _blocks(q_THD.device)
-    q_THD = q_THD if _readable(q_THD) else q_THD.clone(memory_format=torch.contiguous_format)
+    Args:
+        q_THD: Queries, bfloat16.
+        latents: Stored latents.
+        batch: The requests, of one query token each.
+        scale: The softmax scale.
+
+    Returns:
+        The output [T, H, RANK], bfloat16.
+    """
+    from nibble.kernels.split_kv import combine_kernel
+
+    (tokens, heads, _), batch_size = q_THD.shape, len(batch.seq_lens_B)
+    latent, blocks = CUDA_LATENTS[latents.format.name], _blocks(q_THD.device)
+    q_THD = q_THD if _is_loadable(q_THD) else q_THD.clone(memory_format=torch.contiguous_format)
     out = q_THD.new_empty(tokens, heads, RANK)
-    pieces = (blocks + count) * HEADS
-    parts = q_THD.new_empty(pieces, RANK, dtype=torch.float32)
-    lse = q_THD.new_empty(pieces, dtype=torch.float32)
-    plan = q_THD.new_empty(count, 2, dtype=torch.int32)
+    rows = (blocks + batch_size) * HEADS
+    parts = q_THD.new_empty(rows, RANK, dtype=torch.float32)
+    lse = q_THD.new_empty(rows, dtype=torch.float32)
+    plan = q_THD.new_empty(batch_size, 2, dtype=torch.int32)
     planes = latents.planes_PHS
     pointers = (
         q_THD, out, parts, lse, plan, *planes, latents.scale, batch.seq_lens_B, batch.cu_seqlens_q_B1,
         batch.page_table_BN,
     )  # fmt: skip
-    values = (
+    arguments = (
         *(tensor.data_ptr() for tensor in pointers),
         *(plane.stride(0) * plane.itemsize for plane in planes),
         *(plane.stride(2) * plane.itemsize for plane in planes),
         scale,
-        count,
+        batch_size,
         batch.page_table_BN.stride(0),
         latents.page_size.bit_length() - 1,
         heads,
@@ -115,16 +134,10 @@ def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -
         q_THD.stride(1),
     )
     kernel = _kernel(latent, q_THD.device.index or 0)
-    kernel.launch(blocks, latent.threads, latent.shared_bytes(count), _TYPES, values)
-    combine_kernel[(1, heads, count)](
-        out, parts, lse, plan, batch.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, _at_once(blocks, count)
+    kernel.launch(blocks, latent.threads, latent.shared_bytes(batch_size), _TYPES, arguments)
+    # Parts of a row that are merged at once: many where few requests are spread over many blocks.
+    parts_at_once = 4 if blocks <= 3 * batch_size else 16
+    combine_kernel[(1, heads, batch_size)](
+        out, parts, lse, plan, batch.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, parts_at_once
     )
     return out
-
-
-_TYPES = (*[POINTER] * 12, *[LONG] * 3, *[INT] * 3, FLOAT, *[INT] * 6)
-
-
-def _at_once(blocks: int, batch: int) -> int:
-    """Pieces of a row that are joined at a time."""
-    return 4 if blocks <= 3 * batch else 16

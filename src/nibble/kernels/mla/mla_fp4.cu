@@ -1,520 +1,395 @@
-// MLA decode over paged NVFP4 latents, for SM90: one query token a request, up to 16 heads, rank 512 + 64 rotary values.
+// MLA decode over paged NVFP4 latents, for SM90: one query token a request, up to 16 heads, rank 512 + 64
+// rotary values.
 //
 // Compiled at run time, with these macros:
-//   TEAMS  teams of four warps that read tiles
-//   DEPTH  words of each row whose registers the tensor cores may still be reading
-//   Kernel: mla(...), grid of one block per multiprocessor, 128 * (TEAMS + 2) threads, dynamic shared memory as
-//   formats_latent.py says.
+//   WARPGROUPS  score warpgroups
+//   DEPTH       words of each row whose registers the tensor cores may still be reading
+// Kernel: mla(...), a grid of one block per multiprocessor, 128 * (WARPGROUPS + 2) threads, dynamic shared
+// memory as codecs/ds_mla.py says.
 //
-// Storage: planes [page, slot, row] whose slots follow one another, or are records of all three in this order: values, block
-// scales, BF16 rotary values. All at multiples of 16 bytes.
+// Storage: planes [page, slot, row] whose slots follow one another, or are records of all three in this
+// order: values, block scales, BF16 rotary values. All at multiples of 16 bytes.
 //
-// Work. A tile is 64 tokens. All tiles of the batch stand in one line, which is cut evenly over the blocks; a block has a
-// segment of each of some requests. What several blocks have of a request is left for Triton's combine_kernel to join, in
-// the order of blocks: the result depends on the batch's shape only. In a block, teams of four warps:
-//   Fetchers, one team, copy tiles as they are stored to shared memory, each warp 16 tokens, a tile ahead of each reader.
-//   Readers, TEAMS teams, take tiles in turn. Each warp has 16 tokens: it makes float16 of them in registers, which are
-//     S^T [token, head] = K Q^T's operand A, leaves them in shared memory, and leaves there the weights P that they have.
-//   Weighers, one team, add O^T [dim, head] = V^T P^T and sum weights; each warp has 128 dims.
-// Barriers: what a fetcher brought has landed, and is taken; what a reader left is full, and is empty again, a quarter of the
-// dims at a time, as readers fill it in that order; queries that were asked for are there.
+// Partition. A tile is 64 tokens. All tiles of the batch stand in one line, which is cut evenly over the
+// blocks; a block has a segment of each of some requests. What several blocks have of a request is merged by
+// Triton's combine_kernel, in the order of blocks: the result depends on the batch's shape only. In a block
+// there are three kinds of warpgroups:
+//   The producer warpgroup copies tiles as they are stored to shared memory, each warp 16 tokens, a tile
+//     ahead of each score warpgroup.
+//   WARPGROUPS score warpgroups take tiles in turn. Each warp has 16 tokens: it decodes them to float16 in
+//     registers, which are operand A of S^T [token, head] = K Q^T, stores them in shared memory, and stores
+//     the weights P beside them.
+//   The value warpgroup adds O^T [dim, head] = V^T P^T and sums weights; each warp has 128 dims.
 //
-// Why so (docs/design/mla-decode.md has the measurements). mma.sync takes six cycles of a scheduler and overlaps with hardly
-// anything, so that products, decoding and copies add up; wgmma goes beside them. Decoding twice, for keys and for values,
-// would cost more than to keep a tile as float16. A lane's four registers of operand A are four 8 x 8 matrices of stmatrix:
-// no moves. Loads into registers would be waited for all at once, as they share a scoreboard; copies are not. Between a
-// reader's last product and its next tile there is as little as can be: others fetch, add and load queries.
+// Barriers. raw_full and raw_empty, of each warp of a score warpgroup: a stored tile has landed, and has been
+// read. decoded_full and decoded_empty, of each stage: a decoded tile and its weights are there, and have
+// been used. A stage is emptied a quarter of the dims at a time, as score warpgroups fill it in that order.
+// queries_full: queries are there.
 //
-// Arithmetic. E2M1 becomes float16 by masks and shifts, exactly, times 2^-14, and stays exact when it is multiplied by its
-// block scale; the power of two is undone in the softmax scale and the output. P is relative to a maximum, which a warp
-// takes as it was TEAMS tiles ago and raises only by far, and which the weigher compares with its own: where they differ,
-// for few tiles, it brings both to the larger.
+// Why so (docs/design/mla-decode.md has the measurements). mma.sync takes six cycles of a scheduler and
+// overlaps with hardly anything, so that products, decoding and copies add up; wgmma runs beside them.
+// Decoding twice, for keys and for values, would cost more than to keep a tile as float16. Loads into
+// registers would be waited for all at once, as they share a scoreboard; copies are not. Between a score
+// warpgroup's last product and its next tile there is as little as can be: other warpgroups copy, add and
+// load queries.
 //
-// The order of dims may be chosen freely, if queries and the output follow. Lane c (lane % 4) reads bytes 64 c + 16 j .. + 15
-// of a row, j = 0..3: words w = 0..3 of eight values each. Pairs (0,4) (1,5) of a word are the operands' step 8 j + 2 w, and
-// rows 16 w .. + 15 of V^T's block 2 j; pairs (2,6) (3,7) are the next step and block. So four dims of a lane are neighbours.
+// Arithmetic. E2M1 becomes float16 by masks and shifts, exactly, times 2^-14, and stays exact when it is
+// multiplied by its block scale; the power of two is undone in the softmax scale and the output. P is
+// relative to a maximum, which a warp takes as it was WARPGROUPS tiles ago and raises only by far, and which
+// the value warpgroup compares with its own: where they differ, for few tiles, it brings both to the larger.
 //
-// Names: g = lane / 4 and c = lane % 4, the coordinates of fragments.
+// The order of dims may be chosen freely, if queries and the output follow. Lane c (lane % 4) reads bytes
+// 64 * c + 16 * j .. + 15 of a row, j = 0..3: words w = 0..3 of eight values each. Pairs (0,4) (1,5) of a word
+// are the operands' step 8 * j + 2 * w, and rows 16 * w .. + 15 of V^T's block 2 * j; pairs (2,6) (3,7) are
+// the next step and block. So four dims of a lane are neighbours.
+//
+// Names: g = lane / 4 and c = lane % 4, the coordinates of fragments. In arrays of fragments, n counts groups
+// of eight heads, e the two heads of a lane in a group, i the registers of a fragment.
 
 #include "bits.cuh"
 
-constexpr int RANK = 512, ROPE = 64, HEADS = 16, TILE = 64, THREADS = 128 * (TEAMS + 2);
-constexpr int DATA = RANK / 2, SCALES = RANK / 16, ROTARY = 2 * ROPE, ROW = DATA + SCALES + ROTARY;  // bytes of a row
-constexpr int BLOCK = TILE * 128, DECODED = RANK / 64 * BLOCK;         // a tile as float16: blocks of 64 dims, 128 bytes a token
-constexpr int WEIGHTS = TILE * HEADS * 2, STEPS = RANK / 16, QUERIES = (STEPS + ROPE / 16) * 512, LATELY = 2 * TEAMS, STORED = 16 * ROW;
-constexpr int BARRIERS = TEAMS + 4 * TEAMS + 2 + 8 * TEAMS;  // full, empty (four a stage), asked (two), landed and taken (of warps)
-static_assert(TEAMS <= 2, "with more, a reader could be two turns ahead of the queries that were asked for");
-constexpr u32 ALL = ~0u;
-constexpr float SLACK = 8.f;      // P may be as large as 2^SLACK
-constexpr float FOLD = 16384.f;   // 2^14, by which decoded values are too small
+constexpr int RANK = 512, ROPE = 64, HEADS = 16, TILE = 64, THREADS = 128 * (WARPGROUPS + 2);
+constexpr int VALUE_BYTES = RANK / 2, SCALE_BYTES = RANK / 16, ROPE_BYTES = 2 * ROPE;  // of a row
+constexpr int ROW_BYTES = VALUE_BYTES + SCALE_BYTES + ROPE_BYTES;
+constexpr int RAW_BYTES = 16 * ROW_BYTES;                   // a warp's tokens of a tile, as they are stored
+constexpr int BLOCK_BYTES = TILE * 128;                     // 64 dims of a tile as float16, 128 bytes a token
+constexpr int DECODED_BYTES = RANK / 64 * BLOCK_BYTES;
+constexpr int WEIGHT_BYTES = TILE * HEADS * 2;
+constexpr int STEPS = RANK / 16;                            // products along the dims of a key
+constexpr int QUERY_BYTES = (STEPS + ROPE / 16) * 512;
+constexpr int RECENT_TILES = 2 * WARPGROUPS;                // whose maxima are kept
+// decoded_full, decoded_empty (four a stage), queries_full (two), raw_full and raw_empty (one a warp).
+constexpr int BARRIERS = WARPGROUPS + 4 * WARPGROUPS + 2 + 8 * WARPGROUPS;
+static_assert(WARPGROUPS <= 2, "with more, a score warpgroup could be two turns ahead of its queries");
+constexpr float RESCALE_SLACK = 8.f;                        // P may be as large as 2^RESCALE_SLACK
+constexpr float DECODE_FACTOR = 16384.f;                    // 2^14, by which decoded values are too small
 
-// ---- products, and what they take ------------------------------------------------------------------------------------
-// wgmma m64n16k16. B: 8 x 8 blocks of 128 bytes, two along K, then those of the other eight columns. A: in registers, or
-// rows of 128 swizzled bytes that lie across K. Descriptors are said by their lower halves.
-#define ACC "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3])
-constexpr u32 A_LOW = 1 << 16, A_HIGH = 1024 / 16 | 1 << 30, B_LOW = 128 / 16 << 16, B_HIGH = 256 / 16;
-DEV void wgmma_keys(float (*c)[4], const u32* a, u32 b) {
-  asm volatile("{\n.reg .b64 y;\nmov.b64 y,{%12,%13};\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},y,1,1,1,0;\n}"
-      : ACC : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));
-}
-DEV void wgmma_rope(float (*c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
-  asm volatile("{\n.reg .b64 y;\nmov.b64 y,{%12,%13};\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},y,1,1,1,0;\n}"
-      : ACC : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "n"(B_HIGH));
-}
-DEV void wgmma_values(float (*c)[4], u32 a, u32 b) {
-  asm volatile("{\n.reg .b64 x,y;\nmov.b64 x,{%8,%10};\nmov.b64 y,{%9,%11};\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7},x,y,1,1,1,1,0;\n}"
-      : ACC : "r"(a), "r"(b), "n"(A_HIGH), "n"(B_HIGH));
-}
-DEV void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
-DEV void show_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Eight E2M1 values n0..n7 -> four pairs (n0,n4) (n1,n5) (n2,n6) (n3,n7). The upper byte of a float16 holds a value's
-// sign (bit 7) and magnitude (bits 3..1): first all upper bytes, of odd and of even values, then halves.
-DEV void e2m1(u32 x, u32* h) {
-  u32 odd, even;  // said in PTX, as the compiler would make more of it: what lop3 selects hides signs in the wrong place
-  asm("{\n.reg .b32 s,t,u;\nand.b32 s,%2,0x88888888;\nshr.u32 t,%2,3;\nshl.b32 u,%2,1;\n"
-      "lop3.b32 %0,t,s,0x0E0E0E0E,0xE4;\nshl.b32 s,s,4;\nlop3.b32 %1,u,s,0x0E0E0E0E,0xE4;\n}" : "=r"(odd), "=r"(even) : "r"(x));
-  h[0] = __byte_perm(even, 0, 0x2404);
-  h[1] = __byte_perm(odd, 0, 0x2404);
-  h[2] = even & 0xFF00FF00u;
-  h[3] = odd & 0xFF00FF00u;
+#include "mla_fp4_tiles.cuh"
+#include "mla_fp4_mma.cuh"
+
+// ---- barriers and registers ---------------------------------------------------------------------------
+DEVICE void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(barrier), "r"(count) : "memory");
 }
 
-// ---- memory ----------------------------------------------------------------------------------------------------------
-struct Plane { const u8* data; u64 page; u32 slot; };  // strides in bytes
-struct Latents { Plane data, scales, rope; };
-// A warp's tokens of a tile, as they are stored, come to its place in shared memory: records as they are; of planes, 16 bytes
-// of a row at an index that is mixed with others' bits, so that eight lanes' loads fall into different banks. What a lane
-// has of them: rows g and g + 8.
-struct Row { uint4 x[4]; uint2 scales; };
-struct Rotary { uint4 x[2], y[2]; };
-struct Place { u32 values[4], scales, rope[2], next_values, next_scales, next_rope; };  // of row g; how far g + 8 is
-DEV u32 mixed(u32 index, u32 row) { return index ^ index >> 3 & 1 ^ 2 * (row & 1); }
-DEV Place place_of(u32 stored, bool record, int g, int c) {
-  Place at;
-  const u32 pitch = record ? ROW : DATA, scales = record ? ROW : SCALES, rope = record ? ROW : ROTARY;
-#pragma unroll
-  for (int j = 0; j < 4; j++) at.values[j] = stored + g * pitch + 16 * (record ? 4 * c + j : mixed(4 * c + j, g));
-  at.scales = stored + (record ? DATA : 16 * DATA) + g * scales + 8 * c;
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-    at.rope[half] = stored + (record ? DATA + SCALES : 16 * (DATA + SCALES)) + g * rope + 64 * (record ? half : half ^ g & 1) + 16 * c;
-  at.next_values = 8 * pitch; at.next_scales = 8 * scales; at.next_rope = 8 * rope;
-  return at;
-}
-DEV uint4 load16(u32 at) {
-  uint4 x; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory"); return x;
-}
-DEV uint2 load8(u32 at) { uint2 x; asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory"); return x; }
-DEV void read(Row& one, Row& two, Rotary& r, const Place& at) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) { r.x[half] = load16(at.rope[half]); r.y[half] = load16(at.rope[half] + at.next_rope); }
-  one.scales = load8(at.scales); two.scales = load8(at.scales + at.next_scales);
-#pragma unroll
-  for (int j = 0; j < 4; j++) { one.x[j] = load16(at.values[j]); two.x[j] = load16(at.values[j] + at.next_values); }
-}
-template <int AT> DEV void copy(u32 to, const u8* from) {  // 16 bytes a lane
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0+%2],[%1+%2],16;" :: "r"(to), "l"(from), "n"(512 * AT) : "memory");
-}
-DEV void make_barrier(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" :: "r"(bar), "r"(count) : "memory"); }
-template <int N> DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
-template <int N> DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
-DEV void all_but_fetchers_meet() { asm volatile("bar.sync 2,%0;" :: "n"(128 * TEAMS + 128) : "memory"); }
-DEV void weighers_meet() { asm volatile("bar.sync 1,128;" ::: "memory"); }
-
-// ---- the batch -------------------------------------------------------------------------------------------------------
-// cum: 64 times the tiles before a request, and what the one before it has in its last tile, less one.
-struct Work {
-  const int *lens, *starts, *pages, *cum; int B, stride, page_bits;
-  DEV int before(int b) const { return cum[b] >> 6; }
-  DEV int len(int b) const {
-    const int tiles = before(b + 1) - before(b);
-    return tiles ? (tiles - 1) * TILE + (cum[b + 1] & 63) + 1 : 0;
-  }
-};
-// A block's tiles of one request after the other.
-struct Segment {
-  const Work& work; int b, begin, end, stop;
-  DEV Segment(const Work& work, int b, int first, int stop) : work(work), b(b), begin(first), end(first), stop(stop) {}
-  DEV bool next() {
-    begin = end;
-    if (begin >= stop) return false;
-    while (work.before(b + 1) <= begin) b++;
-    end = min(stop, work.before(b + 1));
-    return true;
-  }
-};
-// Tile after tile. What a warp reads of one: 16 tokens from a slot of a page. After a request's end, of page 0;
-// after the last tile, of slot -1.
-struct Spot { int page, slot; };
-struct Cursor {
-  const Work& work; int at, stop, b, before, upto, len; const int* pages;
-  DEV Cursor(const Work& work, int b, int at, int stop) : work(work), at(at), stop(stop) { begin(b); }
-  DEV void begin(int request) {
-    b = request; before = work.before(b); upto = work.before(b + 1); len = work.len(b); pages = work.pages + (u64)b * work.stride;
-  }
-  DEV Spot next(int warp) {
-    if (at >= stop) return {0, -1};
-    while (at >= upto) begin(b + 1);
-    const int token = (at - before) * TILE + 16 * warp;
-    at++;
-    return {token < len ? pages[token >> work.page_bits] : 0, token & ((1 << work.page_bits) - 1)};
-  }
-};
-DEV const u8* row_of(const Plane& plane, const Spot& spot) { return plane.data + ((u64)(u32)spot.page * plane.page + (u32)spot.slot * plane.slot); }
-DEV void fetch(u32 to, const Latents& from, const Spot& spot, int lane, u32 landed) {
-  const bool record = from.data.slot == ROW;
-  const u8 *const values = row_of(from.data, spot) + 16 * lane,
-           *const scales = record ? values + 16 * DATA : row_of(from.scales, spot) + 16 * lane,
-           *const rope = record ? values + 16 * (DATA + SCALES) : row_of(from.rope, spot) + 16 * lane;
-  const u32 to_values = to + 16 * (record ? lane : mixed(lane % 16, lane / 16) + lane / 16 * 16),  // 16 lanes a row
-            to_scales = to + 16 * DATA + 16 * lane,
-            to_rope = to + 16 * (DATA + SCALES) + 16 * (record ? lane : lane ^ lane / 2 & 4);          // 8 lanes a row
-  copy<0>(to_values, values); copy<1>(to_values, values); copy<2>(to_values, values); copy<3>(to_values, values);
-  copy<4>(to_values, values); copy<5>(to_values, values); copy<6>(to_values, values); copy<7>(to_values, values);
-  copy<0>(to_scales, scales);
-  copy<0>(to_rope, rope); copy<1>(to_rope, rope); copy<2>(to_rope, rope); copy<3>(to_rope, rope);
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(landed) : "memory");
+template <int N>
+DEVICE void increase_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
 }
 
-// ---- queries ---------------------------------------------------------------------------------------------------------
-DEV float value(const uint4& x, int i) { return __uint_as_float(i & 1 ? at(x, i / 2) & 0xFFFF0000u : at(x, i / 2) << 16); }
-DEV u32 clamped(const uint4& x, int i, int j) { return halves(clamped(value(x, i)), clamped(value(x, j))); }
-// To where wgmma finds them, by the first WARPS warps. Eight values of a head are a lane's in two steps; rotary ones stay as
-// they are. A warp takes eight heads and four eights, which go to the words of rows of 16 bytes: no conflicts of banks.
-template <int WARPS> DEV void keep_queries(u8* to, const u16* q, int heads, int q_head) {
-  constexpr int EIGHTS = RANK / 8, MANY = (RANK + ROPE) / 32 * 2, TIMES = (MANY + WARPS - 1) / WARPS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane / 8;
-  uint4 x[TIMES];  // all loads before the first is used
-#pragma unroll
-  for (int k = 0; k < TIMES; k++) {
-    const int part = warp + WARPS * k, head = part % 2 * 8 + lane % 8, four = part / 2;
-    const int eight = four < EIGHTS / 4 ? four + 16 * pair : 4 * four + pair;
-    x[k] = part < MANY && head < heads ? *(const uint4*)(q + (u64)head * q_head + 8 * eight) : make_uint4(0, 0, 0, 0);
-  }
-#pragma unroll
-  for (int k = 0; k < TIMES; k++) {
-    const int part = warp + WARPS * k, four = part / 2;
-    if (part >= MANY) break;
-    const bool rotary = four >= EIGHTS / 4;
-    u32* const place = (u32*)to + 256 * four + part % 2 * 64 + lane % 8 * 4 + pair;  // a step is 128 words
-    place[0] = rotary ? x[k].x : clamped(x[k], 0, 4); place[32] = rotary ? x[k].y : clamped(x[k], 1, 5);
-    place[128] = rotary ? x[k].z : clamped(x[k], 2, 6); place[160] = rotary ? x[k].w : clamped(x[k], 3, 7);
-  }
-  show_async();
+template <int N>
+DEVICE void decrease_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
 }
 
-// ---- keys: what is stored becomes float16, in registers and in shared memory -------------------------------------------
-DEV void keep(u32 to, const u32* a) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" :: "r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
-}
-// S^T += K Q^T: a quarter of the dims. f: registers of tokens g and g + 8 in turn, which wgmma reads until it is waited for.
-DEV void key_quarter(float (*s)[4], u32 (*f)[8], const Row& first, const Row& second, u32 to, u32 queries, int j) {
-  const u32 sx = e4m3s((j < 2 ? first.scales.x : first.scales.y) >> 16 * (j % 2)), sy = e4m3s((j < 2 ? second.scales.x : second.scales.y) >> 16 * (j % 2));
-#pragma unroll
-  for (int w = 0; w < 4; w++) {
-    u32 a[4], b[4], *const x = f[(4 * j + w) % DEPTH];
-    e2m1(at(first.x[j], w), a); e2m1(at(second.x[j], w), b);
-    if (4 * j + w >= DEPTH) wgmma_wait<DEPTH - 1>();
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      x[2 * i] = w < 2 ? mul_low(a[i], sx) : mul_high(a[i], sx);
-      x[2 * i + 1] = w < 2 ? mul_low(b[i], sy) : mul_high(b[i], sy);
-    }
-    const u32 place = (to ^ 32 * w) + 2 * j * BLOCK;
-    keep(place, x); keep(place + BLOCK, x + 4);
-    wgmma_begin();
-    wgmma_keys(s, x, queries + 32 * (8 * j + 2 * w));
-    wgmma_keys(s, x + 4, queries + 32 * (8 * j + 2 * w + 1));
-    wgmma_commit();
-  }
-}
-DEV void key_rope(float (*s)[4], const Rotary& r, u32 queries) {
-  wgmma_begin();
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const uint4 &x = r.x[half], &y = r.y[half];
-    wgmma_rope(s, x.x, y.x, x.y, y.y, queries + 32 * (STEPS + 2 * half));
-    wgmma_rope(s, x.z, y.z, x.w, y.w, queries + 32 * (STEPS + 2 * half + 1));
-  }
-  wgmma_commit();
+DEVICE void sync_all_but_producer() {
+  asm volatile("bar.sync 2,%0;" :: "n"(128 * WARPGROUPS + 128) : "memory");
 }
 
-// ---- weights -----------------------------------------------------------------------------------------------------------
-// Scores of tokens g and g + 8 become weights. m: the maxima of the lane's heads 2 c, 2 c + 1, 8 + 2 c, 8 + 2 c + 1.
-DEV void keep_weights(float (*s)[4], float (*m)[2], u32* to, float* tops, int g, int c) {
-  bool grows = false;
-#pragma unroll
-  for (int n = 0; n < 2; n++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) grows |= fmaxf(s[n][e], s[n][e + 2]) > m[n][e] + SLACK;
-  if (__any_sync(ALL, grows)) {
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float top = fmaxf(s[n][e], s[n][e + 2]);
-#pragma unroll
-        for (int x = 4; x < 32; x <<= 1) top = fmaxf(top, __shfl_xor_sync(ALL, top, x));
-        m[n][e] = fmaxf(top, m[n][e]);
-      }
-  }
-#pragma unroll
-  for (int n = 0; n < 2; n++) {
-    to[64 * n] = transposed(halves(ex2(s[n][0] - m[n][0]), ex2(s[n][1] - m[n][1])));
-    to[64 * n + 32] = transposed(halves(ex2(s[n][2] - m[n][0]), ex2(s[n][3] - m[n][1])));
-    if (g == 0) *(float2*)(tops + 8 * n + 2 * c) = make_float2(m[n][0], m[n][1]);
-  }
-}
-DEV float low_half(u32 x) { float r; asm("{\n.reg .b16 l,h;\nmov.b32 {l,h},%1;\ncvt.f32.f16 %0,l;\n}" : "=f"(r) : "r"(x)); return r; }
-DEV float high_half(u32 x) { float r; asm("{\n.reg .b16 l,h;\nmov.b32 {l,h},%1;\ncvt.f32.f16 %0,h;\n}" : "=f"(r) : "r"(x)); return r; }
-DEV float sum_of(const uint4& x) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) sum += low_half(at(x, i)) + high_half(at(x, i));
-  return sum;
-}
-// What a lane of the weighers keeps. m: of heads 2 (lane % 8) and the next. l: the sum of the eight weights of each tile that
-// lie at 16 * lane of its warp's, which are of head 8 (lane / 16) + lane % 8. o: of heads 8 n + 2 c + i % 2.
-struct Kept {
-  float o[8][2][4], l; float2 m;
-  DEV void clear() {
-    m = make_float2(NONE, NONE); l = 0;
-#pragma unroll
-    for (int t = 0; t < 8; t++)
-#pragma unroll
-      for (int i = 0; i < 8; i++) o[t][i / 4][i % 4] = 0;
-  }
-};
-DEV float of_head(const float2& x, int from, int head) {  // from: the lane that has those of head 0
-  const float even = __shfl_sync(ALL, x.x, from + head / 2), odd = __shfl_sync(ALL, x.y, from + head / 2);
-  return head & 1 ? odd : even;
-}
+DEVICE void sync_value_warpgroup() { asm volatile("bar.sync 1,128;" ::: "memory"); }
 
-template <int FIRST> DEV void weigh(float (*o)[2][4], u32 tile, u32 weights) {
-  tile = __reduce_or_sync(ALL, tile / 16 | A_LOW);  // the same in all lanes, which the compiler knows now
-  weights = __reduce_or_sync(ALL, weights / 16 | B_LOW);
-#pragma unroll
-  for (int i = FIRST; i < FIRST + 2; i++)
-#pragma unroll
-    for (int t = 0; t < 4; t++) wgmma_values(o[i], tile + (i * BLOCK + t * 2048) / 16, weights + 32 * t);
-}
-
-// ---- the kernel ------------------------------------------------------------------------------------------------------
+// --- kernel
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
-    const u16* Q, u16* OUT, float* PARTS, float* LSE, int* PLAN, const u8* values, const u8* block_scales, const u8* rope,
-    const float* global_scale, const int* lens, const int* starts, const int* pages,
-    u64 values_page, u64 scales_page, u64 rope_page, int values_slot, int scales_slot, int rope_slot,
-    float scale, int B, int stride, int page_bits, int heads, int q_token, int q_head) {
+    const u16* q, u16* out, float* parts, float* lse, int* plan, const u8* values, const u8* block_scales,
+    const u8* rope, const float* global_scale, const int* seq_lens, const int* cu_seqlens_q,
+    const int* page_table, u64 values_page_stride, u64 scales_page_stride, u64 rope_page_stride,
+    int values_slot_stride, int scales_slot_stride, int rope_slot_stride, float softmax_scale, int batch_size,
+    int page_table_stride, int page_bits, int heads, int q_stride_token, int q_stride_head) {
   extern __shared__ __align__(1024) u8 smem[];
-  const int team = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32,  // team -1 weighs, team TEAMS fetches
-            lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-  u8 *const weights = smem + TEAMS * DECODED, *const queries = weights + TEAMS * WEIGHTS;  // of two segments
-  float (*const tops)[4][HEADS] = (float (*)[4][HEADS])(queries + 2 * QUERIES);  // maxima: of a stage's warps
-  float (*const lately)[HEADS] = (float (*)[HEADS])(tops + TEAMS);          // of the weighers after the last LATELY tiles
-  float (*const stats)[HEADS] = lately + LATELY;
-  u8* const stored = (u8*)(stats + 4);
-  u64* const barriers = (u64*)(stored + 4 * TEAMS * STORED);
-  int *const sums = (int*)(barriers + BARRIERS), *const cum = sums + THREADS / 32;
-  const u32 full = shared_address(barriers), empty = full + 8 * TEAMS, asked = empty + 32 * TEAMS, landed = asked + 16, taken = landed + 32 * TEAMS;
+  // -1: values, 0 .. WARPGROUPS - 1: scores, WARPGROUPS: producer.
+  const int warpgroup = threadIdx.x / 128 - 1;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+  // Shared memory: decoded tiles, their weights, queries of two segments, maxima, sums, stored tiles,
+  // barriers, and what is known of the batch.
+  u8 *const weights = smem + WARPGROUPS * DECODED_BYTES, *const queries = weights + WARPGROUPS * WEIGHT_BYTES;
+  // Maxima of the warps of a stage, and of the value warpgroup after recent tiles.
+  float(*const maxima)[4][HEADS] = (float(*)[4][HEADS])(queries + 2 * QUERY_BYTES);
+  float(*const recent)[HEADS] = (float(*)[HEADS])(maxima + WARPGROUPS);
+  float(*const stats)[HEADS] = recent + RECENT_TILES;
+  u8* const raw = (u8*)(stats + 4);
+  u64* const barriers = (u64*)(raw + 4 * WARPGROUPS * RAW_BYTES);
+  int *const warp_sums = (int*)(barriers + BARRIERS), *const packed_cu_tiles = warp_sums + THREADS / 32;
+  const u32 decoded_full = shared_address(barriers), decoded_empty = decoded_full + 8 * WARPGROUPS;
+  const u32 queries_full = decoded_empty + 32 * WARPGROUPS;
+  const u32 raw_full = queries_full + 16, raw_empty = raw_full + 32 * WARPGROUPS;
 
+  // By one thread of a warp that has nothing else to do: a lane each would take 2,300 clocks longer.
   if (threadIdx.x == THREADS - 1) {
-    cum[0] = 0;
-    for (int i = 0; i < BARRIERS; i++) make_barrier(full + 8 * i, i < 5 * TEAMS + 2 ? 4 : i < 9 * TEAMS + 2 ? 32 : 1);
+    packed_cu_tiles[0] = 0;
+    for (int i = 0; i < BARRIERS; i++) {
+      barrier_init(decoded_full + 8 * i, i < 5 * WARPGROUPS + 2 ? 4 : i < 9 * WARPGROUPS + 2 ? 32 : 1);
+    }
   }
-  const float whole = *global_scale;
+  const float latent_scale = *global_scale;
+
+  // --- partition
   // Tiles before each request: a scan, THREADS requests at a time.
-  for (int base = 0, before = 0; base < B; base += THREADS) {
-    const int b = base + threadIdx.x, len = b < B ? max(lens[b], 0) : 0;
+  for (int base = 0, before = 0; base < batch_size; base += THREADS) {
+    const int request = base + threadIdx.x, len = request < batch_size ? max(seq_lens[request], 0) : 0;
     int x = (len + TILE - 1) / TILE;
-    if (b < B) asm volatile("prefetch.global.L1 [%0];" :: "l"(starts + b));
+    if (request < batch_size) asm volatile("prefetch.global.L1 [%0];" :: "l"(cu_seqlens_q + request));
 #pragma unroll
-    for (int i = 1; i < 32; i <<= 1) { int y = __shfl_up_sync(ALL, x, i); if (lane >= i) x += y; }
-    if (lane == 31) sums[threadIdx.x / 32] = x;
+    for (int i = 1; i < 32; i <<= 1) {
+      int y = __shfl_up_sync(ALL_LANES, x, i);
+      if (lane >= i) x += y;
+    }
+    if (lane == 31) warp_sums[threadIdx.x / 32] = x;
     __syncthreads();
     int total = 0;
-    for (int i = 0; i < THREADS / 32; i++) { if (i < threadIdx.x / 32) x += sums[i]; total += sums[i]; }
-    if (b < B) cum[b + 1] = (before + x) << 6 | (len - 1 & 63);
-    before += total;
-    __syncthreads();
-  }
-  const Latents latents{{values, values_page, (u32)values_slot}, {block_scales, scales_page, (u32)scales_slot}, {rope, rope_page, (u32)rope_slot}};
-  const Work work{lens, starts, pages, cum, B, stride, page_bits};
-  for (int b = blockIdx.x; b < B; b += gridDim.x)  // requests of no tokens
-    if (work.len(b) == 0) {
-      if (threadIdx.x == 0) { PLAN[2 * b] = 0; PLAN[2 * b + 1] = 1; }
-      for (int i = threadIdx.x; i < (starts[b + 1] - starts[b]) * heads * RANK / 2; i += THREADS)
-        ((u32*)(OUT + (u64)starts[b] * heads * RANK))[i] = 0;
+    for (int i = 0; i < THREADS / 32; i++) {
+      if (i < threadIdx.x / 32) x += warp_sums[i];
+      total += warp_sums[i];
     }
-  const int T = work.before(B), blocks = max(min((int)gridDim.x, T / TEAMS), 1);
+    if (request < batch_size) packed_cu_tiles[request + 1] = (before + x) << 6 | (len - 1 & 63);
+    before += total;
+    __syncthreads();  // before warp_sums is written again
+  }
+  const Latents latents{{values, values_page_stride, (u32)values_slot_stride},
+                        {block_scales, scales_page_stride, (u32)scales_slot_stride},
+                        {rope, rope_page_stride, (u32)rope_slot_stride}};
+  const Batch batch{seq_lens,   cu_seqlens_q,      page_table, packed_cu_tiles,
+                    batch_size, page_table_stride, page_bits};
+  // Requests of no tokens have outputs of zeros.
+  for (int request = blockIdx.x; request < batch_size; request += gridDim.x) {
+    if (batch.seq_len(request) == 0) {
+      if (threadIdx.x == 0) {
+        plan[2 * request] = 0;
+        plan[2 * request + 1] = 1;
+      }
+      for (int i = threadIdx.x; i < (cu_seqlens_q[request + 1] - cu_seqlens_q[request]) * heads * RANK / 2;
+           i += THREADS) {
+        ((u32*)(out + (u64)cu_seqlens_q[request] * heads * RANK))[i] = 0;
+      }
+    }
+  }
+  const int num_tiles = batch.tiles_before(batch_size);
+  const int blocks = max(min((int)gridDim.x, num_tiles / WARPGROUPS), 1);
   if (blockIdx.x >= blocks) return;
-  const int block0 = (u32)T * blockIdx.x / blocks, block1 = (u32)T * (blockIdx.x + 1) / blocks;
-  if (block0 >= block1) return;
+  const int block_begin = (u32)num_tiles * blockIdx.x / blocks;
+  const int block_end = (u32)num_tiles * (blockIdx.x + 1) / blocks;
+  if (block_begin >= block_end) return;
+  // The request of the first tile is found by the thread that has it.
 #pragma unroll 1
-  for (int b = threadIdx.x; b < B; b += THREADS)
-    if (work.before(b) <= block0 && block0 < work.before(b + 1)) *sums = b;
+  for (int request = threadIdx.x; request < batch_size; request += THREADS) {
+    if (batch.tiles_before(request) <= block_begin && block_begin < batch.tiles_before(request + 1)) {
+      *warp_sums = request;
+    }
+  }
   __syncthreads();
-  const int b0 = *sums;  // the request of the first tile
+  const int first_request = *warp_sums;
 
-  if (team == TEAMS) {  // ---- copies
-    give_registers<40>();
-    Cursor cursor(work, b0, block0, block1);
-    Spot next = cursor.next(warp);
+  // --- producer warpgroup: copies
+  if (warpgroup == WARPGROUPS) {
+    decrease_registers<40>();
+    TileCursor cursor(batch, first_request, block_begin, block_end);
+    PageSlot next = cursor.advance(warp);
     for (int k = 0; next.slot >= 0; k++) {
-      const int place = 4 * (k % TEAMS) + warp;
-      if (k >= TEAMS) await(taken + 8 * place, k / TEAMS - 1 & 1);
-      fetch(shared_address(stored) + STORED * place, latents, next, lane, landed + 8 * place);
-      next = cursor.next(warp);
+      const int place = 4 * (k % WARPGROUPS) + warp;
+      if (k >= WARPGROUPS) barrier_wait(raw_empty + 8 * place, k / WARPGROUPS - 1 & 1);
+      start_copy(shared_address(raw) + RAW_BYTES * place, latents, next, lane, raw_full + 8 * place);
+      next = cursor.advance(warp);
     }
     return;
   }
-  // The first queries, while what is read is on its way.
-  keep_queries<4 * TEAMS + 4>(queries, Q + (u64)starts[b0] * q_token, heads, q_head);
-  all_but_fetchers_meet();
-  if (team >= 0) {  // ---- keys
-    take_registers<168>();
-    const float apart = 1.f / (whole * FOLD), unit = scale * LOG2E * whole * FOLD;
-    const Place place = place_of(shared_address(stored) + STORED * (4 * team + warp), values_slot == ROW, g, c);
-    const u32 keep = shared_address(smem) + team * DECODED + (16 * warp + lane % 16) * 128 + 16 * (lane / 16 ^ lane % 8);
-    const u32 landed_at = landed + 8 * (4 * team + warp), taken_at = taken + 8 * (4 * team + warp);
-    Segment segment(work, b0, block0, block1);
-    for (int i = 0, turn = 0, tile = block0 + team; segment.next(); i++) {
-      const int before = work.before(segment.b), len = work.len(segment.b);
-      const u32 queries_at = __reduce_or_sync(ALL, shared_address(queries + i % 2 * QUERIES) / 16 | B_LOW);  // as in weigh()
-      if (i > 0 && tile < segment.end) await(asked + i % 2 * 8, (i - 1) / 2 & 1);
-      for (; tile < segment.end; tile += TEAMS, turn ^= 1) {
-        Row one, two;
-        Rotary rotary;
-        await(landed_at, turn);
-        read(one, two, rotary, place);
+
+  // The first queries are loaded by all other warps, while the first tiles are on their way.
+  store_queries<4 * WARPGROUPS + 4>(queries, q + (u64)cu_seqlens_q[first_request] * q_stride_token, heads,
+                                    q_stride_head);
+  sync_all_but_producer();
+
+  // --- score warpgroups: keys become float16, scores, softmax
+  if (warpgroup >= 0) {
+    increase_registers<168>();
+    const float rope_scale = 1.f / (latent_scale * DECODE_FACTOR);
+    const float score_scale = softmax_scale * LOG2E * latent_scale * DECODE_FACTOR;
+    const LaneBase base = lane_base(shared_address(raw) + RAW_BYTES * (4 * warpgroup + warp),
+                                    values_slot_stride == ROW_BYTES, g, c);
+    const u32 decoded = shared_address(smem) + warpgroup * DECODED_BYTES + (16 * warp + lane % 16) * 128 +
+                        16 * (lane / 16 ^ lane % 8);
+    const u32 own_raw_full = raw_full + 8 * (4 * warpgroup + warp);
+    const u32 own_raw_empty = raw_empty + 8 * (4 * warpgroup + warp);
+    Segment segment(batch, first_request, block_begin, block_end);
+    for (int i = 0, turn = 0, tile = block_begin + warpgroup; segment.advance(); i++) {
+      const int before = batch.tiles_before(segment.request), seq_len = batch.seq_len(segment.request);
+      // The reduction tells the compiler that all lanes have the same descriptor, as in start_values().
+      const u32 query_operand =
+          __reduce_or_sync(ALL_LANES, shared_address(queries + i % 2 * QUERY_BYTES) / 16 | B_LOW);
+      if (i > 0 && tile < segment.end) barrier_wait(queries_full + i % 2 * 8, (i - 1) / 2 & 1);
+      for (; tile < segment.end; tile += WARPGROUPS, turn ^= 1) {
+        // --- load
+        StoredRow first, second;
+        StoredRope stored_rope;
+        barrier_wait(own_raw_full, turn);
+        load_rows(first, second, stored_rope, base);
         __syncwarp();
-        if (lane == 0) arrive(taken_at);
-        float s[2][4] = {};
-        key_rope(s, rotary, queries_at);
-        const int there = len - (tile - before) * TILE - 16 * warp - g;
-        if (there <= 8) two.scales = make_uint2(0, 0);  // slots that nobody wrote may hold scales that are no numbers
-        if (there <= 0) one.scales = make_uint2(0, 0);
+        if (lane == 0) barrier_arrive(own_raw_empty);
+
+        // --- scores
+        float scores[2][4] = {};
+        start_rope_scores(scores, stored_rope, query_operand);
+        // Slots that were never written may hold scales that are NaN.
+        const int tokens_left = seq_len - (tile - before) * TILE - 16 * warp - g;
+        if (tokens_left <= 8) second.scales = make_uint2(0, 0);
+        if (tokens_left <= 0) first.scales = make_uint2(0, 0);
         wgmma_wait<0>();
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int n = 0; n < 2; n++) {
 #pragma unroll
-          for (int i = 0; i < 4; i++) s[n][i] *= apart;
-        u32 f[DEPTH][8];
+          for (int i = 0; i < 4; i++) scores[n][i] *= rope_scale;
+        }
+        u32 operands[DEPTH][8];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          await(empty + 32 * team + 8 * j, turn ^ 1);
-          key_quarter(s, f, one, two, keep, queries_at, j);
+          barrier_wait(decoded_empty + 32 * warpgroup + 8 * j, turn ^ 1);
+          start_scores(scores, operands, first, second, decoded, query_operand, j);
         }
         wgmma_wait<0>();
+
+        // --- softmax
         float m[2][2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-          const float2 known = *(const float2*)&lately[(turn ^ 1) * TEAMS + team][8 * n + 2 * c];
+          const float2 known = *(const float2*)&recent[(turn ^ 1) * WARPGROUPS + warpgroup][8 * n + 2 * c];
 #pragma unroll
-          for (int i = 0; i < 4; i++) s[n][i] = 8 * (i / 2) < there ? s[n][i] * unit : __int_as_float(0xff800000);
-          m[n][0] = tile < segment.begin + TEAMS ? NONE : known.x; m[n][1] = tile < segment.begin + TEAMS ? NONE : known.y;
+          for (int i = 0; i < 4; i++) {
+            scores[n][i] = 8 * (i / 2) < tokens_left ? scores[n][i] * score_scale : minus_infinity();
+          }
+          m[n][0] = tile < segment.begin + WARPGROUPS ? LOWEST : known.x;
+          m[n][1] = tile < segment.begin + WARPGROUPS ? LOWEST : known.y;
         }
-        keep_weights(s, m, (u32*)(weights + team * WEIGHTS + 512 * warp) + lane, tops[team][warp], g, c);
-        show_async();
+        store_weights(scores, m, (u32*)(weights + warpgroup * WEIGHT_BYTES + 512 * warp) + lane,
+                      maxima[warpgroup][warp], g, c);
+        fence_async_shared();
         __syncwarp();
-        if (lane == 0) arrive(full + 8 * team);
+        if (lane == 0) barrier_arrive(decoded_full + 8 * warpgroup);
       }
     }
     return;
   }
 
-  // ---- values
-  Kept kept;
-  const int mine = 8 * (lane / 16) + lane % 8;  // the head of l
-  Segment segment(work, b0, block0, block1), ahead = segment;
-  ahead.next();
+  // --- value warpgroup
+  Accumulator acc;
+  const int own_head = 8 * (lane / 16) + lane % 8;  // the head of acc.l
+  Segment segment(batch, first_request, block_begin, block_end), next = segment;
+  next.advance();
   for (int i = -1, k = 0;; i++) {
-    if (i >= 0 && !segment.next()) break;
-    const int b = segment.b, q_row = starts[b];
-    const u32 first_block = ((u32)(work.before(b) + 1) * blocks - 1) / T, last_block = ((u32)work.before(b + 1) * blocks - 1) / T;  // of the request
-    if (i >= 0) kept.clear();
+    if (i >= 0 && !segment.advance()) break;
+    const int request = segment.request, q_row = cu_seqlens_q[request];
+    // The first and the last block that have tiles of the request.
+    const u32 first_block = ((u32)(batch.tiles_before(request) + 1) * blocks - 1) / num_tiles;
+    const u32 last_block = ((u32)batch.tiles_before(request + 1) * blocks - 1) / num_tiles;
+    if (i >= 0) acc.clear();
     for (int tile = segment.begin; tile < segment.end; tile++, k++) {
-      const int stage = k % TEAMS;
-      uint4* const place = (uint4*)(weights + stage * WEIGHTS + 512 * warp) + lane;
-      await(full + 8 * stage, k / TEAMS & 1);
-      const float2 top = ((const float2*)tops[stage])[lane];  // of warp lane / 8
-      if (__any_sync(ALL, top.x != kept.m.x || top.y != kept.m.y)) {  // rare: all go on from the same maxima
-        float2 most = top;
+      const int stage = k % WARPGROUPS;
+      uint4* const own_weights = (uint4*)(weights + stage * WEIGHT_BYTES + 512 * warp) + lane;
+      barrier_wait(decoded_full + 8 * stage, k / WARPGROUPS & 1);
+
+      // --- rescale
+      const float2 top = ((const float2*)maxima[stage])[lane];  // of warp lane / 8
+      if (__any_sync(ALL_LANES,
+                     top.x != acc.m.x || top.y != acc.m.y)) {  // rare: all go on from the same maxima
+        float2 highest = top;
 #pragma unroll
         for (int x = 8; x < 32; x <<= 1) {
-          most.x = fmaxf(most.x, __shfl_xor_sync(ALL, most.x, x));
-          most.y = fmaxf(most.y, __shfl_xor_sync(ALL, most.y, x));
+          highest.x = fmaxf(highest.x, __shfl_xor_sync(ALL_LANES, highest.x, x));
+          highest.y = fmaxf(highest.y, __shfl_xor_sync(ALL_LANES, highest.y, x));
         }
-        most.x = fmaxf(most.x, kept.m.x); most.y = fmaxf(most.y, kept.m.y);
-        const float2 fade = make_float2(ex2(kept.m.x - most.x), ex2(kept.m.y - most.y)), less = make_float2(ex2(top.x - most.x), ex2(top.y - most.y));
-        kept.m = most;
-        kept.l *= of_head(fade, 0, mine);
+        highest.x = fmaxf(highest.x, acc.m.x);
+        highest.y = fmaxf(highest.y, acc.m.y);
+        const float2 rescale = make_float2(ex2(acc.m.x - highest.x), ex2(acc.m.y - highest.y));
+        const float2 weight_factor = make_float2(ex2(top.x - highest.x), ex2(top.y - highest.y));
+        acc.m = highest;
+        acc.l *= of_head(rescale, 0, own_head);
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int n = 0; n < 2; n++) {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            const float r = of_head(fade, 0, 8 * n + 2 * c + e);
+            const float r = of_head(rescale, 0, 8 * n + 2 * c + e);
 #pragma unroll
-            for (int i = 0; i < 8; i++) { kept.o[i][n][e] *= r; kept.o[i][n][e + 2] *= r; }
+            for (int i = 0; i < 8; i++) {
+              acc.o[i][n][e] *= r;
+              acc.o[i][n][e + 2] *= r;
+            }
           }
-        const float f = of_head(less, 8 * warp, mine);
-        const u32 ff = halves(f, f);
-        uint4 x = *place;
-        *place = make_uint4(mul2(x.x, ff), mul2(x.y, ff), mul2(x.z, ff), mul2(x.w, ff));
-        show_async();
-        weighers_meet();
+        }
+        const float f = of_head(weight_factor, 8 * warp, own_head);
+        const u32 ff = pack_f16(f, f);
+        uint4 x = *own_weights;
+        *own_weights = make_uint4(mul_f16x2(x.x, ff), mul_f16x2(x.y, ff), mul_f16x2(x.z, ff),
+                                  mul_f16x2(x.w, ff));
+        fence_async_shared();
+        sync_value_warpgroup();
       }
-      const u32 decoded = shared_address(smem) + stage * DECODED, weighed = shared_address(weights) + stage * WEIGHTS;
-      wgmma_begin();
-      weigh<0>(kept.o, decoded, weighed); wgmma_commit();
-      weigh<2>(kept.o, decoded, weighed); wgmma_commit();
-      weigh<4>(kept.o, decoded, weighed); wgmma_commit();
-      weigh<6>(kept.o, decoded, weighed); wgmma_commit();
-      kept.l += sum_of(*place);
-      if (warp == 0 && lane < 8) *(float2*)&lately[k % LATELY][2 * lane] = kept.m;
+
+      // --- accumulate
+      const u32 tile_operand = shared_address(smem) + stage * DECODED_BYTES;
+      const u32 weight_operand = shared_address(weights) + stage * WEIGHT_BYTES;
+      wgmma_fence();
+      start_values<0>(acc.o, tile_operand, weight_operand);
+      wgmma_commit();
+      start_values<2>(acc.o, tile_operand, weight_operand);
+      wgmma_commit();
+      start_values<4>(acc.o, tile_operand, weight_operand);
+      wgmma_commit();
+      start_values<6>(acc.o, tile_operand, weight_operand);
+      wgmma_commit();
+      acc.l += sum_of_weights(*own_weights);
+      if (warp == 0 && lane < 8) *(float2*)&recent[k % RECENT_TILES][2 * lane] = acc.m;
       __syncwarp();
-      const u32 left = empty + 32 * stage;
-      wgmma_wait<3>(); if (lane == 0) arrive(left);
-      wgmma_wait<2>(); if (lane == 0) arrive(left + 8);
-      wgmma_wait<1>(); if (lane == 0) arrive(left + 16);
-      wgmma_wait<0>(); if (lane == 0) arrive(left + 24);
+      // A quarter of the dims is empty as soon as its products are done.
+      const u32 stage_empty = decoded_empty + 32 * stage;
+      wgmma_wait<3>();
+      if (lane == 0) barrier_arrive(stage_empty);
+      wgmma_wait<2>();
+      if (lane == 0) barrier_arrive(stage_empty + 8);
+      wgmma_wait<1>();
+      if (lane == 0) barrier_arrive(stage_empty + 16);
+      wgmma_wait<0>();
+      if (lane == 0) barrier_arrive(stage_empty + 24);
     }
 
-    if (ahead.next()) {  // queries of segment i + 2, as all readers have left segment i
-      keep_queries<4>(queries + (i & 1) * QUERIES, Q + (u64)starts[ahead.b] * q_token, heads, q_head);
+    // --- load the queries of segment i + 2, as all score warpgroups have left segment i
+    if (next.advance()) {
+      store_queries<4>(queries + (i & 1) * QUERY_BYTES, q + (u64)cu_seqlens_q[next.request] * q_stride_token,
+                       heads, q_stride_head);
       __syncwarp();
-      if (lane == 0) arrive(asked + (i & 1) * 8);
+      if (lane == 0) barrier_arrive(queries_full + (i & 1) * 8);
     }
     if (i < 0) continue;
 
-    // The end of a segment. A lane has four dims of each 32 of 128: of blocks 2 j and 2 j + 1, rows g and g + 8.
-    const float sum = kept.l + __shfl_xor_sync(ALL, kept.l, 8);
-    if (lane / 8 % 2 == 0) stats[warp][mine] = sum;
-    weighers_meet();
-    if (segment.begin == work.before(b) && threadIdx.x == 0) { PLAN[2 * b] = first_block + b; PLAN[2 * b + 1] = last_block - first_block + 1; }
+    // --- store. A lane has four dims of each 32 of 128: of blocks 2 * j and 2 * j + 1, rows g and g + 8.
+    const float lane_sum = acc.l + __shfl_xor_sync(ALL_LANES, acc.l, 8);
+    if (lane / 8 % 2 == 0) stats[warp][own_head] = lane_sum;
+    sync_value_warpgroup();
+    if (segment.begin == batch.tiles_before(request) && threadIdx.x == 0) {
+      plan[2 * request] = first_block + request;
+      plan[2 * request + 1] = last_block - first_block + 1;
+    }
     const int dim = 128 * (g / 2) + 8 * warp + 4 * (g % 2);
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int head = 8 * n + 2 * c + e;
-        const float m = of_head(kept.m, 0, head);
+        const float m = of_head(acc.m, 0, head);
         if (head >= heads) continue;
-        const float sum = stats[0][head] + stats[1][head] + stats[2][head] + stats[3][head], f = whole * FOLD / sum;
-        const u64 piece = (u64)(blockIdx.x + b) * HEADS + head, row = (u64)q_row * heads + head;
+        const float sum = stats[0][head] + stats[1][head] + stats[2][head] + stats[3][head];
+        const float f = latent_scale * DECODE_FACTOR / sum;
+        const u64 part = (u64)(blockIdx.x + request) * HEADS + head, row = (u64)q_row * heads + head;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const float *const x = kept.o[2 * j][n], *const y = kept.o[2 * j + 1][n];
+          const float *const x = acc.o[2 * j][n], *const y = acc.o[2 * j + 1][n];
           const float4 four = make_float4(x[e] * f, x[e + 2] * f, y[e] * f, y[e + 2] * f);
-          if (first_block == last_block) *(uint2*)(OUT + row * RANK + 32 * j + dim) = make_uint2(bf16s(four.x, four.y), bf16s(four.z, four.w));
-          else *(float4*)(PARTS + piece * RANK + 32 * j + dim) = four;
+          if (first_block == last_block) {
+            *(uint2*)(out + row * RANK + 32 * j + dim) = make_uint2(pack_bf16(four.x, four.y),
+                                                                    pack_bf16(four.z, four.w));
+          } else {
+            *(float4*)(parts + part * RANK + 32 * j + dim) = four;
+          }
         }
-        if (first_block != last_block && warp == 0 && g == 0) LSE[piece] = m + lg2(sum);
+        if (first_block != last_block && warp == 0 && g == 0) lse[part] = m + lg2(sum);
       }
-    weighers_meet();
+    }
+    sync_value_warpgroup();  // before stats are written again
   }
 }

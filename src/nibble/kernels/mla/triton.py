@@ -1,14 +1,11 @@
-"""Triton twin of kernels/mla/__init__.py: flash attention in which a tile of latents is loaded and decoded once, and is both
-keys and values.
+"""Triton kernel of MLA: flash attention in which a tile of latents is decoded once, and is both keys and values.
 
-A program takes a tile of rows, which are query tokens times query heads, and a share of the latents that they see.
-Shares are dealt on the device from the lengths that stand there, and joined by a second launch (attention_kernel.py).
-What is stored how is said in decoders_latent.py; no kernel names a format.
+A program takes a tile of rows, which are query tokens times query heads, and a share of the latents that they see
+(split_kv.py). What is stored how is the codecs' business: no kernel names a format. SM90 has a kernel of its own for
+few heads (gluon_sm90.py), which reads the same sections and is launched from here.
 
-SM90 has a kernel of its own (mla_hopper.py), which reads the same sections.
-
-Shape suffixes: T query tokens, H query heads, M rows of a tile, N latents of a tile, W words of a section. Names in
-capitals are constants of a kernel.
+Shape suffixes: T query tokens, H query heads, D values of a latent, M rows of a tile, N latents of a tile, W words of a
+section. Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -21,32 +18,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.attention.triton import GPU, MANY, SIZES, gpu_of
-from nibble.kernels.attention.triton_kernel import (
-    LEAST_KEYS,
-    LOG2E,
-    LOWEST,
-    _assigned,
-    _bounds,
-    _place,
-    _queries,
-    _store,
-    combine_kernel,
+from nibble.kernels.codecs import LATENTS
+from nibble.kernels.codecs.tiles import (
+    APART,
+    decode_tile,
+    pages_of,
+    read_section,
+    sections,
+    serves_latents,
+    slots_of,
 )
-from nibble.kernels.codecs.decoders_latent import APART, LATENTS, sections, serves
-from nibble.kernels.codecs.tiles import _rows, decoded, pages_of, slots_of
-from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.flash import LOG2E, dot_parts, init_state, load_queries, update_state
+from nibble.kernels.gpu import GPU, SM90, gpu_of
+from nibble.kernels.sizes import UNBOUNDED, cdiv, next_power_of_2
+from nibble.kernels.split_kv import (
+    MIN_KEYS_PER_SPLIT,
+    SHARE_SIZES,
+    assign_split,
+    combine_kernel,
+    padded_requests,
+    split_bounds,
+    store_tile,
+    workspace,
+)
 from nibble.kernels.types import AttentionBatch, Paged
 
-__all__ = ["Shape", "attend", "serves", "shape_of"]
+__all__ = ["LatentTile", "mla_attention", "serves_latents", "tile_of"]
 
-HOPPER = 90
-ROWS = 64
+MAX_ROWS = 64
 """Most rows of a tile, unless a token has more heads that no smaller number divides."""
-NARROW = 32
+FOUR_WARP_ROWS = 32
 """Rows up to which four warps do, where nothing is decoded."""
-LEAST_ROW = 128
-"""Bytes of packed values of a row that mla_hopper.py reads at least."""
+MIN_ROW_BYTES = 128
+"""Bytes of packed values of a row that gluon_sm90.py reads at least."""
 SCRATCH = 1024 + 256
 """Bytes of shared memory that a program takes beside its tiles, those that the hardware reserves included."""
 
@@ -55,71 +59,38 @@ SCRATCH = 1024 + 256
 
 
 @triton.jit
-def _read(section, page, first, n_N, stop, MASKED: tl.constexpr):
-    """Words of a tile, and block scales decoded before they are spread; 0 where there are none."""
-    slot_N, keep_N = slots_of(first, n_N, section.PAGE_SIZE), first + n_N < stop
-    scales = 0
-    if section.EACH:
-        codes = _rows(section.blocks, page, slot_N, 0, keep_N, 1, MASKED)
-        scales = section.DECODE_SCALE(codes, section.DTYPE)
-    return _rows(section.words, page, slot_N, 0, keep_N, 1, MASKED), scales
-
-
-@triton.jit
-def _product(scores, q, parts):
-    """Adds the products of queries and the parts of a section."""
-    for j in tl.static_range(len(parts)):
-        scores = tl.dot(q[j], tl.trans(parts[j]), scores, input_precision="ieee")
-    return scores
-
-
-@triton.jit
-def _fold(
-    state, q, q_rope, latent, rope, table, position_M, start, stop, unit, plain, ROPE: tl.constexpr,
+def _accumulate(
+    state, q, q_rope, latent, rope, table, position_M, start, stop, unit, rope_unit, ROPE: tl.constexpr,
     STAGES: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Folds latents [start, stop), in whole tiles, into the state of an online softmax: peaks, totals and sums.
+    """Add latents [start, stop), in whole tiles, to the state of an online softmax: peaks, totals and sums.
 
-    unit: what products of decoded values are short of to be scores in powers of two; plain: of rotary values APART.
+    unit: what products of decoded values are multiplied by to be scores in powers of two; rope_unit: those of rotary
+    values that are APART.
     """
-    peak_M, total, sums = state
     n_N = tl.arange(0, N)
     page = pages_of(table, start, n_N, stop, latent.PAGE_SIZE)
     for first in tl.range(start, stop, N, num_stages=STAGES):
-        words, scales = _read(latent, page, first, n_N, stop, MASKED)
-        parts = decoded(latent, words, scales, 1)
-        nothing = tl.zeros([M, N], tl.float32)
-        rotary = nothing
+        # --- load
+        slot_N, keep_N = slots_of(first, n_N, latent.PAGE_SIZE), first + n_N < stop
+        items, scales = read_section(latent, page, slot_N, keep_N, MASKED)
+        parts = decode_tile(latent, items, scales, 1)
+        # --- scores
+        zeros = tl.zeros([M, N], tl.float32)
+        rotary = zeros
         if ROPE:
-            words, scales = _read(rope, page, first, n_N, stop, MASKED)
-            rotary = _product(nothing, q_rope, decoded(rope, words, scales, 1))
-        page = pages_of(table, first + N, n_N, stop, latent.PAGE_SIZE)
+            items, scales = read_section(rope, page, slot_N, keep_N, MASKED)
+            rotary = dot_parts(zeros, q_rope, decode_tile(rope, items, scales, 1))
+        page = pages_of(table, first + N, n_N, stop, latent.PAGE_SIZE)  # a tile early, as loads depend on it
         if ROPE == APART:
-            scores = _product(nothing, q, parts) * unit + rotary * plain
+            scores = dot_parts(zeros, q, parts) * unit + rotary * rope_unit
         else:
-            scores = _product(rotary, q, parts) * unit
+            scores = dot_parts(rotary, q, parts) * unit
         if MASKED:
             scores = tl.where((first + n_N)[None, :] <= position_M[:, None], scores, float("-inf"))
-        top_M = tl.maximum(peak_M, tl.max(scores, 1))
-        weights = tl.exp2(scores - top_M[:, None])
-        fade = tl.exp2(peak_M - top_M)[:, None]
-        total = total * fade + weights  # summed up in the end: a sum over warps would cost a barrier
-        weights = weights.to(latent.DTYPE)
-        faded = ()
-        for j in tl.static_range(len(parts)):
-            part = tl.dot(weights, parts[j], sums[j] * fade, input_precision="ieee")
-            faded += (part,)  # type: ignore[assignment]
-        peak_M, sums = top_M, faded
-    return peak_M, total, sums
-
-
-@triton.jit
-def _begun(PARTS: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """The state of a softmax over nothing."""
-    sums = ()
-    for _ in tl.static_range(PARTS):
-        sums += (tl.zeros([M, WIDTH], tl.float32),)  # type: ignore[assignment]
-    return tl.full([M], LOWEST, tl.float32), tl.zeros([M, N], tl.float32), sums
+        # --- softmax and accumulate: the decoded latents are the values too
+        state = update_state(state, scores, parts, latent.DTYPE)
+    return state
 
 
 @triton.jit(
@@ -132,12 +103,16 @@ def mla_kernel(
     ROPE: tl.constexpr, FOLD: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * slots."""
+    """Compute attention of a tile of queries over a split of a request's latents.
+
+    Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * slots.
+    """
+    # --- which request, queries and latents
     TOKENS: tl.constexpr = M // GROUP
     tile, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, split, splits = program, 0, 1
     if SPLIT:
-        request, split, splits = _assigned(program, seq_lens, requests, slots, 1 << 30, R, K)
+        request, split, splits = assign_split(program, seq_lens, requests, slots, 1 << 30, R, K)
         if request >= requests:
             return
         if split == 0:
@@ -154,88 +129,97 @@ def mla_kernel(
     token_M, head_M = first + row_M // GROUP, group * GROUP + row_M % GROUP
     live_M = (row_M < TOKENS * GROUP) & (token_M < count)
 
+    # --- load queries
     at_M = (begin + token_M).to(tl.int64) * q_stride_T + head_M * q_stride_H
-    queries = _queries(q, at_M, live_M, latent.PARTS, latent.words.WIDTH, RANK, latent.DTYPE)
+    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.words.WIDTH, RANK, latent.DTYPE)
     q_rope = queries
     if ROPE:
-        q_rope = _queries(q + RANK, at_M, live_M, rope.PARTS, rope.words.WIDTH, ROPE_DIM, rope.DTYPE)
-    state = _begun(latent.PARTS, latent.words.WIDTH, M, N)
-    _, inner, outer, stop = _bounds(past, first, last, split, splits, 0, N)
+        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.words.WIDTH, ROPE_DIM, rope.DTYPE)
+    state = init_state(latent.PARTS, latent.words.WIDTH, M, N)
+
+    # --- accumulate: only the last tiles need masks
+    _, inner, outer, stop = split_bounds(past, first, last, split, splits, 0, N)
     table += request.to(tl.int64) * table_stride
-    whole, plain = tl.load(global_scale) * FOLD, scale * LOG2E
-    unit = plain * whole
-    state = _fold(state, queries, q_rope, latent, rope, table, past + token_M, inner, outer, unit, plain,
-                  ROPE, STAGES, False, M, N)  # fmt: skip
-    state = _fold(state, queries, q_rope, latent, rope, table, past + token_M, outer, stop, unit, plain,
-                  ROPE, 1, True, M, N)  # fmt: skip
+    latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * LOG2E
+    unit = rope_unit * latent_scale
+    state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, inner, outer, unit, rope_unit,
+                        ROPE, STAGES, False, M, N)  # fmt: skip
+    state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, outer, stop, unit, rope_unit,
+                        ROPE, 1, True, M, N)  # fmt: skip
 
+    # --- store
     peak_M, total, sums = state
-    total_M = tl.sum(total, 1)
-    nothing_M = total_M == 0.0  # was seen
-    total_M = tl.where(nothing_M, 1.0, total_M)
-    factor_M = whole / total_M
-    if splits == 1:
-        out_M = (begin + token_M).to(tl.int64) * (tl.num_programs(1) * GROUP) + head_M
-        _store(out + out_M * RANK, sums, factor_M, live_M, RANK)
-    elif SPLIT:
-        place_M = _place(program, tile, tl.num_programs(0), group, tl.num_programs(1), M) + tl.arange(0, M)
-        _store(parts + place_M * RANK, sums, factor_M, live_M, RANK)
-        lse_M = tl.where(nothing_M, float("-inf"), peak_M + tl.log2(total_M))
-        tl.store(lse + place_M, lse_M, mask=live_M)
+    store_tile(out, parts, lse, peak_M, tl.sum(total, 1), sums, latent_scale, begin + token_M, head_M, live_M,
+               program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
 
 
-# ---- the launch ------------------------------------------------------------------------------------------------------
+# ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A tile: rows, and latents; warps, stages of loads in flight, and programs that a processor is expected to run at
-    a time. hopper: by mla_hopper.py, which has no stages.
-    """
+class LatentTile:
+    """How a program over latents is tiled, and how its tile is computed."""
 
     rows: int
     latents: int
     warps: int
     stages: int
+    """Stages of loads in flight."""
     programs: int
-    hopper: bool = False
+    """Programs that a processor is expected to run at a time."""
+    sm90: bool = False
+    """Whether it is computed by gluon_sm90.py, which has no stages."""
 
 
-def shape_of(rows: int, group: int, latents: Paged, rope: int, query: torch.dtype, gpu: GPU) -> Shape:
-    """The tile for so many query tokens x heads of a request, `group` of which are one token's."""
+def tile_of(rows: int, group: int, latents: Paged, rope: int, query: torch.dtype, gpu: GPU) -> LatentTile:
+    """Choose the fastest tile that fits into shared memory.
+
+    Args:
+        rows: Query tokens x heads of a request.
+        group: Heads of one token in a tile.
+        latents: Pages of latents.
+        rope: Rotary values at the end of each.
+        query: The query's dtype.
+        gpu: Sizes of the GPU.
+
+    Returns:
+        The tile.
+    """
     wide = (
-        replace(shape, rows=max(shape.rows, _power(group))) for shape in _shapes(rows, latents, query, gpu)
+        replace(tile, rows=max(tile.rows, padded_rows(group)))
+        for tile in _candidates(rows, latents, query, gpu)
     )
     return next(
-        shape for shape in wide if shape.programs * _bytes(shape, latents, rope, query.itemsize) <= gpu.memory
+        tile for tile in wide if tile.programs * memory_of(tile, latents, rope, query.itemsize) <= gpu.memory
     )
 
 
-def _shapes(rows: int, latents: Paged, query: torch.dtype, gpu: GPU) -> Iterator[Shape]:
-    """From the fastest to the smallest."""
-    if gpu.arch == HOPPER and _suits_hopper(latents, query):
-        fitting, parts = min(_power(rows), ROWS), _parts(latents)
+def _candidates(rows: int, latents: Paged, query: torch.dtype, gpu: GPU) -> Iterator[LatentTile]:
+    """Yield tiles from the fastest to the smallest."""
+    if gpu.arch == SM90 and _suits_sm90(latents, query):
+        fitting, parts = min(padded_rows(rows), MAX_ROWS), _parts(latents)
         if parts == 4 and fitting == 16:
-            yield Shape(16, 64, 4, 1, 2, True)
-        yield Shape(fitting, 64, 4 if parts == 1 and fitting <= NARROW else 8, 1, 1, True)
-    for tile in (32, 16):
-        yield Shape(min(ROWS, _power(rows)), tile, 8 if rows > NARROW else 4, 2, 1)
-    yield Shape(16, 16, 4, 1, 1)
+            yield LatentTile(16, 64, 4, 1, 2, True)
+        yield LatentTile(fitting, 64, 4 if parts == 1 and fitting <= FOUR_WARP_ROWS else 8, 1, 1, True)
+    for size in (32, 16):
+        yield LatentTile(min(MAX_ROWS, padded_rows(rows)), size, 8 if rows > FOUR_WARP_ROWS else 4, 2, 1)
+    yield LatentTile(16, 16, 4, 1, 1)
 
 
-def _suits_hopper(latents: Paged, query: torch.dtype) -> bool:
-    """Whether mla_hopper.py can read the latents: by 16 bytes, a full tile of words, plain values as queries are."""
+def _suits_sm90(latents: Paged, query: torch.dtype) -> bool:
+    """Return whether gluon_sm90.py can read the latents: by 16 bytes, in full tiles, plain values as queries are."""
     kind, data = LATENTS[latents.format.name], latents.planes_PHS[0]
-    wide = data.shape[3] * data.itemsize >= LEAST_ROW if kind.decoder.parts > 1 else data.dtype == query
-    copied = (data, latents.planes_PHS[-1]) if kind.apart else (data,)
-    alike = not kind.apart or latents.planes_PHS[-1].dtype == query
-    scales = latents.planes_PHS[1:2] if kind.decoder.parts > 1 and kind.decoder.block else ()
+    packed = kind.decoder.parts > 1
+    wide = data.shape[3] * data.itemsize >= MIN_ROW_BYTES if packed else data.dtype == query
+    copied = (data, latents.planes_PHS[-1]) if kind.rope_apart else (data,)
+    alike = not kind.rope_apart or latents.planes_PHS[-1].dtype == query
+    scales = latents.planes_PHS[1:2] if packed and kind.decoder.block else ()
     aligned = all(_aligned(plane, 16) for plane in copied) and all(_aligned(plane, 4) for plane in scales)
     return query.itemsize == 2 and wide and alike and aligned
 
 
 def _aligned(plane_PHS: Tensor, size: int) -> bool:
-    """Whether rows begin at multiples of so many bytes, which is what an asynchronous copy takes at a time."""
+    """Return whether rows begin at multiples of so many bytes, which is what an asynchronous copy takes at a time."""
     return all(x * plane_PHS.itemsize % size == 0 for x in (plane_PHS.storage_offset(), plane_PHS.stride(2)))
 
 
@@ -243,83 +227,102 @@ def _parts(latents: Paged) -> int:
     return LATENTS[latents.format.name].decoder.parts
 
 
-def _power(x: int) -> int:
+def padded_rows(x: int) -> int:
+    """Return the rows of a tile that holds x rows: a power of two, of 16 at least, as the tensor cores want."""
     return max(next_power_of_2(x), 16)
 
 
-def _bytes(shape: Shape, latents: Paged, rope: int, item: int) -> int:
-    """Shared memory of a program, roughly: queries, weights, tiles as they are stored, and as they are decoded."""
-    rank = _power(latents.dim - rope)
-    whole = rank + (_power(rope) if rope else 0)
+def memory_of(tile: LatentTile, latents: Paged, rope: int, item: int) -> int:
+    """Return the bytes of shared memory of a program, roughly.
+
+    Args:
+        tile: The tile.
+        latents: Pages of latents.
+        rope: Rotary values at the end of each.
+        item: Bytes of a query's value.
+
+    Returns:
+        Bytes of queries, weights, and tiles of latents as they are stored and as they are decoded.
+    """
+    rank = padded_rows(latents.dim - rope)
+    width = rank + (padded_rows(rope) if rope else 0)
     stored = sum(plane[0, 0, 0].nbytes for plane in latents.planes_PHS)
-    packed, apart = _parts(latents) > 1, LATENTS[latents.format.name].apart
-    tile = (rank if apart else whole) * item if packed else 0
-    tile += stored * ((1 if packed else 2) if shape.hopper else shape.stages)
-    return shape.latents * tile + shape.rows * (whole + shape.latents) * item + SCRATCH
+    packed, apart = _parts(latents) > 1, LATENTS[latents.format.name].rope_apart
+    size = (rank if apart else width) * item if packed else 0
+    size += stored * ((1 if packed else 2) if tile.sm90 else tile.stages)
+    return tile.latents * size + tile.rows * (width + tile.latents) * item + SCRATCH
 
 
-def attend(
-    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, longest: int = MANY, *,
-    shape: Shape | None = None, slots: int | None = None,
+def heads_per_tile(heads: int, most: int) -> int:
+    """Return how many heads of a token one tile takes: as many as fit, in equal groups."""
+    return next(group for group in range(min(heads, most), 0, -1) if heads % group == 0)
+
+
+# ---- the launch ------------------------------------------------------------------------------------------------------
+
+
+def mla_attention(
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, max_seq_len: int = UNBOUNDED, *,
+    shape: LatentTile | None = None, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """See kernels/mla/__init__.py. slots: programs that run at a time for one tile of queries; latents are split among them if
-    more than 1.
+    """Return attention as naive.py defines it, in one launch, or two where latents are split.
+
+    Args:
+        q_THD: Queries with the projections of keys absorbed, request after request.
+        latents: Pages of latents, one head.
+        rope: Rotary values at the end of a latent.
+        batch: The pages and lengths of requests.
+        scale: What scores are multiplied by.
+        max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
+        shape: Another tile than the fastest.
+        slots: Programs that run at a time for one tile of queries; latents are split among them if more than 1.
+
+    Returns:
+        [T, H, R] in the query's dtype.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     rank, count, most = dim - rope, len(batch.seq_lens_B), max(batch.query_lens)
-    group = _group(heads, shape.rows if shape else ROWS)
-    shape = shape or shape_of(most * group, group, latents, rope, q_THD.dtype, gpu)
+    group = heads_per_tile(heads, shape.rows if shape else MAX_ROWS)
+    shape = shape or tile_of(most * group, group, latents, rope, q_THD.dtype, gpu)
     tiles, groups = cdiv(most, shape.rows // group), heads // group
     if slots is None:
-        slots = shape.programs * gpu.processors // (tiles * groups) if longest > LEAST_KEYS.value else 0
+        splittable = max_seq_len > MIN_KEYS_PER_SPLIT.value
+        slots = shape.programs * gpu.processors // (tiles * groups) if splittable else 0
     split = slots > 1
-    programs = count + SIZES // 2 * slots if split else count
+    programs = count + SHARE_SIZES // 2 * slots if split else count
     out = q_THD.new_empty(tokens, heads, rank)
     parts, lse, plan = (
-        _workspace(programs * tiles * groups * shape.rows, rank, count, out) if split else (out,) * 3
+        workspace(programs, tiles * groups * shape.rows, rank, count, out) if split else (out,) * 3
     )
     latent, rotary, kind = sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-    most_requests = max(next_power_of_2(count), 32)
     common = (
         q_THD, out, parts, lse, plan, latent, rotary, latents.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
         batch.seq_lens_B, scale, count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
         group, rank, rope, kind, LATENTS[latents.format.name].decoder.fold, split,
     )  # fmt: skip
-    if shape.hopper:
-        from nibble.kernels.mla.gluon_sm90 import layouts, mla_hopper_kernel
+    sizes = shape.rows, shape.latents, padded_requests(count), SHARE_SIZES
+    if shape.sm90:
+        from nibble.kernels.mla.gluon_sm90 import layouts, mla_sm90_kernel
 
-        chosen = layouts(shape.rows, latent, rotary, most_requests, shape.warps)
-        mla_hopper_kernel[(tiles, groups, programs)](
-            *common, shape.rows, shape.latents, most_requests, SIZES, *chosen, num_warps=shape.warps
+        mla_sm90_kernel[(tiles, groups, programs)](
+            *common,
+            *sizes,
+            *layouts(shape.rows, latent, rotary, sizes[2], shape.warps),
+            num_warps=shape.warps,
         )
     else:
         mla_kernel[(tiles, groups, programs)](
-            *common, shape.stages, shape.rows, shape.latents, most_requests, SIZES,
-            num_warps=shape.warps, num_stages=shape.stages,
-        )  # fmt: skip
+            *common, shape.stages, *sizes, num_warps=shape.warps, num_stages=shape.stages
+        )
     if split:
         combine_kernel[(most, heads, count)](
             out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
-            group, rank, next_power_of_2(rank), shape.rows, _at_once(slots, count),
+            group, rank, next_power_of_2(rank), shape.rows, _splits_at_once(slots, count),
         )  # fmt: skip
     return out
 
 
-def _at_once(slots: int, requests: int) -> int:
-    """Splits of a row that are joined at a time: a few where there are many requests, as rows are long."""
-    return min(max(next_power_of_2(-(-slots // requests)), 4), 16)
-
-
-def _group(heads: int, most: int) -> int:
-    """Heads of one tile: as many as fit, in equal groups."""
-    return next(group for group in range(min(heads, most), 0, -1) if heads % group == 0)
-
-
-def _workspace(rows: int, rank: int, requests: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What programs leave to be combined: values and log-sum-exps of rows, and where those of each request begin."""
-    return (
-        like.new_empty(rows, rank, dtype=torch.float32),
-        like.new_empty(rows, dtype=torch.float32),
-        like.new_empty(requests, 2, dtype=torch.int32),
-    )
+def _splits_at_once(slots: int, requests: int) -> int:
+    """Return how many splits of a row are combined at a time: a few where there are many requests, as rows are long."""
+    return min(max(next_power_of_2(cdiv(slots, requests)), 4), 16)

@@ -6,8 +6,6 @@ mapped in pages of 4 KiB. Reading rows from all over many GiB is bound by the lo
 at 45 GB/s in place of 26 for rows of 656 bytes, and at 41 in place of 17 for 416. Where a driver cannot share managed
 memory with a GPU at work, or has none to give, memory is pinned.
 
-Owns empty() and reachable(), and the few calls of the CUDA driver that they need. Must not know what is stored.
-
 Source: CUDA driver API, unified memory: cuMemAllocManaged, cuMemAdvise, cuMemPrefetchAsync.
 """
 
@@ -36,25 +34,37 @@ MEMORY_TYPE = 2
 
 
 def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor of the CPU that kernels on `device`, a GPU, reach. Raises CapacityError."""
+    """Allocate a tensor of the CPU that kernels on a GPU reach, uninitialised.
+
+    Args:
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        device: The GPU.
+
+    Returns:
+        A tensor on the CPU.
+
+    Raises:
+        CapacityError: The memory cannot be shared with the GPU.
+    """
     size = math.prod(shape) * dtype.itemsize
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         torch.cuda.synchronize()  # the runtime makes a thread's context current, which the driver's calls need
-        found = _managed(size, index) if size and _shares(index) else None
-        found = _pinned(size) if found is None else found
-    return found.view(dtype).view(*shape)
+        memory = _managed(size, index) if size and _shares(index) else None
+        memory = _pinned(size) if memory is None else memory
+    return memory.view(dtype).view(*shape)
 
 
 def reachable(tensor: Tensor, device: torch.device) -> bool:
-    """Whether kernels on `device` can read and write `tensor`, which may lie in the host's memory."""
+    """Return whether kernels on `device` can read and write `tensor`, which may lie in the host's memory."""
     if tensor.device.type == device.type:
         return True
-    found = ctypes.c_uint()
+    kind = ctypes.c_uint()
     pointer = ctypes.c_uint64(tensor.data_ptr())
     return (
         device.type == "cuda"
-        and _driver().cuPointerGetAttribute(ctypes.byref(found), MEMORY_TYPE, pointer) == 0
+        and _driver().cuPointerGetAttribute(ctypes.byref(kind), MEMORY_TYPE, pointer) == 0
     )
 
 
@@ -71,8 +81,7 @@ def _shares(index: int) -> bool:
 
 
 def _managed(size: int, index: int) -> Tensor | None:
-    """Bytes that stay with the host, all of them there already: nothing is left to be found at the first access.
-    None where the driver gives none, or does not take the advice."""
+    """Allocate bytes that stay with the host; None where the driver gives none, or does not take the advice."""
     driver, pointer, length = _driver(), ctypes.c_uint64(), ctypes.c_size_t(size)
     if driver.cuMemAllocManaged(ctypes.byref(pointer), length, ATTACH_GLOBAL):
         return None
@@ -81,6 +90,7 @@ def _managed(size: int, index: int) -> Tensor | None:
     failed = (
         driver.cuMemAdvise(pointer, length, PREFERRED_LOCATION, HOST)
         or driver.cuMemAdvise(pointer, length, ACCESSED_BY, index)
+        # all pages are made present now, so that no access has to wait for one
         or driver.cuMemPrefetchAsync(pointer, length, HOST, None)
         or driver.cuStreamSynchronize(None)
     )
@@ -88,7 +98,7 @@ def _managed(size: int, index: int) -> Tensor | None:
 
 
 def _pinned(size: int) -> Tensor:
-    """Bytes of ordinary memory, locked. PyTorch's own pinned memory comes in powers of two."""
+    """Allocate ordinary memory, locked. PyTorch's own pinned memory comes in powers of two."""
     tensor = torch.empty(size, dtype=torch.uint8)
     if size:
         storage, runtime = tensor.untyped_storage(), torch.cuda.cudart()

@@ -37,12 +37,14 @@ class SDPA(AttentionBackend):
 
     def prepare(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
-    ) -> tuple[prefill.Block, ...] | None:
+    ) -> tuple[prefill.QueryBlock, ...] | None:
         """Cut the batch, unless a mask is needed."""
         cudnn = self.kind(q_THD, view, batch, params)
         if cudnn is None:
             return None
-        return prefill.cut(batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn)
+        return prefill.plan_blocks(
+            batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
+        )
 
     def forward(
         self,
@@ -50,7 +52,7 @@ class SDPA(AttentionBackend):
         view: KVView,
         batch: AttentionBatch,
         params: AttentionParams,
-        state: tuple[prefill.Block, ...] | None,
+        state: tuple[prefill.QueryBlock, ...] | None,
     ) -> Tensor:
         """Attend by the fused kernels where the batch was cut for them, else request by request."""
         if state is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
-from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.sparse_mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 TILE = 256
@@ -88,7 +88,7 @@ class TorchRef(AttentionBackend):
         """Attend rectangle by rectangle, in float32."""
         if params.topk_slots_TK is not None:
             latents = view.keys
-            return sparse.reference(
+            return sparse.sparse_mla_attention(
                 q_THD, latents.paged, latents.stream.rope, params.topk_slots_TK, params.scale
             )
         outputs = [_attend(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in state]

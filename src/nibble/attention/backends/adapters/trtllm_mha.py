@@ -20,9 +20,8 @@ from nibble.attention.backends.flashinfer import (
     WORKSPACE,
     import_flashinfer,
 )
-from nibble.attention.backends.trtllm_mha import DATACENTRE
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import Phase
+from nibble.attention.planner.support import BLACKWELL, Phase
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
@@ -125,7 +124,7 @@ class TrtllmMha(AttentionBackend):
 
 def _is_gen(x: Tensor) -> bool:
     """Return whether trtllm-gen serves here; XQA does elsewhere."""
-    return capability(x) in DATACENTRE
+    return capability(x) in BLACKWELL
 
 
 def _causal_mask(query_lens: tuple[int, ...]) -> Tensor:

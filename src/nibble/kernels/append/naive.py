@@ -1,0 +1,98 @@
+"""Appending new tokens of a layer to its pages by the book, in torch: transformed, encoded and stored.
+
+Shape suffixes: T tokens, P pages, H heads, S slots of a page, D values of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nibble.formats.base import raw
+from nibble.formats.transforms import Transform
+from nibble.kernels.types import Paged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Where a stream of one layer is stored, and what is done to it on the way."""
+
+    pages: Paged
+    transforms: tuple[Transform, ...] = ()
+    """Applied in order before the stream is encoded."""
+    mean_HD: Tensor | None = None
+    """What transforms that need a mean subtract."""
+
+
+class KVAppend(Protocol):
+    """Stores tokens of one layer. One is prepared per layer: what does not change from step to step is settled then."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph may hold it."""
+        ...
+
+    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+        """Store streams (name -> [T, H, D]) at slots, page * page_size + offset each; nothing where negative."""
+        ...
+
+
+class NaiveAppend:
+    """The definition. Streams that are alike are encoded in one go, which halves the calls."""
+
+    is_capturable = False
+
+    def __init__(self, targets: Mapping[str, Target], joint_scale: Tensor | None = None) -> None:
+        self._targets = targets
+        self._joint_scale = joint_scale
+        self._writers = {
+            name: tuple(map(_writer, target.pages.planes_PHS)) for name, target in targets.items()
+        }
+
+    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+        """Store streams; see KVAppend."""
+        if len(slot_mapping_T) and int(slot_mapping_T.min()) < 0:
+            stored_T = slot_mapping_T >= 0
+            streams = {name: x_THD[stored_T] for name, x_THD in streams.items()}
+            slot_mapping_T = slot_mapping_T[stored_T]
+        values = {name: _transformed(x_THD, self._targets[name]) for name, x_THD in streams.items()}
+        for name, planes in self._encoded(values):
+            for write, plane in zip(self._writers[name], planes, strict=True):
+                write(slot_mapping_T, raw(plane))
+
+    def _encoded(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        """Yield each stream's name with its planes."""
+        pages = [self._targets[name].pages for name in values]
+        if self._joint_scale is None:
+            for (name, x_THD), entry in zip(values.items(), pages, strict=True):
+                yield name, entry.format.encode(x_THD, entry.scale)
+            return
+        joint = pages[0].format.encode(torch.stack(tuple(values.values())), self._joint_scale)
+        for i, name in enumerate(values):
+            yield name, tuple(plane[i] for plane in joint)
+
+
+def _transformed(x_THD: Tensor, target: Target) -> Tensor:
+    for transform in target.transforms:
+        x_THD = transform.key(x_THD, target.mean_HD)
+    return x_THD
+
+
+def _writer(storage_PHS: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """Return what writes a plane: (slot_mapping_T, values [T, H, ...] as integers)."""
+    storage, size = raw(storage_PHS), storage_PHS.shape[2]
+
+    def to_rows(slot_mapping_T: Tensor, values: Tensor) -> None:
+        rows.index_copy_(0, slot_mapping_T, values)
+
+    def to_pages(slot_mapping_T: Tensor, values: Tensor) -> None:
+        storage[slot_mapping_T // size, :, slot_mapping_T % size] = values
+
+    if not (tokens := storage.transpose(1, 2)).is_contiguous():
+        return to_pages
+    rows = tokens.flatten(0, 1)
+    return to_rows

@@ -1,0 +1,153 @@
+// Partial results of decode.cu: how a warp leaves one, and how several are merged, in order.
+//
+// Needs decode_mma.cuh. A partial result is what one warp or block has of a (request, head): unnormalised O,
+// then maximum and sum of each column, as exponents of 2. O is stored as the fragments lie, four dims of a
+// lane at a time: [column / 8][column % 2][quad][lane][4].
+//
+// A short context takes as long as its chain of latencies, and fetching instructions is one of them: the code
+// is compact.
+
+constexpr int QUADS = D / 32;                     // of a lane: four neighbouring dims each
+constexpr int QUADS_PER_LANE = (QUADS + 3) / 4;   // where a warp merges one column
+constexpr int PARTIALS_AT_ONCE = 8 / QUADS_PER_LANE;
+constexpr int PARTIAL_O_BYTES = COLUMNS * D * 4;
+constexpr int PARTIAL_BYTES = PARTIAL_O_BYTES + 8 * COLUMNS;
+
+DEVICE float4* partial_quad(u8* partial, int n, int e, int i, int lane) {
+  return (float4*)partial + ((2 * n + e) * QUADS + i) * 32 + lane;
+}
+
+// Maximum and sum of a column.
+DEVICE float2* partial_stats(u8* partial, int column) {
+  return (float2*)(partial + PARTIAL_O_BYTES) + column;
+}
+
+// `count` partial results in shared or global memory, `stride` bytes apart, except that number `odd` is
+// `odd_one`.
+struct Partials {
+  u8 *first, *odd_one;
+  int stride, odd, count;
+
+  DEVICE u8* operator[](int k) const { return k == odd ? odd_one : first + k * stride; }
+};
+
+// Volatile loads go past the L1 cache, which does not know what other blocks write.
+DEVICE float4 load_uncached(const float4* p) {
+  float4 x;
+  asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3},[%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  return x;
+}
+
+DEVICE float2 load_uncached(const float2* p) {
+  float2 x;
+  asm volatile("ld.volatile.v2.f32 {%0,%1},[%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
+  return x;
+}
+
+struct Output {
+  u16* out;
+  const float *v_scale, *sinks;
+  int v_scale_stride, group_size, kv_heads;
+
+  // The factor that normalises a column.
+  DEVICE float normalizer(int head, int column, float m, float l) const {
+    if (sinks) l += ex2(sinks[head * group_size + column % group_size] * LOG2E - m);
+    // Not an IEEE division, which would be many instructions more to fetch.
+    return l > 0 ? __fdividef(v_scale[head * v_scale_stride] * decode_factor(VF, false), l) : 0.f;
+  }
+
+  DEVICE u16* row(int first_row, int head, int column) const {
+    u64 query_head = (u64)(first_row + column / group_size) * kv_heads * group_size + head * group_size;
+    return out + (query_head + column % group_size) * D;
+  }
+};
+
+// Store what a warp has of a (request, head): to the output if that is all of it, else as a partial result.
+DEVICE void store_accumulator(Accumulator& acc, u8* partial, bool is_all, Output output, int first_row,
+                              int head, int columns, int lane) {
+  const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+  for (int n = 0; n < COLUMN_GROUPS; n++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      float sum = acc.l[n][e];
+#pragma unroll
+      for (int x = 4; x < 32; x <<= 1) sum += __shfl_xor_sync(ALL_LANES, sum, x);
+      const int column = 8 * n + 2 * c + e;
+      if (column >= columns) continue;
+      if (is_all) {
+        const float f = output.normalizer(head, column, acc.m[n][e], sum);
+        u32* out = (u32*)(output.row(first_row, head, column) + g * (D / 8));
+#pragma unroll
+        for (int t = 0; t < D / 16; t += 2) {
+          *(uint2*)(out + t) = make_uint2(pack_output(acc.o[n][t][e] * f, acc.o[n][t][e + 2] * f),
+                                          pack_output(acc.o[n][t + 1][e] * f, acc.o[n][t + 1][e + 2] * f));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < QUADS; i++) {
+          *partial_quad(partial, n, e, i, lane) = make_float4(
+              acc.o[n][2 * i][e], acc.o[n][2 * i][e + 2], acc.o[n][2 * i + 1][e], acc.o[n][2 * i + 1][e + 2]);
+        }
+        if (g == 0) *partial_stats(partial, column) = make_float2(acc.m[n][e], sum);
+      }
+    }
+  }
+}
+
+// Merge one column of partial results, in their order, by one warp: into the partial result `to`, or, if that
+// is null, into the output.
+DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, int head, int column,
+                           int lane) {
+  const int n = column / 8, e = column % 2, fragment = lane % 8 * 4 + column % 8 / 2;
+  float m = LOWEST, l = 0;
+  float4 o[QUADS_PER_LANE] = {};
+#pragma unroll 1
+  for (int k0 = 0; k0 < from.count; k0 += PARTIALS_AT_ONCE) {
+    // --- load: all, before the first is used
+    float2 stats[PARTIALS_AT_ONCE];
+    float4 x[PARTIALS_AT_ONCE][QUADS_PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PARTIALS_AT_ONCE; j++) {
+      u8* partial = from[k0 + j];
+      const bool exists = k0 + j < from.count;
+      stats[j] = exists ? load_uncached(partial_stats(partial, column)) : make_float2(LOWEST, 0);
+#pragma unroll
+      for (int i = 0; i < QUADS_PER_LANE; i++) {
+        const int quad = lane / 8 + 4 * i;
+        x[j][i] = exists && quad < QUADS ? load_uncached(partial_quad(partial, n, e, quad, fragment))
+                                         : make_float4(0, 0, 0, 0);
+      }
+    }
+    // --- accumulate
+#pragma unroll
+    for (int j = 0; j < PARTIALS_AT_ONCE; j++) {
+      const float top = fmaxf(m, stats[j].x), rescale = ex2(m - top), weight = ex2(stats[j].x - top);
+      m = top;
+      l = l * rescale + stats[j].y * weight;
+#pragma unroll
+      for (int i = 0; i < QUADS_PER_LANE; i++) {
+        float4 &a = o[i], b = x[j][i];
+        a.x = a.x * rescale + b.x * weight;
+        a.y = a.y * rescale + b.y * weight;
+        a.z = a.z * rescale + b.z * weight;
+        a.w = a.w * rescale + b.w * weight;
+      }
+    }
+  }
+  // --- store
+  const float f = to ? 1.f : output.normalizer(head, column, m, l);
+#pragma unroll
+  for (int i = 0; i < QUADS_PER_LANE; i++) {
+    const int quad = lane / 8 + 4 * i;
+    if (quad >= QUADS) break;
+    if (to) {
+      *partial_quad(to, n, e, quad, fragment) = o[i];
+    } else {
+      *(uint2*)(output.row(first_row, head, column) + lane % 8 * (D / 8) + 4 * quad) =
+          make_uint2(pack_output(o[i].x * f, o[i].y * f), pack_output(o[i].z * f, o[i].w * f));
+    }
+  }
+  if (to && lane == 0) *partial_stats(to, column) = make_float2(m, l);
+}

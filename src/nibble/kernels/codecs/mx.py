@@ -1,0 +1,95 @@
+"""Codec of MXFP4 and FP4 with blocks of 16: E2M1 values, and a power of two (E8M0) for each block of them.
+
+Shape suffixes: R rows, D values of a row, B blocks of a row, S values of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.runtime import JITFunction
+
+from nibble.kernels.codecs.base import Codec, CudaFormat, Decoder, LatentDecoder, RowEncoder
+from nibble.kernels.codecs.small_floats import (
+    INF_BITS,
+    MAX_E2M1,
+    bits_of,
+    float_of,
+    magnitude,
+    pack_e2m1,
+    round_bits,
+    to_blocks,
+    to_rows,
+    unpack_e2m1,
+)
+
+NAN_E8M0 = tl.constexpr(255)
+MAX_E8M0 = tl.constexpr(252)  # 2^125: times 6, the largest product that float32 holds
+
+
+@triton.jit
+def _encode(x_RBS, amax, stored, TIES_AWAY: tl.constexpr):
+    """Encode blocks, given the bits of their largest magnitude and the E8M0 codes of their scales."""
+    stored = tl.minimum(tl.maximum(stored, 0), MAX_E8M0)
+    scaled = to_rows(x_RBS * float_of((254 - stored) << 23))  # times the power of two that undoes the scale
+    bits = magnitude(scaled)
+    if TIES_AWAY:
+        bits |= 1  # what lies midway is above it now; all else stays on its side
+    _, code = round_bits(bits, MAX_E2M1, 1, 0)
+    stored = tl.where(amax > INF_BITS, NAN_E8M0, stored)
+    return pack_e2m1(code | tl.where(scaled < 0, 8, 0)), to_rows(stored).to(tl.uint8)
+
+
+@triton.jit
+def _finite(amax):
+    """Return bits of a block's largest magnitude, with NaN as zero and infinity as the largest finite value."""
+    return tl.minimum(tl.where(amax > INF_BITS, 0, amax), INF_BITS - 1)
+
+
+@triton.jit
+def encode_mxfp4(x_RD, scale_R1):
+    """Encode rows in blocks of 32; a scale is the largest power of two within amax / 4."""
+    x_RBS = to_blocks(x_RD, 32)
+    amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
+    return _encode(x_RBS, amax, (_finite(amax) >> 23) - 2, False)
+
+
+@triton.jit
+def encode_fp4_mx16(x_RD, scale_R1):
+    """Encode rows in blocks of 16; scales are amax / 6, rounded up to a power of two."""
+    x_RBS = to_blocks(x_RD, 16)
+    amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
+    largest = float_of(_finite(amax))
+    ideal = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)), 1e-10)
+    return _encode(x_RBS, amax, (bits_of(ideal) + 0x7FFFFF) >> 23, True)
+
+
+@triton.jit
+def decode(items, scale, DTYPE: tl.constexpr):
+    """Decode words of four E2M1 values, times their block scales."""
+    a, b, c, d = unpack_e2m1(items, scale, True)
+    return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+
+
+@triton.jit
+def e8m0_scale(codes, DTYPE: tl.constexpr):
+    """Decode powers of two; 0 is 2^-127, 255 is NaN."""
+    bits = codes.to(tl.int32) << 23
+    bits = tl.where(codes == 0, 1 << 22, tl.where(codes == 255, 0x7FC00000, bits))
+    scale = bits.to(tl.float32, bitcast=True)
+    if tl.bfloat16 == DTYPE:  # float16 has no room for unpack_e2m1's factor, so for it they stay in float32
+        scale = scale.to(tl.bfloat16)
+    return scale
+
+
+def _codec(encode: JITFunction, block: int, cuda: str) -> Codec:
+    decoder = Decoder(decode, e8m0_scale, parts=4, block=block)
+    return Codec(
+        encode, decoder, RowEncoder(encode, block), LatentDecoder(decoder), cuda=CudaFormat(cuda, 4, block)
+    )
+
+
+CODECS = {
+    "mxfp4": _codec(encode_mxfp4, 32, "MXFP4"),
+    "fp4_mx16": _codec(encode_fp4_mx16, 16, "FP4_MX16"),
+}

@@ -1,0 +1,143 @@
+"""The arithmetic of 4- and 8-bit floats that codecs share: rounding to them, and unpacking words of them.
+
+Comparisons are made on the bits of magnitudes, as integers: they have the order of the values, with NaN above
+infinity, on every machine. Divisions are IEEE's.
+
+Shape suffixes: R rows, D values of a row, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nibble.kernels.codecs.ptx import e2m1_ptx, fp8_ptx
+
+ABS_MASK = tl.constexpr(0x7FFFFFFF)
+INF_BITS = tl.constexpr(0x7F800000)  # also the bits of the exponent
+MAX_E2M1 = tl.constexpr(0x40C00000)  # 6.0
+MAX_E4M3 = tl.constexpr(0x43E00000)  # 448.0
+MAX_E5M2 = tl.constexpr(0x47600000)  # 57344.0
+NAN_FP8 = tl.constexpr(0x7F)
+TWO_126 = tl.constexpr(2.0**126)
+HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+"""The interpreter has no PTX: there the same bits are moved by plain operations."""
+
+
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bits_of(x):
+    """Return the bits of float32 values as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """Return int32 bits as float32 values."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):
+    """Return the bits of |x|."""
+    return bits_of(x) & ABS_MASK
+
+
+@triton.jit
+def round_bits(bits, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+    """Round magnitudes to a small float; ties to even, NaN to LARGEST.
+
+    Args:
+        bits: Bits of float32 magnitudes.
+        LARGEST: Bits of the value at which the small float saturates.
+        MANTISSA: Bits of its mantissa.
+        LOWEST: Its smallest exponent, below which it is subnormal.
+
+    Returns:
+        The rounded values in float32, and their codes.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    MORE: tl.constexpr = -((127 + SHIFT + LOWEST) << MANTISSA) % 128
+    bits = tl.minimum(bits, LARGEST)
+    # A power of two that is 2^SHIFT times the value's own leaves no bits behind the last of the mantissa, so adding it
+    # rounds. Some more steps (MORE) are added with it, so that step count and exponent sum up to the code: an even
+    # number of them, which leaves ties as they are.
+    lift = float_of(tl.maximum(bits, (127 + LOWEST) << 23) & INF_BITS) * ((1 << SHIFT) + (MORE >> MANTISSA))
+    lifted = float_of(bits) + lift
+    # what now stands in the low bits counts steps, and the exponent says how large they are
+    code = bits_of(lifted) + (bits_of(lifted) >> SHIFT)
+    return lifted - lift, code & 0x7F
+
+
+@triton.jit
+def to_blocks(x_RD, SIZE: tl.constexpr):
+    """Reshape [R, D] -> [R, B, SIZE]."""
+    return tl.reshape(x_RD, [x_RD.shape[0], x_RD.shape[1] // SIZE, SIZE])
+
+
+@triton.jit
+def to_rows(x):
+    """Reshape [R, B, 1] -> [R, B], and [R, B, SIZE] -> [R, D]."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2]])
+
+
+@triton.jit
+def pack_e2m1(codes_RD):
+    """Pack 4-bit codes, two to a byte, the even index in the low half."""
+    even, odd = tl.split(to_blocks(codes_RD, 2))
+    return (even + odd * 16).to(tl.uint8)
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def e4m3_to_fp16(codes):
+    """Convert int16 codes of E4M3 to float16 values times 2^-8."""
+    bits = (codes & 0x7F) << 7
+    bits |= (bits + 0x80) & 0x4000  # a NaN's magnitude carries into the exponent's top bit
+    return (bits | (codes & 0x80) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _unpack_e2m1(items, scale, PART: tl.constexpr, WIDE: tl.constexpr):
+    """Unpack codes PART of words, times their scales, in the scales' dtype.
+
+    In float16 they are times 2^-14 too, in bfloat16 times 2^-126 if not WIDE.
+    """
+    # The three bits of a magnitude are the lowest of an exponent and the highest of a mantissa: shifted there they are
+    # the value, subnormals included, but for the bias of the exponent.
+    if HAS_PTX and scale.dtype != tl.float32:
+        PTX: tl.constexpr = e2m1_ptx(PART, scale.dtype == tl.float16, WIDE)
+        values = tl.inline_asm_elementwise(PTX, "=r,r,r", [items, scale], scale.dtype, is_pure=True, pack=2)
+    elif scale.dtype == tl.float16:
+        codes = items >> 4 * PART
+        values = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.float16, bitcast=True) * scale
+    else:
+        codes = items.to(tl.int32) >> 4 * PART
+        values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * TWO_126 * scale
+    return values
+
+
+@triton.jit
+def unpack_e2m1(items, scale, WIDE: tl.constexpr):
+    """Unpack the four E2M1 values of each word, times their scales and a power of two (see _unpack_e2m1)."""
+    a, b = _unpack_e2m1(items, scale, 0, WIDE), _unpack_e2m1(items, scale, 1, WIDE)
+    return a, b, _unpack_e2m1(items, scale, 2, WIDE), _unpack_e2m1(items, scale, 3, WIDE)
+
+
+@triton.jit
+def unpack_fp8(items, PART: tl.constexpr, DTYPE: tl.constexpr, EXPONENT: tl.constexpr):
+    """Unpack FP8 values with so many bits of exponent, from byte PART of words; E4M3 times 2^-8."""
+    if HAS_PTX:
+        IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+        PTX: tl.constexpr = fp8_ptx(PART, EXPONENT, not IS_BF16)
+        bits = tl.inline_asm_elementwise(PTX, "=r,r", [items], tl.int16, is_pure=True, pack=2)
+        values = bits.to(tl.bfloat16 if IS_BF16 else tl.float16, bitcast=True)
+    elif EXPONENT == 4:
+        values = e4m3_to_fp16(items >> 8 * PART)
+    else:
+        values = (items << 8 - 8 * PART & -256).to(tl.float16, bitcast=True)  # the upper half of a float16
+    return values.to(DTYPE)
