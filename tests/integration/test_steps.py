@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nibble.engine.page_tables import PageTables
 
 from nibble import LLM, CapacityError
 from nibble.attention.planner.capture import graph_sizes
@@ -16,7 +17,6 @@ from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MI
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms

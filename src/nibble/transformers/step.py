@@ -76,7 +76,7 @@ def pack(
         ids_BQ.reshape(-1)[at_T],
         torch.cat(stored).to(device) if positions_BQ is None else positions_BQ.reshape(-1)[at_T],
         kept_BC[kept_BC >= 0].to(device),
-        AttentionMetadata(torch.cat(slots).to(device), _segments(rows, order, phases, counts, device)),
+        AttentionMetadata(torch.cat(slots).to(device), _batches(rows, order, phases, counts, device)),
         kept_BC,
     )
 
@@ -93,17 +93,17 @@ def _inverse(places_T: Tensor, size: int) -> Tensor:
     return found
 
 
-def _segments(
+def _batches(
     rows: Sequence[Row],
     order: Sequence[int],
     phases: Sequence[Phase],
     counts: Sequence[int],
     device: torch.device,
 ) -> tuple[AttentionBatch, ...]:
-    segments: list[AttentionBatch] = []
+    batches: list[AttentionBatch] = []
     for phase, part in groupby(order, key=lambda i: phases[i]):
         found = tuple(part)
-        start = segments[-1].stop if segments else 0
+        start = batches[-1].stop if batches else 0
         pages = [rows[i].pages for i in found]
         width = max(map(len, pages))
         stride = -(-width // ALIGNED) * ALIGNED
@@ -113,5 +113,5 @@ def _segments(
             [counts[i] for i in found],
             [rows[i].num_stored_tokens + counts[i] for i in found],
         )
-        segments.append(AttentionBatch.from_lens(phase, start, query_lens, seq_lens, page_table_BN))
-    return tuple(segments)
+        batches.append(AttentionBatch.from_lens(phase, start, query_lens, seq_lens, page_table_BN))
+    return tuple(batches)
