@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nibble.engine.page_tables import PageTables
 
 from nibble import LLM, CapacityError
 from nibble.attention.planner.capture import graph_sizes

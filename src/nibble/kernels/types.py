@@ -95,8 +95,10 @@ class AttentionMetadata:
     """Where the new tokens of a step are stored, and its requests by phase."""
 
     slot_mapping_T: Tensor
-    """int64: page * page_size + offset of every new token, negative where nothing is stored, which only steps for a CUDA
-    graph have. Rows behind the last batch are padding."""
+    """int64: page * page_size + offset of every new token. Rows behind the last batch are padding.
+
+    Negative where nothing is stored, which only steps for a CUDA graph have.
+    """
     batches: tuple[AttentionBatch, ...]
     frame_slot_mapping_T: Tensor | None = None
     """With a host tier: slots of the frames in which those pages lie, for the streams that attention reads."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nibble.attention.backends.adapters.flex_attention import BLOCK, PACKED, _block_mask, _options, _whole
+from nibble.attention.backends.adapters.flex_attention import BLOCK, PACKED, _block_mask, _options, _round_up
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 700), st.integers(1, 300)).map(lambda pair: (pair[0] + pair[1], pair[1])),
@@ -22,7 +22,7 @@ def test_every_key_that_is_seen_lies_in_a_listed_block_and_no_other_block_is_lis
     requests: list[tuple[int, int]], window: int | None
 ) -> None:
     lens_B, counts_B = (torch.tensor(values) for values in zip(*requests, strict=True))
-    most, length = int(counts_B.max()), _whole(int(lens_B.max()))
+    most, length = int(counts_B.max()), _round_up(int(lens_B.max()))
     mask = _block_mask(lens_B, lens_B - counts_B, most, length, window)
     assert mask.mask_mod and mask.seq_lengths == (most, length)
     query, key = torch.arange(most)[:, None], torch.arange(length)

@@ -1,18 +1,17 @@
-"""Call Nibble's own decode kernel in CUDA C++ (kernels/attention/decode.cu)."""
+"""Call Nibble's own decode kernel in CUDA C++ (kernels/attention/decode.cu).
+
+Shape suffixes: T tokens, H query heads, D values of a head.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.view import KVView
 from nibble.errors import BackendError
+from nibble.kernels.attention.cuda import COLUMNS, Decode
 from nibble.kernels.types import AttentionBatch, AttentionParams
-
-if TYPE_CHECKING:
-    from nibble.kernels.attention.cuda import Decode
 
 
 class Cuda(AttentionBackend):
@@ -24,8 +23,7 @@ class Cuda(AttentionBackend):
     def forward(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
-        from nibble.kernels.attention.cuda import COLUMNS, Decode
-
+        """Call the kernel over pages in their own bytes."""
         if self._decode is None:
             self._decode = Decode(q_THD.device)
         k, v = view.streams["k"], view.streams["v"]

@@ -22,9 +22,9 @@ from nibble.attention.backends.cutlass_mla import HEADS, WORKSPACE
 from nibble.attention.backends.flashinfer import PACKAGE, import_flashinfer
 from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 
 SCALE = 1 / math.sqrt(128 + 64)
 """DeepSeek's scale of scores, which is built into the kernel."""

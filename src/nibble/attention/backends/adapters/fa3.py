@@ -1,13 +1,7 @@
 """Call FlashAttention 3.
 
-A page that holds a whole tile of keys may be fetched whole, rows beyond a request's end with it, and a NaN that lies
-there gets into the sum of values. So the kernels are told of pages that are no multiple of a tile, which are read row
-by row: a larger page is several of those, one behind the other. A tile is of 64 keys for MLA and for windows over heads
-of 256 values, and of 80 to 192 otherwise.
-
-Attention sinks join by the log-sum-exp that the kernel returns, which is exact: not all packages take them, nor all
-numbers of heads. Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests
-without tokens are zeros, as the kernel leaves them.
+Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests without tokens are
+zeros, as the kernel leaves them.
 
 Shape suffixes: T tokens, H query heads, D values of a head, P pages, S slots of a page, G KV heads, B requests, N pages
 of a request.
@@ -87,13 +81,17 @@ class FA3(AttentionBackend):
         if params.sinks_H is None:
             return output
         out_THD, lse_HT, *_ = output
-        # The sink takes its share of the softmax's sum: exp(lse) of exp(lse) + exp(sink) is left.
+        # Not all packages take sinks, nor all numbers of heads. This is exact: the sink takes its share of the
+        # softmax's sum, and exp(lse) of exp(lse) + exp(sink) is left.
         share_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
         return (out_THD * share_TH[..., None]).to(out_THD.dtype)
 
 
 def split_pages(view: KVView) -> int:
     """Return how many pages the kernels see in one of the pool's, so that none is a multiple of a tile."""
+    # A page that holds a whole tile of keys may be fetched whole, rows beyond a request's end with it, and a NaN that
+    # lies there gets into the sum of values. Other pages are read row by row. A tile is of 64 keys for MLA and for
+    # windows over heads of 256 values, and of 80 to 192 otherwise.
     dim = max(entry.planes[0].shape[-1] for entry in view.streams.values())
     return _splits(view.page_size, dim)
 

@@ -27,6 +27,7 @@ class FA4(AttentionBackend):
     def forward(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
+        """Call the package's function; a latent is key and value in one."""
         options: dict[str, Any] = {
             "cu_seqlens_q": batch.cu_seqlens_q_B1,
             "max_seqlen_q": max(batch.query_lens),
@@ -36,9 +37,8 @@ class FA4(AttentionBackend):
             "softmax_scale": params.scale,
             "causal": True,
             "window_size": (None, None) if params.window is None else (params.window - 1, 0),
-            "learnable_sink": None
-            if params.sinks_H is None
-            else params.sinks_H.bfloat16(),  # they take no other
+            # The package takes no other dtype.
+            "learnable_sink": None if params.sinks_H is None else params.sinks_H.bfloat16(),
             "softcap": params.softcap or 0.0,
         }
         if LATENT in view.streams:

@@ -23,10 +23,9 @@ from nibble.attention.backends.adapters.vendor import Scales, Workspace, capabil
 from nibble.attention.backends.flashinfer import COPIES, PACKAGE, WORKSPACE, import_flashinfer
 from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView, StreamView
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from nibble.model_spec import LATENT
+from nibble.model_spec import LATENT, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +221,16 @@ def _plan_heads(wrapper: Any, state: _State) -> None:
     )
 
 
-def _pages(batch: AttentionBatch, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: where each request's pages begin, with the end of the last [B + 1]; the pages of all requests [P]; and how
-    much the last page of each holds [B]. Lengths are on the host, where plans are made; pages stay on the device.
+def _pages(batch: AttentionBatch, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a batch's pages as the package's plans take them, all int32.
+
+    Returns:
+        Where each request's pages begin, with the end of the last [B + 1], on the host, where plans are made; the pages
+        of all requests [P], on the device; tokens in the last page of each [B], on the host.
     """
-    counts = [-(-length // size) for length in batch.seq_lens]
+    counts = [-(-length // page_size) for length in batch.seq_lens]
     indptr = torch.tensor(tuple(accumulate(counts, initial=0)), dtype=torch.int32)
-    last_B = torch.tensor([(length - 1) % size + 1 for length in batch.seq_lens], dtype=torch.int32)
+    last_B = torch.tensor([(length - 1) % page_size + 1 for length in batch.seq_lens], dtype=torch.int32)
     total, device = int(indptr[-1]), batch.page_table_BN.device
     counts_B = torch.tensor(counts, device=device)
     owners_P = torch.repeat_interleave(counts_B, output_size=total)

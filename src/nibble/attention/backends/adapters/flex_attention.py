@@ -1,4 +1,4 @@
-"""flex_attention: torch's FlexAttention over gathered pages. On a GPU compiled, on a CPU as torch interprets it.
+"""Call torch's FlexAttention over gathered pages. On a GPU compiled, on a CPU as torch interprets it.
 
 Windows are blocks of keys that are left out, and a mask within those that are not; caps are an expression; a sink
 scales the result by what the sum of the softmax becomes with it. Which blocks of keys a block of queries sees is worked
@@ -41,7 +41,7 @@ VARIANTS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Requests that are computed together. taken_T: rows of the part's tokens in [B * n]; None where those are all."""
+    """Requests that are computed together."""
 
     rows: slice
     page_table_BN: Tensor
@@ -49,7 +49,8 @@ class _Part:
     counts: tuple[int, ...]
     most: int
     length: int
-    taken_T: Tensor | None
+    row_T: Tensor | None
+    """Rows of the part's tokens in [B * n]; None where those are all."""
     mask: BlockMask
 
 
@@ -86,9 +87,9 @@ class Flex(AttentionBackend):
 
 
 def _parts(batch: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:
-    """Neighbours that fit into MAX_STAGED_TOKENS padded stored tokens; prompts of more than a block alone."""
+    """Yield neighbours that fit into MAX_STAGED_TOKENS padded stored tokens, and prompts of more than a block alone."""
     row, first = 0, 0
-    step = max(1, MAX_STAGED_TOKENS // _whole(max(batch.seq_lens)))
+    step = max(1, MAX_STAGED_TOKENS // _round_up(max(batch.seq_lens)))
     alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(batch.query_lens)]
     for _, group in groupby(alone):
         last = first + len(tuple(group))
@@ -106,11 +107,11 @@ def _part(
     page: int,
     window: int | None,
 ) -> _Part:
-    most, length = max(counts), _whole(max(lens))
+    most, length = max(counts), _round_up(max(lens))
     device = batch.page_table_BN.device
-    taken = None
+    row_T = None
     if min(counts) < most:
-        taken = torch.cat([torch.arange(i * most, i * most + count) for i, count in enumerate(counts)]).to(
+        row_T = torch.cat([torch.arange(i * most, i * most + count) for i, count in enumerate(counts)]).to(
             device
         )
     lens_B, counts_B = (torch.tensor(values, device=device) for values in (lens, counts))
@@ -121,26 +122,35 @@ def _part(
         counts,
         most,
         length,
-        taken,
+        row_T,
         _block_mask(lens_B, lens_B - counts_B, most, length, window),
     )
 
 
-def _whole(length: int) -> int:
+def _round_up(length: int) -> int:
+    """Return a multiple of BLOCK."""
     return -(-length // BLOCK) * BLOCK
 
 
 def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window: int | None) -> BlockMask:
-    """What queries see. before_B: tokens stored before the first query, which is token before_B itself."""
+    """Return which blocks of keys each block of queries sees, and the mask within those.
+
+    Args:
+        lens_B: stored tokens of each request.
+        before_B: those of them before the first query, which is token before_B itself.
+        most: queries of a request, with padding.
+        length: stored tokens of a request, with padding.
+        window: tokens that a query sees, if not all.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= before_B[b] + q) & (kv < lens_B[b])
 
     reach = length + most if window is None else window
 
-    def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return seen(b, h, q, kv) & (kv > before_B[b] + q - reach)
+    def windowed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return causal(b, h, q, kv) & (kv > before_B[b] + q - reach)
 
     device, blocks = lens_B.device, -(-length // BLOCK)
     first_Q = torch.arange(0, most, BLOCK, device=device)
@@ -155,20 +165,20 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
         counts_BQ[:, None].int(),
         indices_BQK[:, None].int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=seen if window is None else near,
+        mask_mod=causal if window is None else windowed,
         seq_lengths=(most, length),
         compute_q_blocks=False,  # which gradients are for
     )
 
 
 def _attend(q_THD: Tensor, view: KVView, part: _Part, params: AttentionParams) -> Tensor:
-    k_BGLD, v_BGLD = (_gathered(view, name, part, q_THD.dtype) for name in "kv")
-    q_BnHD = _padded(q_THD, part)
-    found: Any = _kernel(q_THD.is_cuda)(
+    k_BGLD, v_BGLD = (_gather(view, name, part, q_THD.dtype) for name in "kv")
+    q_BnHD = _pad_queries(q_THD, part)
+    output: Any = _kernel(q_THD.is_cuda)(
         q_BnHD.transpose(1, 2),
         k_BGLD,
         v_BGLD,
-        score_mod=_capped(params.softcap) if params.softcap else None,
+        score_mod=_score_mod(params.softcap) if params.softcap else None,
         block_mask=part.mask,
         scale=params.scale,
         enable_gqa=True,
@@ -176,41 +186,43 @@ def _attend(q_THD: Tensor, view: KVView, part: _Part, params: AttentionParams) -
         kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
     )
     if params.sinks_H is not None:
-        out_BHnD, lse_BHn = found
-        found = _with_sinks(out_BHnD, lse_BHn, params.sinks_H)
-    out_THD = found.transpose(1, 2).flatten(0, 1)
-    return out_THD if part.taken_T is None else out_THD[part.taken_T]
+        out_BHnD, lse_BHn = output
+        output = _with_sinks(out_BHnD, lse_BHn, params.sinks_H)
+    out_THD = output.transpose(1, 2).flatten(0, 1)
+    return out_THD if part.row_T is None else out_THD[part.row_T]
 
 
 def _options(rows: int) -> dict[str, bool]:
-    """rows: of the queries, to a KV head. Torch goes by tokens alone, and decodes where a prompt has less than 128."""
+    """Return kernel options for so many query rows of a KV head."""
+    # Torch looks at tokens alone, and takes its kernel for decoding where a prompt has less than 128.
     return {"FORCE_USE_FLEX_ATTENTION": True} if rows > PACKED else {}
 
 
 def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
-    """The softmax's sum grows by the sinks' weights."""
+    """Add the sinks' weights to the softmax's sum."""
     share_BHn = torch.sigmoid(lse_BHn - sinks_H.float()[:, None])
     return (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
 
 
-def _gathered(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
-    """[B, G, L, D], zeros behind each request's tokens: a masked NaN would still reach the result."""
+def _gather(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
+    """Return [B, G, L, D], with zeros behind each request's tokens."""
     values_BLGD = view.streams[name].dequantize(part.page_table_BN, dtype)[:, : part.length]
     values_BLGD = F.pad(values_BLGD, (0, 0, 0, 0, 0, part.length - values_BLGD.shape[1]))
     behind_BL = torch.arange(part.length, device=part.lens_B.device) >= part.lens_B[:, None]
+    # A NaN that lies there would reach the result although it is masked.
     return values_BLGD.masked_fill(behind_BL[..., None, None], 0.0).transpose(1, 2)
 
 
-def _padded(q_THD: Tensor, part: _Part) -> Tensor:
-    if part.taken_T is None:
+def _pad_queries(q_THD: Tensor, part: _Part) -> Tensor:
+    if part.row_T is None:
         return q_THD.unflatten(0, (len(part.counts), part.most))
     q_SHD = q_THD.new_zeros(len(part.counts) * part.most, *q_THD.shape[1:])
-    return q_SHD.index_copy_(0, part.taken_T, q_THD).unflatten(0, (-1, part.most))
+    return q_SHD.index_copy_(0, part.row_T, q_THD).unflatten(0, (-1, part.most))
 
 
 @cache
-def _capped(cap: float) -> Callable[..., Tensor]:
-    """One function for each cap, so that it is compiled once."""
+def _score_mod(cap: float) -> Callable[..., Tensor]:
+    """Return a function of the scores: one for each cap, so that it is compiled once."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)

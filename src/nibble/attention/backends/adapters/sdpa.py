@@ -1,4 +1,4 @@
-"""sdpa: the attention that torch brings. On a GPU its fused kernels, for new tokens over a prefix in any format.
+"""Call the attention that torch brings: on a GPU its fused kernels, for new tokens over a prefix in any format.
 
 Elsewhere, and where a window asks for a mask, torch.nn.functional.scaled_dot_product_attention request by request; for
 that quantised pages are staged (attention/dequantize.py). No score capping and no sinks: torch's functions have
@@ -63,14 +63,14 @@ class SDPA(AttentionBackend):
 
 
 def _has_cudnn(q_THD: Tensor) -> bool:
-    """Whether cuDNN's kernel is the faster one here: on data centre GPUs since Hopper."""
+    """Return whether cuDNN's kernel is the faster one here: on data centre GPUs since Hopper."""
     major, _ = torch.cuda.get_device_capability(q_THD.device)
     return major in {9, 10} and q_THD.shape[2] <= CUDNN_DIM and torch.backends.cudnn.is_available()
 
 
 def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
-    """Request by request, with a mask."""
-    pieces = []
+    """Attend request by request, with a mask."""
+    outputs = []
     for i, q_nHD in enumerate(q_THD.split(batch.query_lens)):
         length = batch.seq_lens[i]
         pages = batch.page_table_BN[i : i + 1, : -(-length // view.page_size)]
@@ -85,13 +85,13 @@ def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: Attentio
             scale=params.scale,
             enable_gqa=True,
         )[0]
-        pieces.append(out_HnD.transpose(0, 1))
-    return torch.cat(pieces)
+        outputs.append(out_HnD.transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _mask(n: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [n, L]: which stored tokens each new token sees."""
+    """Return bool [n, L]: which stored tokens each new token sees."""
     query = torch.arange(length - n, length, device=device)[:, None]
     key = torch.arange(length, device=device)
-    seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)

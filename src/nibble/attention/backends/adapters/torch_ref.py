@@ -1,6 +1,6 @@
-"""torch_ref: the definition of attention over a paged cache, in plain torch, for every format and phase.
+"""Define attention over a paged cache, in plain torch, for every format and phase.
 
-Reads pages in their own format, a bounded span at a time, and dequantises them as it goes. All arithmetic is
+It reads pages in their own format, a bounded span at a time, and dequantises them as it goes. All arithmetic is
 float32. An answer must not depend on who else is in the batch, nor on how a prompt was cut, so a query's result is
 made of tiles at fixed key positions, each with its own softmax, folded in order: a tile that a query cannot see adds
 an exact zero, and the shapes of the products do not change with the batch.
@@ -25,30 +25,33 @@ from nibble.kernels.types import AttentionBatch, AttentionParams
 
 TILE = 256
 SPAN_VALUES = 1 << 18
-"""Bound on the dequantised values of one stream at a time: what stays in a core's cache."""
+"""Most dequantised values of one stream at a time: what stays in a core's cache."""
 SCORES = 1 << 24
-"""Bound on the scores held at a time."""
+"""Most scores at a time."""
 BATCHED = 8
 """Requests with up to so many new tokens are computed together; longer prompts one by one."""
 
 
-def padded(rows: int) -> int:
-    """Rows of a matrix product: with fewer, the sum of a row may have another order, and depend on the batch."""
+def _pad_rows(rows: int) -> int:
+    """Return the rows of a matrix product that holds `rows`."""
+    # With fewer, the sum of a row may be added in another order, and would depend on the batch.
     return rows if rows >= 8 else 4 if rows <= 4 else 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Keys [start, start + tiles * TILE), of which request b has counts[b]. hidden: bool [B, 1, t, R, K]."""
+    """Keys [start, start + tiles * TILE)."""
 
     start: int
     counts: tuple[int, ...]
+    """How many of them each request has."""
     hidden: Tensor
+    """bool [B, 1, t, R, K]: which keys each query does not see."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rectangle:
-    """Rows of a batch's tokens: n tokens of each of `requests`, and the keys that they may look at."""
+    """Some rows of a batch, n tokens of each of `requests`, and the keys that they may look at."""
 
     rows: slice
     n: int
@@ -95,12 +98,15 @@ class TorchRef(AttentionBackend):
 def _rectangles(
     batch: AttentionBatch, group: int, values: int, window: int | None, heads: int, device: torch.device
 ) -> Iterator[_Rectangle]:
-    """Cuts a batch into rectangles that keep within the bounds on keys and scores."""
+    """Cut a batch into rectangles that keep within the bounds on keys and scores."""
     row = 0
-    most = max(1, SPAN_VALUES // (max(batch.seq_lens) * values)) if max(batch.query_lens) <= BATCHED else 1
-    for first, last in _equal_runs(batch.query_lens, most):
+    max_requests = (
+        max(1, SPAN_VALUES // (max(batch.seq_lens) * values)) if max(batch.query_lens) <= BATCHED else 1
+    )
+    for first, last in _equal_runs(batch.query_lens, max_requests):
         n, seq_lens = batch.query_lens[first], batch.seq_lens[first:last]
-        step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(seq_lens)))  # cuts single prompts only
+        # Only single prompts are longer than this.
+        step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(seq_lens)))
         for start in range(0, n, step):
             stop = min(start + step, n)
             lens = tuple(length - n + stop for length in seq_lens)
@@ -110,11 +116,11 @@ def _rectangles(
         row += n * len(seq_lens)
 
 
-def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
-    """Index ranges of neighbours with equal lengths, `most` at a time."""
+def _equal_runs(lens: tuple[int, ...], size: int) -> Iterator[tuple[int, int]]:
+    """Yield index ranges of neighbours with equal lengths, at most `size` at a time."""
     first = 0
     for i in range(1, len(lens) + 1):
-        if i == len(lens) or lens[i] != lens[first] or i - first == most:
+        if i == len(lens) or lens[i] != lens[first] or i - first == size:
             yield first, i
             first = i
 
@@ -122,10 +128,12 @@ def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
 def _spans(
     lens: tuple[int, ...], n: int, group: int, values: int, window: int | None, device: torch.device
 ) -> Iterator[_Span]:
-    """Key ranges that begin on a tile and cover all that the last n tokens of requests of `lens` tokens see."""
+    """Yield key ranges that start on a tile and cover all that the last n tokens of requests of `lens` tokens see."""
     positions_Bn = torch.tensor(lens, device=device)[:, None] + torch.arange(-n, 0, device=device)
     rows = n * group
-    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, padded(rows) - rows))[:, None, :, None]
+    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, _pad_rows(rows) - rows))[
+        :, None, :, None
+    ]
     first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
     step = max(1, SPAN_VALUES // (len(lens) * values) // TILE) * TILE
     for start in range(first, max(lens), step):
@@ -140,18 +148,18 @@ def _spans(
 def _attend(
     q_THD: Tensor, rect: _Rectangle, view: KVView, page_table_BN: Tensor, params: AttentionParams
 ) -> Tensor:
-    """One rectangle -> float32 [B * n, H, Dv]."""
+    """Attend over one rectangle -> float32 [B * n, H, Dv]."""
     B, n, H, G = len(page_table_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
-    rows, more = n * H // G, padded(n * H // G) - n * H // G
+    rows, padding = n * H // G, _pad_rows(n * H // G) - n * H // G
     q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
-    q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * params.scale, (0, 0, 0, more))
+    q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * params.scale, (0, 0, 0, padding))
     tiles = [_tiles(q_BGRD, view, page_table_BN, params, span) for span in rect.spans]
     peak, weight, values = (
         tiles[0] if len(tiles) == 1 else (torch.cat(part, 2) for part in zip(*tiles, strict=True))
     )
     sinks_GR = None
     if params.sinks_H is not None:
-        sinks_GR = F.pad(params.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, more))
+        sinks_GR = F.pad(params.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, padding))
     out_BGRD = _fold(peak, weight, values, sinks_GR)[:, :, :rows]
     return out_BGRD.unflatten(2, (n, H // G)).transpose(1, 2).reshape(B * n, H, -1)
 
@@ -159,7 +167,7 @@ def _attend(
 def _tiles(
     q_BGRD: Tensor, view: KVView, page_table_BN: Tensor, params: AttentionParams, span: _Span
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
+    """Return the softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
     size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
     first, last = span.start // size, -(-(span.start + longest) // size)
     k_BGLD, v_BGLD = view.dequantize_heads(
@@ -175,7 +183,8 @@ def _tiles(
 
 
 def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None) -> Tensor:
-    """Joins tiles -> [B, G, R, D]. Sums go tile by tile: one that holds nothing for a query changes nothing."""
+    """Join tiles -> [B, G, R, D]."""
+    # Sums go tile by tile: a tile that holds nothing for a query adds an exact zero.
     top = peak.amax(2)
     if sinks_GR is not None:
         top = torch.maximum(top, sinks_GR)
@@ -183,6 +192,6 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
     weights, parts = (share * weight).unbind(2), (share.unsqueeze(-1) * values).unbind(2)
     total = weights[0] if sinks_GR is None else (sinks_GR - top).exp() + weights[0]
     out = parts[0]
-    for more_weight, more in zip(weights[1:], parts[1:], strict=True):
-        total, out = total + more_weight, out + more
+    for tile_weight, part in zip(weights[1:], parts[1:], strict=True):
+        total, out = total + tile_weight, out + part
     return out / total.unsqueeze(-1)

@@ -21,9 +21,10 @@ from nibble.attention.backends.flashinfer import (
     import_flashinfer,
 )
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import BLACKWELL, Phase
+from nibble.attention.planner.support import BLACKWELL
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 
 WORD = 16
 

@@ -14,9 +14,9 @@ from nibble.attention.backends.flashinfer import PACKAGE, import_flashinfer
 from nibble.attention.backends.trtllm_mla import WORKSPACE
 from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 
 UNUSED = 128
 """The width of a head before absorption, which nothing here has, and only checks of other kernels read."""

@@ -15,25 +15,27 @@ from nibble.model_spec import LATENT
 
 
 def check_latents(view: KVView, package: str) -> StreamView:
-    """The stream of latents, if it is one of DeepSeek's shape; BackendError otherwise."""
-    found = view.streams[LATENT]
-    rank, rope = found.stream.dim - found.stream.rope, found.stream.rope
+    """Return the stream of latents; raise BackendError if they are not of DeepSeek's shape."""
+    latent = view.streams[LATENT]
+    rank, rope = latent.stream.dim - latent.stream.rope, latent.stream.rope
     if (rank, rope) != (RANK, ROPE):
         raise BackendError(
             f"{package} reads latents of {RANK} values and {ROPE} rotary ones, and these have {rank} and {rope}; "
             "--attention-backend triton reads them"
         )
-    return found
+    return latent
 
 
 def clamp_lens(lens_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For kernels of which nobody says what they do for a request of 0 tokens, which is padding: lengths of at least 1,
-    and whose rows are to be zeros, bool [B, 1, 1]."""
+    """Return lengths of at least 1, and which were 0: bool [B, 1, 1], rows of padding that are to be zeros.
+
+    For kernels that do not document what they do for a request of 0 tokens.
+    """
     return lens_B.clamp(min=1), (lens_B == 0)[:, None, None]
 
 
 def capability(x: Tensor) -> int:
-    """90 on a Hopper GPU; 0 off GPUs."""
+    """Return the compute capability of a tensor's GPU, 90 on Hopper; 0 off GPUs."""
     if not x.is_cuda:
         return 0
     major, minor = torch.cuda.get_device_capability(x.device)
@@ -41,13 +43,14 @@ def capability(x: Tensor) -> int:
 
 
 class Workspace:
-    """`size` bytes on a GPU, made at first use: of zeros, which counters of kernels begin with. Stand-ins need none."""
+    """`size` bytes on a GPU, allocated at first use. Zeros, which counters of kernels start from."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._bytes: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
+        """Return the workspace, uint8. On a CPU, where stand-ins run, it is one byte."""
         if self._bytes is None:
             size = 1 if device.type == "cpu" else self._size
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -55,14 +58,15 @@ class Workspace:
 
 
 class Scales:
-    """Global scales of streams as numbers, which packages take: read from the device once for each stream."""
+    """Global scales of streams as numbers, which packages take."""
 
     def __init__(self, package: str) -> None:
         self._package = package
-        self._known: WeakKeyDictionary[Paged, float] = WeakKeyDictionary()
+        # Read from the device once for each stream of the pool, and dropped with the pool.
+        self._scales: WeakKeyDictionary[Paged, float] = WeakKeyDictionary()
 
     def of(self, entry: StreamView) -> float:
-        """1.0 for formats without a scale; BackendError where heads have scales of their own."""
+        """Return a stream's scale, 1.0 for formats without; raise BackendError where heads have scales of their own."""
         if not entry.format.needs_scale:
             return 1.0
         if entry.scale.dim():
@@ -70,6 +74,6 @@ class Scales:
                 f"{self._package} takes one scale for all heads of {entry.stream.name!r}, and here each has its own; "
                 "--attention-backend triton reads them, or calibrate with one scale a stream"
             )
-        if entry.paged not in self._known:
-            self._known[entry.paged] = float(entry.scale)
-        return self._known[entry.paged]
+        if entry.paged not in self._scales:
+            self._scales[entry.paged] = float(entry.scale)
+        return self._scales[entry.paged]
