@@ -256,10 +256,9 @@ def test_the_adapter_reads_a_pool(phase: Phase, packing: str) -> None:
     pages = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE)
     segment = AttentionBatch.from_lens(phase, 0, (new,), (20,), pages)
     q_THD = torch.randn(new, HEADS * GROUP, 32, generator=rng).to(DEVICE)
-    ours, reference = backends.get("triton").adapter, backends.get("torch_ref").adapter
-    assert ours and reference
-    spec, adapter = AttentionParams(0.2, 7), ours()
-    expected = reference().attend(q_THD, pool.view(0), segment, spec)
+    adapter, reference = (backends.create(backends.get(name)) for name in ("triton", "torch_ref"))
+    spec = AttentionParams(0.2, 7)
+    expected = reference.attend(q_THD, pool.view(0), segment, spec)
     for _ in range(2):  # the second time from what it knows of the pages
         found = adapter.attend(q_THD, pool.view(0), segment, spec)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
