@@ -108,7 +108,7 @@ def _first_part_row(program, tile, tiles, head, heads, M: tl.constexpr):
 
 @triton.jit
 def store_tile(
-    out, parts, lse, peak_M, total_M, sums, scale, row_M, head_M, live_M, program, tile, group, splits,
+    out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, row_M, head_M, live_M, program, tile, group, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Store the result of a program whose grid is tiles of queries, groups of heads, and requests or splits.
@@ -120,9 +120,10 @@ def store_tile(
         parts: Pointer to float32 [programs, tiles, groups, M, DIM].
         lse: Pointer to float32 [programs, tiles, groups, M], in powers of two.
         peak_M: Largest score of each row.
-        total_M: Sum of each row's weights; 0 where no key was seen.
+        total_M: Sum of each row's weights; 1 where no key was seen.
+        empty_M: Where no key was seen.
         sums: Parts of the weighted values, [M, W] each.
-        scale: What values are still to be multiplied by.
+        factor_M: What sums are to be multiplied by.
         row_M: The query token of each row, among those of the batch.
         head_M: Its query head.
         live_M: Which rows there are.
@@ -135,9 +136,6 @@ def store_tile(
         SPLIT: Whether keys may be split.
         M: Rows of a tile.
     """
-    empty_M = total_M == 0.0
-    total_M = tl.where(empty_M, 1.0, total_M)
-    factor_M = scale / total_M
     if splits == 1:
         out_M = row_M.to(tl.int64) * (tl.num_programs(1) * GROUP) + head_M
         store_rows(out + out_M * DIM, sums, factor_M, live_M, DIM)

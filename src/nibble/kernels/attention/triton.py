@@ -219,7 +219,10 @@ def attention_kernel(
     # --- store
     peak_M, total, sums = state
     total_M = total if JOIN else tl.sum(total, 1)
-    store_tile(out, parts, lse, peak_M, total_M, sums, global_scale(v, head), begin + token_M, query_head_M, live_M,
+    empty_M = total_M == 0.0
+    total_M = tl.where(empty_M, 1.0, total_M)
+    factor_M = global_scale(v, head) / total_M
+    store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, query_head_M, live_M,
                program, tile, head, splits, GROUP, V_DIM, SPLIT, M)  # fmt: skip
 
 

@@ -91,10 +91,9 @@ def _weighted(products, weights_H):
 
 
 @triton.jit
-def _score_tile(keys, queries, weights_H, table, first, visible, to, N: tl.constexpr):
+def _score_tile(keys, queries, weights_H, table, first, n_N, visible, to):
     """Score a tile of a request's keys for one query, and store what it sees."""
     # --- load
-    n_N = tl.arange(0, N)
     page, slot_N = pages_of(table, first, n_N, visible, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < visible
     items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, False)
@@ -123,7 +122,7 @@ def score_few_kernel(
 
     Grid: programs, and query tokens of a request. All tiles of the batch stand in one line, which is cut evenly.
     """
-    program, turn = tl.program_id(0), tl.program_id(1)
+    program, turn, n_N = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     total = _find_tile(0, turn, cu_seqlens_q, seq_lens, requests, first_row, rows, N, R)[0].to(tl.int64)
     tile = (total * program // tl.num_programs(0)).to(tl.int32)
     stop = (total * (program + 1) // tl.num_programs(0)).to(tl.int32)
@@ -143,7 +142,7 @@ def score_few_kernel(
         to = scores + (row - first_row).to(tl.int64) * score_stride
         # --- its keys stream by
         for first in tl.range((tile - base) * N, (upto - base) * N, N, num_stages=STAGES):
-            _score_tile(keys, queries, weights_H, pages, first, visible, to, N)
+            _score_tile(keys, queries, weights_H, pages, first, n_N, visible, to)
         tile = upto
 
 

@@ -149,7 +149,10 @@ def mla_kernel(
 
     # --- store
     peak_M, total, sums = state
-    store_tile(out, parts, lse, peak_M, tl.sum(total, 1), sums, latent_scale, begin + token_M, head_M, live_M,
+    total_M = tl.sum(total, 1)
+    empty_M = total_M == 0.0
+    total_M = tl.where(empty_M, 1.0, total_M)
+    store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, latent_scale / total_M, begin + token_M, head_M, live_M,
                program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
 
 

@@ -327,8 +327,8 @@ def copy_tokens(
     if isinstance(plan, ByteCopy):
         tiles = cdiv(tokens * plan.units, UNITS)
         copy_kernel[min(tiles, programs or PROGRAMS),](
-            plan.runs, from_M, to_M, count, tokens, source.page_size, target.page_size, plan.units, plan.unit_width, UNITS,
-            num_warps=COPY_WARPS,
+            plan.runs, from_M, to_M, count, tokens, source.page_size, target.page_size, plan.units, plan.unit_width,
+            UNITS, num_warps=COPY_WARPS,
         )  # fmt: skip
     elif plan:
         tiles = cdiv(tokens, ROWS)

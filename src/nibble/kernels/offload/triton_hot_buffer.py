@@ -61,11 +61,10 @@ def resident_kernel(
 
 @triton.jit
 def _use_hits(
-    selected, slots, hot_frames, tokens, used, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr,
-    B: tl.constexpr, STEPS: tl.constexpr,
+    selected, slots, hot_frames, tokens, used, b_B, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PAGE: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Give tokens that are in the hot buffer their slots, and note in `used` which of its slots these are."""
-    b_B = tl.arange(0, B)
     tl.debug_barrier()
     token_B = tl.load(tokens + b_B, mask=b_B < SLOTS, other=PAD_INDEX)
     at_B = _bisect(selected, token_B, TOP_K, STEPS)
@@ -82,12 +81,11 @@ def _use_hits(
 
 
 @triton.jit
-def _reorder(lru, used, missed, SLOTS: tl.constexpr, B: tl.constexpr):
+def _reorder(lru, used, missed, b_B, SLOTS: tl.constexpr):
     """Move slots that are used, or will be for `missed` tokens, to the end -> how many are not used.
 
     The order is then: stale slots that stay, slots for missed tokens, slots that were used.
     """
-    b_B = tl.arange(0, B)
     slot_B = tl.load(lru + b_B, mask=b_B < SLOTS, other=0)
     stale_B = (b_B < SLOTS) & (tl.load(used + slot_B, mask=b_B < SLOTS, other=1) == 0)
     rank_B = tl.cumsum(stale_B.to(tl.int32), 0) - 1
@@ -116,7 +114,7 @@ def lookup_kernel(
     lru += row * SLOTS
     hot_frames += row * (SLOTS // PAGE)
     pages += request * pages_stride
-    k_K = tl.arange(0, K)
+    k_K, b_B = tl.arange(0, K), tl.arange(0, B)
 
     # --- in pages
     token_K, page_K, slot_K = _find_in_pages(selected, pages, frames, k_K, TOP_K, PAGE)
@@ -127,12 +125,12 @@ def lookup_kernel(
         return
 
     # --- in the hot buffer
-    _use_hits(selected, slots, hot_frames, tokens, used, TOP_K, SLOTS, PAGE, B, STEPS)
+    _use_hits(selected, slots, hot_frames, tokens, used, b_B, TOP_K, SLOTS, PAGE, STEPS)
 
     # --- the rest, into the slots that were not used for longest
     missed_K = absent_K & (tl.load(slots + k_K, mask=absent_K, other=0) < 0)
     missed = tl.sum(missed_K.to(tl.int32), 0)
-    stale = _reorder(lru, used, missed, SLOTS, B)
+    stale = _reorder(lru, used, missed, b_B, SLOTS)
     nth_K = tl.cumsum(missed_K.to(tl.int32), 0) - 1
     evicted_K = tl.load(lru + stale - missed + nth_K, mask=missed_K, other=0)
     to_K = tl.load(hot_frames + evicted_K // PAGE, mask=missed_K, other=0) * PAGE + evicted_K % PAGE
