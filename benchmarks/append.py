@@ -93,7 +93,9 @@ def share(cached: Cache, layer: int, slot_mapping_T: Tensor, streams: dict[str, 
         for transform in view.transforms if name == "k" else ():
             x_THD = transform.key(x_THD, view.k_mean_HD)
         meant = entry.format.decode(entry.format.encode(x_THD, entry.scale), entry.scale)
-        stored = entry.gather_reference(pages[None])[0].unflatten(0, (-1, size))[inverse, slot_mapping_T % size]
+        stored = entry.gather_reference(pages[None])[0].unflatten(0, (-1, size))[
+            inverse, slot_mapping_T % size
+        ]
         found.append(float((stored != meant).float().mean()))
     return max(found)
 

@@ -12,9 +12,9 @@ other phases calls are queued ahead of the GPU, as among the large kernels of a 
 waits for it. Gate: rows from the beginning and the end, against the reference over the same cache in
 float32. A backend that fails says so in its cell.
 
-`auto` is the plan's choice by `prefer` alone. Its ratio is its time over that of the fastest backend; in decode, the
+`auto` is the plan's choice by the shipped rankings. Its ratio is its time over that of the fastest; in decode, the
 fastest of those that can be recorded, and beside it the fastest of all. TB/s counts the bytes of the cache that must be
-read. What later preferences would choose of the same times says replay.py.
+read. What later rankings choose of the same times says replay.py.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
                 print(f"{model_spec.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
                 continue
             request = PlanRequest(config, model_spec, hardware, table, False, False)
-            for part in needs.scheme_groups(config, model_spec):
+            for part in needs.scheme_groups(request.spec, model_spec):
                 for work in works:
                     job = Job(model_spec.model if len(plan.groups) == 1 else f"{model_spec.model} {part.group.name}",
                               name, request, plan, part, work)  # fmt: skip
@@ -303,7 +303,7 @@ def tables(results: dict[str, list[Result]]) -> Iterator[str]:
 
 
 def orders(results: dict[str, list[Result]]) -> str:
-    """For each need, over its workloads together: backends by time, with the `prefer` that they have."""
+    """For each need, over its workloads together: backends by time, with the places that they have."""
     needs_of: dict[str, dict[str, list[Result]]] = {}
     for job, group in results.items():
         for result in group:
@@ -312,10 +312,10 @@ def orders(results: dict[str, list[Result]]) -> str:
     for need, by_name in needs_of.items():
         slow = {name: slowness(group, results, need) for name, group in by_name.items()}
         ranked = sorted(by_name, key=lambda name: slow[name])
-        prefers = [by_name[name][0].prefer for name in ranked if slow[name] < math.inf]
+        places = [by_name[name][0].place for name in ranked if slow[name] < math.inf]
         rows.append((need, "; ".join(_ranked(by_name[name][0], slow[name]) for name in ranked),
-                     "" if prefers == sorted(prefers, reverse=True) else "other than prefer"))  # fmt: skip
-    about = "Times over those of the fastest, geometric means of a need's workloads; `prefer` of the row in brackets."
+                     "" if places == sorted(places) else "other than ranked"))  # fmt: skip
+    about = "Times over those of the fastest, geometric means of a need's workloads; places in brackets."
     return f"## Order of backends\n\n{about}\n\n{markdown(('need', 'backends', ''), rows)}"
 
 
@@ -332,7 +332,7 @@ def slowness(group: Sequence[Result], results: Mapping[str, list[Result]], need:
 
 def _ranked(result: Result, slowness: float) -> str:
     eager = ", eager" if result.phase is Phase.DECODE and not result.graphs else ""
-    return f"{result.name} {slowness:.2f} ({result.prefer}{eager})"
+    return f"{result.name} {slowness:.2f} ({result.place:g}{eager})"
 
 
 def judge(need: str, results: Mapping[str, list[Result]]) -> tuple[str, str, str, float]:

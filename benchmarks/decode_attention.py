@@ -20,7 +20,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import paged
 import peers
@@ -122,8 +122,8 @@ def own_steps(cached: Cache, way: paged.Way) -> Callable[[], Attention]:
     segment = cached.segment(Phase.DECODE, [1] * len(cached.lens))
 
     def begin() -> Attention:
-        new = replace(segment)  # the same tensors, and nothing that the backend may remember
-        return lambda q_THD, layer: paged.attend(way, adapter, q_THD, cached.view(layer), new, cached.spec)
+        prepared = paged.begin_step(way, adapter, segment, cached.page_size)
+        return lambda q_THD, layer: paged.attend(prepared, q_THD, cached.view(layer), cached.spec)
 
     return begin
 

@@ -96,7 +96,8 @@ def errors_of(cache: Cache, q_THD: Tensor, out_THD: Tensor, before: int) -> Iter
 def own_attention(cache: Cache, way: paged.Way, new: int) -> Attention:
     adapter = way.adapter()
     segment = cache.segment(phase_of(cache.lens[0] - new), [new])
-    return lambda q_THD, layer: paged.attend(way, adapter, q_THD, cache.view(layer), segment, cache.spec)
+    prepared = paged.begin_step(way, adapter, segment, cache.page_size)
+    return lambda q_THD, layer: paged.attend(prepared, q_THD, cache.view(layer), cache.spec)
 
 
 def cells(heads: Heads, shape: str, scheme: str, names: Sequence[str], with_peers: bool) -> Iterator[Cell]:

@@ -126,8 +126,8 @@ def memory(todo: Plan, scheme: str, hisparse: str) -> int:
     latent = Stream(LATENT, 1, shape["kv_lora_rank"] + rope, rope)
     index = Stream(INDEX, 1, shape["index_head_dim"], rope)
     size = layers * schemes.bytes_per_token(scheme, (latent, index)) * todo.fits * todo.engine["max_context"]
-    buffer = tiering.TIMES * shape["index_topk"]
-    return size - bool(hisparse) * layers * (todo.asked + 2) * buffer * tiering.STATE
+    buffer = tiering.HOT_BUFFER_FACTOR * shape["index_topk"]
+    return size - bool(hisparse) * layers * (todo.asked + 2) * buffer * tiering.HOT_SLOT_BYTES
 
 
 def measure(todo: Plan, scheme: str, hisparse: str, likeness: float) -> Result:

@@ -26,11 +26,10 @@ from torch import Tensor
 
 import gpu
 from nibble import formats
-from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.support import Phase
 from nibble.kernels import indexer as op
 from nibble.kernels.gather.naive import dequantize_pages
-from nibble.kernels.types import Paged
+from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import INDEX, Stream
 
 HEADS, PAGE = 64, 64

@@ -31,7 +31,7 @@ def adapters(
             lacking = "no such backend" if info is None else info.missing or "; ".join(info.nearest(asked))
             print(f"{name} is left out: {lacking}", flush=True)
             continue
-        yield name, info.adapter()
+        yield name, backends.create(info)
 
 
 def view(latents: Paged, stream: Stream, packing: str) -> KVView:

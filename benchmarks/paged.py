@@ -22,9 +22,7 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.dequantize import dequantize_pages
-from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.packing import names as packings
@@ -33,6 +31,7 @@ from nibble.cache.scales import ONE
 from nibble.cache.view import KVView
 from nibble.formats import scheme as schemes
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Stream
 
 CHUNK = 1 << 16
@@ -193,9 +192,7 @@ class Way:
         return f"{self.backend}{STAGED}" if self.stage_to else self.backend
 
     def adapter(self) -> AttentionBackend:
-        made = backends.get(self.backend).adapter
-        assert made is not None
-        return made()
+        return backends.create(backends.get(self.backend))
 
 
 def ways(names: Iterable[str], phase: Phase, heads: Heads, scheme: str, page_size: int) -> list[Way]:
@@ -233,20 +230,15 @@ def need(phase: Phase, heads: Heads, key: str, packing: str, page_size: int) -> 
     )
 
 
-def attend(
-    way: Way,
-    adapter: AttentionBackend,
-    q_THD: Tensor,
-    view: KVView,
-    segment: AttentionBatch,
-    spec: AttentionParams,
-) -> Tensor:
+def begin_step(way: Way, adapter: AttentionBackend, segment: AttentionBatch, page_size: int) -> PreparedBatch:
+    """What the layers of a step share."""
+    return PreparedBatch.create(adapter, way.stage_to, segment, page_size, None)
+
+
+def attend(prepared: PreparedBatch, q_THD: Tensor, view: KVView, spec: AttentionParams) -> Tensor:
     """One layer's attention as the engine calls it, staging included."""
-    q_THD = view.query(q_THD)
-    if way.stage_to is None:
-        return adapter.attend(q_THD, view, segment, spec)
-    parts = dequantize_pages(view, segment, way.stage_to)
-    return torch.cat([adapter.attend(q_THD[p.start : p.stop], v, p, spec) for v, p in parts])
+    parts = list(prepared.attend(view.query(q_THD), view, spec))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, scale: float) -> Tensor:

@@ -26,7 +26,7 @@ from report import markdown, write_figures
 import gpu
 from nibble import LLM
 from nibble.config import Config
-from nibble.engine.build import plan_engine
+from nibble.engine.plan import plan_engine
 from nibble.evals import grading as ask
 from nibble.evals import recall, text
 from nibble.evals.perplexity import Perplexity, windows

@@ -23,12 +23,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-from nibble.attention.planner import ledger
-from nibble.attention.planner.ledger import LedgerEntry
+from nibble.attention.planner.evidence import LedgerEntry, update_ledger
+from nibble.models import observations
 
 settings.register_profile("nibble", derandomize=True, deadline=None)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def observations_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests observe of their models is not kept for this machine's user."""
+    observations.FOLDER = str(tmp_path_factory.mktemp("observed"))
 
 
 @pytest.fixture(scope="session")
@@ -91,4 +97,4 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--ledger")
     if path and not hasattr(session.config, "workerinput"):
         whole = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
-        ledger.update(path, _heard[True] if whole else (), _heard[False])
+        update_ledger(path, _heard[True] if whole else (), _heard[False])

@@ -1,7 +1,6 @@
-"""What the user said: frozen dataclasses. A field's doc is its command-line help and its row in the docs.
+"""What the user requests: frozen dataclasses. A field's doc is its command-line help and its row in the docs.
 
-Owns Config and SamplingParams and the checks that need nothing but their own values. What was decided from
-them is a Plan (attention/planner/resolve.py). Must not know of torch, models or backends.
+A Config keeps strings and is validated by parsing them; CacheSpec (spec.py) is the parsed form.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def _option(default: Any, doc: str) -> Any:
 
 
 def doc_of(option: Field[Any]) -> str:
-    """The help text of a Config or SamplingParams field."""
+    """Return the help text of a Config or SamplingParams field."""
     return str(option.metadata["doc"])
 
 
 def default_of(option: Field[Any]) -> Any:
-    """The default value of a field, None for a required one."""
+    """Return the default value of a field, None for a required one."""
     return None if option.default is MISSING else option.default
 
 
@@ -103,6 +102,7 @@ class Config:
         for name in ("model", "kv_scales"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        # Callers from Python give bytes as a number.
         if _is_int(self.kv_memory):
             object.__setattr__(self, "kv_memory", str(self.kv_memory))
         for option in fields(self):
@@ -113,9 +113,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        if self.kv_memory is not None:
-            parse_bytes(self.kv_memory)
-        parse_hisparse(self.hisparse)
+        _ = self.kv_memory_bytes, self.offload  # both raise where the text is malformed
         self._check_watch()
 
     def _check_watch(self) -> None:
@@ -132,8 +130,18 @@ class Config:
                 "fidelity_alert needs watch_fidelity, which says what share of requests is watched"
             )
 
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """Bytes of the pool, None where the memory plan decides."""
+        return None if self.kv_memory is None else parse_bytes(self.kv_memory)
+
+    @property
+    def offload(self) -> OffloadSpec | None:
+        """The host tier, if one is requested."""
+        return OffloadSpec.parse(self.hisparse)
+
     def backend_for(self, decode: bool) -> str:
-        """The backend asked for in DECODE and VERIFY (decode=True), or in PREFILL and EXTEND; `auto` is any."""
+        """Return the backend of DECODE and VERIFY (decode=True), or of PREFILL and EXTEND; `auto` is any."""
         return (self.decode_backend if decode else self.prefill_backend) or self.attention_backend
 
 
@@ -157,7 +165,7 @@ _TYPES = {"str": "a text", "int": "an integer", "bool": "True or False", "float"
 
 
 def _check_type(name: str, annotation: str, value: Any) -> None:
-    """Raises ConfigError unless `value` is of the type that a field of Config is annotated with."""
+    """Raise ConfigError unless `value` is of the type that a field of Config is annotated with."""
     kind, _, optional = annotation.partition(" | ")
     if optional and value is None:
         return
@@ -168,13 +176,13 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
 
 
 def configured(**values: Any) -> Config:
-    """Config from loose values; an unknown name is a ConfigError with the nearest known one."""
-    _only_known("option", values, Config, ConfigError)
+    """Return a Config from loose values; raise ConfigError with the nearest option for an unknown name."""
+    _check_names("option", values, Config, ConfigError)
     return Config(**values)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as `2GiB`, `512MB` or `4096`; raises ConfigError."""
+    """Return the bytes of a size such as `2GiB`, `512MB` or `4096`; raise ConfigError."""
     match = _SIZE.match(text.strip())
     if not match:
         raise ConfigError(f"cannot read {text!r} as a size; write it as 2GiB, 512MB or a number of bytes")
@@ -183,39 +191,52 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index(unit[0] if unit != "B" else " "))
 
 
+def format_size(size: int) -> str:
+    """Return `size` bytes as an option takes them, exactly: `2GiB`, `1536MiB`, `2500000`."""
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        count, remainder = divmod(size, 1024**exponent)
+        if count and not remainder:
+            return f"{count}{unit}"
+    return str(size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HiSparse:
-    """What `hisparse` says. buffer: tokens of a request's hot buffer; host_memory: a size as kv_memory; host_format: of
-    latents on the host. None: chosen by the plan."""
+class OffloadSpec:
+    """What `hisparse` says. None: the plan decides."""
 
     buffer: int | None = None
-    host_memory: str | None = None
+    """Tokens of a request's hot buffer."""
+    host_memory: int | None = None
+    """Bytes of the host's memory."""
     host_format: str | None = None
+    """Format of latents on the host."""
 
-
-def parse_hisparse(text: str) -> HiSparse | None:
-    """`on`, or `key=value` settings with commas between them; None for `off` and the empty text. Raises ConfigError."""
-    if text in {"", "off"}:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    pairs = [
-        (part.partition("=")[0].strip(), part.partition("=")[2].strip()) for part in parts if part != "on"
-    ]
-    given = dict(pairs)
-    known = [option.name for option in fields(HiSparse)]
-    if len(given) < len(pairs):
-        raise ConfigError(f"hisparse says something twice: {text!r}")
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(unknown("setting of hisparse", name, known))
-        if not value:
-            raise ConfigError(f"hisparse {name} has no value; write it as {name}=VALUE, or hisparse as `on`")
-    buffer = given.pop("buffer", None)
-    if buffer is not None and not (buffer.isdecimal() and int(buffer)):
-        raise ConfigError(f"hisparse buffer must be a number of tokens, not {buffer!r}")
-    if "host_memory" in given:
-        parse_bytes(given["host_memory"])
-    return HiSparse(buffer=int(buffer) if buffer else None, **given)
+    @classmethod
+    def parse(cls, text: str) -> OffloadSpec | None:
+        """Parse `on`, or `key=value` settings between commas; None for `off` and the empty text. Raise ConfigError."""
+        if text in {"", "off"}:
+            return None
+        items = [item.partition("=") for item in map(str.strip, text.split(",")) if item != "on"]
+        settings = {name.strip(): value.strip() for name, _, value in items}
+        names = [option.name for option in fields(cls)]
+        # A dictionary keeps the last value of a name.
+        if len(settings) < len(items):
+            raise ConfigError(f"hisparse says something twice: {text!r}")
+        for name, value in settings.items():
+            if name not in names:
+                raise ConfigError(unknown("setting of hisparse", name, names))
+            if not value:
+                raise ConfigError(
+                    f"hisparse {name} has no value; write it as {name}=VALUE, or hisparse as `on`"
+                )
+        buffer, host_memory = settings.get("buffer"), settings.get("host_memory")
+        if buffer is not None and not (buffer.isdecimal() and int(buffer)):
+            raise ConfigError(f"hisparse buffer must be a number of tokens, not {buffer!r}")
+        return cls(
+            buffer=int(buffer) if buffer else None,
+            host_memory=parse_bytes(host_memory) if host_memory else None,
+            host_format=settings.get("host_format"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,11 +280,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:
             _check_range(name, kind, low, high, getattr(self, name))
+        # One value for greedy, so that nobody divides by almost nothing.
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        # OpenAI's clients send one string or a list.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _items("stop", stop, "strings"))
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "integers"))
@@ -301,37 +324,38 @@ def _check_range(name: str, kind: type, low: float, high: float, value: Any) -> 
 
 
 def _items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
-    """`values` as a tuple of strings or of integers; None is the empty one. Raises RequestError."""
-    found = tuple(values) if isinstance(values, Iterable) else () if values is None else (None,)
-    if not all(isinstance(item, str) if kind == "strings" else _is_int(item) for item in found):
+    """Return `values` as a tuple of strings or of integers, () for None; raise RequestError."""
+    items = tuple(values) if isinstance(values, Iterable) else () if values is None else (None,)
+    if not all(isinstance(item, str) if kind == "strings" else _is_int(item) for item in items):
         raise RequestError(f"{name} must be a list of {kind}, not {values!r}")
-    return found
+    return items
 
 
-def _bias(given: Any) -> dict[int, float]:
-    """logit_bias with integer keys; None is the empty one. Raises RequestError."""
-    if given is not None and not isinstance(given, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {given!r}")
-    found: dict[int, float] = {}
-    for key, value in (given or {}).items():
+def _bias(logit_bias: Any) -> dict[int, float]:
+    """Return logit_bias with integer keys, {} for None; raise RequestError."""
+    if logit_bias is not None and not isinstance(logit_bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, not {logit_bias!r}")
+    bias: dict[int, float] = {}
+    for key, value in (logit_bias or {}).items():
+        # JSON has strings as keys only.
         if not (_is_int(key) or (isinstance(key, str) and key.isascii() and key.isdigit())):
             raise RequestError(f"logit_bias keys must be token ids, as 42 or '42', not {key!r}")
         if not (_is_number(value) and abs(value) <= _FLOAT32_MAX):
             raise RequestError(
                 f"logit_bias values must be finite numbers, not {value!r}; use -100 to ban a token"
             )
-        found[int(key)] = value
-    return found
+        bias[int(key)] = value
+    return bias
 
 
-def _only_known(kind: str, values: Iterable[str], of: type, error: type[ConfigError | RequestError]) -> None:
-    known = {option.name for option in fields(of)}
+def _check_names(kind: str, values: Iterable[str], of: type, error: type[ConfigError | RequestError]) -> None:
+    names = {option.name for option in fields(of)}
     for name in values:
-        if name not in known:
-            raise error(unknown(kind, name, known))
+        if name not in names:
+            raise error(unknown(kind, name, names))
 
 
 def sampling(**values: Any) -> SamplingParams:
-    """SamplingParams from loose values; an unknown name is a RequestError that lists the known ones."""
-    _only_known("sampling parameter", values, SamplingParams, RequestError)
+    """Return SamplingParams from loose values; raise RequestError with all names for an unknown one."""
+    _check_names("sampling parameter", values, SamplingParams, RequestError)
     return SamplingParams(**values)

@@ -1,12 +1,22 @@
-"""The exception tree: an error is an interface, and names the cause and what would work instead.
+"""The exception tree: an error names the cause and what would work instead.
 
-Owns every exception class of the package. Knows nothing of torch, models or caches.
+NibbleError            every error that is raised on purpose
+    ConfigError        malformed, or not to be had; raised before weights load
+        Unsupported    no backend serves a need
+        ScaleError     KV scales
+    WeightError        a checkpoint
+    CapacityError      the cache cannot hold it
+        OutOfPages, OutOfFrames, PromptTooLong
+    BackendError       a kernel failed
+    RequestError       a request is invalid
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 
 class NibbleError(Exception):
@@ -14,26 +24,44 @@ class NibbleError(Exception):
 
 
 class ConfigError(NibbleError):
-    """What was asked for is malformed or cannot be had; raised before weights load."""
+    """A requested value is malformed or cannot be had; raised before weights load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why no backend serves a need, and what works instead."""
+
+    need: str
+    """One line that says what was requested."""
+    reasons: Mapping[str, tuple[str, ...]]
+    """Backend -> the reasons why its nearest row does not serve the need."""
+    suggestion: str | None = None
+    """The nearest command line that works, None where none was found."""
+
+    def as_text(self) -> str:
+        """Return the refusal for a terminal: a line a backend, and the command that works."""
+        width = max((len(name) for name in self.reasons), default=0)
+        lines = [f"no backend serves {self.need}"]
+        lines += [f"  {name:<{width}}  {'; '.join(reasons)}" for name, reasons in self.reasons.items()]
+        lines += [f"what works: {self.suggestion}"] if self.suggestion else []
+        return "\n".join(lines)
+
+    def as_markdown(self) -> str:
+        """Return the reasons of the first backend, for a cell of a table."""
+        return "; ".join(next(iter(self.reasons.values()), ()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the refusal for JSON."""
+        return {"need": self.need, "reasons": dict(self.reasons), "works": self.suggestion}
 
 
 class Unsupported(ConfigError):
-    """No backend serves a need.
+    """No backend serves a need."""
 
-    need: one line that says what was asked for.
-    refusals: backend name -> the reasons why its nearest row does not serve the need.
-    remedy: the nearest command line that works, or None where none was found.
-    """
-
-    def __init__(self, need: str, refusals: Mapping[str, Iterable[str]], remedy: str | None = None) -> None:
-        self.need = need
-        self.refusals = {name: tuple(reasons) for name, reasons in refusals.items()}
-        self.remedy = remedy
-        width = max((len(name) for name in self.refusals), default=0)
-        lines = [f"no backend serves {need}"]
-        lines += [f"  {name:<{width}}  {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
-        lines += [f"what works: {remedy}"] if remedy else []
-        super().__init__("\n".join(lines))
+    def __init__(self, refusal: Refusal) -> None:
+        """Create the error with the refusal's text."""
+        self.refusal = refusal
+        super().__init__(refusal.as_text())
 
 
 class ScaleError(ConfigError):
@@ -45,7 +73,7 @@ class WeightError(NibbleError):
 
 
 class CapacityError(NibbleError):
-    """The cache cannot hold what was asked for."""
+    """The cache cannot hold what is requested."""
 
 
 class OutOfPages(CapacityError):
@@ -65,17 +93,23 @@ class BackendError(NibbleError):
 
 
 class RequestError(NibbleError):
-    """A request is invalid. `status` is the HTTP status that a server answers with; `code`: the word by which OpenAI's
-    clients know this very error, where there is one."""
+    """A request is invalid."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        """Create the error.
+
+        Args:
+            message: What is wrong, and what would work.
+            status: The HTTP status that a server answers with.
+            code: What OpenAI's clients call this very error, if they have a name for it.
+        """
         self.status, self.code = status, code
         super().__init__(message)
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One line for an unknown name: what was asked, the nearest known name, and all of them."""
-    known = sorted(known)
-    near = get_close_matches(name, known, n=1)
+def unknown(kind: str, name: str, names: Iterable[str]) -> str:
+    """Return one line for an unknown `name`: the nearest of `names`, and all of them."""
+    names = sorted(names)
+    near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}"
+    return f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}"

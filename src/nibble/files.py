@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def exclusive_lock(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder. Where the file system knows no locks, nobody waits."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -21,7 +21,7 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Replace a file at once: nobody reads half of it, and a run that dies leaves the older one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,12 +1,14 @@
-"""What the machine is: the only capability query in the code, and the table of GPUs that plans may name.
+"""The machine: its capability and memory, the table of GPUs that plans may name, and the cache folder.
 
 torch is imported only by the functions that need it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,22 +20,25 @@ CPU_ARCH = 0
 
 
 def format_bytes(size: int) -> str:
-    """Bytes for people: `1.50 GiB`, `12.0 MiB`, `0.2 MiB`."""
+    """Return bytes for people: `1.50 GiB`, `12.0 MiB`, `0.2 MiB`."""
     return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """arch: compute capability as an integer (90 = SM90), 0 for a CPU. memory: for weights and cache. host: free memory
-    of the machine around it, None where that is not known."""
+    """A device, with the memory of the machine around it."""
 
     name: str
     arch: int
+    """Compute capability as an integer (90 = SM90), 0 for a CPU."""
     memory: int
+    """Bytes for weights and cache."""
     host: int | None = None
+    """Free bytes of the machine around it, None where that is not known."""
 
     @property
     def is_cpu(self) -> bool:
+        """Whether there is no CUDA GPU."""
         return self.arch == CPU_ARCH
 
     @property
@@ -58,10 +63,11 @@ GPUS = {name: Hardware(name, arch, gib * GIB) for name, arch, gib in _TABLE}
 
 
 def lookup_gpu(name: str) -> Hardware:
-    """The hardware called `name`: a key of GPUS, `cpu`, or `sm90`-style with 80 GiB; raises ConfigError."""
+    """Return the hardware called `name`: a key of GPUS, `cpu`, or `sm90`-style with 80 GiB; raise ConfigError."""
     key = name.lower()
     if key == "cpu":
         return cpu()
+    # A GPU that is not in the table, by its capability alone.
     if key.startswith("sm") and key[2:].isdigit():
         return Hardware(key, int(key[2:]), 80 * GIB)
     if key not in GPUS:
@@ -70,29 +76,30 @@ def lookup_gpu(name: str) -> Hardware:
 
 
 def cpu() -> Hardware:
-    """This machine's CPU, with the memory that this process may use: physical, or a container's limit."""
+    """Return this machine's CPU, with the memory that this process may use: physical, or a container's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Hardware("cpu", CPU_ARCH, min(physical, _container_limit() or physical), _free())
 
 
 def _free() -> int | None:
-    """Memory that programs of this machine can still have."""
+    """Return the memory that programs of this machine can still have."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    left = _container_left()
-    return min(x for x in (1024 * int(found), left) if x is not None) if found else left
+    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    # A container may take less than the machine has.
+    free = _container_free()
+    return min(size for size in (1024 * int(kib), free) if size is not None) if kib else free
 
 
 def _container_limit() -> int | None:
-    """The memory limit of the control group (cgroup v2) that this process is in, where there is one."""
+    """Return the memory limit of the control group (cgroup v2) that this process is in, where there is one."""
     return _group("memory.max")
 
 
-def _container_left() -> int | None:
-    """What the control group may still take."""
+def _container_free() -> int | None:
+    """Return what the control group may still take."""
     limit, used = _group("memory.max"), _group("memory.current")
     return None if limit is None or used is None else max(limit - used, 0)
 
@@ -106,10 +113,10 @@ def _group(name: str) -> int | None:
 
 
 def probe(device: str = "auto") -> Hardware:
-    """The hardware of this machine. device: `auto` (a CUDA GPU where there is one), `cpu` or `cuda`."""
+    """Return the hardware of this machine. `device`: `auto` (a CUDA GPU where there is one), `cpu` or `cuda`."""
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(unknown("device", device, ["auto", "cpu", "cuda"]))
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
         return cpu()
     import torch
 
@@ -121,25 +128,38 @@ def probe(device: str = "auto") -> Hardware:
     return cpu()
 
 
+def may_have_gpu() -> bool:
+    """Whether torch may see a CUDA GPU. Without a driver it cannot, and importing it takes seconds."""
+    # Nothing is saved then, and torch knows better.
+    if "torch" in sys.modules:
+        return True
+    try:
+        # torch itself loads the driver like this; without it there is no device to see.
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def processor() -> str:
-    """The name of this machine's CPU."""
+    """Return the name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, "") or platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def cuda_version() -> str | None:
-    """The CUDA toolkit that torch was built with; None for a CPU build."""
+    """Return the CUDA toolkit that torch was built with; None for a CPU build."""
     import torch
 
     return torch.version.cuda
 
 
 def cache_folder() -> Path:
-    """$NIBBLE_CACHE, or nibble/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."""
-    if named := os.environ.get("NIBBLE_CACHE"):
-        return Path(named)
+    """Return $NIBBLE_CACHE, or nibble/ in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."""
+    if folder := os.environ.get("NIBBLE_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"

@@ -6,6 +6,7 @@ Owns Stream, LayerGroup and ModelSpec. Must not know of formats, backends, torch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 Kind = Literal["mha", "mla", "dsa"]
@@ -15,6 +16,20 @@ LATENT = "latent"
 """The stream of MLA: one vector for all heads, key and value in one; its last `rope` values are of the key alone."""
 INDEX = "index_k"
 """The stream that an indexer of sparse attention scores; attention itself does not read it."""
+
+
+class Phase(StrEnum):
+    """What a step asks of attention for one request."""
+
+    PREFILL = "prefill"  # new tokens, nothing cached before them
+    EXTEND = "extend"  # new tokens over a cached prefix (chunked prefill included)
+    DECODE = "decode"  # one new token
+    VERIFY = "verify"  # a few draft tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
+        return self in {Phase.DECODE, Phase.VERIFY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +55,23 @@ LATENTS = (Stream(LATENT, heads=1, dim=576, rope=64), Stream(INDEX, heads=1, dim
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that ask the same of attention.
-
-    layers: indices of the attention layers, ascending.
-    q_heads: query heads of each layer.
-    window: sliding window in tokens, the present one included; None for full attention.
-    softcap, sinks: whether scores are capped by tanh, and whether learned sink logits join the softmax.
-    top_k: tokens that a query looks at in sparse attention, 0 where it looks at all.
-    """
+    """Layers that need the same of attention."""
 
     name: str
     kind: Kind
     streams: tuple[Stream, ...]
     layers: tuple[int, ...]
+    """Indices of the attention layers, ascending."""
     q_heads: int
+    """Query heads of each layer."""
     window: int | None = None
+    """Sliding window in tokens, the present one included; None for full attention."""
     softcap: bool = False
+    """Scores are capped by tanh."""
     sinks: bool = False
+    """Learned sink logits join the softmax."""
     top_k: int = 0
+    """Tokens that a query looks at in sparse attention, 0 where it looks at all."""
 
     @property
     def head_dim(self) -> int:
@@ -72,23 +86,22 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """All that Nibble must know of a model to plan its cache.
-
-    owner[layer]: the layer whose pages `layer` reads; itself, unless KV is shared across layers.
-    weight_bytes: size of the weights in the compute dtype.
-    """
+    """All that Nibble must know of a model to plan its cache."""
 
     model: str
     family: str
     groups: tuple[LayerGroup, ...]
     owner: tuple[int, ...]
+    """For each layer the one whose pages it reads: itself, unless KV is shared across layers."""
     max_context: int
     vocab_size: int
     hidden_size: int
     weight_bytes: int
+    """Size of the weights in the compute dtype."""
 
     @property
     def layers(self) -> int:
+        """Number of attention layers."""
         return len(self.owner)
 
     @property
@@ -97,5 +110,5 @@ class ModelSpec:
         return tuple(layer for layer, owner in enumerate(self.owner) if owner == layer)
 
     def group_of(self, layer: int) -> LayerGroup:
-        """The group that `layer` belongs to."""
+        """Return the group that `layer` belongs to."""
         return next(group for group in self.groups if layer in group.layers)

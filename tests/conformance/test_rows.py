@@ -15,6 +15,7 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,18 @@ from torch import Tensor
 from conftest import PROPERTY
 from nibble import formats
 from nibble.attention import backends
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import StepContext, attention
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
-from nibble.attention.planner import ledger
+from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
-from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
-from nibble.attention.planner.versions import versions
+from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Phase, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
+from nibble.cache.view import KVView
 from nibble.formats import scheme
 from nibble.hardware import probe
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import LATENT, Kind, LayerGroup, Stream
 
 HARDWARE = probe()
@@ -50,6 +52,10 @@ BATCHES: dict[Phase, tuple[tuple[tuple[int, int], ...], ...]] = {
 }
 
 
+STAGED_FOR_SPEED = {
+    timing.backend for ranking in shipped_rankings().entries for timing in ranking.order if timing.stage_to
+}
+"""Backends that are also taken over pages that were dequantised first, where they could read them as they are."""
 VERSIONS = {
     name: versions([info]) for name, info in backends.available_backends().items() if info.adapter is not None
 }
@@ -98,6 +104,7 @@ class Case:
     format: str
     packing: str
     shape: Shape
+    staged: bool = False
 
     def __str__(self) -> str:
         extras = "".join(f"-{name}" for name in ("window", "softcap", "sinks") if getattr(self.shape, name))
@@ -105,7 +112,7 @@ class Case:
             f"{self.format}@{self.packing}-d{self.shape.dim}-g{self.shape.group}-p{self.shape.page}{extras}"
         )
         kind = "" if self.shape.kind == "mha" else f"-{self.shape.kind}{self.shape.rope}"
-        return f"{self.backend}{self.row}-{self.phase}{kind}-{where}"
+        return f"{self.backend}{self.row}-{self.phase}{kind}-{where}{'-staged' * self.staged}"
 
 
 def streams(shape: Shape) -> tuple[Stream, ...]:
@@ -138,7 +145,23 @@ def cases_of(info: BackendInfo, index: int, row: Support) -> Iterator[Case]:
     for i, shape in enumerate(SHAPES):
         for kv_format in scheme.fitting(*streams(shape)) if shape.kind in row.kind else ():
             for phase in sorted(row.phase & BATCHES.keys()):
-                yield Case(info.name, index, phase, kv_format, packings[i % len(packings)], shape)
+                case = Case(info.name, index, phase, kv_format, packings[i % len(packings)], shape)
+                yield case
+                direct = route_for(case)
+                if info.name in STAGED_FOR_SPEED and phase in PROMPT and direct and not direct.stage_to:
+                    yield replace(case, staged=True)
+
+
+def route_for(case: Case) -> Route | None:
+    """How the row serves the case: as it is, staged, or not at all."""
+    row = backends.get(case.backend).support[case.row]
+    key = layout(case.format, case.packing, case.shape).layers[0].format_key
+    plain = formats.plain(dtype_of(case)).name
+    ways = ((key, case.packing, None), (plain, STAGED_PACKING, plain))
+    for stored, packing, stage_to in ways[case.staged :]:
+        if not row.refuses(need(case, stored, packing)):
+            return Route(case.phase, case.backend, row, stage_to)
+    return None
 
 
 CASES = [
@@ -149,17 +172,6 @@ CASES = [
     if (row.arch is None or HARDWARE.arch in row.arch)
     for case in cases_of(info, index, row)
 ]
-
-
-def route_for(case: Case) -> Route | None:
-    """How the row serves the case: as it is, staged, or not at all."""
-    row = backends.get(case.backend).support[case.row]
-    key = layout(case.format, case.packing, case.shape).layers[0].format_key
-    plain = formats.plain(dtype_of(case)).name
-    for stored, packing, stage_to in ((key, case.packing, None), (plain, STAGED_PACKING, plain)):
-        if not row.refuses(need(case, stored, packing)):
-            return Route(case.phase, case.backend, row, stage_to)
-    return None
 
 
 def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionParams) -> Tensor:
@@ -222,15 +234,17 @@ def scene(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> Scene
     segment = AttentionBatch.from_lens(case.phase, 0, new, lens, table.to(DEVICE))
     group = LayerGroup("full", shape.kind, streams(shape), (0,), heads)
     plan = Plan(placed, (GroupPlan(group, (0,), case.format, (route,)),), (0,), dtype_of(case))
-    adapter = backends.get(case.backend).adapter
-    assert adapter is not None
     meta = AttentionMetadata(torch.tensor(fresh, device=DEVICE), (segment,))
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if shape.sinks else None
     chosen = chosen_at_random(batch, shape.top_k, rng).to(DEVICE) if shape.top_k else None
     spec = AttentionParams(shape.dim**-0.5, shape.window, shape.softcap, sinks, chosen)
     kv = {entry.name: random(sum(new), shape.heads) for entry in streams(shape)}
     return Scene(
-        StepContext(plan, pool, {case.backend: adapter()}, meta), random(sum(new), heads), kv, spec, pages
+        StepContext(plan, pool, {case.backend: backends.create(backends.get(case.backend))}, meta),
+        random(sum(new), heads),
+        kv,
+        spec,
+        pages,
     )
 
 
@@ -280,13 +294,13 @@ def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
         check(case, route, batch)
 
 
-def entry(case: Case, route: Route) -> ledger.LedgerEntry:
+def entry(case: Case, route: Route) -> LedgerEntry:
     """What the ledger says where the case conforms, and all others of its combination do."""
     key = layout(case.format, case.packing, case.shape).layers[0].format_key
     name = f"{platform.machine()} CPU" if HARDWARE.is_cpu else HARDWARE.name
     today = datetime.date.today().isoformat()
     stored = route.stage_to or key
-    return ledger.LedgerEntry(
+    return LedgerEntry(
         case.backend, case.phase, case.shape.kind, stored, HARDWARE.arch, name, today, VERSIONS[case.backend]
     )
 
@@ -296,18 +310,14 @@ def test_a_wrong_kernel_is_caught() -> None:
     case = next(case for case in CASES if case.backend == "torch_ref" and case.phase is Phase.DECODE)
     route = route_for(case)
     assert route
-    adapter = backends.get("torch_ref").adapter
-    assert adapter
 
-    class Forgetful(adapter):  # type: ignore[misc, valid-type]
-        def attend(
-            self, q_THD: Tensor, view: object, segment: AttentionBatch, spec: AttentionParams
-        ) -> Tensor:
-            short = tuple(max(length - 1, 1) for length in segment.seq_lens)
+    class Forgetful(TorchRef):
+        def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+            short = tuple(max(length - 1, 1) for length in batch.seq_lens)
             cut = AttentionBatch.from_lens(
-                segment.phase, segment.start, segment.query_lens, short, segment.page_table_BN
+                batch.phase, batch.start, batch.query_lens, short, batch.page_table_BN
             )
-            return super().attend(q_THD, view, cut, spec)  # type: ignore[no-any-return]
+            return super().prepare(q_THD, view, cut, params)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(

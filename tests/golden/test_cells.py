@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nibble.attention import backends
-from nibble.attention.planner import cells, ledger
+from nibble.attention.planner import cells, evidence
 from nibble.attention.planner.cells import Cell, Status
-from nibble.attention.planner.ledger import LedgerEntry, update
+from nibble.attention.planner.evidence import LedgerEntry, update_ledger
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -26,8 +26,8 @@ SEEN = LedgerEntry(
 
 @pytest.fixture(autouse=True)
 def only_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    update(tmp_path / "ledger.json", [SEEN])
-    monkeypatch.setattr(ledger, "shipped", lambda: tmp_path / "ledger.json")
+    update_ledger(tmp_path / "ledger.json", [SEEN])
+    monkeypatch.setattr(evidence, "shipped_ledger", lambda: tmp_path / "ledger.json")
 
 
 def found(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[list[Cell], list[str]]:
@@ -37,7 +37,7 @@ def found(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[list[Cell], 
     plan = resolve(request.config, model_spec, request.hardware, declared=True)
     mine = list(cells.cells(request, plan))
     for group in plan.groups:
-        chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.chosen and cell.group is group}
+        chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.planned and cell.group is group}
         assert chosen == {(route.phase, route.backend) for route in group.routes}
     return mine, list(cells.as_lines(mine, request))
 
@@ -47,7 +47,7 @@ def test_a_cell_is_verified_declared_staged_or_refused() -> None:
     status = {(cell.backend, cell.need.phase): cell.status for cell in mine}
     assert [key for key, value in status.items() if value is Status.VERIFIED] == [("cuda", Phase.DECODE)]
     assert status["triton", Phase.DECODE] is Status.DECLARED
-    assert (status["fa3", Phase.EXTEND], status["fa3", Phase.DECODE]) == (Status.STAGED, Status.ASKED)
+    assert (status["fa3", Phase.EXTEND], status["fa3", Phase.DECODE]) == (Status.STAGED, Status.ON_REQUEST)
     assert status["cutlass_mla", Phase.DECODE] is Status.REFUSED
     assert "  verified on NVIDIA H200, 2026-11-20 (torch 2.11.0, triton 3.6): cuda" in lines
     assert "    cutlass_mla: only for mla" in lines
@@ -67,7 +67,7 @@ def test_every_refusal_has_a_reason_and_nothing_else_does() -> None:
 
 def test_staging_that_was_allowed_need_not_be_asked_for() -> None:
     mine, lines = found(QWEN3_8B, "h200", kv_format="nvfp4", allow_staging=True)
-    assert not any(cell.status is Status.ASKED for cell in mine)
+    assert not any(cell.status is Status.ON_REQUEST for cell in mine)
     (line,) = (line for line in lines if line.startswith("  fa3 "))
     assert line.split() == ["fa3", "staged", "staged", "staged", "staged"]
 
@@ -79,7 +79,7 @@ def test_nothing_is_to_be_asked_for_where_it_would_not_help() -> None:
     hot, lines = found(DEEPSEEK_V32, "h200", **fp8, hisparse="on")
     status = {(cell.backend, cell.need.phase): cell.status for cell in without}
     assert status["flashmla", Phase.EXTEND] is Status.STAGED
-    assert not any(cell.status in {Status.STAGED, Status.ASKED} for cell in hot)
+    assert not any(cell.status in {Status.STAGED, Status.ON_REQUEST} for cell in hot)
     assert any("flashmla (prefill, extend): " in line for line in lines)
 
 
@@ -92,4 +92,4 @@ def test_each_group_and_scheme_has_a_table() -> None:
 
 def test_the_ledger_that_ships_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert ledger.read(ledger.shipped())
+    assert evidence.read_ledger(evidence.shipped_ledger())

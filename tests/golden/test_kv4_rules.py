@@ -137,7 +137,7 @@ REFUSED = [
     Case("same-mha-trtllm_mha-mx", QWEN3_8B, "b200", both(MX, "trtllm_mha"), reasons=("format fp4_mx16", "staged to bf16: packing nhd is not in {hnd}"), remedy="--attention-backend triton"),
     Case("same-mla-cutlass_mla", DEEPSEEK_V3, "b200", both(MX, "cutlass_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
     Case("same-mla-trtllm_mla", DEEPSEEK_V3, "b200", both(MX, "trtllm_mla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend"),
-    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode}",), remedy="--prefill-backend triton"),
+    Case("same-mla-flashmla", DEEPSEEK_V3, "h200", both(MX, "flashmla", **STAGE), reasons=("phase prefill is not in {decode, verify}",), remedy="--prefill-backend triton"),
     Case("same-mla-fa3", DEEPSEEK_V3, "h200", both(MX, "fa3"), reasons=("fa3  format fp4_mx16 is not in {bf16",), remedy="--decode-backend triton"),
     Case("non-cuda", QWEN3_8B, "cpu", both(NV, "triton"), reasons=("arch CPU is not in {SM80",), remedy="torch_ref"),
     Case("nvfp4-hopper-trtllm_mha", QWEN3_8B, "h200", pair(NV, "flashinfer", "trtllm_mha"), reasons=("trtllm_mha  format nvfp4 is not in {bf16}",), remedy="--decode-backend cuda"),
@@ -153,7 +153,7 @@ REFUSED = [
     Case("H3-nvfp4-mla", DEEPSEEK_V3, "b200", both(NV, "trtllm_mla"), reasons=("trtllm_mla  ", "format nvfp4 is not in {bf16"), remedy="-backend triton"),
     Case("H3-mxfp4-is-not-block-16", QWEN3_8B, "b200", both("mxfp4", "trtllm_mha"), reasons=("format mxfp4",), remedy="--attention-backend triton"),
     # H5: verify, page sizes, head_dim, windows and sinks, GPUs.
-    Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {prefill, extend}"), remedy="--decode-backend", keywords={"verify": True}),
+    Case("H5-verify", QWEN3_8B, "b200", pair("bf16", "fa4", "fa4"), reasons=("verify of mha", "phase verify is not in {prefill, extend, decode}"), remedy="--decode-backend", keywords={"verify": True}),
     Case("H5-joint-page", QWEN3_8B, "b200", pair("bf16", "fa4", "trtllm_mha"), reasons=("one page size and one packing", "packing in common", "fa4 (prefill, extend)  page must be in", "page must be in {16, 32, 64}"), remedy="--decode-backend fa4"),
     Case("H5-joint-packing", QWEN3_8B, "h200", pair("bf16", "fa3", "cuda"), reasons=(": no packing in common", "packing must be in {nhd}", "packing must be in {hnd}"), remedy="--decode-backend fa3"),
     Case("H5-page-asked", DEEPSEEK_V3, "h200", pair("bf16", "flashinfer", "flashmla", page_size=16), reasons=("page 16 is not in {64}",), remedy="--decode-backend fa3"),
@@ -199,7 +199,7 @@ def test_H4_a_refusal_is_an_error_not_an_assertion() -> None:
         "from planning import QWEN3_8B; from nibble.config import Config; from nibble.hardware import lookup_gpu\n"
         "from nibble.attention.planner.resolve import resolve; from nibble.errors import Unsupported\n"
         "try: resolve(Config(model='m', kv_format='nvfp4', attention_backend='fa3'), QWEN3_8B, lookup_gpu('b200'))\n"
-        "except Unsupported as error: print(type(error).__name__, len(error.refusals))"
+        "except Unsupported as error: print(type(error).__name__, len(error.refusal.reasons))"
     )
     done = subprocess.run(
         [sys.executable, "-O", "-c", code],
@@ -248,8 +248,8 @@ def test_H5_what_divides_a_pair_is_named(
     }  # fmt: skip
     with pytest.raises(Unsupported, match=f": {divided}\n") as caught:
         resolve(Config(model="m", **pair("bf16", "early", "late")), QWEN3_8B, lookup_gpu("h200"), table)
-    assert list(caught.value.refusals) == ["early (prefill, extend)", "late (decode)"]
-    assert caught.value.refusals["late (decode)"][0] == f"page must be in {{{pages[1]}}}"
+    assert list(caught.value.refusal.reasons) == ["early (prefill, extend)", "late (decode)"]
+    assert caught.value.refusal.reasons["late (decode)"][0] == f"page must be in {{{pages[1]}}}"
 
 
 def test_H5_the_prefix_cache_changes_no_route() -> None:

@@ -174,7 +174,7 @@ def test_every_refusal_of_a_backend_names_a_command_that_works(model: str, backe
             made(EVERY, MODELS[model], MACHINES[gpu], asked)
         except ConfigError as error:
             for route in follow(str(error), model, all_backends()).groups[0].routes:
-                slow = route.stage_to is not None or route.row.prefer < 0
+                slow = route.stage_to is not None or route.row.gathers
                 assert not slow or route.backend == backend, f"{asked}: {error}"
 
 

@@ -58,7 +58,7 @@ def test_prompts_are_said_to_be_staged_where_they_must_be(tmp_path: Path) -> Non
 def test_what_staging_would_cost_is_in_the_cell(tmp_path: Path) -> None:
     cell = one(tmp_path / "peers.json", decode="sdpa", theirs="n")
     assert cell.agrees and cell.ours == "asked (8.1 x)"
-    assert tuple(cell.asked) == GPUS
+    assert tuple(cell.staged) == GPUS
     assert one(tmp_path / "peers.json", decode="flashmla", theirs="n").ours.startswith(
         "n: kind mha is not in {"
     )

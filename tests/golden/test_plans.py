@@ -12,9 +12,8 @@ import pytest
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends import all_backends
+from nibble.attention.planner.evidence import LedgerEntry, read_ledger, update_ledger
 from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.ledger import LedgerEntry, read, update
-from nibble.attention.planner.memory import plan_memory
 from nibble.attention.planner.needs import format_layers
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.attention.planner.support import BackendInfo, Phase, Support
@@ -23,7 +22,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.model_spec import HEADS
-from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES
+from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES, memory_plan
 
 MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
     name: lookup_gpu(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
@@ -82,7 +81,7 @@ def test_a_named_backend_is_planned_before_it_runs() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_command() -> None:
-    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=99)
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None)
     info = BackendInfo(
         name="vendor",
         support=(row,),
@@ -117,7 +116,7 @@ def test_registration_adds_one_backend_and_refuses_a_second_of_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "_registry", dict(backends._registry))
-    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=1000, source="a test")
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, source="a test")
     toy = backends.register(BackendInfo(name="toy", support=(row,), summary="a toy", adapter=object))
     made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["h200"])
     assert {route.backend for group in made.groups for route in group.routes} == {"toy"}
@@ -132,7 +131,7 @@ def test_explanations_of_a_mixed_staged_plan() -> None:
         model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3", prefill_backend="fa4", decode_backend="triton"
     )
     made = resolve(asked, QWEN3_8B, MACHINES["b200"])
-    money = plan_memory(asked, QWEN3_8B, MACHINES["b200"], made)
+    money = memory_plan(asked, QWEN3_8B, MACHINES["b200"], made)
     content = json.loads(json.dumps(as_dict(made, money)))
     assert content["groups"][1]["routes"]["prefill"]["stage_to"] == "bf16"
     assert content["bytes_per_token"] == 8 * (256 + 35 * 144)
@@ -154,7 +153,7 @@ def test_the_capability_table_says_what_was_verified(tmp_path: Path) -> None:
         "triton", "decode", "mha", "nvfp4", 90, "NVIDIA H200", "2026-11-20", {"torch": "2.11.0"}
     )
     before = tables.capability_table(path=ledger)
-    update(ledger, [entry])
+    update_ledger(ledger, [entry])
     after = tables.capability_table(path=ledger)
     assert "verified[" not in before
     (number,) = set(re.findall(r"PEV declared; D verified\[\^(\d+)\]", after))
@@ -178,12 +177,12 @@ def test_a_row_for_any_format_is_verified_by_those_that_fit(tmp_path: Path) -> N
     """Formats of latents store no heads, so nobody can verify them there."""
     ledger = tmp_path / "ledger.json"
     fitting = [name for name in formats.names() if not any(formats.get(name).refuses(s) for s in HEADS)]
-    update(
+    update_ledger(
         ledger,
         [LedgerEntry("torch_ref", "decode", "mha", name, 0, "CPU", "2026-11-20", {}) for name in fitting[1:]],
     )
     assert "verified[" not in tables.capability_table(path=ledger)
-    update(ledger, [LedgerEntry("torch_ref", "decode", "mha", fitting[0], 0, "CPU", "2026-11-20", {})])
+    update_ledger(ledger, [LedgerEntry("torch_ref", "decode", "mha", fitting[0], 0, "CPU", "2026-11-20", {})])
     assert "| `torch_ref` | any | PEV declared; D verified[^" in tables.capability_table(path=ledger)
 
 
@@ -203,12 +202,12 @@ def test_the_ledger_keeps_the_newest_entry_of_a_combination(tmp_path: Path) -> N
     entries = [
         LedgerEntry("b", "decode", "mha", "f", 90, "GPU", date, {}) for date in ("2026-01-01", "2026-02-02")
     ]
-    update(path, entries[:1])
-    update(path, entries[1:])
-    assert read(path) == (entries[1],)
+    update_ledger(path, entries[:1])
+    update_ledger(path, entries[1:])
+    assert read_ledger(path) == (entries[1],)
     path.write_text('{"schema": 1, "entries": [{}]}')
     with pytest.raises(ConfigError, match="cannot read the ledger"):
-        read(path)
+        read_ledger(path)
 
 
 def test_the_formats_page_holds_every_format_and_its_bytes() -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from nibble.attention.backends import all_backends
-from nibble.attention.planner.memory import plan_memory
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.config import Config
 from nibble.errors import CapacityError
 from nibble.hardware import lookup_gpu
 from nibble.model_spec import ModelSpec
-from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, mha, model_spec
+from planning import GEMMA2, GPT_OSS, MODELS, QWEN3_8B, memory_plan, mha, model_spec
 
 STAGED, OWN = "fa3 (staged to bf16)", "triton (staged to bf16)"
 
@@ -60,7 +59,7 @@ def test_nobody_stages_for_speed_where_memory_is_short(options: dict[str, Any]) 
     made = plan(model, kv_format="nvfp4", **options)
     assert routes(made)[:2] == ["triton", "triton"]
     assert (
-        plan_memory(Config(model="m", kv_format="nvfp4", **options), model, lookup_gpu("h200"), made).staging
+        memory_plan(Config(model="m", kv_format="nvfp4", **options), model, lookup_gpu("h200"), made).staging
         == 0
     )
 
@@ -74,10 +73,10 @@ def test_staging_for_speed_leaves_pages_their_room(name: str) -> None:
         faster = plan(model, kv_format="nvfp4")
         direct = plan(model, kv_format="nvfp4", prefill_backend="triton")
         try:
-            tokens = plan_memory(config, model, lookup_gpu("h200"), direct).tokens
+            tokens = memory_plan(config, model, lookup_gpu("h200"), direct).tokens
         except CapacityError:
             continue
-        assert plan_memory(config, model, lookup_gpu("h200"), faster).tokens > 0.85 * tokens, weights
+        assert memory_plan(config, model, lookup_gpu("h200"), faster).tokens > 0.85 * tokens, weights
         staged.add(any(route.stage_to for group in faster.groups for route in group.routes))
     assert staged == {True, False}
 

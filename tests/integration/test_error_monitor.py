@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nibble.engine.reference_rows import BYTES, ReferenceRows
 from test_compile import unpacked
 
 from nibble import LLM, formats
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.planner.memory import WATCH
+from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.planner.memory import ERROR_MONITOR_BYTES
 from nibble.config import Config, SamplingParams
 from nibble.engine import build
 from nibble.engine.cuda_graphs import Graphs, live
 from nibble.engine.error_monitor import LOOKS
-from nibble.engine.reference_rows import BYTES, ReferenceRows
 from nibble.errors import ConfigError, NibbleError
 from nibble.hardware import lookup_gpu
 from nibble.models import hook
@@ -105,7 +105,7 @@ def test_the_error_is_that_of_an_independent_computation(
     attend = hook.attention
 
     def spy(ctx: Any, layer: int, q_THD: Any, streams: Any, spec: Any) -> Any:
-        last, count = ctx.meta.segments[-1].stop - 1, ctx.meta.segments[-1].stop
+        last, count = ctx.meta.batches[-1].stop - 1, ctx.meta.batches[-1].stop
         given[layer].append((q_THD[last].double(), *(streams[x][:count].double() for x in "kv"), spec.scale))
         return attend(ctx, layer, q_THD, streams, spec)
 
@@ -336,10 +336,12 @@ def test_without_a_rate_there_is_nothing(gqa: Path, monkeypatch: pytest.MonkeyPa
         pytest.fail("a watch was made")
 
     monkeypatch.setattr(build, "ReferenceRows", no)
-    monkeypatch.setattr(build, "Fidelity", no)
+    monkeypatch.setattr(build, "ErrorMonitor", no)
     llm, seen = served(gqa, "nvfp4", 0.0), list[Any]()
     attend = hook.attention
-    monkeypatch.setattr(hook, "attention", lambda ctx, *given: seen.append(ctx.watch) or attend(ctx, *given))
+    monkeypatch.setattr(
+        hook, "attention", lambda ctx, *given: seen.append(ctx.observer) or attend(ctx, *given)
+    )
     tokens(llm, PROMPTS)
     assert llm.error_monitor is None and llm.engine.runner.error_monitor is None
     assert len(seen) > 50 and set(seen) == {None}
@@ -373,7 +375,7 @@ def test_a_gpu_has_the_room_planned() -> None:
         )
         return made.budget.runtime
 
-    assert runtime(0.1) - runtime(0.0) == WATCH > 3 * BYTES
+    assert runtime(0.1) - runtime(0.0) == ERROR_MONITOR_BYTES > 3 * BYTES
 
 
 def test_cached_and_long_requests_are_left_out(gqa: Path) -> None:

@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import nibble.transformers as nt
 from nibble import LLM
-from nibble.attention.metadata import AttentionParams
 from nibble.cache.pool import PagedPool
 from nibble.engine.build import run_prompt
+from nibble.kernels.types import AttentionParams
 from nibble.models import hook, linear
 from nibble.models.hub import quiet
 from tiny import MLA, save_model

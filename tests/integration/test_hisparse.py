@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
 from nibble.cache.offload.hot_buffer import HotBuffers
-from nibble.config import Config, HiSparse, parse_hisparse
+from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
-from nibble.engine.build import plan_engine
 from nibble.engine.cuda_graphs import Graphs, live
+from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme
 from nibble.kernels.offload import copy_tokens
@@ -318,8 +318,8 @@ def one_way(self: Any, layer: int, source: int, target: int) -> None:
 
 
 def test_settings_are_put_together_with_commas(model: Path) -> None:
-    assert parse_hisparse("on, buffer = 64") == HiSparse(buffer=64)
-    assert parse_hisparse("off") is None
+    assert OffloadSpec.parse("on, buffer = 64") == OffloadSpec(buffer=64)
+    assert OffloadSpec.parse("off") is None
     small = tight(model, "host_memory=1MiB", kv_format="fp8_ds_mla")
     assert small.budget.host <= 1 << 20
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from nibble.attention.planner.memory import plan_memory
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales, LayerScales
@@ -15,7 +14,7 @@ from nibble.errors import ConfigError
 from nibble.formats import scheme
 from nibble.hardware import lookup_gpu
 from nibble.model_spec import HEADS, LayerGroup, ModelSpec, Stream
-from planning import GEMMA2, GPT_OSS, HEAD_80, QWEN3_8B, SHARED_KV, mha, model_spec
+from planning import GEMMA2, GPT_OSS, HEAD_80, QWEN3_8B, SHARED_KV, memory_plan, mha, model_spec
 
 
 def streams(heads: int, dim: int, v_dim: int | None = None) -> tuple[Stream, ...]:
@@ -53,7 +52,7 @@ def test_pool_is_the_plan_to_the_byte(shape: str, kv_format: str, kv_layers: str
     except ConfigError as refusal:
         assert "not a multiple" in str(refusal) or "shifts scores" in str(refusal)
         return
-    made = plan_memory(config, model, hardware, plan)
+    made = memory_plan(config, model, hardware, plan)
     assert made.pages > 0 and 0 <= 1_000_000_000 - made.pool < plan.layout.bytes_per_page
     pool = PagedPool(plan.layout, made.pages, NO_SCALES, "meta")
     assert pool.nbytes == made.pool == made.pages * plan.page_size * made.bytes_per_token

@@ -15,42 +15,49 @@ from torch import Tensor
 from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.backends import torch_ref
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner.support import Phase
 from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.selftest import self_test
 from nibble.formats.base import raw
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from tiny import MLA, SPARSE, save_tiny
 
 
-class Wrong(torch_ref.TorchRef):
+class Wrong(TorchRef):
     """The reference, with something planted in one phase."""
 
     phase = Phase.DECODE
     fault = "forgets"
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        if segment.phase is not self.phase:
-            return super().attend(q_THD, view, segment, spec)
+    def plant(self, batch: AttentionBatch, params: AttentionParams) -> tuple[AttentionBatch, AttentionParams]:
+        if batch.phase is not self.phase:
+            return batch, params
         if self.fault == "forgets":  # the newest token
-            seq_lens = [max(1, length - 1) for length in segment.seq_lens]
-            segment = AttentionBatch.from_lens(
-                segment.phase, 0, segment.query_lens, seq_lens, segment.page_table_BN
-            )
+            seq_lens = [max(1, length - 1) for length in batch.seq_lens]
+            batch = AttentionBatch.from_lens(batch.phase, 0, batch.query_lens, seq_lens, batch.page_table_BN)
         elif self.fault == "pages":  # takes pages to lie side by side
-            first = segment.page_table_BN[:, :1]
-            beside = first + torch.arange(segment.page_table_BN.shape[1], dtype=torch.int32)
-            segment = replace(segment, page_table_BN=beside.remainder(segment.page_table_BN.max() + 1).int())
+            first = batch.page_table_BN[:, :1]
+            beside = first + torch.arange(batch.page_table_BN.shape[1], dtype=torch.int32)
+            batch = replace(batch, page_table_BN=beside.remainder(batch.page_table_BN.max() + 1).int())
         elif self.fault == "scale":
-            spec = replace(spec, scale=spec.scale * 1.1)
+            params = replace(params, scale=params.scale * 1.1)
         elif self.fault == "window":
-            spec = replace(spec, window=None)
+            params = replace(params, window=None)
         elif self.fault == "chosen":
-            spec = replace(spec, topk_slots_TK=None)
-        out = super().attend(q_THD, view, segment, spec)
-        return out.fill_(float("nan")) if self.fault == "nan" else out
+            params = replace(params, topk_slots_TK=None)
+        return batch, params
+
+    def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+        return super().prepare(q_THD, view, *self.plant(batch, params))
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
+    ) -> Tensor:
+        out = super().forward(q_THD, view, *self.plant(batch, params), state)
+        return out.fill_(float("nan")) if batch.phase is self.phase and self.fault == "nan" else out
 
 
 @pytest.fixture
@@ -58,8 +65,8 @@ def wrong() -> Iterator[type[Wrong]]:
     class Planted(Wrong):
         pass
 
-    rows = tuple(replace(row, prefer=1) for row in torch_ref.BACKEND.support)
-    backends.register(replace(torch_ref.BACKEND, name="toy_wrong", adapter=Planted, rows=rows))
+    rows = tuple(replace(row, gathers=False) for row in torch_ref.BACKEND.support)
+    backends.register(replace(torch_ref.BACKEND, name="toy_wrong", adapter=Planted, support=rows))
     yield Planted
     backends.unregister("toy_wrong")
 

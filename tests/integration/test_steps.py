@@ -12,18 +12,18 @@ import torch
 
 from nibble import LLM, CapacityError
 from nibble.attention.planner.capture import graph_sizes
-from nibble.attention.planner.memory import KEPT, TOKENS_CPU, TOKENS_GPU, MemoryPlan, plan_memory
+from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.build import plan_engine
 from nibble.engine.page_tables import PageTables
+from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms
 from nibble.engine.transfer import ALIGNED, PackedInts
 from nibble.engine.warmup import StartupReport, _largest, check_memory, out_of_memory_explained
 from nibble.hardware import GIB, lookup_gpu
-from planning import QWEN3_8B
+from planning import QWEN3_8B, memory_plan
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_draws_in_parts_are_the_same(params: dict[str, Any], monkeypatch: pytest
 
 def gpu_budget(**options: Any) -> MemoryPlan:
     config = Config(model="m", **options)
-    return plan_memory(config, QWEN3_8B, lookup_gpu("h200"), resolve(config, QWEN3_8B, lookup_gpu("h200")))
+    return memory_plan(config, QWEN3_8B, lookup_gpu("h200"), resolve(config, QWEN3_8B, lookup_gpu("h200")))
 
 
 def test_a_budget_foresees_recorded_steps_and_libraries() -> None:
@@ -121,8 +121,8 @@ def test_a_budget_foresees_recorded_steps_and_libraries() -> None:
 
 
 def test_steps_are_larger_on_a_gpu(tiny: Path) -> None:
-    assert gpu_budget().step_tokens == TOKENS_GPU
-    assert plan_engine(Config(model=str(tiny), device="cpu")).budget.step_tokens == TOKENS_CPU
+    assert gpu_budget().step_tokens == GPU_STEP_TOKENS
+    assert plan_engine(Config(model=str(tiny), device="cpu")).budget.step_tokens == CPU_STEP_TOKENS
     assert gpu_budget(token_budget=100).step_tokens == 100
 
 
@@ -136,11 +136,11 @@ def test_a_plan_that_cannot_be_recorded_says_so(tiny: Path) -> None:
 
 def test_a_start_that_uses_up_the_reserve_is_refused() -> None:
     made = gpu_budget()
-    check_memory(made, int(KEPT * made.reserve) + 1)
+    check_memory(made, int(MIN_RESERVE_LEFT * made.reserve) + 1)
     with pytest.raises(
         CapacityError, match=r"in use beside the cache, where 8\.00 GiB .* --kv-memory \d+MiB"
     ):
-        check_memory(made, int(KEPT * made.reserve) - 1)
+        check_memory(made, int(MIN_RESERVE_LEFT * made.reserve) - 1)
 
 
 def test_running_out_of_memory_says_what_would_help() -> None:

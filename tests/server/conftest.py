@@ -24,7 +24,7 @@ from nibble.engine.outputs import Delta
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
 from nibble.server import messages as wire
-from nibble.server.engine_client import Ask, EngineDiedError, Piece, State
+from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
 
 
 def free_port() -> int:
@@ -104,20 +104,20 @@ class FakeEngine:
         self.ready: wire.Ready | None = wire.Ready("", 64, 256, {"dtype": "none"})
         self.stats: Mapping[str, float] = {}
         self.open = self.aborted = 0
-        self.asks: list[Ask] = []
+        self.requests: list[GenerationRequest] = []
         self.dies_after: int | None = None
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         if self.state is not State.READY:
             raise EngineDiedError(f"the engine is {self.state}")
-        if self.ready and len(ask.prompt) >= self.ready.max_context:
+        if self.ready and len(request.prompt) >= self.ready.max_context:
             raise RequestError("the prompt is too long")
         self.open += 1
-        self.asks.append(ask)
-        left, started = ask.params.n, time.monotonic()
+        self.requests.append(request)
+        left, started = request.params.n, time.monotonic()
         try:
-            for index in range(ask.params.n):
-                tokens = list(ask.prompt)[: ask.params.max_tokens]
+            for index in range(request.params.n):
+                tokens = list(request.prompt)[: request.params.max_tokens]
                 for i, token in enumerate(tokens):
                     await asyncio.sleep(self.pause)
                     if self.dies_after is not None and i >= self.dies_after:

@@ -19,7 +19,7 @@ from nibble.server import messages as wire
 from nibble.server.app import Api, make_app
 from nibble.server.chat_parser import AnswerParser
 from nibble.server.engine_client import State
-from nibble.server.guards import BodyLimit
+from nibble.server.middleware import BodyLimit
 from nibble.server.responses import ChatWriter, TextWriter
 from nibble.server.settings import Settings
 
@@ -37,7 +37,7 @@ def with_app(test: Test, engine: FakeEngine | None = None, **settings: Any) -> F
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             await test(client, engine)
-        assert app.state.api.gate.open == 0, "a request is still counted"
+        assert app.state.api.limiter.num_open == 0, "a request is still counted"
 
     asyncio.run(run())
     assert engine.open == 0, "a request is still open in the engine"
@@ -338,8 +338,8 @@ def test_null_is_as_good_as_nothing() -> None:
         ] == 1.0
         assert properties["messages"]["type"] == "array"
 
-    asks = with_app(test).asks
-    assert all((ask.params.n, ask.params.temperature, ask.params.top_p) == (1, 1.0, 1.0) for ask in asks)
+    requests = with_app(test).requests
+    assert all((ask.params.n, ask.params.temperature, ask.params.top_p) == (1, 1.0, 1.0) for ask in requests)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -372,7 +372,7 @@ def test_waiting_to_be_let_in_counts_towards_the_timeout() -> None:
         assert second.status_code == 408 and not first.done()
         assert (await first).status_code == 408
 
-    assert len(with_app(test, max_queue=1, wait_when_full=True).asks) == 1
+    assert len(with_app(test, max_queue=1, wait_when_full=True).requests) == 1
 
 
 def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
@@ -410,7 +410,7 @@ def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
         gone.set()
         async with asyncio.timeout(20):
             await served
-        assert sent[0]["status"] == 499 and not engine.asks and app.state.api.gate.open == 0
+        assert sent[0]["status"] == 499 and not engine.requests and app.state.api.limiter.num_open == 0
 
     asyncio.run(run())
 
@@ -465,7 +465,7 @@ def test_priorities() -> None:
             assert (await client.post(path, json={**body, "priority": -3})).status_code == 200
             assert (await client.post(path, json={**body, "priority": 1 << 31})).status_code == 400
 
-    assert [ask.priority for ask in with_app(test).asks] == [-3, -3]
+    assert [ask.priority for ask in with_app(test).requests] == [-3, -3]
 
 
 def test_priorities_are_refused_where_they_are_not_honoured() -> None:

@@ -14,8 +14,8 @@ from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-define
 from nibble.server import messages as wire
 from nibble.server.app import make_app
 from nibble.server.engine_client import State
-from nibble.server.fidelity_view import warning
 from nibble.server.settings import Settings
+from nibble.server.views import fidelity_warning
 
 ABOUT: dict[str, Any] = {
     "groups": [{"layers": [0, 1], "scheme": "fp8_e4m3"}, {"layers": [12], "scheme": "nvfp4"}]
@@ -67,7 +67,7 @@ def test_there_are_none_without_a_watch_and_gauges_only_while_it_serves() -> Non
 )
 def test_a_warning_leaves_the_server_ready(changes: dict[str, float], words: str | None) -> None:
     engine = watched(**changes)
-    assert (warning(engine.stats) is None) is (words is None)
+    assert (fidelity_warning(engine.stats) is None) is (words is None)
 
     async def ask() -> httpx.Response:
         app = make_app(engine, FakeTokens(), "m", Settings())

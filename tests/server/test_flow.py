@@ -14,9 +14,16 @@ from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import Config, SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.server import messages as wire
-from nibble.server.engine_client import Ask, EngineDiedError, Mailbox, Piece, ProcessClient, State
-from nibble.server.metrics import Meters
-from nibble.server.streaming import Events, merged
+from nibble.server.engine_client import (
+    EngineDiedError,
+    GenerationRequest,
+    OutputQueue,
+    Piece,
+    ProcessClient,
+    State,
+)
+from nibble.server.metrics import Metrics
+from nibble.server.streaming import Events, merge_streams
 
 
 def piece(text: str, at: float, index: int = 0, reason: Any = None) -> Piece:
@@ -25,7 +32,7 @@ def piece(text: str, at: float, index: int = 0, reason: Any = None) -> Piece:
 
 def test_what_was_not_fetched_is_joined_and_keeps_its_times() -> None:
     async def run() -> list[Piece]:
-        mailbox = Mailbox()
+        mailbox = OutputQueue()
         for one in (piece("a", 1.0), piece("x", 1.0, 1), piece("bc", 2.0), piece("def", 4.0, reason="stop")):
             mailbox.put(one)
         return await mailbox.get()
@@ -41,14 +48,14 @@ def test_what_was_not_fetched_is_joined_and_keeps_its_times() -> None:
 
 def test_a_slow_reader_does_not_make_the_engine_look_slow() -> None:
     now = [10.0]
-    meters = Meters(FakeEngine(), "m", lambda: now[0])
+    meters = Metrics(FakeEngine(), "m", lambda: now[0])
 
     async def source() -> AsyncGenerator[list[Piece]]:
         now[0] = 99.0  # when somebody gets round to reading
         yield [Piece(Delta(0, "abc", (1, 2, 3), "stop"), 0, ((10.5, 1), (10.7, 1), (11.0, 1)), 10.2)]
 
     async def run() -> None:
-        async for _ in meters.request(4).over(source()):
+        async for _ in meters.start_request(4).observe(source()):
             pass
 
     asyncio.run(run())
@@ -70,13 +77,13 @@ def test_the_client_stamps_what_it_hears() -> None:
         async def say(order: Any) -> None:
             said.append(order)
 
-        client._say = say  # type: ignore[method-assign]
-        pieces = client.generate(Ask([1], SamplingParams(n=2)))
+        client._send = say  # type: ignore[method-assign]
+        pieces = client.generate(GenerationRequest([1], SamplingParams(n=2)))
         waiting = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
         (order,) = said
         items = [(order.id, 4, 2.5, Delta(0, "a", (5,))), (order.id, 4, 2.5, Delta(1, "b", (6, 7)))]
-        await client._hear(wire.news(wire.encode(wire.Pieces(items))))
+        await client._handle(wire.decode_event(wire.encode(wire.Pieces(items))))
         found = await waiting
         await pieces.aclose()
         assert isinstance(said[-1], wire.Abort)
@@ -94,10 +101,10 @@ def test_sources_are_merged(count: int, timeout: float | None) -> None:
     engine = FakeEngine()
 
     async def run() -> dict[int, str]:
-        asks = [Ask([65 + i] * 3, SamplingParams()) for i in range(count)]
+        asks = [GenerationRequest([65 + i] * 3, SamplingParams()) for i in range(count)]
         deadline = timeout and asyncio.get_running_loop().time() + timeout
         texts = dict.fromkeys(range(count), "")
-        async for which, pieces in merged([engine.generate(ask) for ask in asks], deadline):
+        async for which, pieces in merge_streams([engine.generate(ask) for ask in asks], deadline):
             texts[which] += "".join(piece.delta.text for piece in pieces)
         return texts
 
@@ -111,8 +118,8 @@ def test_a_deadline_holds_while_nothing_comes(count: int) -> None:
     engine.pause = 60.0
 
     async def run() -> None:
-        sources = [engine.generate(Ask([65], SamplingParams())) for _ in range(count)]
-        async for _ in merged(sources, asyncio.get_running_loop().time() + 0.01):
+        sources = [engine.generate(GenerationRequest([65], SamplingParams())) for _ in range(count)]
+        async for _ in merge_streams(sources, asyncio.get_running_loop().time() + 0.01):
             pass
 
     with pytest.raises(TimeoutError):
@@ -122,14 +129,14 @@ def test_a_deadline_holds_while_nothing_comes(count: int) -> None:
 
 def test_events_are_json_and_go_together() -> None:
     events = Events({"id": "x", "model": 'a"b'})
-    said = events.of([{"index": 0, "text": "naïve \u2028\n", "logprobs": None}, {"index": 1, "text": ""}])
+    said = events.encode([{"index": 0, "text": "naïve \u2028\n", "logprobs": None}, {"index": 1, "text": ""}])
     lines = said.decode().split("\n\n")
     assert lines.pop() == "" and len(lines) == 2
     first, second = (json.loads(line.removeprefix("data: ")) for line in lines)
     assert first == {
         "id": "x", "model": 'a"b', "choices": [{"index": 0, "text": "naïve \u2028\n", "logprobs": None}]
     }  # fmt: skip
-    assert second["choices"][0]["index"] == 1 and events.of([]) == b""
+    assert second["choices"][0]["index"] == 1 and events.encode([]) == b""
 
 
 class DyingEngine(ProcessClient):
@@ -171,10 +178,10 @@ def test_a_request_to_an_engine_that_has_just_died_ends_at_once() -> None:
         socket.bind("inproc://nobody")
         with pytest.raises(EngineDiedError, match="process ended"):
             async with asyncio.timeout(20):
-                await anext(client.generate(Ask([1], SamplingParams())))
+                await anext(client.generate(GenerationRequest([1], SamplingParams())))
         socket.close()
         with pytest.raises(EngineDiedError, match="process ended"):
-            await anext(client.generate(Ask([1], SamplingParams())))
+            await anext(client.generate(GenerationRequest([1], SamplingParams())))
         await client.stop()
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ import pytest
 from test_app import CHAT, TEXT, with_app
 
 from conftest import FakeEngine, running  # type: ignore[attr-defined]
-from nibble.attention.planner import timings as measured
+from nibble.attention.planner import evidence
 from nibble.errors import ConfigError
 from nibble.hardware import probe
 from nibble.server.logging import LineFormatter, as_json, as_text, plan_summary
@@ -168,8 +168,8 @@ def test_a_server_logs_json_from_start_to_end(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What users should know of the start, as that times of this machine are not used, is told too."""
-    monkeypatch.setenv(measured.PLACE, str(tmp_path))
-    measured.path_for(probe()).write_text("{")
+    monkeypatch.setenv(evidence.TUNED_FOLDER, str(tmp_path))
+    evidence.tuned_path(probe()).write_text("{")
     with running("--kv-format", "nvfp4", "--kv-memory", "64MiB", "--log-format", "json") as url:
         asked = {"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
         httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status()

@@ -17,9 +17,9 @@ import nibble
 from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
-from nibble.server.engine_client import Ask, EngineDiedError, State
+from nibble.server.engine_client import EngineDiedError, GenerationRequest, State
 from nibble.server.http_log import HttpLog, RequestLogMiddleware
-from nibble.server.metrics import COUNTED, RUNNING, Meters
+from nibble.server.metrics import COUNTERS, GAUGES, Metrics
 
 STATS = {
     "waiting": 3, "running": 5, "steps": 70, "decode_tokens": 200, "prompt_tokens": 90, "preemptions": 2,
@@ -49,11 +49,11 @@ class Clock:
         return self.now
 
 
-def meters_of(engine: FakeEngine | None = None, clock: Clock | None = None) -> Meters:
-    return Meters(engine or FakeEngine(), "m", clock or Clock())
+def meters_of(engine: FakeEngine | None = None, clock: Clock | None = None) -> Metrics:
+    return Metrics(engine or FakeEngine(), "m", clock or Clock())
 
 
-def read(meters: Meters) -> Samples:
+def read(meters: Metrics) -> Samples:
     """Samples by name without `nibble:`, and values of labels other than the model's."""
     text, kind = meters.render()
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
@@ -74,10 +74,10 @@ def read(meters: Meters) -> Samples:
 def test_a_request_is_timed() -> None:
     clock = Clock()
     meters = meters_of(clock=clock)
-    timer = meters.request(7)
+    timer = meters.start_request(7)
     for tokens, seconds in ((1, 0.5), (1, 0.2), (0, 9.0), (4, 0.4)):  # no tokens: text that was held back
         clock.now += seconds
-        timer.piece(tokens)
+        timer.add_tokens(tokens)
     clock.now += 0.4
     timer.end("stop")
     timer.end("abort")
@@ -99,10 +99,10 @@ def test_a_request_is_timed() -> None:
 def test_answers_of_a_request_are_timed_apart() -> None:
     clock = Clock()
     meters = meters_of(clock=clock)
-    timer = meters.request(2, answers=2)
+    timer = meters.start_request(2, num_answers=2)
     for answer, reason in ((0, None), (1, None), (0, "stop"), (1, "length")):
         clock.now += 1.0
-        timer.piece(1, answer, reason)
+        timer.add_tokens(1, answer, reason)
     found = read(meters)
     assert found["time_to_first_token_seconds_count",] == 1
     assert (found["inter_token_latency_seconds_count",], found["inter_token_latency_seconds_sum",]) == (2, 4)
@@ -112,17 +112,17 @@ def test_answers_of_a_request_are_timed_apart() -> None:
 
 def test_a_request_without_tokens_has_no_latency_of_tokens() -> None:
     meters = meters_of()
-    meters.request(3).piece(0, reason="stop")
-    meters.request(5).end("abort")  # before its prompt was read
+    meters.start_request(3).add_tokens(0, reason="stop")
+    meters.start_request(5).end("abort")  # before its prompt was read
     found = read(meters)
     assert found["time_to_first_token_seconds_count",] == found["inter_token_latency_seconds_count",] == 0
     assert found["request_success_total", "stop"] == found["request_success_total", "abort"] == 1
     assert found["prompt_tokens_total",] == 3 and found["request_prompt_tokens_sum",] == 8
 
 
-async def _all(engine: FakeEngine, meters: Meters, prompt: list[int], n: int, stop_after: int) -> int:
-    ask, seen = Ask(prompt, SamplingParams(max_tokens=8, n=n)), 0
-    pieces = meters.request(len(prompt), n).over(engine.generate(ask))
+async def _all(engine: FakeEngine, meters: Metrics, prompt: list[int], n: int, stop_after: int) -> int:
+    ask, seen = GenerationRequest(prompt, SamplingParams(max_tokens=8, n=n)), 0
+    pieces = meters.start_request(len(prompt), n).observe(engine.generate(ask))
     try:
         async for _ in pieces:
             seen += 1
@@ -207,12 +207,12 @@ def test_numbers_of_an_engine_that_is_not_there() -> None:
 def test_all_that_is_read_of_the_engine_is_there() -> None:
     """The names are those of the scheduler's Metrics, the cache's and the host tier's."""
     from nibble.engine.llm import LLM
-    from nibble.server.worker import numbers
+    from nibble.server.worker import engine_stats
 
     llm = LLM("demo-mla", hisparse="on", kv_memory="64MiB")
     llm.generate("def f(", max_tokens=2)
-    there = numbers(llm)
-    assert {row.key for row in (*RUNNING, *COUNTED)} - set(there) == {"tier_held"}, "which is worked out"
+    there = engine_stats(llm)
+    assert {row.key for row in (*GAUGES, *COUNTERS)} - set(there) == {"tier_held"}, "which is worked out"
     assert set(STATS | TIER) == set(there), "what these tests feed is not what an engine says"
 
 

@@ -16,10 +16,10 @@ from fastapi import FastAPI
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
 from nibble.server import messages as wire
-from nibble.server import pages
+from nibble.server import page as pages
 from nibble.server.app import make_app
-from nibble.server.cache_view import cache_view
 from nibble.server.settings import Settings
+from nibble.server.views import cache_view
 
 ABOUT: dict[str, Any] = {
     "hardware": {"name": "cpu", "memory": 1 << 30},

@@ -9,14 +9,14 @@ import pytest
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
 from nibble.server.app import make_app
-from nibble.server.patience import Patient
+from nibble.server.middleware import HeadTimeoutProtocol
 from nibble.server.settings import Settings
 
 ANSWERED = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-class Hasty(Patient):
-    patience = 0.1
+class Hasty(HeadTimeoutProtocol):
+    timeout_s = 0.1
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,12 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
+from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
+from nibble.attention.planner.plan import Plan
 from nibble.config import Config, default_of
 from nibble.hardware import GIB, Hardware, lookup_gpu, probe
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
+from nibble.spec import CacheSpec
 
 
 def gqa(dim: int = 128, heads: int = 8) -> tuple[Stream, ...]:
@@ -129,3 +132,11 @@ def parse_command(text: str) -> tuple[Config, Hardware, bool]:
             numeric = "int" in str(known[name].type)
             values[known[name].name] = int(value) if numeric else value
     return Config(model=model, **values), lookup_gpu(gpu) if gpu else probe("cpu"), declared
+
+
+def memory_planner(config: Config, model: ModelSpec, machine: Hardware, plan: Plan) -> MemoryPlanner:
+    return MemoryPlanner(CacheSpec.from_config(config), model, machine, plan)
+
+
+def memory_plan(config: Config, model: ModelSpec, machine: Hardware, plan: Plan) -> MemoryPlan:
+    return memory_planner(config, model, machine, plan).plan()

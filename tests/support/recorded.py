@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from conformance.test_rows import Scene, Shape
-from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.support import Phase
+from nibble.kernels.types import AttentionBatch
 from tape import record
 
 
@@ -26,8 +26,8 @@ def check(name: str, made: Scene, shape: Shape) -> None:
     spec = replace(made.spec, topk_slots_TK=slots_BK)
 
     def step() -> None:
-        segment = AttentionBatch(Phase.DECODE, 0, 4, (1,) * 4, (bound,) * 4, page_table_BN, starts_B1, lens_B)
-        out.copy_(adapter.attend(made.q_THD, view, segment, spec))
+        batch = AttentionBatch(Phase.DECODE, 0, 4, (1,) * 4, (bound,) * 4, page_table_BN, starts_B1, lens_B)
+        out.copy_(adapter.attend(made.q_THD, view, batch, spec))
 
     with torch.inference_mode():
         replay = record(step)

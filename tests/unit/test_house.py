@@ -16,17 +16,24 @@ from nibble import formats
 ROOT = Path(nibble.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
-    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "formats", "base",
+    "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
 )  # fmt: skip
 BASE = {"model_spec", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
-    "errors", "files", "config", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
+    "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
     "attention/planner/plan", "attention/planner/resolve", "attention/planner/needs", "attention/planner/options", "attention/planner/refusal",
-    "attention/planner/suggest", "attention/planner/price",  "attention/planner/cells", "attention/planner/memory", "attention/planner/capture",
-    "attention/planner/offload", "attention/planner/timings", "attention/planner/versions", "engine/request", "engine/batch", "engine/scheduler",
+    "attention/planner/explain", "attention/planner/cells", "engine/plan", "models/observations", "cli/plan", "attention/planner/memory", "attention/planner/capture",
+    "attention/planner/offload", "attention/planner/evidence", "engine/request", "engine/batch", "engine/scheduler",
     "engine/outputs", "engine/output_stream",
 )  # fmt: skip
 BOOKS = (
+    "nibble.attention.planner.resolve",
+    "nibble.attention.planner.cells",
+    "nibble.cli.docs_tables",
+    "nibble.cli.docs_peers",
+    "nibble.engine.plan",
+    "nibble.models.observations",
+    "nibble.spec",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
     "nibble.engine.outputs",

@@ -9,7 +9,7 @@ import pytest
 
 import nibble
 from nibble import LLM, ConfigError, ScaleError, Unsupported
-from nibble.engine.build import plan_engine
+from nibble.engine.plan import plan_engine
 from nibble.hardware import lookup_gpu
 
 
@@ -36,8 +36,8 @@ def test_a_plan_needs_no_gpu_and_no_vendor_package(tiny: Path) -> None:
     config = nibble.Config(model=str(tiny), kv_format="nvfp4", attention_backend="trtllm_mha")
     with pytest.raises(Unsupported) as refusal:
         plan_engine(config, lookup_gpu("h200"))
-    assert "trtllm_mha" in refusal.value.refusals
-    assert refusal.value.remedy and refusal.value.remedy.startswith("nibble plan ")
+    assert "trtllm_mha" in refusal.value.refusal.reasons
+    assert refusal.value.refusal.suggestion and refusal.value.refusal.suggestion.startswith("nibble plan ")
 
 
 def test_the_answer_does_not_depend_on_the_prefix_cache(tiny: Path) -> None:

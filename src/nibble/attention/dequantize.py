@@ -1,64 +1,64 @@
-"""Staging: dequantising pages into a workspace, for a backend that cannot read the cache's format.
+"""Staging: dequantise pages into a workspace, for a backend that cannot read the cache's format.
 
-The only place where that happens, always declared by a route and priced by the plan (price.py). The workspace is made
-for the requests at hand, never for the whole pool; pages that a window has left behind are not staged. Must not know of
-any one backend or format.
+The only place where that happens, always declared by a route and priced by the plan (planner/explain.py). The workspace
+is made for the requests at hand, never for the whole pool.
 
-Shape suffixes: B requests, N pages of a request, L tokens (N * page_size).
+Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nibble import formats
-from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.plan import STAGED_PACKING
+from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache import packing as packings
 from nibble.cache.view import KVView, StreamView
+from nibble.kernels.types import AttentionBatch
 from nibble.model_spec import INDEX
-
-MAX_TOKENS = 1 << 17
-"""Bound of the workspace: tokens staged at once, unless a single request has more."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Requests that are staged together. stored_BN: their pages in the pool; segment: they, over pages of their own."""
+class PagePart:
+    """Requests that are attended to together."""
 
-    stored_BN: Tensor
-    segment: AttentionBatch
-
-
-_known: WeakKeyDictionary[AttentionBatch, dict[tuple[int, int | None], tuple[_Part, ...]]] = (
-    WeakKeyDictionary()
-)
-"""Parts by page size and window: the layers of a step share them, and with them what backends plan for each."""
+    batch: AttentionBatch
+    """The requests, over staged pages where their pages are dequantised first."""
+    stored_BN: Tensor | None = None
+    """Their pages in the pool, where those are dequantised."""
 
 
-def dequantize_pages(
-    view: KVView, segment: AttentionBatch, target: str, window: int | None = None
-) -> Iterator[tuple[KVView, AttentionBatch]]:
-    """Cuts `segment` into parts of at most MAX_TOKENS, each with a view of its pages in the plain format `target`."""
-    known, key = _known.setdefault(segment, {}), (view.page_size, window)
-    if key not in known:
-        known[key] = tuple(_parts(_within(segment, view.page_size, window), view.page_size))
-    for part in known[key]:
-        streams = {
-            name: _stage(stream, part.stored_BN, view.page_size, target)
-            for name, stream in view.streams.items()
-            if name != INDEX
-        }
-        yield replace(view, streams=streams), part.segment
+def cut_parts(batch: AttentionBatch, page_size: int, window: int | None) -> tuple[PagePart, ...]:
+    """Cut a batch into parts whose padded pages hold at most MAX_STAGED_TOKENS; at least one request each.
+
+    The layers of a step share the parts, and with them what backends prepare for each.
+
+    Args:
+        batch: the requests over their pages in the pool.
+        page_size: tokens of a page.
+        window: tokens that a query sees, if not all. Leading pages that no new token sees are left out.
+    """
+    return tuple(_parts(_within_window(batch, page_size, window), page_size))
 
 
-def _stage(stream: StreamView, page_table_BN: Tensor, page_size: int, target: str) -> StreamView:
+def dequantize_pages(view: KVView, part: PagePart, target: str) -> KVView:
+    """Return a view of the part's pages in the plain format `target`."""
+    assert part.stored_BN is not None
+    streams = {
+        name: _dequantize_stream(stream, part.stored_BN, view.page_size, target)
+        for name, stream in view.streams.items()
+        if name != INDEX
+    }
+    return replace(view, streams=streams)
+
+
+def _dequantize_stream(stream: StreamView, page_table_BN: Tensor, page_size: int, target: str) -> StreamView:
     codec = formats.get(target)
     (plane,) = codec.planes(stream.stream)
     values_BLHD = stream.dequantize(page_table_BN, plane.torch_dtype)
@@ -66,37 +66,36 @@ def _stage(stream: StreamView, page_table_BN: Tensor, page_size: int, target: st
     return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (pages,), stream.scale)
 
 
-def _within(segment: AttentionBatch, page_size: int, window: int | None) -> AttentionBatch:
-    """Without the leading pages that no new token sees. Masks look at distances only, so tokens may be counted anew."""
+def _within_window(batch: AttentionBatch, page_size: int, window: int | None) -> AttentionBatch:
+    """Return the batch without the leading pages that no new token sees."""
     if window is None:
-        return segment
-    lens = zip(segment.query_lens, segment.seq_lens, strict=True)
+        return batch
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
     skipped = [max(0, stored - new - window + 1) // page_size for new, stored in lens]
     if not any(skipped):
-        return segment
-    seq_lens = [stored - skip * page_size for stored, skip in zip(segment.seq_lens, skipped, strict=True)]
-    rows = [row[skip:] for row, skip in zip(segment.page_table_BN, skipped, strict=True)]
+        return batch
+    # Masks look at distances only, so tokens may be counted from the first page that stays.
+    seq_lens = [stored - skip * page_size for stored, skip in zip(batch.seq_lens, skipped, strict=True)]
+    rows = [row[skip:] for row, skip in zip(batch.page_table_BN, skipped, strict=True)]
     page_table_BN = pad_sequence(rows, batch_first=True)[:, : -(-max(seq_lens) // page_size)]
-    return AttentionBatch.from_lens(segment.phase, segment.start, segment.query_lens, seq_lens, page_table_BN)
+    return AttentionBatch.from_lens(batch.phase, batch.start, batch.query_lens, seq_lens, page_table_BN)
 
 
-def _parts(segment: AttentionBatch, page_size: int) -> Iterator[_Part]:
-    """Runs of requests whose padded pages hold at most MAX_TOKENS; at least one request each."""
-    count, width = segment.page_table_BN.shape
-    step = max(1, MAX_TOKENS // max(width * page_size, 1))
-    own_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=segment.page_table_BN.device)
-    own_BN = own_BN.view(-1, width)
-    if step >= count:  # lengths stay where they are: to send them again would make the host wait
-        yield _Part(segment.page_table_BN, replace(segment, page_table_BN=own_BN))
+def _parts(batch: AttentionBatch, page_size: int) -> Iterator[PagePart]:
+    count, width = batch.page_table_BN.shape
+    step = max(1, MAX_STAGED_TOKENS // max(width * page_size, 1))
+    staged_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=batch.page_table_BN.device)
+    staged_BN = staged_BN.view(-1, width)
+    if step >= count:
+        # Lengths stay where they are on the device: to send them again would make the host wait.
+        yield PagePart(replace(batch, page_table_BN=staged_BN), batch.page_table_BN)
         return
-    start = segment.start
+    start = batch.start
     for first in range(0, count, step):
-        some = slice(first, first + step)
-        query_lens, seq_lens, stored_BN = (
-            segment.query_lens[some],
-            segment.seq_lens[some],
-            segment.page_table_BN[some],
+        requests = slice(first, first + step)
+        query_lens, seq_lens = batch.query_lens[requests], batch.seq_lens[requests]
+        part = AttentionBatch.from_lens(
+            batch.phase, start, query_lens, seq_lens, staged_BN[: len(query_lens)]
         )
-        part = AttentionBatch.from_lens(segment.phase, start, query_lens, seq_lens, own_BN[: len(query_lens)])
-        yield _Part(stored_BN, part)
+        yield PagePart(part, batch.page_table_BN[requests])
         start = part.stop

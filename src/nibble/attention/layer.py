@@ -1,25 +1,29 @@
-"""One attention layer of one step: write, (stage), attend. The only writer of the cache.
+"""One attention layer of one step: write, (dequantize pages), attend. The only writer of the cache.
 
 Attention sees what is stored: K and V are written first and read back from the pool, the newest tokens too, so an
-answer depends neither on how a prompt was cut nor on whether its prefix was cached. Errors of kernels are wrapped
-here, once. Must not know of models, requests or formats.
+answer depends neither on how a prompt was cut nor on whether its prefix was cached.
 
-Shape suffixes: T tokens, H heads, D values of a head.
+`nibble::attention` and `nibble::select` are the same as operators that a compiler of models calls and does not look
+into. What a step stores and reads does not pass through the compiled model: the operator is given a number that is a
+constant of that model, and finds there the StepContext that the model's owner has set. So there is no current step of
+the process: any number of engines may run side by side.
+
+Shape suffixes: T tokens, H query heads, D values of a head, K chosen tokens, N pages of a request, B requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from nibble.attention.dequantize import dequantize_pages
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.attention.dequantize import PagePart, cut_parts, dequantize_pages
 from nibble.attention.planner.plan import Plan, Route
-from nibble.attention.planner.support import Phase
 from nibble.cache.offload.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
@@ -27,171 +31,421 @@ from nibble.errors import BackendError, NibbleError
 from nibble.kernels import indexer
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import resident_slots
-from nibble.model_spec import INDEX
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.model_spec import INDEX, Phase
 
 
-class AttentionBackend(Protocol):
-    """A backend's adapter."""
+class AttentionBackend:
+    """A backend's adapter: `prepare` once a step and kind of layer, `forward` once a layer.
 
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        """q_THD: the segment's rows -> [T, H, Dv] in the query's dtype. Must not write to its arguments."""
-        ...
+    It remembers nothing of a step between calls; what a step needs is in the state that `prepare` returns, and goes
+    with the step. In a backend that CUDA graphs may hold (`BackendInfo.graphs`), both read the lengths of DECODE from
+    the device alone: a recorded step prepares while it is recorded, and a replay repeats that.
+    """
+
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
+        """Return what layers must have in common to share a state; None where all layers of a batch share one.
+
+        Args:
+            q_THD: the batch's rows. Only their shape, dtype and device may be read.
+            view: the layer's pages. Only their layout may be read.
+            batch: the requests.
+            params: what the layer asks for. The values of its tensors may not be read.
+        """
+        return None
+
+    def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+        """Return what `forward` needs for all layers of this kind. The arguments are those of `kind`."""
+        return None
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
+    ) -> Tensor:
+        """Attend over the stored tokens -> [T, H, Dv] in the query's dtype. Must not write to its arguments.
+
+        Args:
+            q_THD: the batch's rows.
+            view: the layer's pages.
+            batch: the requests.
+            params: what the layer asks for.
+            state: what `prepare` returned for this batch and kind of layer.
+        """
+        raise NotImplementedError
+
+    def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+        """Prepare and run one layer, for callers that have no step."""
+        return self.forward(q_THD, view, batch, params, self.prepare(q_THD, view, batch, params))
 
 
 class AttentionObserver(Protocol):
     """Looks on while a step attends (engine/error_monitor.py). Must not write to what it is shown."""
 
     def observe(
-        self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams, out_THD: Tensor
+        self,
+        layer: int,
+        q_THD: Tensor,
+        streams: Mapping[str, Tensor],
+        params: AttentionParams,
+        out_THD: Tensor,
     ) -> None:
-        """A layer's query and streams as the model gave them, and what was answered."""
+        """Compare a layer's query and streams, as the model gave them, with its output.
+
+        Args:
+            layer: the layer's index.
+            q_THD: its query.
+            streams: its new tokens.
+            params: what it asked for.
+            out_THD: what attention returned.
+        """
         ...
+
+
+class PreparedBatch:
+    """A batch as one kind of layer attends over it: its parts, and what the backend prepared for each."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        stage_to: str | None,
+        parts: tuple[PagePart, ...],
+        states_by_kind: dict[Hashable, Any],
+    ) -> None:
+        self._backend = backend
+        self._stage_to = stage_to
+        self.parts = parts
+        # Of each part, from the first layer that reaches it.
+        self._states: list[Any] = []
+        self._states_by_kind = states_by_kind
+
+    @classmethod
+    def create(
+        cls,
+        backend: AttentionBackend,
+        stage_to: str | None,
+        batch: AttentionBatch,
+        page_size: int,
+        window: int | None,
+    ) -> PreparedBatch:
+        """Return a batch that shares nothing with others, for callers that have no step.
+
+        Args:
+            backend: the adapter.
+            stage_to: the format that pages are dequantised into first, if any.
+            batch: the requests.
+            page_size: tokens of a page.
+            window: tokens that a query sees, if not all.
+        """
+        parts = cut_parts(batch, page_size, window) if stage_to else (PagePart(batch),)
+        return cls(backend, stage_to, parts, {})
+
+    def attend(
+        self, q_THD: Tensor, view: KVView, params: AttentionParams, topk_slots_TK: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the output of each part, in order.
+
+        Args:
+            q_THD: the rows of the whole step.
+            view: the layer's pages in the pool.
+            params: what the layer asks for.
+            topk_slots_TK: where the tokens that this batch has chosen lie in the pool.
+        """
+        for i, part in enumerate(self.parts):
+            rows = slice(part.batch.start, part.batch.stop)
+            part_view = dequantize_pages(view, part, self._stage_to) if self._stage_to else view
+            part_params = params
+            if params.topk_indices_TK is not None:
+                topk_indices_TK = params.topk_indices_TK[rows]
+                if self._stage_to:  # staged pages are numbered anew
+                    topk_slots_TK = _resident(topk_indices_TK, part.batch, view.page_size)
+                part_params = replace(params, topk_indices_TK=topk_indices_TK, topk_slots_TK=topk_slots_TK)
+            arguments = q_THD[rows], part_view, part.batch, part_params
+            if i == len(self._states):
+                self._states.append(self._prepare(*arguments))
+            yield self._backend.forward(*arguments, self._states[i])
+
+    def _prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+        """Return the state of this kind of layer, which layers of another group may have prepared."""
+        key = self._backend, batch, self._backend.kind(q_THD, view, batch, params)
+        if key not in self._states_by_kind:
+            self._states_by_kind[key] = self._backend.prepare(q_THD, view, batch, params)
+        return self._states_by_kind[key]
+
+
+class StepStates:
+    """What was prepared for one step, for its layers to share; dropped with the step's context."""
+
+    def __init__(self) -> None:
+        self._batches: dict[Hashable, PreparedBatch] = {}
+        self._parts: dict[Hashable, tuple[PagePart, ...]] = {}
+        self._states_by_kind: dict[Hashable, Any] = {}
+
+    def lookup(
+        self,
+        route: Route,
+        backends: Mapping[str, AttentionBackend],
+        page_size: int,
+        batch: AttentionBatch,
+        params: AttentionParams,
+    ) -> PreparedBatch:
+        """Return the batch as the layers of a route attend over it. Each layer looks it up, so it is one dict get.
+
+        Args:
+            route: of the layer's group, in the batch's phase. It must outlive the step.
+            backends: the adapters by name.
+            page_size: tokens of a page.
+            batch: the requests.
+            params: what the layer asks for.
+        """
+        # A route's hash would be that of all of its facts.
+        key = id(route), batch, params.scale, params.window, params.softcap
+        prepared = self._batches.get(key)
+        if prepared is None:
+            parts = self._cut(batch, page_size, params.window) if route.stage_to else (PagePart(batch),)
+            prepared = PreparedBatch(backends[route.backend], route.stage_to, parts, self._states_by_kind)
+            self._batches[key] = prepared
+        return prepared
+
+    def _cut(self, batch: AttentionBatch, page_size: int, window: int | None) -> tuple[PagePart, ...]:
+        if (batch, window) not in self._parts:
+            self._parts[batch, window] = cut_parts(batch, page_size, window)
+        return self._parts[batch, window]
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """All that attention needs in one step. An argument of the model call, never a global.
-
-    tier: where the pool's pages are, if not all on the device. coming: where the tokens lie that a layer chose, or will
-    once they are fetched; segment after segment. watch: who looks on, if anybody does.
-    """
+    """All that attention needs in one step. An argument of the model call, never a global."""
 
     plan: Plan
     pool: PagedPool
     backends: Mapping[str, AttentionBackend]
     meta: AttentionMetadata
     tier: HotBuffers | None = None
+    """Where the pool's pages are, if not all on the device."""
     pending: dict[int, list[PendingFetch]] = field(default_factory=dict)
+    """By layer, batch after batch: where chosen tokens lie, or will once they are fetched."""
     observer: AttentionObserver | None = None
+    states: StepStates = field(default_factory=StepStates, init=False)
+    """What backends prepared for this step."""
 
 
 def attention(
-    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams
+    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], params: AttentionParams
 ) -> Tensor:
-    """Stores the layer's new streams and attends over all that is stored -> [T, H, Dv], zeros in padding rows."""
-    out_THD = _stored_and_attended(ctx, layer, q_THD, streams, spec)
-    if ctx.observer is not None:
-        ctx.observer.observe(layer, q_THD, streams, spec, out_THD)
-    return out_THD
+    """Store the layer's new streams and attend over all that is stored.
 
+    A layer that shares another's KV stores nothing, and reads its owner's pages.
 
-def _stored_and_attended(
-    ctx: StepContext, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams
-) -> Tensor:
-    """A layer that shares another's KV stores nothing, and reads its owner's pages."""
+    Args:
+        ctx: the step.
+        layer: the layer's index.
+        q_THD: the query, padding rows included.
+        streams: the new tokens' values [T, H, D] by stream.
+        params: what the layer asks for.
+
+    Returns:
+        [T, H, Dv], zeros in padding rows.
+
+    Raises:
+        BackendError: a kernel failed.
+    """
     owner, meta = ctx.plan.owner[layer], ctx.meta
     slot_mapping_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
     if owner == layer:
         ctx.pool.write(layer, {name: x[: len(slot_mapping_T)] for name, x in streams.items()}, slot_mapping_T)
     view = ctx.pool.view(owner)
-    q_THD = view.query(q_THD)
-    parts = [
-        out
-        for segment, topk_slots_TK in zip(meta.batches, _slots(ctx, layer, spec), strict=True)
-        for out in _segment(ctx, layer, q_THD, view, segment, spec, topk_slots_TK)
-    ]
-    padding = len(q_THD) - sum(map(len, parts))
+    rotated_THD = view.query(q_THD)
+    outputs: list[Tensor] = []
+    for batch, topk_slots_TK in zip(meta.batches, _lookup_topk_slots(ctx, layer, params), strict=True):
+        outputs += _attend_batch(ctx, layer, rotated_THD, view, batch, params, topk_slots_TK)
+    padding = len(q_THD) - sum(map(len, outputs))
     if padding:
-        parts.append(parts[0].new_zeros(padding, *parts[0].shape[1:]))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+        outputs.append(outputs[0].new_zeros(padding, *outputs[0].shape[1:]))
+    out_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if ctx.observer is not None:
+        ctx.observer.observe(layer, q_THD, streams, params, out_THD)
+    return out_THD
+
+
+def _attend_batch(
+    ctx: StepContext,
+    layer: int,
+    q_THD: Tensor,
+    view: KVView,
+    batch: AttentionBatch,
+    params: AttentionParams,
+    topk_slots_TK: Tensor | None,
+) -> list[Tensor]:
+    route = ctx.plan.route(layer, batch.phase)
+    prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
+    try:
+        return list(prepared.attend(q_THD, view, params, topk_slots_TK))
+    except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
+        raise
+    except Exception as error:
+        raise BackendError(
+            f"backend {route} failed in {batch.phase}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def select_topk(
     ctx: StepContext, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
 ) -> Tensor:
-    """Stores the layer's new index keys, and chooses the tokens that each query looks at -> int32 [T, top_k].
+    """Store the layer's new index keys, and choose the tokens that each query looks at.
 
-    With a host tier what a segment has chosen is on its way while the next one chooses.
+    Args:
+        ctx: the step.
+        layer: the layer's index.
+        q_THD: the indexer's query.
+        key_T1D: its new keys.
+        weights_TH: weights of its heads.
+        top_k: tokens to choose.
+
+    Returns:
+        int32 [T, top_k], positions; PAD_INDEX behind the last.
     """
     slot_mapping_T = ctx.meta.slot_mapping_T
     ctx.pool.write(layer, {INDEX: key_T1D[: len(slot_mapping_T)]}, slot_mapping_T)
     keys = ctx.pool.view(layer).streams[INDEX].paged
     topk_indices_TK = torch.full((len(q_THD), top_k), PAD_INDEX, dtype=torch.int32, device=q_THD.device)
-    coming: list[PendingFetch] = []
-    for segment in ctx.meta.batches:
-        rows = slice(segment.start, segment.stop)
-        longest = max(segment.seq_lens)
+    fetches: list[PendingFetch] = []
+    for batch in ctx.meta.batches:
+        rows = slice(batch.start, batch.stop)
+        longest = max(batch.seq_lens)
         topk_indices_TK[rows] = indexer.select_topk(
-            keys, segment, q_THD[rows], weights_TH[rows], top_k, longest
+            keys, batch, q_THD[rows], weights_TH[rows], top_k, longest
         )
-        coming.append(_begun(ctx, layer, segment, topk_indices_TK[rows]))
-    ctx.pending[layer] = coming
+        # With a host tier the tokens of this batch are fetched while the next one chooses.
+        fetches.append(_start_fetch(ctx, layer, batch, topk_indices_TK[rows]))
+    ctx.pending[layer] = fetches
     return topk_indices_TK
 
 
-def _begun(ctx: StepContext, layer: int, segment: AttentionBatch, topk_indices_TK: Tensor) -> PendingFetch:
-    """Finds out where chosen tokens lie, and begins to bring what is not on the device."""
-    page_table_TN = page_table_by_token(segment)
+def _start_fetch(
+    ctx: StepContext, layer: int, batch: AttentionBatch, topk_indices_TK: Tensor
+) -> PendingFetch:
+    """Look up where chosen tokens lie, and start to fetch what is not on the device."""
     if ctx.tier is None:
-        return PendingFetch(resident_slots(topk_indices_TK, page_table_TN, None, ctx.pool.layout.page_size))
-    if segment.phase is not Phase.DECODE:
+        return PendingFetch(_resident(topk_indices_TK, batch, ctx.pool.layout.page_size))
+    page_table_TN = page_table_by_token(batch)
+    if batch.phase is not Phase.DECODE:
         return ctx.tier.lookup_resident(topk_indices_TK, page_table_TN)
-    assert segment.rows_B is not None
-    return ctx.tier.prefetch(layer, topk_indices_TK, page_table_TN, segment.rows_B)
+    assert batch.rows_B is not None
+    return ctx.tier.prefetch(layer, topk_indices_TK, page_table_TN, batch.rows_B)
 
 
-def _slots(ctx: StepContext, layer: int, spec: AttentionParams) -> Iterator[Tensor | None]:
-    """Where the chosen tokens lie, segment by segment, each once it is all there."""
-    if spec.topk_indices_TK is None:
+def _lookup_topk_slots(ctx: StepContext, layer: int, params: AttentionParams) -> Iterator[Tensor | None]:
+    """Yield where the chosen tokens lie, batch by batch, each once all of them are on the device."""
+    if params.topk_indices_TK is None:
         yield from [None] * len(ctx.meta.batches)
         return
-    found = ctx.pending.get(spec.index_layer)
-    if found is None:  # chosen by somebody else than a layer, whose choice nobody shares
-        found = [
-            _begun(ctx, layer, part, spec.topk_indices_TK[part.start : part.stop])
-            for part in ctx.meta.batches
+    fetches = ctx.pending.get(params.index_layer)
+    if fetches is None:  # no layer of this step chose them, so no other layer shares the choice
+        fetches = [
+            _start_fetch(ctx, layer, batch, params.topk_indices_TK[batch.start : batch.stop])
+            for batch in ctx.meta.batches
         ]
-    for coming in found:
+    for fetch in fetches:
         if ctx.tier:
-            ctx.tier.wait(layer, coming)
-        yield coming.topk_slots_TK
+            ctx.tier.wait(layer, fetch)
+        yield fetch.topk_slots_TK
 
 
-def page_table_by_token(segment: AttentionBatch) -> Tensor:
-    """int32 [T, N]: the pages of each token's request."""
-    lens = segment.query_lens
-    if len(lens) == segment.stop - segment.start:
-        return segment.page_table_BN
-    counts_B = segment.cu_seqlens_q_B1.diff()
-    return segment.page_table_BN.repeat_interleave(counts_B, 0, output_size=segment.stop - segment.start)
+def _resident(topk_indices_TK: Tensor, batch: AttentionBatch, page_size: int) -> Tensor:
+    """Return the slots of chosen tokens whose pages are all on the device."""
+    return resident_slots(topk_indices_TK, page_table_by_token(batch), None, page_size)
 
 
-def _segment(
-    ctx: StepContext,
-    layer: int,
-    q_THD: Tensor,
-    view: KVView,
-    segment: AttentionBatch,
-    spec: AttentionParams,
-    topk_slots_TK: Tensor | None,
-) -> Iterator[Tensor]:
-    route = ctx.plan.route(layer, segment.phase)
-    parts = (
-        dequantize_pages(view, segment, route.stage_to, spec.window) if route.stage_to else ((view, segment),)
-    )
-    for part_view, part in parts:
-        rows, own = slice(part.start, part.stop), spec
-        if spec.topk_indices_TK is not None:
-            topk_indices_TK, own_TK = spec.topk_indices_TK[rows], topk_slots_TK
-            if route.stage_to:  # staged pages are numbered anew
-                own_TK = resident_slots(topk_indices_TK, page_table_by_token(part), None, view.page_size)
-            own = replace(spec, topk_indices_TK=topk_indices_TK, topk_slots_TK=own_TK)
-        yield _attend(ctx.backends[route.backend], route, q_THD[rows], part_view, part, own)
+def page_table_by_token(batch: AttentionBatch) -> Tensor:
+    """Return int32 [T, N]: the pages of each token's request."""
+    total = batch.stop - batch.start
+    if len(batch.query_lens) == total:
+        return batch.page_table_BN
+    counts_B = batch.cu_seqlens_q_B1.diff()
+    return batch.page_table_BN.repeat_interleave(counts_B, 0, output_size=total)
 
 
-def _attend(
-    backend: AttentionBackend,
-    route: Route,
-    q_THD: Tensor,
-    view: KVView,
-    segment: AttentionBatch,
-    spec: AttentionParams,
+# The operators
+
+SEPARATOR = ","
+_numbers = itertools.count()
+_steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
+
+
+class Step:
+    """Where one owner of a compiled model sets the context of the step that it is about to run."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.context: StepContext | None = None
+        _steps[self.number] = self
+
+
+def attention_op(
+    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, params: AttentionParams
 ) -> Tensor:
-    try:
-        return backend.attend(q_THD, view, segment, spec)
-    except (NibbleError, torch.OutOfMemoryError):  # which is explained where memory is known
-        raise
-    except Exception as error:
-        raise BackendError(
-            f"backend {route} failed in {segment.phase}: {type(error).__name__}: {error}"
-        ) from error
+    """Call attention() by way of the operator.
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        q_THD: the query, padding rows included.
+        streams: the new tokens' values by stream.
+        width: values of a head of the output.
+        params: what the layer asks for.
+
+    Returns:
+        [T, H, width].
+    """
+    out_THD: Tensor = torch.ops.nibble.attention(
+        q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
+        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer,
+    )  # fmt: skip
+    return out_THD
+
+
+def select_topk_op(
+    step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
+) -> Tensor:
+    """Call select_topk() by way of an operator: the same arguments, but for the step -> int32 [T, top_k]."""
+    topk_indices_TK: Tensor = torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
+    return topk_indices_TK
+
+
+def _context(step: int) -> StepContext:
+    ctx = _steps[step].context
+    assert ctx is not None, "the owner of a compiled model sets a context before it runs it"
+    return ctx
+
+
+def _attention(
+    q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None, topk_indices: Tensor | None, index_layer: int,
+) -> Tensor:  # fmt: skip
+    params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
+    streams_by_name = dict(zip(names.split(SEPARATOR), streams, strict=True))
+    # contiguous, as the fake implementation promises
+    return attention(_context(step), layer, q, streams_by_name, params).contiguous()
+
+
+def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], width)
+
+
+def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+    return select_topk(_context(step), layer, q, key, weights, top_k)
+
+
+def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+    return q.new_empty(q.shape[0], top_k, dtype=torch.int32)
+
+
+_library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
+_library.define(
+    "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
+    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer) -> Tensor"
+)
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
+_library.define("select(Tensor q, Tensor key, Tensor weights, int step, int layer, int top_k) -> Tensor")
+_library.impl("select", _select, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::select", _select_fake, lib=_library)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.errors import ConfigError, unknown
 from nibble.formats.base import Plane, raw
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Packing:
         pages: int,
         page_size: int,
         device: torch.device,
-        empty: Callable[..., Tensor] = torch.empty,
+        empty: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return uninitialised storage for a stream's planes.
 
@@ -44,8 +46,11 @@ class Packing:
             pages: number of pages.
             page_size: tokens of a page.
             device: where the storage lies.
-            empty: allocates it, with the signature of torch.empty.
+            empty: allocates it, with the signature of torch.empty, which is the default.
         """
+        import torch  # plans know packings without it
+
+        empty = empty or torch.empty
         if self.record:
             width = sum(plane.bytes_per_token for plane in planes) // planes[0].shape[0]
             shape = (pages, page_size, planes[0].shape[0], width)

@@ -86,9 +86,9 @@ def bench(
     }
     if not _names("--tokenizer", options):
         # GuideLLM would look up the served name on the hub, where neither `demo` nor a local folder is.
-        from nibble.models.hub import find
+        from nibble.models.hub import locate
 
-        tokenizer = find(model or _served_model(url, key))
+        tokenizer = locate(model or _served_model(url, key))
         defaults["--tokenizer"] = {"kind": "huggingface_auto", "model": tokenizer}
     arguments = ["run", *options]
     for flag, value in defaults.items():

@@ -43,14 +43,19 @@ def calibrate(
 
     texts = [text_of(path, "text") for path in text or ()] or builtin_texts()
     with err().status(f"measuring K and V of {model}"):
-        found = LLM(model, **config).measure_scales(texts, save=out)
+        scales = LLM(model, **config).measure_scales(texts, save=out)
     if as_json:
         print_json(
-            {"path": str(out), "source": found.source, "layers": len(found.layers), "version": found.version}
+            {
+                "path": str(out),
+                "source": scales.source,
+                "layers": len(scales.layers),
+                "version": scales.version,
+            }
         )
     else:
         print(
-            f"wrote {out}: scales of {len(found.layers)} layers, from {found.source}; "
+            f"wrote {out}: scales of {len(scales.layers)} layers, from {scales.source}; "
             f"use them with --kv-scales {out}"
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
-from nibble.cli.terminal import ModelArgument, bytes_in_words, err, quiet, say_ready
+from nibble.cli.terminal import ModelArgument, err, quiet, say_ready, summary_of_bytes
 from nibble.config import Config, SamplingParams, sampling
 from nibble.errors import CapacityError, NibbleError
 
@@ -32,7 +32,7 @@ def chat(
     """
     from nibble.engine.llm import LLM
 
-    chosen = sampling(**params)
+    sampling_params = sampling(**params)
     served = Config(model=model, **config)
     quiet(model)
     with err().status(f"loading {model} with a {served.kv_format} cache"):
@@ -43,10 +43,10 @@ def chat(
     say_ready(llm)
     if not as_json:
         err().print(
-            f"{bytes_in_words(served.kv_format, llm.plan.layout)}; {RESET} begins anew, {QUIT} ends",
+            f"{summary_of_bytes(served.kv_format, llm.plan.layout)}; {RESET} begins anew, {QUIT} ends",
             style="dim",
         )
-    _converse(llm, chosen, as_json)
+    _converse(llm, sampling_params, as_json)
 
 
 EXAMPLES = """
@@ -110,12 +110,12 @@ def _json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
     answer = output.completions[0]
     if answer.error:
         raise NibbleError(answer.error)
-    said = {
+    message = {
         "message": {"role": "assistant", "content": answer.text},
         "finish_reason": answer.finish_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.cached_tokens,
         "answer_tokens": len(answer.token_ids),
     }
-    print(json.dumps(said, ensure_ascii=False), flush=True)
+    print(json.dumps(message, ensure_ascii=False), flush=True)
     return answer.text

@@ -28,13 +28,14 @@ def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: Jso
 
     The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say.
     """
-    made = pages(out)
-    stale = [name for name, text in made.items() if _read(out / name) != text]
+    texts = pages(out)
+    # Pages are compared as texts, so a check needs no clean checkout.
+    stale = [name for name, text in texts.items() if _read(out / name) != text]
     if not check:
         out.mkdir(parents=True, exist_ok=True)
         for name in stale:
-            (out / name).write_text(made[name], encoding="utf-8")
-    _tell(out, tuple(made), stale, check, as_json)
+            (out / name).write_text(texts[name], encoding="utf-8")
+    _report(out, tuple(texts), stale, check, as_json)
     if check and stale:
         raise typer.Exit(FAILED)
 
@@ -46,14 +47,14 @@ nibble docs --check
 
 
 def pages(folder: Path) -> Mapping[str, str]:
-    """The text of each page by file name. folder: where the ledger lies, and what other engines say."""
+    """Return the text of each page by file name. `folder` holds the ledger, and what other engines say."""
     from nibble.cli import docs_peers as peers
     from nibble.cli import docs_tables as tables
     from nibble.cli.reference import reference
 
-    said = folder / peers.PEERS.name
+    other_engines = folder / peers.PEERS.name
     return {
-        **({"kv4.md": peers.page(said)} if said.exists() else {}),
+        **({"kv4.md": peers.page(other_engines)} if other_engines.exists() else {}),
         "capabilities.md": tables.capability_table(path=folder / tables.LEDGER.name),
         "formats.md": tables.formats_table(),
         "cli.md": reference(),
@@ -64,7 +65,7 @@ def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def _tell(out: Path, names: tuple[str, ...], stale: list[str], check: bool, as_json: bool) -> None:
+def _report(out: Path, names: tuple[str, ...], stale: list[str], check: bool, as_json: bool) -> None:
     if as_json:
         print_json({"folder": str(out), "pages": names, "stale" if check else "written": stale})
         return

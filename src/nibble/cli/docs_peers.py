@@ -1,7 +1,7 @@
 """docs/kv4.md: what other engines say of KV formats and backends, cell by cell, beside what is so here.
 
-What they say, and why it is otherwise here, is written by hand in docs/peers.json; what is so here is resolved, so the
-page cannot say what the resolver does not do. Owns Cell and the page. Must not name a backend or a format.
+What they say, and why it is different here, is written by hand in docs/peers.json. What is so here is resolved, so the
+page cannot claim what the resolver does not do.
 
     {"tables": [{"title", "source", "cells": [
       {"name", "kind", "format", "prefill"?, "decode"?, "theirs": "y" | "n", "on"?: GPUs that they name, "why"?}]}]}
@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nibble.attention.planner import price
+from nibble.attention.planner.explain import Table, staging_costs
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import attempt, resolve
 from nibble.config import Config
@@ -32,7 +32,7 @@ GROUPS = {
     "mla": LayerGroup("full", "mla", LATENTS[:1], (0,), 128),
     "dsa": LayerGroup("full", "dsa", LATENTS, (0,), 128, top_k=2048),
 }
-"""Layers that are asked for: the shapes that formats are shown on."""
+"""Layers by kind: the shapes that formats are shown on."""
 
 _HEAD = """\
 # KV formats and backends: theirs and ours
@@ -51,16 +51,21 @@ open is chosen. A cell that differs says why; `tests/golden/test_peers.py` fails
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """theirs: served or not, by their word. on: GPUs that they name. served: GPUs on which it is served here, with the
-    plan; asked: those on which it would be with `--allow-staging`. reason: why it is refused, where it is on all."""
+    """A combination, as they and as we serve it."""
 
     name: str
     theirs: bool
+    """Whether they say that they serve it."""
     on: tuple[str, ...]
+    """GPUs that they name."""
     served: Mapping[str, Plan]
-    asked: Mapping[str, Plan]
+    """GPUs on which it is served here, with the plan."""
+    staged: Mapping[str, Plan]
+    """GPUs on which it is served with `--allow-staging` only."""
     reason: str
+    """Why it is refused, where it is on all GPUs."""
     why: str
+    """Why it is different here."""
 
     @property
     def agrees(self) -> bool:
@@ -71,18 +76,19 @@ class Cell:
 
     @property
     def ours(self) -> str:
-        found = []
+        """What is so here, in words."""
+        parts = []
         if self.served:
             staged = all(any(r.stage_to for r in plan.groups[0].routes) for plan in self.served.values())
-            found.append(f"y{_where(self.served)}{', prompts staged' if staged else ''}")
-        if self.asked:
-            found.append(f"asked{_where(self.asked)} ({_factor(self.asked.values()):.1f} x)")
-        return "; ".join(found) or f"n: {self.reason}"
+            parts.append(f"y{_where(self.served)}{', prompts staged' if staged else ''}")
+        if self.staged:
+            parts.append(f"asked{_where(self.staged)} ({_factor(self.staged.values()):.1f} x)")
+        return "; ".join(parts) or f"n: {self.reason}"
 
 
 def _factor(plans: Iterable[Plan]) -> float:
-    """What decoding costs, in times the bytes of direct reading: the same on all GPUs."""
-    costs = [entry.cost.factor for plan in plans for entry in price.staged(plan, CONTEXT)]
+    """Return what decoding costs, in times the bytes of direct reading: the same on all GPUs."""
+    costs = [entry.cost.factor for plan in plans for entry in staging_costs(plan, CONTEXT)]
     return max(costs)
 
 
@@ -97,7 +103,7 @@ def _archs(gpus: Iterable[str]) -> str:
 
 
 def tables(path: Path = PEERS) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """(title, source, cells) of every table. Raises ConfigError where the file cannot be read."""
+    """Yield (title, source, cells) of every table; raise ConfigError where the file cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         for table in content["tables"]:
@@ -112,49 +118,50 @@ def _cell(
 ) -> Cell:  # fmt: skip
     group = GROUPS[kind]
     model_spec = ModelSpec("MODEL", kind, (group,), (0,), CONTEXT, 128, 128, 0)
-    ask = Config(model="MODEL", kv_format=format, prefill_backend=prefill, decode_backend=decode)
-    staging = Config(
-        model="MODEL", kv_format=format, prefill_backend=prefill, decode_backend=decode, allow_staging=True
-    )
+    config = Config(model="MODEL", kv_format=format, prefill_backend=prefill, decode_backend=decode)
+    # What is refused without staging may still be had on request.
+    allowed = replace(config, allow_staging=True)
     machines = {gpu: lookup_gpu(gpu) for gpu in GPUS}
-    plans = {gpu: attempt(ask, model_spec, machine, declared=True) for gpu, machine in machines.items()}
+    plans = {gpu: attempt(config, model_spec, machine, declared=True) for gpu, machine in machines.items()}
     served = {gpu: plan for gpu, plan in plans.items() if plan}
-    rest = {
-        gpu: attempt(staging, model_spec, machines[gpu], declared=True) for gpu in GPUS if gpu not in served
+    with_staging = {
+        gpu: attempt(allowed, model_spec, machines[gpu], declared=True) for gpu in GPUS if gpu not in served
     }
-    asked = {gpu: plan for gpu, plan in rest.items() if plan}
-    reason = "" if served or asked else _reason(ask, model_spec, machines.values())
-    return Cell(name, theirs == "y", tuple(on), served, asked, reason, why)
+    staged = {gpu: plan for gpu, plan in with_staging.items() if plan}
+    reason = "" if served or staged else _reason(config, model_spec, machines.values())
+    return Cell(name, theirs == "y", tuple(on), served, staged, reason, why)
 
 
-def _reason(ask: Config, model_spec: ModelSpec, machines: Iterable[Hardware]) -> str:
-    """The shortest list of reasons that a machine has."""
-    found: list[tuple[int, str]] = []
+def _reason(config: Config, model_spec: ModelSpec, machines: Iterable[Hardware]) -> str:
+    """Return the shortest list of reasons that a machine has."""
+    candidates: list[tuple[int, str]] = []
     for machine in machines:
         try:
-            resolve(ask, model_spec, machine, declared=True)
+            resolve(config, model_spec, machine, declared=True)
         except Unsupported as error:
-            reasons = next(iter(error.refusals.values()))
-            found.append((len(reasons), f"{'; '.join(reasons)} (SM{machine.arch})"))
+            reasons = next(iter(error.refusal.reasons.values()))
+            candidates.append((len(reasons), f"{error.refusal.as_markdown()} (SM{machine.arch})"))
         except ConfigError as error:
-            found.append((1, str(error).partition(";")[0]))
-    return min(found)[1]
+            candidates.append((1, str(error).partition(";")[0]))
+    return min(candidates)[1]
 
 
 def page(path: Path = PEERS) -> str:
-    """docs/kv4.md."""
-    lines, found = [_HEAD.format(gpus=_archs(GPUS))], tuple(tables(path))
-    whys = Counter(cell.why for _, _, cells in found for cell in cells if cell.why)
+    """Return the text of docs/kv4.md."""
+    lines, entries = [_HEAD.format(gpus=_archs(GPUS))], tuple(tables(path))
+    # Reasons that several cells share become footnotes.
+    whys = Counter(cell.why for _, _, cells in entries for cell in cells if cell.why)
     notes = {why: f"[^{i}]" for i, why in enumerate((why for why in whys if whys[why] > 1), 1)}
-    for title, source, cells in found:
-        lines += [f"## {title}\n", f"{source}\n", "| | theirs | ours | why |", "|---|---|---|---|"]
-        lines += [_line(cell, notes.get(cell.why, cell.why)) for cell in cells]
+    for title, source, cells in entries:
+        rows = tuple(_row(cell, notes.get(cell.why, cell.why)) for cell in cells)
+        table = Table(("", "theirs", "ours", "why"), rows)
+        lines += [f"## {title}\n", f"{source}\n", *table.as_markdown()]
         differing = sum(not cell.agrees for cell in cells)
         lines += [f"\n{len(cells) - differing} of {len(cells)} cells agree.\n"]
     lines += [f"{mark}: {why}" for why, mark in notes.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _line(cell: Cell, why: str) -> str:
+def _row(cell: Cell, why: str) -> tuple[str, ...]:
     theirs = ("y" if cell.theirs else "n") + (f" on {_archs(cell.on)}" if cell.on else "")
-    return f"| {cell.name} | {theirs} | {cell.ours} | {why} |"
+    return cell.name, theirs, cell.ours, why

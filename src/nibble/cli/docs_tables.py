@@ -1,21 +1,19 @@
 """The generated pages: docs/capabilities.md and docs/formats.md, in markdown.
 
-Owns their wording. Every fact comes from backends' rows, formats and the ledger, so a page cannot say what
-the resolver does not do. Must not name a backend or a format.
+Every fact comes from backends' rows, formats and the ledger, so a page cannot claim what the resolver does not do.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from inspect import cleandoc
 from pathlib import Path
 
 from nibble import formats
 from nibble.attention.backends import all_backends
-from nibble.attention.planner import ledger
-from nibble.attention.planner.explain import BASELINE
-from nibble.attention.planner.ledger import LedgerEntry
+from nibble.attention.planner.evidence import LedgerEntry, read_ledger
+from nibble.attention.planner.explain import BASELINE, Table
 from nibble.attention.planner.support import BackendInfo, Phase, Support, format_values
 from nibble.formats import KVFormat
 from nibble.formats import scheme as schemes
@@ -47,34 +45,41 @@ cannot serve it: `nibble plan MODEL --gpu h200 --explain`.
 """
 
 _CONDITIONS = """\
-Conditions. `group`: query heads to a KV head (of latents, all query heads). `KV heads`: those of a layer. Where two \
-lines allow the same, `auto` goes by the one it prefers, and the last column is what that preference stands on.
+Conditions. `group`: query heads to a KV head (of latents, all query heads). The last column is what a line rests on; \
+the order in which `auto` takes backends is in `src/nibble/attention/rankings/`.
 """
 
 
 def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Path = LEDGER) -> str:
-    """docs/capabilities.md. path: the ledger; where there is none, nothing is verified."""
+    """Return the text of docs/capabilities.md. `path`: the ledger; where there is none, nothing is verified."""
     table = all_backends() if backends is None else backends
-    evidence = {entry.key: entry for entry in ledger.read(path)}
+    evidence = {entry.key: entry for entry in read_ledger(path)}
     notes: dict[str, int] = {}
     kinds = dict.fromkeys(
         kind for info in table.values() for row in info.support for kind in sorted(row.kind)
     )
     sections = [_HEAD, *_summaries(table)]
     for kind in sorted(kinds, key="mha mla dsa".find):
-        sections += [f"\n## {kind}\n", *_matrix(kind, table, evidence, notes), "", *_conditions(kind, table)]
+        sections += [
+            f"\n## {kind}\n",
+            *_matrix(kind, table, evidence, notes),
+            "",
+            _CONDITIONS,
+            *_conditions(kind, table),
+        ]
     sections += [""] + [f"[^{number}]: {text}" for text, number in notes.items()] if notes else []
     return "\n".join(sections) + "\n"
 
 
 def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
-    yield from _markdown_head("backend", "what it is", "in this version", "package")
+    rows = []
     for name, info in table.items():
         runs = "runs" if info.runnable else "declared only"
         how, comma, else_ = (info.install or "").partition(",")
         package = f"`{how}`{comma}{else_}" if info.install else "none"
-        known = f"; written for: {info.versions}" if info.versions else ""
-        yield _line(f"`{name}`", info.summary, runs, package + known)
+        versions = f"; written for: {info.versions}" if info.versions else ""
+        rows.append((f"`{name}`", info.summary, runs, package + versions))
+    return Table(("backend", "what it is", "in this version", "package"), tuple(rows)).as_markdown()
 
 
 def _matrix(
@@ -83,28 +88,30 @@ def _matrix(
     evidence: Evidence,
     notes: dict[str, int],
 ) -> Iterator[str]:
-    """Backends and formats down, GPUs across; formats with equal lines share one."""
-    archs = _archs(table)
-    yield from _markdown_head("backend", "formats", *map(_gpu, archs))
+    """Return a table of backends and formats down, GPUs across; formats with equal lines share one."""
+    archs, entries = _archs(table), []
     for name, info in table.items():
         rows = [row for row in info.support if kind in row.kind]
         lines: dict[tuple[str, ...], list[str]] = {}
         for fmt in _formats(rows):
             cells = tuple(_cell(name, kind, fmt, arch, rows, evidence, notes) for arch in archs)
+            # Formats with the same cells share a line.
             lines.setdefault(cells, []).append(fmt)
         for cells, names in lines.items():
-            yield _line(f"`{name}`", _shown(names), *cells)
+            entries.append((f"`{name}`", _format_names(names), *cells))
+    return Table(("backend", "formats", *map(_gpu, archs)), tuple(entries)).as_markdown()
 
 
 def _formats(rows: Iterable[Support]) -> list[str]:
-    """The formats that rows name, in the formats' own order, then pairs; `any` for a row that takes all."""
+    """Return the formats that rows name, in the formats' own order, then pairs; `any` for a row that takes all."""
     named = {fmt for row in rows for fmt in row.format or ("any",)}
     order = [*formats.names(), "any"]
     return sorted(named, key=lambda fmt: (order.index(fmt) if fmt in order else len(order), fmt))
 
 
-def _shown(names: Iterable[str]) -> str:
-    """Names of formats; pairs by the scheme that they make."""
+def _format_names(names: Iterable[str]) -> str:
+    """Return names of formats; pairs by the scheme that they make."""
+    # Rows name a pair by its formats; users know the scheme.
     pairs = {":".join(streams.values()): name for name, streams in schemes.MIXED.items()}
     return ", ".join(pairs.get(name, name) for name in names)
 
@@ -130,8 +137,8 @@ def _cell(
     served = {phase for row in rows if _covers(row, fmt, arch) for phase in row.phase}
     by_evidence: dict[str, str] = {}
     for phase in (phase for phase in Phase if phase in served):
-        found = _evidence(backend, kind, fmt, arch, phase, evidence)
-        mark = f"verified{_note(found, notes)}" if found else "declared"
+        source = _evidence(backend, kind, fmt, arch, phase, evidence)
+        mark = f"verified{_note(source, notes)}" if source else "declared"
         by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
     if missing := "".join(LETTERS[phase] for phase in Phase if phase not in served):
         by_evidence[f"-{_note(_refused(fmt, rows, served), notes)}"] = missing if served else ""
@@ -143,11 +150,11 @@ def _note(text: str, notes: dict[str, int]) -> str:
 
 
 def _refused(fmt: str, rows: Iterable[Support], served: set[Phase]) -> str:
-    """Why a cell is not served in all phases: those that are there, or the GPUs that there are."""
+    """Return why a cell is not served in all phases: those that are, or the GPUs on which it is."""
     if served:
         return f"refused: only for {format_values('phase', frozenset(served))}"
-    able = (row for row in rows if row.format is None or fmt in row.format)
-    gpus = _gpus(frozenset(arch for row in able for arch in row.arch or ()))
+    reading = (row for row in rows if row.format is None or fmt in row.format)
+    gpus = _gpus(frozenset(arch for row in reading for arch in row.arch or ()))
     return f"refused: only on {gpus.removeprefix('all ')}"
 
 
@@ -156,55 +163,50 @@ def _covers(row: Support, fmt: str, arch: int) -> bool:
 
 
 def _evidence(backend: str, kind: str, fmt: str, arch: int, phase: Phase, entries: Evidence) -> str | None:
-    """Where the combination was verified. A row for any format is verified as far as every format that fits was."""
-    wanted = _fitting(kind) if fmt == "any" else (fmt,)
-    found = [entries.get((backend, str(phase), kind, name, arch)) for name in wanted]
-    seen = [entry for entry in found if entry is not None]
-    if len(seen) < len(wanted):
+    """Return where a combination was verified; None where it was not.
+
+    A row for any format is verified as far as every format that fits is.
+    """
+    names = _fitting(kind) if fmt == "any" else (fmt,)
+    matches = [entries.get((backend, str(phase), kind, name, arch)) for name in names]
+    verified = [entry for entry in matches if entry is not None]
+    if len(verified) < len(names):
         return None
-    return f"verified on {min(seen, key=lambda entry: entry.date)}"
+    return f"verified on {min(verified, key=lambda entry: entry.date)}"
 
 
 def _fitting(kind: str) -> tuple[str, ...]:
-    """The formats that can store what a kind of attention caches, index keys aside."""
-    found = schemes.fitting(*(HEADS if kind == "mha" else LATENTS[:1]))
-    return tuple(name for name in found if name not in schemes.MIXED)
+    """Return the formats that can store what a kind of attention caches, index keys aside."""
+    names = schemes.fitting(*(HEADS if kind == "mha" else LATENTS[:1]))
+    return tuple(name for name in names if name not in schemes.MIXED)
+
+
+CONDITION_COLUMNS = (
+    "backend", "phases", "formats", "GPUs", "page", "packing", "head_dim", "group", "limits", "source",
+)  # fmt: skip
 
 
 def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
-    """What else rows ask for; rows that differ in their format only share a line."""
-    yield _CONDITIONS
-    yield from _markdown_head(
-        "backend",
-        "phases",
-        "formats",
-        "GPUs",
-        "page",
-        "packing",
-        "head_dim",
-        "group",
-        "KV heads",
-        "limits",
-        "source",
-    )
+    """Return a table of what else rows require; rows that differ in their format only share a line."""
+    entries = []
     for name, info in table.items():
         alike: dict[tuple[str, ...], list[Support]] = {}
         for row in (row for row in info.support if kind in row.kind):
-            alike.setdefault(_asks(row), []).append(row)
-        for asks, rows in alike.items():
-            yield _line(f"`{name}`", asks[0], _shown(_formats(rows)), *asks[1:])
+            # Rows that differ in their formats only are one condition.
+            alike.setdefault(_conditions_of(row), []).append(row)
+        for cells, rows in alike.items():
+            entries.append((f"`{name}`", cells[0], _format_names(_formats(rows)), *cells[1:]))
+    return Table(CONDITION_COLUMNS, tuple(entries)).as_markdown()
 
 
-def _asks(row: Support) -> tuple[str, ...]:
-    """The cells of a row, without its format."""
+def _conditions_of(row: Support) -> tuple[str, ...]:
+    """Return the cells of a row, without its format."""
     phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
-    rest = [
-        format_values(field, getattr(row, field)) for field in ("page", "packing", "dim", "group", "kv_heads")
-    ]
-    return phases, _gpus(row.arch), *rest, ", ".join(_limits(row)) or "-", row.source
+    values = [format_values(field, getattr(row, field)) for field in ("page", "packing", "dim", "group")]
+    return phases, _gpus(row.arch), *values, ", ".join(_limits(row)) or "-", row.source
 
 
-def _gpus(archs: frozenset[int] | None) -> str:
+def _gpus(archs: Set[int] | None) -> str:
     every = frozenset(gpu.arch for gpu in GPUS.values()) - {CPU_ARCH}
     return "all GPUs" if archs == every else format_values("arch", archs)
 
@@ -216,12 +218,10 @@ def _limits(row: Support) -> Iterator[str]:
             yield f"no {name}"
         if allowed is not None and False not in allowed:
             yield f"only with {name}"
-    if row.stored:
-        yield f"staged from {format_values('stored', row.stored)}"
 
 
 def formats_table() -> str:
-    """docs/formats.md."""
+    """Return the text of docs/formats.md."""
     lines = [
         "# KV formats\n",
         "Generated by `nibble docs` from `src/nibble/formats/`. Bytes are per token, scales in the pool included.\n",
@@ -229,8 +229,7 @@ def formats_table() -> str:
         "Of one KV head of 128 values.\n",
         *_sizes(HEADS),
         "\n## Mixed schemes\n",
-        *_markdown_head("scheme", "bytes", "x fewer", "formats"),
-        *_mixed(),
+        *Table(("scheme", "bytes", "x fewer", "formats"), tuple(_mixed())).as_markdown(),
         "\n## Latents of MLA\n",
         "Of 512 values and 64 rotary ones.\n",
         *_sizes(LATENTS[:1]),
@@ -246,11 +245,14 @@ def formats_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+SIZE_COLUMNS = (
+    "format", "bytes", "x fewer than 16 bits", "planes of one head", "global scale", "values", "summary",
+)  # fmt: skip
+
+
 def _sizes(streams: Sequence[Stream], names: Iterable[str] = ()) -> Iterator[str]:
-    """What stores one of these streams, and the bytes of them all."""
-    yield from _markdown_head(
-        "format", "bytes", "x fewer than 16 bits", "planes of one head", "global scale", "values", "summary"
-    )
+    """Return a table of what stores one of these streams, with the bytes of them all."""
+    rows = []
     for name in names or (name for name in schemes.fitting(*streams) if name not in schemes.MIXED):
         fmt = formats.get(name)
         size = sum(fmt.bytes_per_token(stream) for stream in streams)
@@ -259,7 +261,8 @@ def _sizes(streams: Sequence[Stream], names: Iterable[str] = ()) -> Iterator[str
         )
         scale = f"FP32, up to {fmt.max_value:g} at 1.0" if fmt.needs_scale else "none"
         dims = f"multiple of {fmt.block}" if fmt.block > 1 else "any"
-        yield _line(f"`{name}`", str(size), _ratio(size, streams), planes, scale, dims, fmt.summary)
+        rows.append((f"`{name}`", str(size), _ratio(size, streams), planes, scale, dims, fmt.summary))
+    return Table(SIZE_COLUMNS, tuple(rows)).as_markdown()
 
 
 def _ratio(size: int, streams: Sequence[Stream]) -> str:
@@ -267,29 +270,21 @@ def _ratio(size: int, streams: Sequence[Stream]) -> str:
     return f"{sum(plain.bytes_per_token(stream) for stream in streams) / size:.2f}"
 
 
-def _mixed() -> Iterator[str]:
+def _mixed() -> Iterator[tuple[str, ...]]:
     for name, streams in schemes.MIXED.items():
         parts = ", ".join(f"{stream} {fmt}" for stream, fmt in streams.items())
         size = schemes.bytes_per_token(name, HEADS)
-        yield _line(f"`{name}`", str(size), _ratio(size, HEADS), parts)
+        yield f"`{name}`", str(size), _ratio(size, HEADS), parts
 
 
 def _prose() -> Iterator[str]:
-    """Each format file's docstring, with the sources that its bytes agree with."""
+    """Yield each format file's docstring, with the sources that its bytes agree with."""
     by_module: dict[str, list[KVFormat]] = {}
     for name in formats.names():
         by_module.setdefault(type(formats.get(name)).__module__, []).append(formats.get(name))
-    for module, found in by_module.items():
-        yield f"### {', '.join(fmt.name for fmt in found)}\n"
+    for module, entries in by_module.items():
+        yield f"### {', '.join(fmt.name for fmt in entries)}\n"
         yield cleandoc(sys.modules[module].__doc__ or "")
         yield ""
-        yield from (f"- `{fmt.name}` agrees with: {fmt.source}" for fmt in found)
+        yield from (f"- `{fmt.name}` agrees with: {fmt.source}" for fmt in entries)
         yield ""
-
-
-def _markdown_head(*names: str) -> tuple[str, str]:
-    return _line(*names), "|" + "---|" * len(names)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

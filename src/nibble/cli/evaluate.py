@@ -61,7 +61,7 @@ def evaluate(
     those that the model cannot take are listed with the reason. Scales that the checkpoint lacks are
     measured once, on text that is not scored.
     """
-    asked, served = sizes(quick, given), Config(model=model, **config)
+    evaluation, served = sizes(quick, given), Config(model=model, **config)
     quiet(model)
     from nibble.evals import plot as plots
     from nibble.evals.run import evaluate as measure
@@ -69,7 +69,7 @@ def evaluate(
     if plot:
         plots.require()
     with _bar() as bar:
-        report = measure(served, schemes or (), asked, text, _Bar(bar))
+        report = measure(served, schemes or (), evaluation, text, _Bar(bar))
     _show(report, as_json)
     if markdown:
         markdown.write_text(report.as_markdown() + "\n", encoding="utf-8")

@@ -1,7 +1,4 @@
-"""Exit codes, and errors as one clean message: what every command is wrapped in.
-
-Owns EXIT_CODES and command(). Must not know of any one command.
-"""
+"""Exit codes, and errors as one clean message: what every command is wrapped in."""
 
 from __future__ import annotations
 
@@ -9,6 +6,9 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import cleandoc
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -72,8 +72,10 @@ def add_parameters(
     without: str | None = None,
 ) -> None:
     """Gives `wrapper` the signature of `function`, less one parameter, plus others: typer reads it."""
-    kept = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without]
-    ordered = sorted((*kept, *added), key=_is_output)
+    own_parameters = [
+        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without
+    ]
+    ordered = sorted((*own_parameters, *added), key=_is_output)
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in ordered]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -86,3 +88,34 @@ def _is_output(parameter: inspect.Parameter) -> bool:
 
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: its function, its help, and examples that are part of the help."""
+
+    name: str
+    run: Callable[..., Any]
+    module: ModuleType
+
+    @property
+    def text(self) -> str:
+        """Return the description, the docstring of the function."""
+        return cleandoc(self.run.__doc__ or "")
+
+    @property
+    def examples(self) -> str:
+        """Return the examples, a line each."""
+        return str(self.module.EXAMPLES).strip()
+
+    @property
+    def help(self) -> str:
+        """The text in whole paragraphs, and the examples line by line (\\b keeps typer from joining them)."""
+        paragraphs = [" ".join(paragraph.split()) for paragraph in self.text.split("\n\n")]
+        # \b keeps typer from joining the lines.
+        examples = "\n".join(f"  {line}" for line in self.examples.splitlines())
+        return "\n\n".join((*paragraphs, f"\b\nExamples:\n{examples}"))
+
+
+COMMANDS: list[Command] = []
+"""All commands; cli/main.py fills the list."""

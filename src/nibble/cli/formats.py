@@ -17,11 +17,11 @@ HEAD_DIM = 128
 
 def formats(as_json: JsonOption = False) -> None:
     """List the cache schemes, with bytes per token, what they save, and whose bytes they agree with."""
-    found = {"head_dim": HEAD_DIM, "schemes": list(_schemes()), "transforms": list(_transforms())}
+    table = {"head_dim": HEAD_DIM, "schemes": list(_schemes()), "transforms": list(_transforms())}
     if as_json:
-        print_json(found)
+        print_json(table)
     else:
-        _show(found)
+        _show(table)
 
 
 EXAMPLES = """
@@ -72,7 +72,7 @@ def _transforms() -> Iterator[dict[str, str]]:
         yield {"name": name, "summary": transform.get(name).summary}
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(facts: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -87,7 +87,7 @@ def _show(found: dict[str, Any]) -> None:
             table.add_column(title, justify="right")
         for title in ("scales", "what it is"):
             table.add_column(title)
-        for row in found["schemes"]:
+        for row in facts["schemes"]:
             if row["of"] == of:
                 scales = "needed" if row["needs_scales"] else "none"
                 size, ratio = str(row["bytes_per_token"]), f"{row['ratio']:.2f}"
@@ -95,5 +95,5 @@ def _show(found: dict[str, Any]) -> None:
         console.print(table)
         console.print(f"Bytes per token of {what}.")
     console.print("Written behind a scheme, for K and V:")
-    for row in found["transforms"]:
+    for row in facts["transforms"]:
         console.print(f"  +{row['name']:<6} {row['summary']}")

@@ -15,12 +15,12 @@ from nibble.cli.exits import JsonOption
 from nibble.cli.options import Options, takes
 from nibble.cli.terminal import (
     MODEL_HELP,
-    bytes_in_words,
     err,
     out,
     print_json,
     quiet,
     say_ready,
+    summary_of_bytes,
     text_of,
     utf8,
 )
@@ -61,16 +61,18 @@ class Run:
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens of all answers."""
         return sum(len(answer.token_ids) for output in self.outputs for answer in output.completions)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Its cost, in one line."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        cost = f"{bytes_in_words(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
+        cost = f"{summary_of_bytes(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
         return "\n".join(filter(None, (cost, self.tier, self.fidelity)))
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the run, ready for JSON."""
         from nibble.attention.planner.explain import baseline_bytes
 
         return {
@@ -105,18 +107,18 @@ def generate(
     follows on standard error.
     """
     texts = _prompts(prompts or [], prompt_file or [])
-    chosen = sampling(**params)
+    sampling_params = sampling(**params)
     base = Config(model=model, **config)
     entries = _entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     quiet(model)
-    from nibble.engine import preflight as ahead
+    from nibble.engine.build import preflight
 
-    ahead.preflight(caches, texts, chosen)
-    if len(caches) == 1 and len(texts) == chosen.n == 1 and not as_json:
-        _stream(_llm(caches[0]), texts[0], chosen)
+    preflight(caches, texts, sampling_params)
+    if len(caches) == 1 and len(texts) == sampling_params.n == 1 and not as_json:
+        _stream(_llm(caches[0]), texts[0], sampling_params)
         return
-    runs = [_batch(cache, texts, chosen) for cache in caches]
+    runs = [_batch(cache, texts, sampling_params) for cache in caches]
     if as_json:
         print_json({"model": model, "runs": [run.as_dict() for run in runs]})
     elif len(runs) > 1:
@@ -136,25 +138,25 @@ cat prompt.txt | nibble generate - --model ./my-model
 
 def _entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
     """The caches to answer from, each once: BF16 first where it is compared with."""
-    asked = Entry(base.kv_format, base.kv_layers)
-    entries = [*([Entry(YARDSTICK)] if compare else []), asked, *map(Entry.parse, also)]
+    first = Entry(base.kv_format, base.kv_layers)
+    entries = [*([Entry(YARDSTICK)] if compare else []), first, *map(Entry.parse, also)]
     if compare and set(entries) == {Entry(YARDSTICK)}:
         raise ConfigError(f"--compare needs another cache than {YARDSTICK}; name it with --kv-format")
     return list(dict.fromkeys(entries))
 
 
-def _prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
+def _prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
     """The prompts in order, those of files last; raises RequestError where there is none."""
-    if given.count(STDIN) > 1:
+    if arguments.count(STDIN) > 1:
         raise RequestError("standard input, `-`, can be one prompt only")
-    found = [
+    prompts = [
         utf8(sys.stdin.read, "standard input") if text == STDIN else utf8(text.__str__, "a prompt")
-        for text in given
+        for text in arguments
     ]
-    found += [text_of(path, "prompt file") for path in files]
-    if not found:
+    prompts += [text_of(path, "prompt file") for path in files]
+    if not prompts:
         raise RequestError('no prompt was given; write it as in: nibble generate "def fibonacci(n):"')
-    return found
+    return prompts
 
 
 def _llm(config: Config) -> LLM:
@@ -177,7 +179,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
         sys.stdout.flush()
     sys.stdout.write("\n")
     rate = tokens / (time.perf_counter() - started)
-    cost = bytes_in_words(_name(llm.config), llm.plan.layout)
+    cost = summary_of_bytes(_name(llm.config), llm.plan.layout)
     err().print(f"{cost}; {tokens} tokens, {rate:.1f} tokens/s", style="dim")
     for line in _asides(llm):
         err().print(line, style="dim")
@@ -209,7 +211,7 @@ def _listed(run: Run) -> None:
         for answer in output.completions:
             out().rule(f"prompt {number}, answer {answer.index + 1}", style="dim")
             print(f"{output.prompt}{answer.text}")
-    err().print(run.words, style="dim")
+    err().print(run.summary, style="dim")
 
 
 def _side_by_side(runs: Sequence[Run]) -> None:
@@ -236,7 +238,7 @@ def _side_by_side(runs: Sequence[Run]) -> None:
 
 
 def _costs(runs: Sequence[Run]) -> Iterator[str]:
-    yield from (run.words for run in runs)
+    yield from (run.summary for run in runs)
     for run in runs[1:]:
         pairs = zip(runs[0].outputs, run.outputs, strict=True)
         same = sum(_texts(one) == _texts(other) for one, other in pairs)

@@ -1,48 +1,16 @@
-"""The command `nibble`: gathers the commands. Heavy imports wait until a command needs them.
-
-Owns the list of commands. Must not know what any of them does.
-"""
+"""The command `nibble`: the list of its commands. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from inspect import cleandoc
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import nibble
 from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, tune
-from nibble.cli.exits import EXIT_CODES, command
+from nibble.cli.exits import COMMANDS, EXIT_CODES, Command, command
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command: its function, its help, and examples that are part of the help."""
-
-    name: str
-    run: Callable[..., Any]
-    module: ModuleType
-
-    @property
-    def text(self) -> str:
-        return cleandoc(self.run.__doc__ or "")
-
-    @property
-    def examples(self) -> str:
-        return str(self.module.EXAMPLES).strip()
-
-    @property
-    def help(self) -> str:
-        """The text in whole paragraphs, and the examples line by line (\\b keeps typer from joining them)."""
-        paragraphs = [" ".join(paragraph.split()) for paragraph in self.text.split("\n\n")]
-        examples = "\n".join(f"  {line}" for line in self.examples.splitlines())
-        return "\n\n".join((*paragraphs, f"\b\nExamples:\n{examples}"))
-
-
-COMMANDS = (
+COMMANDS += (
     Command("generate", generate.generate, generate),
     Command("chat", chat.chat, chat),
     Command("serve", serve.serve, serve),
@@ -73,8 +41,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"nibble {nibble.__version__}")
         raise typer.Exit
 

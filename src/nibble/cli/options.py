@@ -1,6 +1,6 @@
 """Options from dataclasses: a field of Config, SamplingParams or Sizes is an option, its doc is the help.
 
-So a new field is a new option, with no line here. Owns the translation of types. Must not know of any field.
+So a new field is a new option, with no line here.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def takes(
     without: fields that the command sets itself. unset: leave out what was not given.
     """
     hints = get_type_hints(kind)
-    chosen = [entry for entry in fields(kind) if entry.name not in set(without)]
+    entries = [entry for entry in fields(kind) if entry.name not in set(without)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def expanded(**values: Any) -> Any:
-            given = {entry.name: values.pop(entry.name) for entry in chosen}
-            return function(**values, **{parameter: _parsed(given, hints)})
+            options = {entry.name: values.pop(entry.name) for entry in entries}
+            return function(**values, **{parameter: _parse(options, hints)})
 
-        options = [_option(entry, hints[entry.name], panel, unset) for entry in chosen]
+        options = [_option(entry, hints[entry.name], panel, unset) for entry in entries]
         add_parameters(expanded, function, options, without=parameter)
         return expanded
 
@@ -47,18 +47,18 @@ def takes(
 def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
     """The parameter that typer turns into an option."""
     usual = None if entry.default in (MISSING, ()) else entry.default
-    default, kind = None if unset else usual, _shown(hint)
+    default, kind = None if unset else usual, _display_type(hint)
     kind = kind | None if default is None else kind
-    said = str(usual) if unset and usual is not None else True
+    show_default = str(usual) if unset and usual is not None else True
     doc = doc_of(entry) + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
-    info = typer.Option(help=doc, rich_help_panel=panel, show_default=said)
+    info = typer.Option(help=doc, rich_help_panel=panel, show_default=show_default)
     annotation = Annotated[kind, info]  # type: ignore[valid-type]
     return inspect.Parameter(
         entry.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
     )
 
 
-def _shown(hint: Any) -> Any:
+def _display_type(hint: Any) -> Any:
     """The type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
     hint = (
         next((part for part in get_args(hint) if part is not type(None)), hint) if _optional(hint) else hint
@@ -77,17 +77,17 @@ def _is_mapping(hint: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def _parsed(given: Options, hints: Mapping[str, Any]) -> Options:
+def _parse(options: Options, hints: Mapping[str, Any]) -> Options:
     """What was given, in the dataclass's own types. None stays only where it is a value."""
-    found: Options = {}
-    for name, value in given.items():
+    parsed: Options = {}
+    for name, value in options.items():
         if value is None or (value == [] and not isinstance(hints[name], type)):
             continue
         if _is_mapping(hints[name]):
-            found[name] = dict(_pair(text, name, *get_args(hints[name])) for text in value)
+            parsed[name] = dict(_pair(text, name, *get_args(hints[name])) for text in value)
         else:
-            found[name] = tuple(value) if isinstance(value, list) else value
-    return found
+            parsed[name] = tuple(value) if isinstance(value, list) else value
+    return parsed
 
 
 def _pair(text: str, name: str, key: type, value: type) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from nibble.errors import Unsupported
 
 if TYPE_CHECKING:
     from nibble.attention.planner.options import PlanRequest
-    from nibble.engine.build import EnginePlan
+    from nibble.engine.plan import EnginePlan
 
 GpuOption = Annotated[
     str | None,
@@ -50,27 +50,25 @@ def plan(
     Neither weights nor a GPU nor any kernel package is needed: a local config.json is enough. A combination
     that no backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
     """
+    # Before Transformers is imported, which reads its verbosity then.
     quiet(model)
-    from nibble.engine.build import plan_engine
+    from nibble.engine.plan import plan_engine
     from nibble.hardware import lookup_gpu
 
     try:
-        made = plan_engine(Config(model=model, **config), lookup_gpu(gpu) if gpu else None, declared=declared)
+        engine_plan = plan_engine(
+            Config(model=model, **config), lookup_gpu(gpu) if gpu else None, declared=declared
+        )
     except Unsupported as error:
         if not as_json:
             raise
-        print_json(
-            {
-                "model": model,
-                "refused": {"need": error.need, "reasons": error.refusals, "works": error.remedy},
-            }
-        )
+        print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
-    asked = _asked(made, gpu, declared) if explain else None
+    request = _request(engine_plan, gpu, declared) if explain else None
     if as_json:
-        print_json(_as_dict(made, asked))
+        print_json(_as_dict(engine_plan, request))
     else:
-        print("\n".join(_lines(made, asked)))
+        print("\n".join(_lines(engine_plan, request)))
 
 
 EXAMPLES = """
@@ -81,31 +79,35 @@ nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
 """
 
 
-def _as_dict(made: EnginePlan, asked: PlanRequest | None) -> dict[str, Any]:
+def _as_dict(engine_plan: EnginePlan, request: PlanRequest | None) -> dict[str, Any]:
     from nibble.attention.planner import cells, explain
 
-    found = {
-        "model": made.config.model,
-        "hardware": asdict(made.hardware),
-        **explain.as_dict(made.plan, made.budget),
+    facts = {
+        "model": engine_plan.config.model,
+        "hardware": asdict(engine_plan.hardware),
+        **explain.as_dict(engine_plan.plan, engine_plan.budget),
     }
-    return {**found, "cells": cells.as_dicts(cells.cells(asked, made.plan))} if asked else found
+    if request:
+        facts["cells"] = cells.as_dicts(cells.cells(request, engine_plan.plan))
+    return facts
 
 
-def _lines(made: EnginePlan, asked: PlanRequest | None) -> Iterator[str]:
+def _lines(engine_plan: EnginePlan, request: PlanRequest | None) -> Iterator[str]:
     from nibble.attention.planner import cells
     from nibble.attention.planner.explain import as_text
 
-    yield f"{made.config.model} ({made.model_spec.family}) on {made.hardware}"
-    yield as_text(made.plan, made.budget)
-    if asked:
-        yield from cells.as_lines(cells.cells(asked, made.plan), asked)
+    yield f"{engine_plan.config.model} ({engine_plan.model_spec.family}) on {engine_plan.hardware}"
+    yield as_text(engine_plan.plan, engine_plan.budget)
+    if request:
+        yield from cells.as_lines(cells.cells(request, engine_plan.plan), request)
 
 
-def _asked(made: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
-    """What the plan was made of: on this machine, backends whose packages are missing are known to be."""
+def _request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
+    """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
     from nibble.attention import backends
     from nibble.attention.planner.options import PlanRequest
 
-    known = backends.all_backends() if gpu else backends.available_backends()
-    return PlanRequest(made.config, made.model_spec, made.hardware, known, declared, False)
+    table = backends.all_backends() if gpu else backends.available_backends()
+    return PlanRequest(
+        engine_plan.config, engine_plan.model_spec, engine_plan.hardware, table, declared, False
+    )

@@ -1,9 +1,4 @@
-"""docs/cli.md: the commands' own help, as markdown. The same on every machine: no width, no colour, no path.
-
-Owns the page's form; every word of it comes from the commands' signatures and docstrings, which are also
-what typer reads. (Not from typer's own objects: those change from version to version.) Must not know of any
-one command.
-"""
+"""docs/cli.md: the commands' own help, as markdown. The same on every machine: no width, no colour, no path."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 from typer.models import ArgumentInfo, OptionInfo
 
-from nibble.cli.exits import EXIT_CODES, OUTPUT, command
+from nibble.cli.exits import COMMANDS, EXIT_CODES, OUTPUT, command
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 HEAD = """\
@@ -31,8 +26,7 @@ DEBUG = "An error is one message on standard error; with `--debug` it is a trace
 
 
 def reference() -> str:
-    """The page."""
-    from nibble.cli.main import COMMANDS
+    """Return the page."""
 
     lines = [HEAD, "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
@@ -54,15 +48,17 @@ class Entry:
 
     @property
     def panel(self) -> str:
+        """Return the heading under which the option stands."""
         if isinstance(self.info, ArgumentInfo):
             return ARGUMENTS
         return str(self.info.rich_help_panel or OPTIONS)
 
     @property
     def row(self) -> str:
+        """Return the option as a row of a Markdown table."""
         names = ", ".join(f"`{name}`" for name in self.names)
-        said = self.info.show_default if isinstance(self.info.show_default, str) else self.default
-        default = "" if said in (None, False, "") else "on" if said is True else f"`{said}`"
+        default = self.info.show_default if isinstance(self.info.show_default, str) else self.default
+        default = "" if default in (None, False, "") else "on" if default is True else f"`{default}`"
         text = " ".join((self.info.help or "").split()).replace("|", "/")
         return f"| {names} | {self.kind} | {default} | {text} |"
 
@@ -82,20 +78,20 @@ def _tables(run: Callable[..., Any]) -> Iterator[str]:
 
 
 def _entry(parameter: inspect.Parameter) -> Entry:
-    shown, info = get_args(parameter.annotation)[:2]
+    display, info = get_args(parameter.annotation)[:2]
     if isinstance(info, ArgumentInfo):
-        return Entry((info.metavar or parameter.name.upper(),), _kind(shown), parameter.default, info)
+        return Entry((info.metavar or parameter.name.upper(),), _kind(display), parameter.default, info)
     # In an Annotated, typer keeps the first name in `default`.
     declared = tuple(name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str))
     name = parameter.name.replace("_", "-")
-    names = declared or ((f"--{name}", f"--no-{name}") if shown is bool else (f"--{name}",))
-    return Entry(names, _kind(shown), parameter.default, info)
+    names = declared or ((f"--{name}", f"--no-{name}") if display is bool else (f"--{name}",))
+    return Entry(names, _kind(display), parameter.default, info)
 
 
-def _kind(shown: Any) -> str:
+def _kind(display: Any) -> str:
     """A type in a reader's words; nothing for a switch."""
-    if get_origin(shown) in (types.UnionType, Union):
-        shown = next(part for part in get_args(shown) if part is not type(None))
-    if get_origin(shown) is list:
-        return f"{_kind(get_args(shown)[0])}, repeatable"
-    return {str: "text", int: "integer", float: "number", Path: "path", bool: ""}[shown]
+    if get_origin(display) in (types.UnionType, Union):
+        display = next(part for part in get_args(display) if part is not type(None))
+    if get_origin(display) is list:
+        return f"{_kind(get_args(display)[0])}, repeatable"
+    return {str: "text", int: "integer", float: "number", Path: "path", bool: ""}[display]

@@ -79,6 +79,7 @@ class ServeCommand(TyperCommand):
     """A command that takes the flags of other servers too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate the flags of other servers, then parse."""
         return super().parse_args(ctx, translate_flags(args))
 
 
@@ -94,16 +95,16 @@ def serve(
     of vLLM and SGLang that mean the same are taken too (docs/migrating.md).
     """
     served = Config(model=model, **config)
-    chosen = Settings(**settings)
-    if chosen.api_key is None:
-        chosen = replace(chosen, api_key=os.environ.get("NIBBLE_API_KEY"))
+    server_settings = Settings(**settings)
+    if server_settings.api_key is None:
+        server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet(model)
     from nibble.models.hub import locate
     from nibble.server.engine_client import EngineDiedError
     from nibble.server.run import serve as run
 
     try:
-        run(served, chosen, locate(model), _say_json if as_json else None)
+        run(served, server_settings, locate(model), _say_json if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None

@@ -1,7 +1,4 @@
-"""What commands share in speaking to a terminal: consoles, JSON, texts of files, quiet libraries, figures in words.
-
-Must not know of any one command.
-"""
+"""What commands share in speaking to a terminal: consoles, JSON, texts of files, quiet libraries, figures in words."""
 
 from __future__ import annotations
 
@@ -84,10 +81,10 @@ def say_ready(llm: LLM) -> None:
         err().print(line, style="dim")
 
 
-def bytes_in_words(scheme: str, layout: CacheLayout) -> str:
+def summary_of_bytes(scheme: str, layout: CacheLayout) -> str:
     """`nvfp4: 864 bytes of KV cache per token, 3.56 x fewer than in 16 bits`."""
     from nibble.attention.planner.explain import baseline_bytes
 
     ratio = baseline_bytes(layout) / layout.bytes_per_token
-    said = f"{scheme}: {layout.bytes_per_token:,} bytes of KV cache per token"
-    return said if ratio == 1 else f"{said}, {ratio:.2f} x fewer than in 16 bits"
+    line = f"{scheme}: {layout.bytes_per_token:,} bytes of KV cache per token"
+    return line if ratio == 1 else f"{line}, {ratio:.2f} x fewer than in 16 bits"

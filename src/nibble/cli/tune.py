@@ -14,8 +14,8 @@ from nibble.cli.terminal import ModelArgument, err, print_json, quiet
 from nibble.config import Config
 
 if TYPE_CHECKING:
+    from nibble.attention.planner.evidence import Timing
     from nibble.attention.planner.plan import Plan
-    from nibble.attention.planner.timings import Timing
     from nibble.evals.tuning.bench import Result
     from nibble.evals.tuning.tune import Trial
 
@@ -43,47 +43,50 @@ def tune(
     """
     quiet(model)
     from nibble.attention import backends as registry
-    from nibble.attention.planner import timings as measured
+    from nibble.attention.planner import evidence
     from nibble.errors import ConfigError
     from nibble.evals.tuning.bench import DeviceLostError
-    from nibble.evals.tuning.tune import run, tuning
+    from nibble.evals.tuning.tune import run, timings, tuning
 
     names = [name for part in (backends or "").split(",") if (name := part.strip())]
     for name in names:
         registry.get(name)
-    what = tuning(Config(model=model, **config))
-    found: dict[str, tuple[Timing, ...]] = {}
-    lost = None
-    for trial in what.trials:
+    task = tuning(Config(model=model, **config))
+    times: dict[str, tuple[Timing, ...]] = {}
+    device_error = None
+    for trial in task.trials:
         results: list[Result] = []
         try:
             with err().status(f"timing {trial.subject}"):
-                results += run(what, trial, names)
-        except DeviceLostError as error:  # what was measured before is worth keeping
-            lost = error
+                results += run(task, trial, names)
+        except DeviceLostError as error:  # what was measured before is kept
+            device_error = error
             break
         if not results:  # which none of those that were named serves
             continue
-        found[trial.subject] = what.timings(results)
+        times[trial.subject] = timings(results)
         if not as_json:
-            print("\n".join(_lines(trial, found[trial.subject])))
-    if lost and not found:
-        raise lost
-    if not found:
+            print("\n".join(_lines(trial, times[trial.subject])))
+    if device_error and not times:
+        raise device_error
+    if not times:
         raise ConfigError(
             f"{', '.join(names)}: none serves this model here; `nibble plan {model} --explain` says why"
         )
-    path = measured.save(what.made.hardware, what.request.backends, found)
-    if lost:
-        raise lost
-    after = what.planned(measured.load(what.made.hardware, what.request.backends).subjects)
+    hardware, table, before = task.engine_plan.hardware, task.request.backends, task.engine_plan.plan
+    path = evidence.save_tuned(hardware, table, times)
+    if device_error:
+        raise device_error
+    after = task.plan(
+        {entry.match["subject"]: entry.order for entry in evidence.load_tuned(hardware, table).entries}
+    )
+    changes, failed = list(_changes(before, after)), list(_failed(after))
     if as_json:
-        times = {subject: [asdict(timing) for timing in timings] for subject, timings in found.items()}
-        changed, failed = list(_changes(what.made.plan, after)), list(_failed(after))
-        print_json({"path": str(path), "measured": times, "changed": changed, "failed": failed})
+        measured = {subject: [asdict(timing) for timing in entries] for subject, entries in times.items()}
+        print_json({"path": str(path), "measured": measured, "changed": changes, "failed": failed})
     else:
-        print("\n".join(_changes(what.made.plan, after)) or "auto chooses what it chose before")
-        for line in _failed(after):
+        print("\n".join(changes) or "auto chooses what it chose before")
+        for line in failed:
             print(line)
         print(f"wrote {path}; `nibble plan {model}` shows the choice, --no-tuned leaves it aside")
 
@@ -96,23 +99,23 @@ nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
 
 
 def _lines(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
-    """A trial as a small table: backends down, workloads across."""
-    works = [work.name for work in trial.works]
+    """Yield a trial as a small table: backends down, workloads across."""
+    workloads = [workload.name for workload in trial.workloads]
     names = [f"{t.backend} (staged)" if t.stage_to else t.backend for t in timings]
     width = max(map(len, names))
     yield f"{trial.subject}, ms"
-    yield f"  {'':<{width}}  " + "  ".join(f"{work:>9}" for work in works)
+    yield f"  {'':<{width}}  " + "  ".join(f"{workload:>9}" for workload in workloads)
     for name, timing in zip(names, timings, strict=True):
-        times = "  ".join(_ms(timing, work) for work in works)
+        times = "  ".join(_ms(timing, workload) for workload in workloads)
         yield f"  {name:<{width}}  {times}  {timing.failure}".rstrip()
 
 
-def _ms(timing: Timing, work: str) -> str:
-    return f"{timing.ms[work]:9.3f}" if work in timing.ms else f"{'failed':>9}"
+def _ms(timing: Timing, workload: str) -> str:
+    return f"{timing.ms[workload]:9.3f}" if workload in timing.ms else f"{'failed':>9}"
 
 
 def _failed(after: Plan) -> Iterator[str]:
-    """What `auto` chooses though it failed."""
+    """Yield what `auto` chooses though it failed."""
     for group in after.groups:
         for route in group.routes:
             if route.failed:
@@ -121,7 +124,7 @@ def _failed(after: Plan) -> Iterator[str]:
 
 
 def _changes(before: Plan, after: Plan) -> Iterator[str]:
-    """What `auto` chooses otherwise than it did."""
+    """Yield what `auto` chooses otherwise than it did."""
     for old, new in zip(before.groups, after.groups, strict=True):
         for was, now in zip(old.routes, new.routes, strict=False):
             if (was.backend, was.stage_to) != (now.backend, now.stage_to):

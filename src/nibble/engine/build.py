@@ -1,7 +1,4 @@
-"""Putting an engine together: from a Config to a running Engine, checking all that can be checked before weights load.
-
-Owns build(). The only place that knows every part; decides nothing itself. Must not know of HTTP or the terminal.
-"""
+"""Build an engine from a Config, checking all that can be checked before weights load."""
 
 from __future__ import annotations
 
@@ -15,11 +12,7 @@ from torch import nn
 
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner import price
-from nibble.attention.planner import timings as measured
-from nibble.attention.planner.capture import cuda_graph_blocker
-from nibble.attention.planner.memory import MemoryPlan, plan_memory
-from nibble.attention.planner.needs import compute_dtype
+from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
@@ -29,100 +22,86 @@ from nibble.cache.offload.hot_buffer import HotBuffers
 from nibble.cache.offload.residency import Residency
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
-from nibble.config import Config
-from nibble.engine.batch import Batch, ScheduledRequest
+from nibble.config import Config, SamplingParams
 from nibble.engine.calibration import MIN_TOKENS, Recorder, builtin_texts
-from nibble.engine.engine import Engine
-from nibble.engine.error_monitor import ErrorMonitor
+from nibble.engine.engine import Engine, check_request
+from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.page_tables import PageTables
-from nibble.engine.reference_rows import ReferenceRows
-from nibble.engine.request import Request
+from nibble.engine.plan import Design, EnginePlan, plan_engine
+from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
-from nibble.engine.tokenizer import Tokenizer
-from nibble.engine.transfer import ALIGNED
-from nibble.engine.warmup import StartupReport, out_of_memory_explained, warm_up
+from nibble.engine.tokenizer import Tokenizer, require_tokenizer
+from nibble.engine.transfer import PageTables
+from nibble.engine.warmup import StartupReport, explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
-from nibble.hardware import Hardware, probe
-from nibble.model_spec import INDEX, ModelSpec
+from nibble.model_spec import INDEX
 from nibble.models import kv_scales as checkpoint_scales
 from nibble.models.checkpoint import download, load
 from nibble.models.forward import compiled
 from nibble.models.hub import locate
-from nibble.models.observe import observe
 from nibble.models.refusals import load_config
 
 CALIBRATION_TOKENS = 8192
+"""Most tokens of text that scales are measured on."""
 CHUNK = 512
+"""Most tokens of a step that computes the logits of all of them."""
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)
-class Design:
-    """What is decided of a cache: for whom, on what, and how."""
-
-    config: Config
-    hardware: Hardware
-    model_spec: ModelSpec
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class EnginePlan(Design):
-    """Everything that is decided before weights load. warning: why times that were measured are not used."""
-
-    model_config: Any
-    budget: MemoryPlan
-    warning: str = ""
-
-
-def plan_engine(
-    config: Config, hardware: Hardware | None = None, *, declared: bool = False, by_times: bool = True
-) -> EnginePlan:
-    """Plans `config` on `hardware` (this machine's, if None); raises ConfigError, WeightError or CapacityError.
-
-    On this machine, `auto` chooses among backends whose packages are here, and follows times that were measured on
-    it unless `config` or `by_times` says no; on another, among all that have adapters. A refusal's command has what
-    differs from the defaults in `config`: what a caller decides for himself does not belong there.
-    """
-    here = hardware is None
-    known = backends.available_backends() if here else backends.all_backends()
-    hardware = hardware or probe(config.device)
-    model_config = load_config(config.model, config.index_topk)
-    model_spec = observe(model_config, config.model, compute_dtype(config, hardware), config.max_context)
-    times = measured.load(hardware, known) if here and by_times and config.tuned else measured.NOTHING
-    plan = resolve(config, model_spec, hardware, known, declared=declared, measured=times)
-    note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
-    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    room = plan_memory(config, model_spec, hardware, plan)
-    return EnginePlan(config, hardware, model_spec, plan, model_config, room, times.warning)
-
-
-@dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of beside weights. texts: to measure scales with, where `scales` are not those."""
+    """What an engine is made of beside weights."""
 
     plan: EnginePlan
     tokenizer: Tokenizer | None
     texts: Sequence[str] | None
+    """Texts to measure KV scales with; None: `scales` are the scales."""
     scales: KVScales
 
 
 def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> EngineParts:
-    """All that can be found and checked before weights load; raises ConfigError, WeightError or CapacityError."""
-    made = plan_engine(config)
-    require_runnable(made.plan)
+    """Plan an engine, and load and check all that needs no weights.
+
+    Args:
+        config: what is requested.
+        calibrate: texts to measure KV scales with, instead of config.kv_scales.
+
+    Raises:
+        ConfigError: the combination or the model cannot be served, or KV scales are missing (ScaleError).
+        WeightError: the checkpoint is missing or broken.
+        CapacityError: the memory does not suffice.
+    """
+    engine_plan = plan_engine(config)
+    require_runnable(engine_plan.plan)
     tokenizer = tokenizer_of(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
-    scales = kv_scales.NONE if texts is not None else resolve_scales(made, config.kv_scales)
+    scales = kv_scales.NONE if texts is not None else resolve_scales(engine_plan, config.kv_scales)
     if texts is None:
-        for store in made.plan.stores:
+        for store in engine_plan.plan.stores:
             kv_scales.require(store, scales)
     elif tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
-    return EngineParts(made, tokenizer, texts, scales)
+    return EngineParts(engine_plan, tokenizer, texts, scales)
+
+
+def preflight(configs: Sequence[Config], prompts: Sequence[str], params: SamplingParams) -> None:
+    """Raise what LLM() or its generate() would raise at once, before a caller waits for weights to load.
+
+    A prompt that is too long passes: its limit depends on the pages that are left beside the weights.
+
+    Args:
+        configs: of one model.
+        prompts: texts to be answered.
+        params: of all prompts.
+    """
+    parts = [plan_parts(config) for config in configs]
+    vocab_size, tokenizer = parts[0].plan.model_spec.vocab_size, require_tokenizer(parts[0].tokenizer)
+    for prompt in prompts:
+        check_request(tokenizer.encode(prompt), params, vocab_size, tokenizer)
+    if params.grammar is not None:
+        Grammars(tokenizer, vocab_size, tokenizer.eos_ids).matcher(params.grammar)
 
 
 def build(
@@ -130,77 +109,93 @@ def build(
     calibrate: Sequence[str] | None = None,
     *,
     poison: bool = False,
-    tested: bool = True,
+    test: bool = True,
 ) -> tuple[Engine, EnginePlan]:
-    """A running engine. calibrate: texts to measure KV scales with, instead of config.kv_scales.
+    """Return a running engine, and its plan.
 
-    poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots. tested:
-    make the start-up test.
+    Args:
+        config: what is requested.
+        calibrate: texts to measure KV scales with, instead of config.kv_scales.
+        poison: fill the pool with bytes that decode to NaN where a format can, to show reads of unwritten slots.
+        test: whether to run the start-up test.
+
+    Raises:
+        ConfigError: the combination or the model cannot be served, or KV scales are missing (ScaleError).
+        WeightError: the checkpoint is missing or broken.
+        CapacityError: the memory does not suffice.
+        BackendError: the start-up test failed.
     """
-    ready, startup = plan_parts(config, calibrate), StartupReport()
-    made, tokenizer, texts, scales = ready.plan, ready.tokenizer, ready.texts, ready.scales
-    startup.notes += filter(None, [made.warning])
+    parts, startup = plan_parts(config, calibrate), StartupReport()
+    engine_plan, tokenizer, scales = parts.plan, parts.tokenizer, parts.scales
+    startup.notes += filter(None, [engine_plan.warning])
     with startup.part("weights"):
-        model = load(made.model_config, made.model_spec, made.plan.dtype, made.hardware.device)
-    if texts is not None and tokenizer is not None:
+        model_config = load_config(config.model, config.index_topk)
+        model = load(
+            model_config, engine_plan.model_spec, engine_plan.plan.dtype, engine_plan.hardware.device
+        )
+    if parts.texts is not None and tokenizer is not None:
         with startup.part("calibration"):
-            prompts = [tokenizer.encode(text) for text in texts]
-            scales = measure_scales(made, model, prompts, made.budget.step_tokens)
-    with out_of_memory_explained(made.budget):
-        frames, device = made.budget.frames, made.hardware.device
-        pool = PagedPool(made.plan.layout, made.budget.pages, scales, device, frames=frames, poison=poison)
-        tier = _tier(made, pool, scales)
-    engine = _engine(made, model, pool, scales, tokenizer, tier)
-    watch = _watch(made)  # before the start looks at the memory that is left, and used after it
-    warm_up(engine.runner, config, made.budget, startup, engine.scheduler.limit, tested=tested)
-    engine.runner.error_monitor = watch
-    startup.notes += price.warnings(made.plan, made.budget.context)
+            prompts = [tokenizer.encode(text) for text in parts.texts]
+            scales = measure_scales(engine_plan, model, prompts, engine_plan.budget.step_tokens)
+    with explain_out_of_memory(engine_plan.budget):
+        frames, device = engine_plan.budget.frames, engine_plan.hardware.device
+        pool = PagedPool(
+            engine_plan.plan.layout, engine_plan.budget.pages, scales, device, frames=frames, poison=poison
+        )
+        tier = _tier(engine_plan, pool, scales)
+    engine = _engine(engine_plan, model, pool, scales, tokenizer, tier)
+    # It takes its memory before the start checks what is left, and runs only after the start.
+    error_monitor = _error_monitor(engine_plan)
+    warm_up(engine.runner, config, engine_plan.budget, startup, engine.scheduler.limit, test=test)
+    engine.runner.error_monitor = error_monitor
+    startup.notes += staging_warnings(engine_plan.plan, engine_plan.budget.context)
     engine.startup = startup
-    return engine, made
+    return engine, engine_plan
 
 
-def _tier(made: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:
-    """The host tier of the plan, if it has one, and pages for it."""
-    tier = made.plan.tier
-    if tier is None or not made.budget.host:
+def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:
+    """Return the host tier of the plan with its pages, if it has one."""
+    tier = engine_plan.plan.tier
+    if tier is None or not engine_plan.budget.host:
         return None
-    residency = Residency(pool.pages, pool.frames, tier.buffer // made.plan.page_size)
+    residency = Residency(pool.pages, pool.frames, tier.buffer // engine_plan.plan.page_size)
     host = HostPool(tier.layout, pool.pages, scales, pool.device)
     index_layers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
-    return HotBuffers(residency, host, pool, index_layers, made.config.max_running + 2)
+    return HotBuffers(residency, host, pool, index_layers, engine_plan.config.max_running + 2)
 
 
-def _watch(made: EnginePlan) -> ErrorMonitor | None:
-    """What compares the cache with rows in the model's own precision, if the config asks for it."""
-    config = made.config
+def _error_monitor(engine_plan: EnginePlan) -> ErrorMonitor | None:
+    """Return the error monitor, if the config asks for it."""
+    config = engine_plan.config
     if not config.watch_fidelity:
         return None
-    with out_of_memory_explained(made.budget):
-        rows = ReferenceRows(made.plan, made.model_spec.max_context, torch.device(made.hardware.device))
+    with explain_out_of_memory(engine_plan.budget):
+        rows = ReferenceRows(
+            engine_plan.plan, engine_plan.model_spec.max_context, torch.device(engine_plan.hardware.device)
+        )
     return ErrorMonitor(rows, config.watch_fidelity, config.fidelity_alert, config.seed)
 
 
 def _engine(
-    made: EnginePlan,
+    engine_plan: EnginePlan,
     model: nn.Module,
     pool: PagedPool,
     scales: KVScales,
     tokenizer: Tokenizer | None,
     tier: HotBuffers | None,
 ) -> Engine:
-    config, plan = made.config, made.plan
+    config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency = tier.residency if tier else None
     manager = CacheManager(pool.pages, plan.page_size, config.prefix_cache, residency)
     scheduler = Scheduler(
         manager,
         max_running=config.max_running,
-        token_budget=made.budget.step_tokens,
-        max_context=made.model_spec.max_context,
+        token_budget=engine_plan.budget.step_tokens,
+        max_context=engine_plan.model_spec.max_context,
     )
-    width = manager.pages_for(min(made.model_spec.max_context, manager.num_tokens)) + 1
-    tables = PageTables(config.max_running + 1, _aligned(width), made.hardware.device)
-    run = compiled(model) if config.compile and not made.hardware.is_cpu else None
-    eos_ids, vocabulary = _eos(model, tokenizer), made.model_spec.vocab_size
+    tables = PageTables(config.max_running + 1, engine_plan.budget.table_width, hardware.device)
+    run = compiled(model) if config.compile and not hardware.is_cpu else None
+    eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
         runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier),
@@ -208,100 +203,112 @@ def _engine(
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         namespace=f"{plan.layout.fingerprint}/{scales.version}",
-        vocab_size=vocabulary,
-        grammars=Grammars(tokenizer, vocabulary, eos_ids) if tokenizer else None,
-        overlap=not made.hardware.is_cpu,
+        vocab_size=vocab_size,
+        grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
+        overlap=not hardware.is_cpu,
     )
 
 
-def _aligned(width: int) -> int:
-    """Columns of a page table whose rows all begin at multiples of 16 bytes."""
-    return -(-width // ALIGNED) * ALIGNED
-
-
 def adapters(plan: Plan) -> dict[str, Any]:
-    """One adapter for every backend of the plan; a vendor package is imported here, in its constructor."""
+    """Return one adapter for every backend of the plan; its constructor imports the vendor's package."""
     names = {route.backend for group in plan.groups for route in group.routes}
-    return {name: adapter() for name in sorted(names) if (adapter := backends.get(name).adapter) is not None}
+    infos = [backends.get(name) for name in sorted(names)]
+    return {info.name: backends.create(info) for info in infos if info.runnable}
 
 
 def tokenizer_of(model: str) -> Tokenizer | None:
-    """The model's tokenizer; None for a local checkpoint that has no tokenizer files."""
+    """Return the model's tokenizer; None for a local checkpoint that has no tokenizer files."""
     path = Path(locate(model))
-    if path.exists() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
+    if path.exists() and not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         return None
     return Tokenizer(str(path) if path.exists() else model)
 
 
-def resolve_scales(made: Design, source: str) -> KVScales:
-    """Scales as `source` says: `auto` from the checkpoint, `one`, or a file; raises ScaleError and WeightError.
+def resolve_scales(design: Design, source: str) -> KVScales:
+    """Return KV scales; none are looked for where the plan needs none.
 
-    None are looked for where the plan needs none.
+    Args:
+        design: the plan, and the model that it is for.
+        source: `auto` from the checkpoint, `one`, or a file.
+
+    Raises:
+        ScaleError: the file cannot be read, or has no scales of this model.
+        WeightError: the checkpoint is missing or broken.
     """
     if source == "one":
         return kv_scales.ONE
     if source != "auto":
-        return kv_scales.load(Path(source), made.model_spec.layers)
-    return (
-        checkpoint_scales.read(download(made.config.model))
-        if any(map(kv_scales.needs_scales, made.plan.stores))
-        else kv_scales.NONE
-    )
+        return kv_scales.load(Path(source), design.model_spec.layers)
+    if not any(map(kv_scales.needs_scales, design.plan.stores)):
+        return kv_scales.NONE
+    return checkpoint_scales.read(download(design.config.model))
 
 
-def _eos(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
-    found: set[int] = set(tokenizer.eos_ids if tokenizer else ())
+def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    eos_ids: set[int] = set(tokenizer.eos_ids if tokenizer else ())
     for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
-    return frozenset(found)
+        eos_ids |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
+    return frozenset(eos_ids)
 
 
 def measure_scales(
-    made: Design, model: nn.Module, prompts: Iterable[Sequence[int]], step_tokens: int
+    design: Design, model: nn.Module, prompts: Iterable[Sequence[int]], step_tokens: int
 ) -> KVScales:
-    """KV scales from running token sequences through the model over an unquantised cache. Raises ScaleError."""
-    plain = resolve(_plain(made), made.model_spec, made.hardware, backends.available_backends())
-    length = min(made.model_spec.max_context, CALIBRATION_TOKENS)
-    pages = -(-length // plain.page_size)
-    recorder = Recorder(plain.layout, pages, made.hardware.device)
-    runner = ModelRunner(model, plain, recorder, adapters(plain), PageTables(1, pages, made.hardware.device))
-    manager = CacheManager(pages, plain.page_size, prefix_cache=False)
-    seen = 0
+    """Measure KV scales: run prompts through the model over an unquantised cache.
+
+    Args:
+        design: the plan, and the model that it is for.
+        model: with Nibble's attention.
+        prompts: token ids; CALIBRATION_TOKENS of them at most are used.
+        step_tokens: most tokens of a step.
+
+    Raises:
+        ScaleError: there are too few tokens.
+    """
+    plain_format = formats.plain(design.plan.dtype).name
+    config = replace(design.config, kv_format=plain_format, kv_layers="", hisparse="")
+    plan = resolve(config, design.model_spec, design.hardware, backends.available_backends())
+    length = min(design.model_spec.max_context, CALIBRATION_TOKENS)
+    pages = -(-length // plan.page_size)
+    recorder = Recorder(plan.layout, pages, design.hardware.device)
+    runner = ModelRunner(model, plan, recorder, adapters(plan), PageTables(1, pages, design.hardware.device))
+    manager = CacheManager(pages, plan.page_size, prefix_cache=False)
+    num_tokens = 0
     for prompt in prompts:
-        room = prompt[: CALIBRATION_TOKENS - seen]
-        for start in range(0, len(room), length):
-            run_prompt(runner, manager, room[start : start + length], step_tokens)
-        seen += len(room)
-    if seen < MIN_TOKENS:
-        raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {seen}")
-    return recorder.scales(f"calibration on {seen} tokens")
-
-
-def _plain(made: Design) -> Config:
-    return replace(made.config, kv_format=formats.plain(made.plan.dtype).name, kv_layers="", hisparse="")
+        ids = prompt[: CALIBRATION_TOKENS - num_tokens]
+        for start in range(0, len(ids), length):
+            run_prompt(runner, manager, ids[start : start + length], step_tokens)
+        num_tokens += len(ids)
+    if num_tokens < MIN_TOKENS:
+        raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {num_tokens}")
+    return recorder.scales(f"calibration on {num_tokens} tokens")
 
 
 def run_prompt(
     runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int
 ) -> list[torch.Tensor]:
-    """Teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own. With a host tier every chunk
-    looks at what has been there.
+    """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
-    manager: of the runner's pool, with room for all. chunk: most tokens of a step, though no more than CHUNK, as the
-    logits of all of them are computed at once.
+    Args:
+        runner: of the model.
+        manager: of the runner's pool, with room for all tokens.
+        ids: the prompt.
+        chunk: most tokens of a step, of which CHUNK at most are used.
     """
+    # The logits of all tokens of a step are computed at once.
     chunk = min(chunk, CHUNK)
     request = Request("score", ids)
     request.lease = manager.open(request.token_ids, "", private=True)
-    found = []
+    logits = []
     try:
         manager.reserve(request.lease, len(ids))
         for start in range(0, len(ids), chunk):
+            # With a host tier every chunk attends over tokens that have been there.
             manager.round_trip(request.lease)
-            work = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
-            found.append(runner.forward(Batch((work,)), every=True))
-            manager.commit(request.lease, request.token_ids, work.end)
+            item = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))
+            logits.append(runner.forward(Batch((item,)), every=True))
+            manager.commit(request.lease, request.token_ids, item.end)
     finally:
         manager.release(request.lease)
-    return found
+    return logits

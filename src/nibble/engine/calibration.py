@@ -1,7 +1,7 @@
-"""Measuring KV scales: run texts through the model, and note how large K and V become in each layer.
+"""Measure KV scales: record how large K and V become in each layer while texts run through the model.
 
-Owns calibrate() and the recorder. One pass serves every scheme: largest magnitudes of K under each set of transforms
-follow from per-channel minima and maxima of K and of its rotation. What scales mean is in cache/scales.py.
+One pass serves every scheme: largest magnitudes of K under each set of transforms follow from per-channel minima and
+maxima of K and of its rotation. What scales mean is in cache/scales.py.
 
 Shape suffixes: T tokens, H heads, D values of a head.
 """
@@ -21,8 +21,9 @@ from nibble.formats import transforms as transform
 from nibble.model_spec import LATENT
 
 HEADROOM = 1.25
-"""Scales leave room for values this much larger than any that was seen; a float format loses no precision by it."""
+"""Scales leave room for values this much larger than any that was measured; a float format loses no precision by it."""
 MIN_TOKENS = 64
+"""Tokens below which scales are not trusted."""
 
 
 class _Range:
@@ -45,36 +46,42 @@ class _Range:
         return (self.total / self.count).float()
 
     def amax(self, shift: Tensor | float = 0.0) -> float:
-        """The largest magnitude after `shift` is subtracted."""
+        """Return the largest magnitude after `shift` is subtracted."""
         return float(torch.maximum(self.high - shift, shift - self.low).max())
 
 
 class Recorder(PagedPool):
-    """A pool that notes what is written to it."""
+    """A pool that records the ranges of what is written to it."""
 
     def __init__(self, layout: CacheLayout, pages: int, device: str) -> None:
         super().__init__(layout, pages, NONE, device)
-        self.seen: dict[tuple[int, str], _Range] = {}
+        self._ranges: dict[tuple[int, str], _Range] = {}
 
     def write(self, layer: int, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+        """Record the values, and store them."""
         for name, x_THD in streams.items():
-            self.seen.setdefault((layer, name), _Range()).add(x_THD)
+            self._ranges.setdefault((layer, name), _Range()).add(x_THD)
             if name == "k":
                 rotated = transform.get("rot").key(x_THD, None)
-                self.seen.setdefault((layer, "k+rot"), _Range()).add(rotated)
+                self._ranges.setdefault((layer, "k+rot"), _Range()).add(rotated)
         super().write(layer, streams, slot_mapping_T)
 
     def scales(self, source: str) -> KVScales:
-        """The scales of all layers; raises ScaleError where too little was seen, or nothing but zeros."""
-        layers = {layer: self._layer(layer) for layer, name in self.seen if name == "k"}
-        latents = {layer: self._latent(layer) for layer, name in self.seen if name == LATENT}
+        """Return the scales of all layers.
+
+        Raises:
+            ScaleError: nothing was written, or nothing but zeros.
+        """
+        layers = {layer: self._layer(layer) for layer, name in self._ranges if name == "k"}
+        latents = {
+            layer: LayerScales(_scales({LATENT: values.amax()}, layer))
+            for (layer, name), values in self._ranges.items()
+            if name == LATENT
+        }
         return KVScales(source, {**layers, **latents})
 
-    def _latent(self, layer: int) -> LayerScales:
-        return LayerScales(_scales({LATENT: self.seen[layer, LATENT].amax()}, layer))
-
     def _layer(self, layer: int) -> LayerScales:
-        k, v, rotated = (self.seen[layer, name] for name in ("k", "v", "k+rot"))
+        k, v, rotated = (self._ranges[layer, name] for name in ("k", "v", "k+rot"))
         mean_HD = k.mean
         amax = {
             "k": k.amax(),
@@ -93,7 +100,7 @@ def _scales(amax: Mapping[str, float], layer: int) -> dict[str, StreamScale]:
 
 
 def builtin_texts(characters: int = 1 << 16) -> Sequence[str]:
-    """English and code that comes with every Python: the language reference of `help()`."""
+    """Return English and code that comes with every Python: the language reference of `help()`."""
     from pydoc_data.topics import topics
 
     return ["\n\n".join(topics[name] for name in sorted(topics))[:characters]]

@@ -1,6 +1,6 @@
 """Recorded decode steps: one CUDA graph for each size, over buffers that stay where they are.
 
-Owns Buffers, Graphs and the ways of recording. What a step computes is the runner's business (engine/model_runner.py).
+What a step computes is in engine/model_runner.py.
 
 Shape suffixes: B rows of a step, V vocabulary.
 """
@@ -16,37 +16,49 @@ from torch import Tensor
 from nibble.errors import BackendError
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs a function and returns what repeats, over the same memory, all that it did on the device."""
+"""Runs a function, and returns one that repeats over the same memory all that it did on the device."""
 
 
 class Buffers:
-    """What a recorded step reads and writes, with room for `most` rows.
+    """What a recorded step reads and writes.
 
-    inputs: for a step of B rows table rows, positions and ids, B int64 each. logits: [most, V], made by the first step.
-    starts, rows: 0, 1, 2... as int32, where requests of one token begin; and as int64, the rows to compute logits of.
+    Args:
+        max_rows: most rows of a step.
+        device: where steps run.
     """
 
-    @torch.inference_mode()  # as all tensors of steps are made: to a compiled model others look different
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
-        self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.rows = torch.arange(most, device=device)
+    # All tensors of steps are made in inference mode: to a compiled model others look different.
+    @torch.inference_mode()
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
+        """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
+        self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        """0, 1, 2, ...: where requests of one token begin."""
+        self.rows = torch.arange(max_rows, device=device)
+        """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
+        """[max_rows, V], allocated by the first step."""
 
     def clear(self, size: int) -> None:
-        """Inputs of a step that is all padding."""
+        """Set the inputs of a step of `size` rows to padding."""
         self.inputs.zero_()
         self.inputs[size : 2 * size] = -1
 
-    def keep(self, logits_BV: Tensor) -> None:
-        """Takes a step's logits over, so that their own memory serves the next graph too."""
+    def store_logits(self, logits_BV: Tensor) -> None:
+        """Copy a step's logits, so that their own memory serves the next graph too."""
         if not len(self.logits):
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
 
 
 class Graphs:
-    """Decode steps of several sizes. sizes: ascending."""
+    """Decode steps of several sizes.
+
+    Args:
+        sizes: rows of a step, ascending.
+        device: where steps run.
+        record: how a step is recorded.
+    """
 
     def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
         self.sizes = tuple(sizes)
@@ -55,12 +67,17 @@ class Graphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
     def size_for(self, count: int) -> int:
-        """The smallest size with room for `count` requests."""
+        """Return the smallest size with room for `count` requests."""
         return next(size for size in self.sizes if size >= count)
 
     @torch.inference_mode()
     def record(self, decode: Callable[[int, Buffers], None]) -> None:
-        """Records decode(size, buffers) for all sizes, the largest first: the others then fit into its memory."""
+        """Record decode(size, buffers) for all sizes.
+
+        Raises:
+            BackendError: a graph cannot hold a step.
+        """
+        # The largest first: the others then fit into its memory.
         for size in reversed(self.sizes):
             self.buffers.clear(size)
             try:
@@ -74,7 +91,7 @@ class Graphs:
                 ) from error
 
     def replay(self, size: int) -> None:
-        """Computes a step of `size` rows from the buffers' inputs to their logits."""
+        """Compute a step of `size` rows from the buffers' inputs to their logits."""
         self._replays[size]()
 
 
@@ -88,7 +105,8 @@ class CudaGraphs:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()  # what happens the first time only (loading and tuning of kernels) must not be recorded
+            # What happens the first time only, loading and tuning of kernels, must not be recorded.
+            run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
@@ -99,5 +117,5 @@ class CudaGraphs:
 
 
 def live(run: Callable[[], None]) -> Callable[[], None]:
-    """Records nothing: a step over the same buffers, computed anew each time."""
+    """Record nothing: the step over the same buffers is computed each time."""
     return run

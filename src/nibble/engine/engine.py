@@ -1,9 +1,8 @@
-"""The engine's loop: schedule, launch, read, commit, and hand out what each answer gained.
+"""The engine's loop: schedule, launch, collect, and emit what each answer gained.
 
-On a GPU a step is launched before the one before it is read, so that the device never waits for the host: what was
-sampled stays there for the next step to take, and what the host makes of it (an end, a stop string, an abort) comes one
-step late. Owns Engine. What a step computes is decided in scheduler.py, how in runner.py. Must not know how it was put
-together (build.py), nor of HTTP.
+On a GPU a step is launched before the one before it is read, so that the device never waits for the host. Sampled
+tokens stay on the device for the next step to take. What the host concludes from them (an end, a stop string, an abort)
+takes effect one step late.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from nibble.config import SamplingParams
-from nibble.engine.batch import Batch
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.output_stream import OnOutput, OutputStream
-from nibble.engine.outputs import Logprob
-from nibble.engine.request import FinishReason, Request
-from nibble.engine.sampled_tokens import SampledTokens
-from nibble.engine.sampler import Sampler, needs_output_tokens
+from nibble.engine.outputs import Logprob, OnOutput, OutputStream
+from nibble.engine.request import Batch, FinishReason, Request
+from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -40,12 +36,22 @@ class RequestHandle:
 
 
 def check_request(
-    prompt: Sequence[int], params: SamplingParams, vocabulary: int, tokenizer: Tokenizer | None
+    prompt: Sequence[int], params: SamplingParams, vocab_size: int, tokenizer: Tokenizer | None
 ) -> None:
-    """Raises RequestError where no engine of a model could serve a prompt, whatever its cache holds."""
-    beyond = [token for token in (*prompt, *params.logit_bias) if not 0 <= token < vocabulary]
-    if beyond:
-        raise RequestError(f"token {beyond[0]} is out of range: the vocabulary has {vocabulary} tokens")
+    """Check what needs no cache: token ids and parameters.
+
+    Args:
+        prompt: token ids.
+        params: of the request.
+        vocab_size: tokens of the model.
+        tokenizer: the model's, if it has one.
+
+    Raises:
+        RequestError: no engine of this model could serve the prompt.
+    """
+    outside = [token for token in (*prompt, *params.logit_bias) if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(f"token {outside[0]} is out of range: the vocabulary has {vocab_size} tokens")
     if not prompt:
         raise RequestError("the prompt is empty; it must have at least one token")
     if params.stop and tokenizer is None:
@@ -54,36 +60,32 @@ def check_request(
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was launched and is not read. requests: those that it samples for, in the order of picks."""
+    """A step that was launched and is not read yet."""
 
     batch: Batch
     requests: tuple[Request, ...]
-    picks: SampledTokens | None
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the next step cannot be chosen or sampled before this one is read."""
-        return any(needs_output_tokens(request.params) for request in self.requests)
+    """The requests that it samples for, in the order of `sampled`."""
+    sampled: SampledTokens | None
 
 
 @dataclass
 class Engine:
-    """Serves requests, step by step. Thread-safe: calls wait for the step that is under way.
-
-    namespace: the layout and scale version that all pages carry; eos_ids: tokens that end an answer. overlap: launch a
-    step before the one before it is read. startup: how long its start took. grammars: of structured answers.
-    """
+    """Serves requests, step by step. Thread-safe: calls wait for the step that is in progress."""
 
     scheduler: Scheduler
     runner: ModelRunner
     sampler: Sampler
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
+    """Tokens that end an answer."""
     namespace: str
+    """The layout and scale version of all pages."""
     vocab_size: int
     overlap: bool = False
+    """Launch a step before the one before it is read."""
     startup: StartupReport = field(default_factory=StartupReport)
     grammars: Grammars | None = None
+    """Makes matchers of structured answers."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
@@ -93,55 +95,70 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        sink: OnOutput,
+        on_output: OnOutput,
         *,
         salt: str = "",
         priority: int = 0,
-        whole: bool = False,
+        final_only: bool = False,
         matcher: Matcher | None = None,
     ) -> RequestHandle:
-        """Queues a prompt; raises RequestError or PromptTooLong at once where it cannot be served.
+        """Queue a prompt.
 
-        priority: a lower one is served before. whole: each answer may come as one piece at its end. matcher: of its
-        grammar, where that was made before.
+        Args:
+            prompt: token ids.
+            params: of the request.
+            on_output: takes the pieces of all answers.
+            salt: only requests of the same salt share pages.
+            priority: a lower one is served first.
+            final_only: each answer may come as one piece at its end.
+            matcher: of the grammar, where it was made before.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served.
+            PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
         self.check(prompt, params)
         matcher = matcher or self.matcher(params)
         with self._lock:
-            name = next(self._ids)
+            number, namespace = next(self._ids), f"{self.namespace}/{salt}"
+            ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
             requests: list[Request] = []
             for index in range(params.n):
-                own = self._request(
-                    f"{name}-{index}", prompt, _child_params(params, index), salt, requests[:1]
+                requests.append(
+                    Request(
+                        id=f"{number}-{index}",
+                        prompt_token_ids=prompt,
+                        params=_child_params(params, index),
+                        namespace=namespace,
+                        stop_ids=frozenset(params.stop_token_ids) | ends,
+                        waits_for=requests[0] if requests else None,
+                        matcher=matcher.fork() if matcher else None,
+                        priority=priority,
+                    )
                 )
-                own.matcher, own.priority = matcher.fork() if matcher else None, priority
-                requests.append(own)
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
-                detokenizer = self._detokenizer(prompt, params)
-                stops, late = StopStrings(params.stop), whole and not params.stop
-                self._streams[request] = OutputStream(request, index, sink, detokenizer, stops, late)
+                self._streams[request] = OutputStream(
+                    request,
+                    index,
+                    on_output,
+                    self._detokenizer(prompt, params),
+                    StopStrings(params.stop),
+                    # A stop string ends the answer, so its text must be looked at token by token.
+                    final_only and not params.stop,
+                )
         return RequestHandle(tuple(requests))
 
-    def _request(
-        self, name: str, prompt: Sequence[int], params: SamplingParams, salt: str, leader: Sequence[Request]
-    ) -> Request:
-        ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
-        return Request(
-            id=name,
-            prompt_token_ids=prompt,
-            params=params,
-            namespace=f"{self.namespace}/{salt}",
-            stop_ids=frozenset(params.stop_token_ids) | ends,
-            waits_for=leader[0] if leader else None,
-        )
-
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        shown = frozenset(params.shown_tokens) if params.skip_special_tokens else None
-        return Detokenizer(self.tokenizer, prompt, shown) if self.tokenizer else None
+        visible = frozenset(params.shown_tokens) if params.skip_special_tokens else None
+        return Detokenizer(self.tokenizer, prompt, visible) if self.tokenizer else None
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Of the grammar that an answer must follow; raises RequestError. May be asked in any thread."""
+        """Return the matcher of the grammar that an answer must follow, if any. May be called from any thread.
+
+        Raises:
+            RequestError: the grammar cannot be followed.
+        """
         if params.grammar is None:
             return None
         if self.grammars is None:
@@ -150,9 +167,13 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """The whole cache for the caller: waits for the step under way; RequestError while requests are unfinished."""
+        """Lend the whole cache to the caller, once the steps in flight are read.
+
+        Raises:
+            RequestError: requests are unfinished.
+        """
         with self._lock:
-            self._collect()
+            self._collect(max_in_flight=0)
             if self.busy:
                 raise RequestError(
                     "this uses the whole cache: finish or abort the requests that are open first"
@@ -160,118 +181,130 @@ class Engine:
             self.scheduler.manager.clear()
             yield
 
-    def abort(self, ticket: RequestHandle) -> None:
-        """Ends a ticket's requests, whatever their state; their pages are free at once."""
+    def abort(self, handle: RequestHandle) -> None:
+        """End the requests of `handle`, whatever their state; their pages are free at once."""
         with self._lock:
-            for request in ticket.requests:
+            for request in handle.requests:
                 self._end(request, "abort")
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return whether any request is unfinished."""
         return bool(self._streams)
 
     def step(self) -> None:
-        """Launches one batch, if there is anything to compute, and hands out what the one before it sampled."""
+        """Launch one batch and emit what the previous one sampled: schedule -> launch -> collect."""
         with self._lock:
-            self._collect(0 if any(flight.is_needed for flight in self._in_flight) else 1)
+            # Penalties and grammars need the sampled token on the host before the next step is scheduled.
+            self._collect(max_in_flight=0 if self._needs_host_tokens() else 1)
             batch = self.scheduler.schedule()
-            launched = batch is not None and self._launch(batch)
-            self._collect(int(launched))
-            if not (self.overlap and self._streams):
-                self._collect()
+            self._collect(max_in_flight=1 if batch and self._launch(batch) else 0)
+            if not self.overlap or not self._streams:
+                self._collect(max_in_flight=0)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, answer: bool = True) -> None:
-        """Raises RequestError or PromptTooLong where a prompt (with a token of answer) cannot be served."""
+        """Check that a prompt can be served.
+
+        Args:
+            prompt: token ids.
+            params: of the request.
+            answer: whether there must be room for a token of an answer.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served.
+            PromptTooLong: the prompt has too many tokens for the cache or the model.
+        """
         check_request(prompt, params, self.vocab_size, self.tokenizer)
         self.scheduler.check_length(len(prompt) - (not answer))
 
+    def _needs_host_tokens(self) -> bool:
+        requests = (request for step in self._in_flight for request in step.requests)
+        return any(needs_output_tokens(request.params) for request in requests)
+
     def _launch(self, batch: Batch) -> bool:
-        """Sets a batch to work; False where that failed."""
-        works = [work for work in batch.scheduled if work.samples_token]
-        requests = tuple(work.request for work in works)
+        """Run and sample a batch without waiting for it; return False where that failed."""
+        sampling = [item for item in batch.scheduled if item.samples_token]
+        requests = tuple(item.request for item in sampling)
         try:
             logits = self.runner.forward(batch)
-            made = [work.end - len(work.request.prompt_token_ids) for work in works]
-            picks = self.sampler.pick(logits, requests, made) if works else None
-            if picks and self.overlap:
-                self.runner.store_sampled(picks.tokens_S)
+            num_output_tokens = [item.end - len(item.request.prompt_token_ids) for item in sampling]
+            sampled = self.sampler.launch(logits, requests, num_output_tokens) if sampling else None
+            if sampled and self.overlap:
+                self.runner.store_sampled(sampled.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
             self._fail(batch, error)
             return False
         self.scheduler.launch(batch)
-        self._in_flight.append(InFlightStep(batch, requests, picks))
+        self._in_flight.append(InFlightStep(batch, requests, sampled))
         return True
 
-    def _collect(self, left: int = 0) -> None:
-        """Waits for steps under way, oldest first, until `left` are left, and hands out what they sampled.
-
-        A step is forgotten only when it has been read: after an interrupt it is read again.
-        """
-        while len(self._in_flight) > left:
-            flight = self._in_flight[0]
+    def _collect(self, max_in_flight: int) -> None:
+        """Read steps in flight, oldest first, until `max_in_flight` are left, and emit what they sampled."""
+        while len(self._in_flight) > max_in_flight:
+            # The step stays in the queue while it is read: after an interrupt it is read again.
+            step = self._in_flight[0]
             try:
-                picks = flight.picks.read() if flight.picks else []
+                tokens = step.sampled.read() if step.sampled else []
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
-                self._fail(flight.batch, error)
+                self._fail(step.batch, error)
             else:
                 self._in_flight.popleft()
-                self._commit(flight.batch, dict(zip(flight.requests, picks, strict=True)))
+                self._commit(step.batch, dict(zip(step.requests, tokens, strict=True)))
 
-    def _commit(self, batch: Batch, picks: Mapping[Request, Logprob | None]) -> None:
-        for request, pick in picks.items():
-            if pick is None:
+    def _commit(self, batch: Batch, sampled: Mapping[Request, Logprob | None]) -> None:
+        for request, token in sampled.items():
+            if token is None:
                 self._end(request, "abort", NOT_A_NUMBER)
             elif request.matcher and request.matcher.error:
                 self._end(
                     request, "abort", f"the grammar cannot be followed on: {request.matcher.error}", 400
                 )
-        tokens = {request.id: pick.token for request, pick in picks.items() if pick is not None}
-        ended = set(self.scheduler.commit(batch, tokens))
-        failed: list[Exception] = []
-        for request, pick in picks.items():
-            if pick is not None and request in self._streams:
+        token_ids = {request.id: token.token for request, token in sampled.items() if token is not None}
+        ended = set(self.scheduler.commit(batch, token_ids))
+        errors: list[Exception] = []
+        for request, token in sampled.items():
+            if token is not None and request in self._streams:
                 try:
-                    self._emit(self._streams[request], pick, request in ended)
-                except Exception as error:  # of whoever takes the answer: the others go on
+                    self._emit(self._streams[request], token, request in ended)
+                except Exception as error:  # of whoever takes the answer: the other requests go on
                     self._discard(request)
-                    failed.append(error)
-        if failed:
-            raise failed[0]
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
-    def _emit(self, answer: OutputStream, pick: Logprob, ended: bool) -> None:
-        """Hands out what a token adds to its answer."""
-        piece = answer.append(pick, ended)
+    def _emit(self, stream: OutputStream, token: Logprob, is_last: bool) -> None:
+        """Hand out what a token adds to its answer."""
+        piece = stream.append(token, is_last)
         if piece is None:
             return
         if piece.finish_reason:
-            self.scheduler.finish(answer.request, piece.finish_reason)
-            del self._streams[answer.request]
-        answer.on_output(piece)
+            self.scheduler.finish(stream.request, piece.finish_reason)
+            del self._streams[stream.request]
+        stream.on_output(piece)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, status: int = 500
     ) -> None:
-        """Ends a request before its time, unless it has ended while a step of it was under way."""
+        """End a request before its time, unless it has ended while a step of it was in flight."""
         if request in self._streams:
             self.scheduler.finish(request, reason)
-            answer = self._streams.pop(request)
-            answer.on_output(answer.end(reason, error, status))
+            stream = self._streams.pop(request)
+            stream.on_output(stream.end(reason, error, status))
 
     def _discard(self, request: Request) -> None:
-        """Ends a request whose answer nobody takes any more."""
+        """End a request whose answer has no taker any more."""
         if self._streams.pop(request, None):
             self.scheduler.finish(request, "abort")
 
     def _fail(self, batch: Batch, error: Exception) -> None:
-        """A step failed: its requests end with the error, all others go on."""
-        for work in batch.scheduled:
-            self._end(work.request, "abort", f"{type(error).__name__}: {error}")
+        """End the requests of a step that failed with its error; all other requests go on."""
+        for item in batch.scheduled:
+            self._end(item.request, "abort", f"{type(error).__name__}: {error}")
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`: one answer, and a seed of its own."""
+    """Return the parameters of answer `index`: one answer, and a seed of its own."""
     if params.n == 1:
         return params
     seed = params.seed if params.seed is None or not index else hash((params.seed, index)) % (1 << 64)

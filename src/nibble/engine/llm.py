@@ -1,7 +1,4 @@
-"""LLM: the Python interface. Text in, text out, over one engine in this process.
-
-Owns LLM. Everything it does is submit, step and collect; must not know how steps are made.
-"""
+"""LLM: the Python interface. Text in, text out, over one engine in this process."""
 
 from __future__ import annotations
 
@@ -24,11 +21,12 @@ from nibble.engine.build import build, measure_scales, run_prompt
 from nibble.engine.engine import Engine, RequestHandle
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.outputs import Completion, Delta, Logprob, Output
-from nibble.engine.tokenizer import Tokenizer, required
+from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.errors import NibbleError, RequestError
 from nibble.hardware import Hardware
 
 Prompt = str | Sequence[int]
+"""Text or token ids."""
 
 
 class LLM:
@@ -37,47 +35,57 @@ class LLM:
         llm = LLM("demo", kv_format="nvfp4")
         print(llm.generate("def fibonacci(n):", max_tokens=64).text)
 
-    model: local folder, hub name, or `demo`. calibrate: texts to measure KV scales with. options: fields of Config.
-    Raises ConfigError (Unsupported, ScaleError), WeightError or CapacityError before or while the weights load.
+    Args:
+        model: local folder, hub name, or `demo`.
+        calibrate: texts to measure KV scales with.
+        options: fields of Config.
+
+    Raises:
+        ConfigError: the options cannot be had (Unsupported), or KV scales are missing (ScaleError).
+        WeightError: there is no such model, or its weights cannot be loaded.
+        CapacityError: the memory does not suffice.
     """
 
     def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
         self.config = configured(model=model, **options)
-        self.engine, self._made = build(self.config, None if calibrate is None else as_texts(calibrate))
+        self.engine, self._engine_plan = build(
+            self.config, None if calibrate is None else as_texts(calibrate)
+        )
 
     @property
     def plan(self) -> Plan:
-        """The routes, page size and packing that were chosen."""
-        return self._made.plan
+        """Return the routes, page size and packing."""
+        return self._engine_plan.plan
 
     @property
     def hardware(self) -> Hardware:
-        """The machine that it runs on."""
-        return self._made.hardware
+        """Return the machine that it runs on."""
+        return self._engine_plan.hardware
 
     @property
     def budget(self) -> MemoryPlan:
-        """Where the memory goes."""
-        return self._made.budget
+        """Return where the memory goes."""
+        return self._engine_plan.budget
 
     @property
     def tier(self) -> HotBuffers | None:
-        """The host tier, where `hisparse` asked for one: what it has done (`words`), its counts."""
+        """Return the host tier, where `hisparse` asked for one; its `summary` says what it has done."""
         return self.engine.runner.tier
 
     @property
     def error_monitor(self) -> ErrorMonitor | None:
-        """The fidelity watch, where `watch_fidelity` asked for one: what it has found (`words`), by layer."""
+        """Return the error monitor, where `watch_fidelity` asked for one; its `summary` says what it measured."""
         return self.engine.runner.error_monitor
 
     @property
     def startup(self) -> Mapping[str, float]:
-        """Seconds that the parts of the start took, by name."""
+        """Return the seconds that the parts of the start took, by name."""
         return self.engine.startup.seconds
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return required(self.engine.tokenizer)
+        """Return the tokenizer; raise RequestError where the checkpoint has none."""
+        return require_tokenizer(self.engine.tokenizer)
 
     def generate(
         self,
@@ -88,24 +96,33 @@ class LLM:
         progress: bool | None = None,
         **options: Any,
     ) -> Any:
-        """Answers one prompt (-> Output) or many (-> list of Output, in order).
+        """Answer one prompt (-> Output) or many (-> list of Output, in order).
 
-        A prompt is text or token ids. params, or loose options of SamplingParams, hold for all. priority: of all, or of
-        each; a lower one is served before. progress: show a bar; by default for many prompts on a terminal. A prompt
-        that cannot be served raises RequestError or PromptTooLong before any is computed. Where the engine fails, an
-        answer's `error` says so; where it fails for all of them, NibbleError is raised.
+        Where the engine fails in an answer, the answer's `error` says so.
+
+        Args:
+            prompts: one or many; text or token ids.
+            params: of all prompts.
+            priority: of all prompts, or of each; a lower one is served first.
+            progress: whether to show a bar; by default for many prompts on a terminal.
+            options: fields of SamplingParams, in place of `params`.
+
+        Raises:
+            RequestError: a prompt or the options cannot be served; nothing is computed then.
+            PromptTooLong: a prompt has too many tokens for the cache or the model.
+            NibbleError: the engine failed in all answers.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts
         priorities = _priorities(priority, len(many))
         collectors: list[_Collector] = []
         try:
-            for prompt, own in zip(many, priorities, strict=True):
-                collectors.append(self._submit(prompt, _params(params, options), own))
+            for prompt, rank in zip(many, priorities, strict=True):
+                collectors.append(self._submit(prompt, _params(params, options), rank))
             self._run(collectors, progress if progress is not None else len(many) > 1 and sys.stderr.isatty())
         except BaseException:
             for collector in collectors:
-                self.engine.abort(collector.ticket)
+                self.engine.abort(collector.handle)
             raise
         outputs = [collector.output() for collector in collectors]
         answers = [answer for output in outputs for answer in output.completions]
@@ -114,20 +131,26 @@ class LLM:
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
-        """The pieces of an answer as they are made. Closing or dropping the iterator aborts the request."""
+        """Return the pieces of an answer as they come. Closing or dropping the iterator aborts the request."""
         ids, _ = self._encode(prompt)
         return Stream(self.engine, ids, _params(params, options))
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None, **options: Any
     ) -> Output:
-        """Answers a conversation: messages with `role` and `content`, by the model's chat template."""
-        found = self.generate(self.tokenizer.chat(messages), params, **options)
-        assert isinstance(found, Output)
-        return found
+        """Answer a conversation by the model's chat template.
+
+        Args:
+            messages: with `role` and `content`.
+            params: of the request.
+            options: fields of SamplingParams, in place of `params`.
+        """
+        output = self.generate(self.tokenizer.chat(messages), params, **options)
+        assert isinstance(output, Output)
+        return output
 
     def logits(self, prompt: Prompt) -> torch.Tensor:
-        """Teacher-forced logits [T, V] of a prompt, through the quantised cache, chunk by chunk."""
+        """Return teacher-forced logits [T, V] of a prompt, through the quantised cache, chunk by chunk."""
         ids, _ = self._encode(prompt)
         self.engine.check(ids, SamplingParams(), answer=False)
         with self.engine.exclusive():
@@ -135,13 +158,13 @@ class LLM:
             return torch.cat(run_prompt(self.engine.runner, manager, ids, self.budget.step_tokens))
 
     def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
-        """KV scales for every scheme, measured on texts; written to a JSON file if `save` names one."""
+        """Measure KV scales for every scheme on texts, and write them to the JSON file `save`, if given."""
         ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
         with self.engine.exclusive():
-            found = measure_scales(self._made, self.engine.runner.model, ids, self.budget.step_tokens)
+            scales = measure_scales(self._engine_plan, self.engine.runner.model, ids, self.budget.step_tokens)
         if save is not None:
-            kv_scales.save(found, Path(save))
-        return found
+            kv_scales.save(scales, Path(save))
+        return scales
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
@@ -154,74 +177,78 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Collector:
         ids, text = self._encode(prompt)
         collector = _Collector(ids, text, params)
-        collector.ticket = self.engine.submit(ids, params, collector.take, priority=priority, whole=True)
+        collector.handle = self.engine.submit(ids, params, collector.add, priority=priority, final_only=True)
         return collector
 
     def _run(self, collectors: Sequence[_Collector], progress: bool) -> None:
         if not progress:
-            while any(collector.open for collector in collectors):
+            while any(collector.num_open for collector in collectors):
                 self.engine.step()
             return
         from rich.progress import Progress
 
         with Progress(transient=True) as bar:
             task = bar.add_task("generating", total=len(collectors))
-            while left := sum(collector.open > 0 for collector in collectors):
+            while num_open := sum(collector.num_open > 0 for collector in collectors):
                 self.engine.step()
-                bar.update(task, completed=len(collectors) - left)
+                bar.update(task, completed=len(collectors) - num_open)
 
 
 class Stream(Iterator[Delta]):
-    """The pieces of the answers to one prompt. Raises NibbleError where the engine fails."""
+    """The pieces of the answers to one prompt.
+
+    Raises:
+        NibbleError: from next(), where the engine fails.
+    """
 
     def __init__(self, engine: Engine, ids: Sequence[int], params: SamplingParams) -> None:
         self._engine = engine
         self._pieces: deque[Delta] = deque()
-        self._open = 0  # nothing to abort, should submit() raise
-        self._ticket = engine.submit(ids, params, self._pieces.append)
-        self._open = params.n
+        self._num_open = 0  # nothing to abort, should submit() raise
+        self._handle = engine.submit(ids, params, self._pieces.append)
+        self._num_open = params.n
 
     def __next__(self) -> Delta:
-        if not self._open and not self._pieces:
+        if not self._num_open and not self._pieces:
             raise StopIteration
         while not self._pieces:
             self._engine.step()
         piece = self._pieces.popleft()
-        self._open -= piece.finish_reason is not None
+        self._num_open -= piece.finish_reason is not None
         if piece.error:
             self.close()
             raise NibbleError(piece.error)
         return piece
 
     def close(self) -> None:
-        """Aborts what is unfinished; its pages are free at once."""
-        self._open = 0
-        self._engine.abort(self._ticket)
+        """Abort what is unfinished; its pages are free at once."""
+        self._num_open = 0
+        self._engine.abort(self._handle)
         self._pieces.clear()
 
     def __del__(self) -> None:
-        if getattr(self, "_open", 0):
+        if getattr(self, "_num_open", 0):
             self.close()
 
 
 class _Collector:
     """Gathers the pieces of the answers to one prompt."""
 
-    ticket: RequestHandle
+    handle: RequestHandle
 
     def __init__(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> None:
         self.ids, self.prompt, self.params = ids, text, params
-        self.open = params.n
+        self.num_open = params.n
         self._pieces: list[list[Delta]] = [[] for _ in range(params.n)]
 
-    def take(self, piece: Delta) -> None:
+    def add(self, piece: Delta) -> None:
         self._pieces[piece.index].append(piece)
-        self.open -= piece.finish_reason is not None
+        self.num_open -= piece.finish_reason is not None
 
     def output(self) -> Output:
         completions = tuple(self._completion(index, pieces) for index, pieces in enumerate(self._pieces))
         return Output(
-            self.prompt, tuple(self.ids), completions, self.ticket.requests[0].num_prefix_hit_tokens
+            self.prompt, tuple(self.ids), completions, self.handle.requests[0].num_prefix_hit_tokens
         )
 
     def _completion(self, index: int, pieces: Sequence[Delta]) -> Completion:
@@ -238,18 +265,19 @@ class _Collector:
 
 
 def as_texts(texts: Sequence[str]) -> Sequence[str]:
-    """A single text, given where several may be, is one text and not one for each of its characters."""
+    """Return a list of texts, of one where a single text was given."""
+    # A text is a sequence itself: of characters, which nobody means.
     return [texts] if isinstance(texts, str) else texts
 
 
-def _priorities(given: int | Sequence[int], count: int) -> Sequence[int]:
-    """One for each prompt; raises RequestError."""
-    found = [given] * count if isinstance(given, int) else list(given)
-    if len(found) != count or not all(isinstance(one, int) for one in found):
+def _priorities(priority: int | Sequence[int], count: int) -> Sequence[int]:
+    """Return one for each prompt, or raise RequestError."""
+    priorities = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(priorities) != count or not all(isinstance(one, int) for one in priorities):
         raise RequestError(
-            f"priority must be an integer, or one for each of the {count} prompts, not {given!r}"
+            f"priority must be an integer, or one for each of the {count} prompts, not {priority!r}"
         )
-    return found
+    return priorities
 
 
 def _params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

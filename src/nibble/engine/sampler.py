@@ -1,16 +1,18 @@
 """From logits to tokens: one batched pass for all requests of a step, on the device where the logits are.
 
 A row's token depends on its own logits, parameters and seed only: the random number is a hash of seed and position,
-so the same seed gives the same answer whatever else runs in the batch. Choosing does not wait for the device; what was
-chosen is read later (Picks). Owns Sampler. Must not know of caches.
+so the same seed gives the same answer whatever else runs in the batch. Sampling does not wait for the device: the
+tokens stay there, and SampledTokens.read() gives them to the host.
 
-Order: penalties, logit_bias, grammar, temperature, top_k, top_p, min_p. Shape suffixes: S rows (requests), V
-vocabulary, R those of the rows that are treated alike, K likeliest tokens.
+The order is penalties, logit_bias, grammar, temperature, top_k, top_p, min_p.
+
+Shape suffixes: S rows (requests), V vocabulary, R those of the rows that are treated alike, K likeliest tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,18 +21,80 @@ from torch import Tensor
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Logprob
 from nibble.engine.request import Request
-from nibble.engine.sampled_tokens import LogprobRequest, SampledTokens
-from nibble.engine.transfer import to_device
+from nibble.engine.transfer import to_device, to_host
 
+INVALID_TOKEN = -1
+"""Stands for a token where logits are not numbers."""
 _MASK = (1 << 64) - 1
 _SEED, _POSITION = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-DRAWN = 1 << 22
+LOGITS_PER_DRAW = 1 << 22
 """Logits that are drawn from at a time: sorting takes some 60 bytes for each."""
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobRequest:
+    """The rows that asked for log-probabilities."""
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    """How many of the likeliest tokens each of these rows asked for."""
+    rows_R: Tensor
+    """`rows` on the device."""
+
+
+class SampledTokens:
+    """One token for each row. The copy to the host starts at once; read() waits for it.
+
+    Args:
+        logits_SV: the model's logits.
+        tokens_S: int64 on the device, valid ids even where logits are not numbers, so that a next step can run.
+        invalid_S: rows whose logits are not numbers.
+        logprobs: which log-probabilities to read.
+    """
+
+    def __init__(
+        self, logits_SV: Tensor, tokens_S: Tensor, invalid_S: Tensor, logprobs: LogprobRequest | None
+    ) -> None:
+        self.tokens_S = tokens_S
+        self._logprobs = logprobs
+        self._host_tokens_S = to_host(tokens_S.masked_fill(invalid_S, INVALID_TOKEN))
+        if logprobs:
+            values, ids = _top_logprobs(
+                logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R], max(logprobs.counts)
+            )
+            self._values, self._ids = to_host(values), to_host(ids)
+        self._done = torch.cuda.Event() if tokens_S.is_cuda else None
+        if self._done:
+            self._done.record()
+
+    def read(self) -> list[Logprob | None]:
+        """Return the tokens, None where logits are not numbers: no parameter can mend that."""
+        if self._done:
+            self._done.synchronize()
+        tokens = self._host_tokens_S.tolist()
+        result = [None if token == INVALID_TOKEN else Logprob(token, 0.0) for token in tokens]
+        if self._logprobs:
+            rows = zip(self._values.tolist(), self._ids.tolist(), strict=True)
+            for row, count, (values, ids) in zip(
+                self._logprobs.rows, self._logprobs.counts, rows, strict=True
+            ):
+                if result[row] is not None:
+                    top = tuple(zip(ids[:count], values[1:], strict=False))
+                    result[row] = Logprob(tokens[row], values[0], top)
+        return result
+
+
+def _top_logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [R, 1 + K] of the sampled token and of the likeliest, and the ids of these [R, K]."""
+    total_R1 = logits_RV.logsumexp(-1, keepdim=True)
+    top_RK, ids_RK = logits_RV.topk(min(count, logits_RV.shape[1]))
+    sampled_R1 = logits_RV.gather(-1, tokens_R[:, None])
+    return torch.cat((sampled_R1, top_RK), 1) - total_R1, ids_RK
+
+
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a seed and a position (SplitMix64, Steele et al. 2014, over their mix)."""
+    """Return a number in [0, 1) from a seed and a position (SplitMix64, Steele et al. 2014, over their mix)."""
     state = (seed * _SEED + (position + 1) * _POSITION) & _MASK
     for shift, factor in _MIX:
         state = ((state ^ (state >> shift)) * factor) & _MASK
@@ -38,84 +102,98 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds_S: Tensor, positions_S: Tensor) -> Tensor:
-    """uniform() of int64 tensors -> float64 [S]. Products wrap around as those of unsigned integers do."""
+    """Return uniform() of int64 tensors -> float64 [S]."""
+    # Products of int64 wrap around as those of unsigned integers do.
     state_S = seeds_S * _signed(_SEED) + (positions_S + 1) * _signed(_POSITION)
     for shift, factor in _MIX:
-        state_S = (state_S ^ _shifted(state_S, shift)) * _signed(factor)
-    return _shifted(state_S ^ _shifted(state_S, 31), 11).double() / (1 << 53)
+        state_S = (state_S ^ _shift_right(state_S, shift)) * _signed(factor)
+    return _shift_right(state_S ^ _shift_right(state_S, 31), 11).double() / (1 << 53)
 
 
-def _shifted(x_S: Tensor, by: int) -> Tensor:
-    """x >> by of unsigned integers."""
+def _shift_right(x_S: Tensor, by: int) -> Tensor:
+    """Return x >> by of unsigned integers."""
     return (x_S >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned integer."""
+    """Return the int64 with the bits of an unsigned integer."""
     return ((value & _MASK) ^ (1 << 63)) - (1 << 63)
 
 
 def needs_output_tokens(params: SamplingParams) -> bool:
-    """Whether choosing a token takes the values of those before it, which then must be known to the host."""
+    """Return whether sampling needs the values of the tokens before, which must then be known to the host."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     return bool(penalties or params.grammar)
 
 
 class Sampler:
-    """Samples for requests. default_seed: of requests that name no seed."""
+    """Samples for requests.
+
+    Args:
+        default_seed: of requests that name no seed.
+    """
 
     def __init__(self, default_seed: int = 0) -> None:
         self.default_seed = default_seed
-        self._seen: WeakKeyDictionary[Request, tuple[int, set[int]]] = WeakKeyDictionary()
-        self._table: _Table | None = None
+        self._past_tokens: WeakKeyDictionary[Request, tuple[int, set[int]]] = WeakKeyDictionary()
+        self._params: _BatchParams | None = None
 
     def sample(self, logits_SV: Tensor, requests: Sequence[Request]) -> list[Logprob | None]:
-        """One token per row; None where the logits are not numbers."""
-        return self.pick(logits_SV, requests, [request.num_output_tokens for request in requests]).read()
+        """Return one token per row; None where the logits are not numbers."""
+        return self.launch(logits_SV, requests, [request.num_output_tokens for request in requests]).read()
 
     @torch.inference_mode()
-    def pick(self, logits_SV: Tensor, requests: Sequence[Request], made: Sequence[int]) -> SampledTokens:
-        """Chooses one token per row, without waiting for the device. made: how many each request has by now."""
-        table = self._table_of(requests, logits_SV.device)
-        adjusted_SV = self._adjust(logits_SV, requests, table)
+    def launch(
+        self, logits_SV: Tensor, requests: Sequence[Request], num_output_tokens: Sequence[int]
+    ) -> SampledTokens:
+        """Sample one token per row, without waiting for the device.
+
+        Args:
+            logits_SV: the model's logits.
+            requests: of each row.
+            num_output_tokens: tokens that each request has generated, those in flight included.
+        """
+        params = self._params_of(requests, logits_SV.device)
+        adjusted_SV = self._adjust(logits_SV, requests, params)
         peaks_S, tokens_S = adjusted_SV.max(-1)
-        for rows in table.drawn:
-            drawn_R = _draw(adjusted_SV[rows.index_R], rows, [made[i] for i in rows.index])
+        for rows in params.random:
+            drawn_R = _draw(adjusted_SV[rows.index_R], rows, [num_output_tokens[i] for i in rows.index])
             tokens_S = tokens_S.index_copy(0, rows.index_R, drawn_R)
-        return SampledTokens(logits_SV, tokens_S, peaks_S.isnan(), table.wanted)
+        return SampledTokens(logits_SV, tokens_S, peaks_S.isnan(), params.logprobs)
 
-    def _table_of(self, requests: Sequence[Request], device: torch.device) -> _Table:
-        """The parameters of a batch; they are sent to the device anew only where it has changed."""
-        if self._table is None or self._table.requests != tuple(requests):
-            self._table = _Table(requests, [self._seed(request) for request in requests], device)
-        return self._table
+    def _params_of(self, requests: Sequence[Request], device: torch.device) -> _BatchParams:
+        """Return the parameters of a batch; they are sent to the device again only where it has changed."""
+        if self._params is None or self._params.requests != tuple(requests):
+            self._params = _BatchParams(requests, [self._seed(request) for request in requests], device)
+        return self._params
 
-    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], table: _Table) -> Tensor:
-        """Penalties and bias; the very tensor where no request has any."""
-        if not table.adjusted:
+    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], params: _BatchParams) -> Tensor:
+        """Apply penalties, bias and grammars to a copy; return `logits_SV` itself where no request has any."""
+        if not params.adjusted:
             return logits_SV
         logits_SV = logits_SV.to(torch.float32, copy=True)
-        for i in table.adjusted:
-            _adjust_row(logits_SV[i], requests[i], self._seen_by(requests[i]))
+        for i in params.adjusted:
+            _adjust_row(logits_SV[i], requests[i], self._tokens_to_penalise(requests[i]))
         return logits_SV
 
-    def _seen_by(self, request: Request) -> list[int]:
-        """Tokens of prompt and answer, for the repetition penalty; kept from step to step, and only added to."""
+    def _tokens_to_penalise(self, request: Request) -> list[int]:
+        """Return the distinct tokens of prompt and answer, for the repetition penalty."""
         if request.params.repetition_penalty == 1:
             return []
-        count, seen = self._seen.get(request, (0, set()))
-        seen.update(request.token_ids[count:])
-        self._seen[request] = len(request.token_ids), seen
-        return list(seen)
+        # The set is kept from step to step, and only added to.
+        count, distinct = self._past_tokens.get(request, (0, set()))
+        distinct.update(request.token_ids[count:])
+        self._past_tokens[request] = len(request.token_ids), distinct
+        return list(distinct)
 
     def _seed(self, request: Request) -> int:
-        """The request's own, or one that differs from request to request and repeats from run to run."""
+        """Return the request's own seed, or one that differs between requests and repeats from run to run."""
         if request.params.seed is not None:
             return request.params.seed
         return hash((self.default_seed, request.arrival))
 
 
-class _Rows:
+class _RandomRows:
     """Rows that are drawn from in the same way, with their parameters on the device."""
 
     def __init__(
@@ -128,100 +206,103 @@ class _Rows:
         def column(values: Iterator[float], dtype: torch.dtype) -> Tensor:
             return to_device(list(values), dtype, device)[:, None]
 
-        mine = [params[i] for i in index]
+        row_params = [params[i] for i in index]
         self.index = tuple(index)
         self.index_R = to_device(self.index, torch.int64, device)
         self.seeds_R = to_device([_signed(seeds[i]) for i in index], torch.int64, device)
-        self.temperature_R1 = column((p.temperature for p in mine), torch.float32)
-        self.filters = any(map(_filters, mine))
-        self.top_k_R1 = column((p.top_k or _MASK >> 1 for p in mine), torch.int64)
-        self.top_p_R1 = column((p.top_p for p in mine), torch.float64)
-        self.min_p_R1 = column((p.min_p for p in mine), torch.float32)
+        self.temperature_R1 = column((p.temperature for p in row_params), torch.float32)
+        self.has_filters = any(map(_has_filters, row_params))
+        self.top_k_R1 = column((p.top_k or _MASK >> 1 for p in row_params), torch.int64)
+        self.top_p_R1 = column((p.top_p for p in row_params), torch.float64)
+        self.min_p_R1 = column((p.min_p for p in row_params), torch.float32)
 
 
-class _Table:
-    """The parameters of a batch. adjusted: rows with penalties or bias. drawn: rows that are not greedy."""
+class _BatchParams:
+    """The parameters of a batch."""
 
     def __init__(self, requests: Sequence[Request], seeds: Sequence[int], device: torch.device) -> None:
         self.requests = tuple(requests)
         params = [request.params for request in requests]
         self.adjusted = [i for i, p in enumerate(params) if needs_output_tokens(p) or p.logit_bias]
+        """Rows with penalties, bias or a grammar."""
         random = [i for i, p in enumerate(params) if p.temperature > 0]
-        kinds = ([i for i in random if _filters(params[i]) is kind] for kind in (False, True))
-        self.drawn = [_Rows(index, params, seeds, device) for index in kinds if index]
+        kinds = ([i for i in random if _has_filters(params[i]) is kind] for kind in (False, True))
+        self.random = [_RandomRows(index, params, seeds, device) for index in kinds if index]
+        """Rows that are not greedy."""
         rows = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        self.wanted = (
+        self.logprobs = (
             LogprobRequest(tuple(rows), tuple(rows.values()), to_device(tuple(rows), torch.int64, device))
             if rows
             else None
         )
 
 
-def _filters(params: SamplingParams) -> bool:
+def _has_filters(params: SamplingParams) -> bool:
     return bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
-def _adjust_row(row_V: Tensor, request: Request, seen: Sequence[int]) -> None:
-    """In place, on a row of a private copy."""
+def _adjust_row(row_V: Tensor, request: Request, past_tokens: Sequence[int]) -> None:
+    """Apply penalties, bias and the grammar to a row in place."""
     params, device = request.params, row_V.device
-    if seen:
-        ids = to_device(seen, torch.int64, device)
+    if past_tokens:
+        ids = to_device(past_tokens, torch.int64, device)
         logits, penalty = row_V[ids], params.repetition_penalty
         row_V[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
     if request.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
-        made, counts = (
+        ids, counts = (
             x.to(device) for x in torch.tensor(request.output_token_ids).unique(return_counts=True)
         )
-        row_V[made] -= params.presence_penalty + params.frequency_penalty * counts
+        row_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
     if params.logit_bias:
         ids = to_device(list(params.logit_bias), torch.int64, device)
         row_V[ids] += to_device(list(params.logit_bias.values()), row_V.dtype, device)
     if request.matcher:
-        row_V.masked_fill_(
-            ~_bits(request.matcher.allowed(request.output_token_ids), len(row_V)).to(device), float("-inf")
-        )
+        allowed_V = _unpack_bits(request.matcher.allowed(request.output_token_ids), len(row_V))
+        row_V.masked_fill_(~allowed_V.to(device), float("-inf"))
 
 
-def _bits(mask: bytes, count: int) -> Tensor:
-    """bool [V]: the lowest bit of the first byte comes first; what it does not reach is false."""
+def _unpack_bits(mask: bytes, count: int) -> Tensor:
+    """Return bool [V]: the lowest bit of the first byte comes first; entries beyond the mask are false."""
     bytes_N = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
     bits = (bytes_N[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return torch.nn.functional.pad(bits.flatten()[:count].bool(), (0, max(0, count - 8 * len(mask))))
 
 
-def _draw(logits_RV: Tensor, rows: _Rows, made: Sequence[int]) -> Tensor:
-    """int64 [R]: tokens drawn by inverting the cumulated probabilities, a bounded number of logits at a time."""
-    target_R1 = uniforms(rows.seeds_R, to_device(made, torch.int64, logits_RV.device))[:, None]
-    step = max(1, DRAWN // logits_RV.shape[1])
+def _draw(logits_RV: Tensor, rows: _RandomRows, num_output_tokens: Sequence[int]) -> Tensor:
+    """Draw tokens by inverting the cumulated probabilities -> int64 [R]."""
+    positions_R = to_device(num_output_tokens, torch.int64, logits_RV.device)
+    target_R1 = uniforms(rows.seeds_R, positions_R)[:, None]
+    # A bounded number of logits at a time, because sorting takes memory.
+    step = max(1, LOGITS_PER_DRAW // logits_RV.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(logits_RV), step)]
-    found = [
+    tokens = [
         _draw_part(logits_RV[part].float() / rows.temperature_R1[part], rows, part, target_R1)
         for part in parts
     ]
-    return torch.cat(found)
+    return torch.cat(tokens)
 
 
-def _draw_part(logits_RV: Tensor, rows: _Rows, part: slice, target_R1: Tensor) -> Tensor:
-    if not rows.filters:
-        return _inverted(logits_RV.softmax(-1), target_R1[part])[:, 0]
+def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor) -> Tensor:
+    if not rows.has_filters:
+        return _invert_cdf(logits_RV.softmax(-1), target_R1[part])[:, 0]
     sorted_RV, tokens_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
-    probs_RV = _filtered(sorted_RV, rows.top_k_R1[part], rows.top_p_R1[part], rows.min_p_R1[part])
-    return tokens_RV.gather(-1, _inverted(probs_RV, target_R1[part]))[:, 0]
+    probs_RV = _filter(sorted_RV, rows.top_k_R1[part], rows.top_p_R1[part], rows.min_p_R1[part])
+    return tokens_RV.gather(-1, _invert_cdf(probs_RV, target_R1[part]))[:, 0]
 
 
-def _inverted(probs_RV: Tensor, target_R1: Tensor) -> Tensor:
-    """[R, 1]: the place where the cumulated probabilities pass a target in [0, 1) of their total."""
-    total_RV = probs_RV.double().cumsum(-1)
-    whole_R1 = total_RV[:, -1:]
-    below_R1 = whole_R1.nextafter(
-        torch.zeros_like(whole_R1)
-    )  # so that rounding cannot lead past the last kept token
-    place_R1 = torch.searchsorted(total_RV, (target_R1 * whole_R1).minimum(below_R1), right=True)
-    return place_R1.clamp(max=probs_RV.shape[1] - 1)  # nothing is passed where logits are NaN
+def _invert_cdf(probs_RV: Tensor, target_R1: Tensor) -> Tensor:
+    """Return [R, 1]: the place where the cumulated probabilities pass a target in [0, 1) of their total."""
+    cumulated_RV = probs_RV.double().cumsum(-1)
+    total_R1 = cumulated_RV[:, -1:]
+    # Rounding must not lead past the last token with a probability.
+    below_R1 = total_R1.nextafter(torch.zeros_like(total_R1))
+    place_R1 = torch.searchsorted(cumulated_RV, (target_R1 * total_R1).minimum(below_R1), right=True)
+    # Nothing is passed where logits are NaN.
+    return place_R1.clamp(max=probs_RV.shape[1] - 1)
 
 
-def _filtered(sorted_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor) -> Tensor:
-    """Logits in descending order -> unnormalised probabilities, zero where top_k, top_p or min_p drops a token."""
+def _filter(sorted_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Tensor) -> Tensor:
+    """Return probabilities, not normalised, of descending logits: zero where top_k, top_p or min_p drops a token."""
     rank_V = torch.arange(sorted_RV.shape[-1], device=sorted_RV.device)
     probs_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, float("-inf")).softmax(-1)
     before_RV = probs_RV.double().cumsum(-1) - probs_RV.double()

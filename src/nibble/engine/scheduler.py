@@ -1,16 +1,15 @@
-"""Which tokens of which requests the next step computes: continuous batching with chunked prefill.
+"""Choose which tokens of which requests the next step computes: continuous batching with chunked prefill.
 
-Owns Scheduler and the order in which requests are served: by priority, those of equal priority by arrival. It hands
-out Batches and is told what was sampled. Must not know of text, sampling, models or torch. Not thread-safe: one thread
-adds, aborts, schedules and commits.
+Requests are served by priority, those of equal priority by arrival. Not thread-safe: one thread adds, aborts,
+schedules and commits.
 
-A step in four moves: admit waiting requests whose pages fit; portion the token budget (decodes first, then
-prompts); reserve pages in order, where the last request gives its own back if there are none (with a host tier, after
-the longest answers have given up their places on the device); hand out the batch. The first request gets a portion of
-every step and can take every page, so it always gets on, and so do all before whom no more important ones come.
+A step has four parts: admit waiting requests whose pages fit; split the token budget, decodes first, then prompts;
+reserve pages in order, where the last request gives its own back if there are none; hand out the batch. The first
+request gets a share of every step and can take every page, so it always makes progress, and so does every request
+that no endless row of more important ones comes before.
 
-One batch may be under way while the next is scheduled (launch): its tokens are taken as stored, and a token that it
-samples as one whose value is not known yet. What then ends, is aborted or loses its pages is dropped at its commit.
+One batch may be in flight while the next one is scheduled. Its tokens are taken as stored, and a token that it samples
+as one whose value is not known yet. What then ends, is aborted or loses its pages is dropped at the commit.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from operator import attrgetter
 
 from nibble.cache.manager import CacheManager, CacheStats
 from nibble.cache.radix_cache import Key
-from nibble.engine.batch import Batch, ScheduledRequest
-from nibble.engine.request import FinishReason, Request, State
+from nibble.engine.request import Batch, FinishReason, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
 SLICES = 8
-"""A budget has so many slices. One is kept for prompts, so that decodes cannot shut them out; and each prompt
-that takes part in a step is given one at least, as chunks of a few tokens help nobody.
+"""Slices of a budget. One is reserved for prompts, so that decodes cannot shut them out; and every prompt of a step
+gets at least one, because chunks of a few tokens help nobody.
 """
 
 _order = attrgetter("scheduling_key")
@@ -38,10 +36,7 @@ _order = attrgetter("scheduling_key")
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """How things stand, and counts over the scheduler's life.
-
-    preempted_tokens: stored tokens that preempted requests gave up; some are found again in the prefix cache.
-    """
+    """Queue lengths now, and counts over the scheduler's life."""
 
     waiting: int
     running: int
@@ -50,12 +45,21 @@ class Metrics:
     prompt_tokens: int
     preemptions: int
     preempted_tokens: int
+    """Stored tokens that preempted requests gave up; the prefix cache may still have some of them."""
     finished: int
     cache: CacheStats
 
 
 class Scheduler:
-    """Requests in order, waiting and running. A step costs time by how many they are, not how long."""
+    """Requests in order, waiting and running. A step costs time by their number, not by their lengths.
+
+    Args:
+        manager: the books of the pool.
+        max_running: most requests that run at a time.
+        token_budget: most tokens of a step.
+        max_context: most tokens of a request, prompt and answer together.
+        chunk: most tokens of one prompt in a step; None: the whole budget.
+    """
 
     def __init__(
         self,
@@ -75,24 +79,25 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._arrivals = 0
-        self._refused: tuple[str, int, int, int] | None = None
+        self._num_arrivals = 0
+        self._last_refusal: tuple[str, int, int, int] | None = None
+        """The admission state in which the first waiting request did not fit."""
         self._steps = self._decode_tokens = self._prompt_tokens = 0
         self._preemptions = self._preempted_tokens = self._finished = 0
 
     @property
     def limit(self) -> int:
-        """Most tokens, prompt and answer together, that a request may have."""
+        """Return the most tokens, prompt and answer together, that a request may have."""
         return min(self.max_context, self.manager.num_tokens)
 
     @property
     def unfinished(self) -> int:
-        """How many requests are waiting or running."""
+        """Return the number of requests that are waiting or running."""
         return len(self._requests)
 
     @property
     def metrics(self) -> Metrics:
-        """A snapshot."""
+        """Return the current counts."""
         return Metrics(
             waiting=len(self.waiting),
             running=len(self.running),
@@ -106,26 +111,30 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Queues a new request; raises PromptTooLong where it can never run."""
+        """Queue a new request.
+
+        Raises:
+            PromptTooLong: it can never run.
+        """
         assert request.id not in self._requests, f"a request {request.id!r} is here already"
         assert request.state is State.WAITING and request.arrival < 0, (
             f"request {request.id!r} was added before"
         )
         self.check_length(len(request.prompt_token_ids))
-        request.arrival = self._arrivals
-        self._arrivals += 1
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
         self._requests[request.id] = request
         insort(self.waiting, request, key=_order)
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request, whatever its state; None if there is none of this name any more."""
+        """End a request, whatever its state, and return it; None if there is none of this id any more."""
         request = self._requests.get(request_id)
         if request:
             self.finish(request, "abort")
         return request
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request. On one that has ended already, only the reason changes."""
+        """End a request. Of one that has ended already, only the reason changes."""
         request.finish_reason = reason
         if request.is_finished:
             return
@@ -135,42 +144,51 @@ class Scheduler:
         self._finished += 1
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, None if there is nothing to do. What is not committed is scheduled again."""
+        """Return the next step's batch, None if there is nothing to do.
+
+        What is neither committed nor in flight is scheduled again.
+        """
         self._admit()
-        portions = self._portions()
-        works = []
+        num_tokens = self._split_budget()
+        scheduled = []
         for request in tuple(self.running):
-            count = portions.get(request)
+            count = num_tokens.get(request)
+            # A request that was preempted for one before it has no lease any more.
             if count and request.lease and self._reserve(request, request.num_computed_tokens + count):
-                works.append(ScheduledRequest.next_chunk(request, count))
-        return Batch.from_scheduled(works) if works else None
+                scheduled.append(ScheduledRequest.next_chunk(request, count))
+        return Batch.from_scheduled(scheduled) if scheduled else None
 
     def launch(self, batch: Batch) -> None:
-        """Says that `batch` is under way: schedule() goes on from its end. It must be committed after the next one
-        has been launched, at the latest.
-        """
-        for work in batch.scheduled:
-            work.request.in_flight = work
+        """Mark `batch` as in flight: schedule() goes on from its end. Commit it before two more are launched."""
+        for item in batch.scheduled:
+            item.request.in_flight = item
 
     def commit(self, batch: Batch, tokens: Mapping[str, int]) -> list[Request]:
-        """Says that `batch` is computed, and what was sampled by request id; returns the requests that end.
+        """Record that `batch` is computed, and return the requests that end with it.
 
-        A request that has ended in the meantime is passed over. One that has lost its pages keeps the token.
+        A request that has ended in the meantime is passed over. One that has lost its pages keeps its new token.
+
+        Args:
+            batch: what was computed; the oldest in flight.
+            tokens: sampled tokens by request id.
         """
         self._steps += 1
         ended = []
-        for work in batch.scheduled:
-            request = work.request
+        for item in batch.scheduled:
+            request = item.request
             if request.is_finished:
                 continue
-            self._store(work)
-            self._count(work)
-            if work.samples_token and self._append(request, tokens[request.id]):
+            self._commit_pages(item)
+            if item.phase.decodes:
+                self._decode_tokens += 1
+            else:
+                self._prompt_tokens += item.num_tokens
+            if item.samples_token and self._append(request, tokens[request.id]):
                 ended.append(request)
         return ended
 
     def check_integrity(self) -> None:
-        """Asserts that queues, states and leases agree, and that the manager's books balance."""
+        """Assert that queues, states and leases agree, and that the manager's books balance."""
         assert sorted(map(_order, self._requests.values())) == sorted(
             map(_order, self.waiting + self.running)
         )
@@ -188,149 +206,151 @@ class Scheduler:
     # Admission
 
     def check_length(self, length: int) -> None:
-        """Raises PromptTooLong where a prompt of `length` tokens can never run."""
-        said = f"the prompt is too long: it has {length} tokens and needs room for at least one more, "
+        """Raise PromptTooLong where a prompt of `length` tokens can never run."""
+        problem = f"the prompt is too long: it has {length} tokens and needs room for at least one more, "
         if length + 1 > self.max_context:
             raise PromptTooLong(
-                f"{said}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
+                f"{problem}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
                 "raise --max-context"
             )
         if length + 1 > self.manager.num_tokens:
             raise PromptTooLong(
-                f"{said}which exceeds the available context size: the KV cache holds {self.manager.num_tokens}; shorten "
+                f"{problem}which exceeds the available context size: the KV cache holds {self.manager.num_tokens}; shorten "
                 "the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
             )
 
     def _admit(self) -> None:
-        """Starts waiting requests in order, up to the first one whose pages do not fit."""
-        room = self.max_running - len(self.running)
-        ready = list(islice((request for request in self.waiting if request.can_start), max(room, 0)))
-        kept = sum(map(self._kept, self.running)) if self.manager.residency else 0
-        if not ready or self._refused == self._standing(ready[0], kept):
-            return  # nothing has come free since it did not fit, and trying takes time by its length
-        spare = sum(map(self._owed, self.running))
-        for request in ready:
-            if not self._start(request, spare, kept):
+        """Start waiting requests in order, up to the first one whose pages do not fit."""
+        room = max(self.max_running - len(self.running), 0)
+        candidates = list(islice((request for request in self.waiting if request.can_start), room))
+        frames = sum(map(self._min_frames, self.running)) if self.manager.residency else 0
+        # Trying takes time by the prompt's length, so it is not repeated before something has become free.
+        if not candidates or self._last_refusal == self._admission_state(candidates[0], frames):
+            return
+        spare_pages = sum(map(self._num_pages_to_come, self.running))
+        for request in candidates:
+            if not self._start(request, spare_pages, frames):
                 break
-            spare += self._owed(request)
-            kept += self._kept(request)
+            spare_pages += self._num_pages_to_come(request)
+            frames += self._min_frames(request)
 
-    def _owed(self, request: Request) -> int:
-        """Pages that a running request will want soon: for all of its known tokens, and one to grow into."""
+    def _num_pages_to_come(self, request: Request) -> int:
+        """Return the pages that a running request takes soon: for all of its tokens, and one to grow into."""
         assert request.lease
         return self.manager.pages_for(request.num_tokens) + 1 - len(request.lease.pages)
 
-    def _kept(self, request: Request) -> int:
-        """Frames that a running request keeps under pressure."""
-        return self.manager.min_frames(request.num_tokens, _decodes(request))
+    def _min_frames(self, request: Request) -> int:
+        """Return the frames that a running request needs under pressure."""
+        return self.manager.min_frames(request.num_tokens, request.is_decoding)
 
-    def _standing(self, request: Request, kept: int) -> tuple[str, int, int, int]:
-        """What a refusal of `request` depends on."""
+    def _admission_state(self, request: Request, frames: int) -> tuple[str, int, int, int]:
+        """Return what a refusal of `request` depends on."""
         residency = self.manager.residency
-        return request.id, self.manager.num_releases, kept, residency.num_releases if residency else 0
+        return request.id, self.manager.num_releases, frames, residency.num_releases if residency else 0
 
-    def _start(self, request: Request, spare: int, kept: int) -> bool:
+    def _start(self, request: Request, spare_pages: int, frames: int) -> bool:
+        """Give a waiting request its lease; return False where its pages do not fit."""
         while request.lease is None:
             try:
                 request.lease = self.manager.open(
-                    request.token_ids, request.namespace, spare_pages=spare, reserved_frames=kept
+                    request.token_ids, request.namespace, spare_pages=spare_pages, reserved_frames=frames
                 )
             except OutOfPages as error:
-                if isinstance(error, OutOfFrames) and self._spill():
+                if isinstance(error, OutOfFrames) and self._offload():
                     continue
-                self._refused = self._standing(request, kept)
+                self._last_refusal = self._admission_state(request, frames)
                 return False
         request.waits_for, request.state = None, State.RUNNING
-        request.started = request.started or time.monotonic()
+        request.start_time = request.start_time or time.monotonic()
         self._count_hit(request, request.lease.num_hit_tokens)
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         return True
 
-    # Portions of the budget
+    # The token budget
 
-    def _portions(self) -> dict[Request, int]:
-        """How many tokens each request may compute in this step."""
+    def _split_budget(self) -> dict[Request, int]:
+        """Return how many tokens each request may compute in this step."""
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in self.running:
             if request.in_flight and self._is_last(request.in_flight):
                 continue
-            (decodes if _decodes(request) else prompts).append(request)
+            (decodes if request.is_decoding else prompts).append(request)
         if not prompts:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
-            self._advance(request)
-        kept = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
-        wanted = {
+            # Others may have stored pages in the prefix cache since this request was started.
+            assert request.lease
+            self._count_hit(request, self.manager.advance(request.lease, request.token_ids))
+        # The first request of all gets a token at least, even where a slice is nothing.
+        reserved = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
+        demand = {
             request: min(request.num_tokens - request.num_computed_tokens, self.chunk) for request in prompts
         }
-        portions = dict.fromkeys(decodes[: self.token_budget - min(kept, sum(wanted.values()))], 1)
-        room = self.token_budget - len(portions)
-        chosen = self._choose(prompts, wanted, room)
-        portions.update(zip(chosen, divide([wanted[request] for request in chosen], room), strict=True))
-        return portions
+        split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
+        room = self.token_budget - len(split)
+        selected = self._select_prompts(prompts, demand, room)
+        split.update(zip(selected, divide([demand[request] for request in selected], room), strict=True))
+        return split
 
-    def _advance(self, request: Request) -> None:
-        """Skips what others have stored in the prefix cache since this request was started."""
-        assert request.lease
-        self._count_hit(request, self.manager.advance(request.lease, request.token_ids))
+    def _select_prompts(
+        self, prompts: Sequence[Request], demand: Mapping[Request, int], room: int
+    ) -> list[Request]:
+        """Return the prompts to go on with: the first, then by priority those with the fewest tokens left.
 
-    def _choose(self, prompts: Sequence[Request], wanted: Mapping[Request, int], room: int) -> list[Request]:
-        """The prompts to go on with: the first, then by priority those with least left, each with a slice worth having.
-
-        Where the next page of one is just being computed by another, it waits, and finds that page in the
-        cache.
+        Each gets a slice of the budget at least.
         """
-        chosen: list[Request] = []
-        coming = {self._next_page(request) for request in self.running if request.in_flight} - {None}
+        selected: list[Request] = []
+        pending_keys = {self._next_page(request) for request in self.running if request.in_flight} - {None}
         part = max(self.token_budget // SLICES, 1)
         rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
         for request in (prompts[0], *rest):
-            page = self._next_page(request)
+            page_key = self._next_page(request)
             assert request.lease
-            if (
-                page in coming
-                and request.num_computed_tokens == request.lease.num_shared_pages * self.manager.page_size
-            ):
+            is_at_page = (
+                request.num_computed_tokens == request.lease.num_shared_pages * self.manager.page_size
+            )
+            # Another request is computing this very page: wait, and find it in the prefix cache.
+            if page_key in pending_keys and is_at_page:
                 continue
-            room -= min(wanted[request], part)
-            if chosen and room < 0:
+            room -= min(demand[request], part)
+            if selected and room < 0:
                 break
-            chosen.append(request)
-            if page:
-                coming.add(page)
-        return chosen
+            selected.append(request)
+            if page_key:
+                pending_keys.add(page_key)
+        return selected
 
     def _next_page(self, request: Request) -> Key | None:
-        """What the next page that a request enters into the prefix cache stands for."""
+        """Return the key of the next page that a request enters into the prefix cache."""
         assert request.lease
         return self.manager.next_page_key(request.lease, request.token_ids)
 
     # Pages
 
     def _reserve(self, request: Request, upto: int) -> bool:
-        """Pages for `upto` tokens in all; the last requests in order give theirs up, in the end this one itself."""
+        """Reserve pages for `upto` tokens; return False where `request` itself had to give up its pages for it."""
         assert request.lease
         while True:
             try:
                 self.manager.reserve(request.lease, upto)
                 return True
             except OutOfPages as error:
-                if isinstance(error, OutOfFrames) and self._spill():
+                if isinstance(error, OutOfFrames) and self._offload():
                     continue
                 last = self.running[-1]
                 self._preempt(last)
                 if last is request:
                     return False
 
-    def _spill(self) -> bool:
-        """The longest answers give up their places on the device for hot buffers; False if that makes no room."""
+    def _offload(self) -> bool:
+        """Move the longest decoding requests to hot buffers; return False if that frees no frames."""
         longest = sorted(self.running, key=lambda request: -request.num_tokens)
-        return self.manager.offload(r.lease for r in longest if r.lease and _decodes(r))
+        return self.manager.offload(r.lease for r in longest if r.lease and r.is_decoding)
 
     def _preempt(self, request: Request) -> None:
-        """Takes a request's pages away; its tokens stay, and it waits to compute them again."""
+        """Take a request's pages away; its tokens stay, and it waits to compute them again."""
         assert len(self.running) > 1, (
             f"the pool cannot hold request {request.id!r} alone, which add() should refuse"
         )
@@ -348,27 +368,28 @@ class Scheduler:
 
     # Commit
 
-    def _is_last(self, work: ScheduledRequest) -> bool:
-        """Whether the answer ends with the token that `work` samples, whatever it is."""
-        length, params = work.end + 1, work.request.params
-        return work.samples_token and (
-            length - len(work.request.prompt_token_ids) >= params.max_tokens or length >= self.limit
+    def _is_last(self, item: ScheduledRequest) -> bool:
+        """Return whether the answer ends with the token that `item` samples, whatever it is."""
+        length, params = item.end + 1, item.request.params
+        return item.samples_token and (
+            length - len(item.request.prompt_token_ids) >= params.max_tokens or length >= self.limit
         )
 
-    def _store(self, work: ScheduledRequest) -> None:
-        """Enters into the books that what `work` computed is stored."""
-        request, lease = work.request, work.request.lease
-        if request.in_flight is work:
+    def _commit_pages(self, item: ScheduledRequest) -> None:
+        """Record in the books that what `item` computed is stored."""
+        request, lease = item.request, item.request.lease
+        if request.in_flight is item:
             request.in_flight = None
-        if lease is None:  # it was preempted while this was under way
+        # It may have been preempted while this was in flight.
+        if lease is None:
             return
-        assert work.start == lease.num_stored_tokens, (
+        assert item.start == lease.num_stored_tokens, (
             f"request {request.id!r}: this batch was committed before"
         )
-        self.manager.commit(lease, request.token_ids, work.end)
+        self.manager.commit(lease, request.token_ids, item.end)
 
     def _append(self, request: Request, token: int) -> bool:
-        """Adds a sampled token; True if the request ends with it."""
+        """Append a sampled token; return whether the request ends with it."""
         if token in request.stop_ids:
             self.finish(request, "stop")
             return True
@@ -377,28 +398,17 @@ class Scheduler:
             self.finish(request, "length")
         return request.is_finished
 
-    def _count(self, work: ScheduledRequest) -> None:
-        if work.phase.decodes:
-            self._decode_tokens += 1
-        else:
-            self._prompt_tokens += work.num_tokens
-
-    def _count_hit(self, request: Request, hit: int) -> None:
-        """Prompt tokens found in the prefix cache; what a preempted request finds again does not count."""
+    def _count_hit(self, request: Request, num_tokens: int) -> None:
+        """Count prompt tokens from the prefix cache, but not what a preempted request finds again."""
         if not request.num_preemptions:
-            request.num_prefix_hit_tokens += hit
+            request.num_prefix_hit_tokens += num_tokens
 
 
-def _decodes(request: Request) -> bool:
-    """Whether all of its tokens but the last are stored, or will be."""
-    return 0 < request.num_computed_tokens == request.num_tokens - 1
-
-
-def divide(wanted: Sequence[int], room: int) -> list[int]:
-    """Divides `room` evenly; what one does not want is left to others, an odd rest to those who want most."""
-    portions = [0] * len(wanted)
-    modest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
-    for place, i in enumerate(modest_first):
-        portions[i] = min(wanted[i], room // (len(wanted) - place))
-        room -= portions[i]
-    return portions
+def divide(demand: Sequence[int], room: int) -> list[int]:
+    """Return shares of `room`, as even as `demand` allows; an odd rest goes to the largest demands."""
+    shares = [0] * len(demand)
+    smallest_first = sorted(range(len(demand)), key=demand.__getitem__)
+    for place, i in enumerate(smallest_first):
+        shares[i] = min(demand[i], room // (len(demand) - place))
+        room -= shares[i]
+    return shares

@@ -1,9 +1,8 @@
-"""Structured answers: which tokens may come next, so that an answer is what a grammar says.
+"""Structured answers: which tokens may come next, so that an answer follows a grammar.
 
 A grammar is written as `kind:body`: `json_schema:{...}`, `json_object:`, `regex:...`, `choice:["a", "b"]` (a JSON list
-of texts), `lark:...` (llguidance's syntax, or GBNF), or `composed:{"lark": "start: @a", "parts": {"a": GRAMMAR}}`. Owns
-Grammars and Matcher, over llguidance, which follows tokens through a grammar in some microseconds each. Must not know
-of logits.
+of texts), `lark:...` (llguidance's syntax, or GBNF), or `composed:{"lark": "start: @a", "parts": {"a": GRAMMAR}}`.
+llguidance follows tokens through a grammar in some microseconds each.
 """
 
 from __future__ import annotations
@@ -20,89 +19,105 @@ from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "composed")
-LONGEST = 1 << 18
-"""Characters of a grammar."""
-KEPT = 64
-"""Grammars that are kept as they were compiled, for the next request that asks for the same."""
+MAX_LENGTH = 1 << 18
+"""Most characters of a grammar."""
+NUM_CACHED = 64
+"""Compiled grammars that are kept for the next request with the same one."""
 FUEL = 250_000
 """What llguidance may spend on the regular expressions of a grammar before the first token: some 0.2 s at most, where
-its own limit lets others wait for seconds. 8,000 words to choose from are well within it."""
-MOST_S = 2.0
-"""Seconds that preparing a grammar may take: in the engine all others would wait for it."""
+its own limit lets other requests wait for seconds. 8,000 words to choose from are well within it."""
+MAX_SECONDS = 2.0
+"""Seconds that preparing a grammar may take: in the engine all other requests would wait for it."""
 
 
 class Matcher:
     """One answer's place in its grammar."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner, self._seen = inner, 0
+        self._inner, self._num_consumed = inner, 0
 
     @property
     def error(self) -> str:
-        """Why it cannot be followed further, if so: the answer fits no more, or it became too complex."""
+        """Return why it cannot be followed further, if so: the answer does not fit, or it became too complex."""
         return str(self._inner.get_error()) if self._inner.is_error() else ""
 
     def fork(self) -> Matcher:
-        """Another answer's, from the beginning."""
+        """Return the matcher of another answer, from the beginning."""
         return Matcher(self._inner.deep_copy())
 
     def allowed(self, answer: Sequence[int]) -> bytes:
-        """Bits of the tokens that may follow `answer`, the first token in the lowest bit; of the end alone where the
-        answer is complete."""
-        self._inner.consume_tokens(list(answer[self._seen :]))
-        self._seen = len(answer)
-        found: bytes = self._inner.compute_bitmask()
-        return found
+        """Return one bit for each token that may follow `answer`, the first token in the lowest bit.
+
+        Where the answer is complete, only its end may follow.
+        """
+        self._inner.consume_tokens(list(answer[self._num_consumed :]))
+        self._num_consumed = len(answer)
+        mask: bytes = self._inner.compute_bitmask()
+        return mask
 
 
 class Grammars:
-    """Makes matchers for one tokenizer. vocabulary: tokens that the model has; eos_ids: those that end an answer."""
+    """Makes matchers for one tokenizer.
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocabulary, self._eos_ids = tokenizer, vocabulary, eos_ids
+    Args:
+        tokenizer: of the model.
+        vocab_size: tokens that the model has.
+        eos_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._inner: Any = None
-        self._kept = lru_cache(KEPT)(self._made)
+        self._cached = lru_cache(NUM_CACHED)(self._compile)
 
     def matcher(self, grammar: str) -> Matcher:
-        """The matcher of a grammar; raises RequestError where it cannot be understood."""
-        return self._kept(grammar).fork()
+        """Return the matcher of a grammar.
+
+        Raises:
+            RequestError: the grammar cannot be followed.
+        """
+        return self._cached(grammar).fork()
 
     def prepare(self) -> None:
-        """Does now what the first grammar would wait for: a second or so, where the vocabulary is large."""
-        with suppress(RequestError):  # what is missing is told to those who need it
+        """Do now what the first grammar would wait for: a second or so, where the vocabulary is large."""
+        # Only a request with a grammar gets to know that a package is missing.
+        with suppress(RequestError):
             self._tokens()
 
     def check(self, grammar: str) -> None:
-        """Raises RequestError where a grammar cannot be followed, or takes so long to prepare that others would wait.
-        For a process in which nobody waits."""
+        """Compile a grammar in a process where no request waits for it.
+
+        Raises:
+            RequestError: the grammar cannot be followed, or takes too long to prepare.
+        """
         start = time.monotonic()
         matcher = self.matcher(grammar)
         matcher.allowed(())
-        took = time.monotonic() - start
+        seconds = time.monotonic() - start
         if matcher.error:
             raise RequestError(f"the grammar cannot be followed: {matcher.error}")
-        if took > MOST_S:
+        if seconds > MAX_SECONDS:
             raise RequestError(
-                f"the grammar is too complex: it took {took:.1f} s to prepare, of {MOST_S:.0f} s"
+                f"the grammar is too complex: it took {seconds:.1f} s to prepare, of {MAX_SECONDS:.0f} s"
             )
 
-    def _made(self, grammar: str) -> Matcher:
+    def _compile(self, grammar: str) -> Matcher:
         tokens = self._tokens()
         from llguidance import LLMatcher, LLParserLimits
 
-        if len(grammar) > LONGEST:
-            raise RequestError(f"a grammar may have {LONGEST} characters at most")
+        if len(grammar) > MAX_LENGTH:
+            raise RequestError(f"a grammar may have {MAX_LENGTH} characters at most")
         limits = LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
-        made = LLMatcher(tokens, _compiled(grammar), log_level=0, limits=limits)
-        if made.is_error():
-            raise RequestError(f"the grammar cannot be followed: {made.get_error()}")
-        return Matcher(made)
+        matcher = LLMatcher(tokens, _to_llguidance(grammar), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"the grammar cannot be followed: {matcher.get_error()}")
+        return Matcher(matcher)
 
     def _tokens(self) -> Any:
-        """llguidance's view of the tokenizer; raises RequestError where there can be none."""
+        """Return llguidance's view of the tokenizer, or raise RequestError where there can be none."""
         if self._inner is None:
             try:
-                self._inner = self._tokenizer.for_grammars(self._vocabulary, sorted(self._eos_ids))
+                self._inner = self._tokenizer.for_grammars(self._vocab_size, sorted(self._eos_ids))
             except ImportError as error:
                 raise RequestError(
                     "structured answers need a package: pip install llguidance", 501
@@ -112,8 +127,8 @@ class Grammars:
         return self._inner
 
 
-def _compiled(grammar: str) -> str:
-    """A grammar in llguidance's own words."""
+def _to_llguidance(grammar: str) -> str:
+    """Return a grammar in llguidance's own notation."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -128,7 +143,7 @@ def _compiled(grammar: str) -> str:
         if kind == "choice":
             return str(LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(body)))))
         if kind == "composed":
-            return _composed(json.loads(body))
+            return _compose(json.loads(body))
         return str(
             LLMatcher.grammar_from_regex(body)
             if kind == "regex"
@@ -140,18 +155,18 @@ def _compiled(grammar: str) -> str:
         raise RequestError(f"the grammar {kind} cannot be read: {error}") from error
 
 
-def _composed(given: Any) -> str:
-    """Several grammars, of which the first refers to the others by name."""
-    found = [{"name": "composed", "lark_grammar": given["lark"]}]
-    for name, grammar in given["parts"].items():
-        said = _compiled(grammar)
-        own = json.loads(said)["grammars"] if said.startswith("{") else [{"lark_grammar": said}]
-        found.append({**own[0], "name": name})
-    return json.dumps({"grammars": found})
+def _compose(body: Any) -> str:
+    """Return several grammars, of which the first refers to the other ones by name."""
+    grammars = [{"name": "composed", "lark_grammar": body["lark"]}]
+    for name, grammar in body["parts"].items():
+        text = _to_llguidance(grammar)
+        parts = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+        grammars.append({**parts[0], "name": name})
+    return json.dumps({"grammars": grammars})
 
 
 def _texts(body: str) -> list[str]:
-    found = json.loads(body)
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
+    texts = json.loads(body)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise RequestError("a choice is a JSON list of texts")
-    return found
+    return texts

@@ -1,8 +1,4 @@
-"""From a model with its pool to one that serves: test, compile, record, and a look at the memory.
-
-On a CPU only the test is made. Owns Startup, prepare() and the check that reality keeps to the budget. What a step
-does is the runner's business.
-"""
+"""Make a model with its pool ready to serve: test, compile, record, and check the memory. On a CPU only the test."""
 
 from __future__ import annotations
 
@@ -14,13 +10,12 @@ from time import perf_counter
 import torch
 
 from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.memory import KEPT, MemoryPlan, most_decodes
+from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.cache.manager import CacheManager
 from nibble.config import Config
-from nibble.engine.batch import Batch, ScheduledRequest
 from nibble.engine.cuda_graphs import CudaGraphs, Graphs, live
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Request
+from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.selftest import self_test, tier_test
 from nibble.errors import CapacityError
 from nibble.hardware import format_bytes
@@ -31,20 +26,23 @@ FIRST_STEP = 24
 
 @dataclass
 class StartupReport:
-    """How a start went. seconds: what its parts took, by name, in order. notes: what users should know."""
+    """How a start went."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    """What its parts took, by name, in order."""
     notes: list[str] = field(default_factory=list)
+    """What users should know."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        began = perf_counter()
+        """Measure the time of a part."""
+        start = perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     @property
     def summary(self) -> str:
-        """`12.3 s: weights 2.0, compile 9.1, ...`."""
+        """Return `12.3 s: weights 2.0, compile 9.1, ...`."""
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         return f"{sum(self.seconds.values()):.1f} s: {parts}"
 
@@ -54,45 +52,58 @@ def warm_up(
     config: Config,
     budget: MemoryPlan,
     startup: StartupReport,
-    longest: int,
+    max_tokens: int,
     *,
-    tested: bool = True,
+    test: bool = True,
 ) -> None:
-    """Makes a runner ready to serve requests of up to `longest` tokens; raises BackendError, ConfigError or
-    CapacityError where it is not fit to.
+    """Make a runner ready to serve.
+
+    Args:
+        runner: with its model, pool and page tables.
+        config: whether to record graphs, and of how many requests.
+        budget: the memory plan.
+        startup: takes the times of the parts, and notes.
+        max_tokens: of the longest request.
+        test: whether to run the start-up test.
+
+    Raises:
+        BackendError: a kernel is wrong, or a step cannot be recorded.
+        ConfigError: the model cannot be compiled.
+        CapacityError: the memory does not suffice.
     """
-    with out_of_memory_explained(budget):
+    with explain_out_of_memory(budget):
         with startup.part("self-test"):
-            if tested:
+            if test:
                 self_test(runner.plan, runner.pool, runner.backends)
                 if runner.tier:
                     tier_test(runner.tier, runner.pool)
         if runner.device.type != "cuda":
             return
         with startup.part("compile"):
-            _warm(runner, (min(FIRST_STEP, longest),))
+            _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
         with startup.part("graphs"):
             _record(runner, config, budget, startup)
         with startup.part("largest step"):
-            _warm(runner, _largest(runner, budget.step_tokens, longest))
+            _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
             torch.cuda.synchronize()
     check_memory(budget, torch.cuda.mem_get_info()[0])
 
 
 def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: StartupReport) -> None:
-    """Gives the runner its decode steps: recorded, or run over the same buffers where graphs are not wanted."""
+    """Record decode steps, or run them over the same buffers where the config excludes graphs."""
     reason = cuda_graph_blocker(runner.plan)
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
-        most = most_decodes(config, budget.step_tokens)
-        runner.record(Graphs(graph_sizes(most), runner.device, CudaGraphs() if config.graphs else live))
+        runner.record(
+            Graphs(graph_sizes(budget.max_decodes), runner.device, CudaGraphs() if config.graphs else live)
+        )
     elif config.graphs:
         startup.notes.append(reason)
 
 
-def _warm(runner: ModelRunner, lengths: Sequence[int]) -> None:
-    """One step of prompts of these lengths, over pages that are free again afterwards."""
+def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
+    """Run one step of prompts of these lengths, over pages that are free again afterwards."""
     manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
     requests = [Request(f"warm-{i}", [0] * length) for i, length in enumerate(lengths)]
     for request in requests:
@@ -108,19 +119,19 @@ def _warm(runner: ModelRunner, lengths: Sequence[int]) -> None:
         manager.release(request.lease)
 
 
-def _largest(runner: ModelRunner, tokens: int, longest: int) -> list[int]:
-    """Prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
+def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[int]:
+    """Return lengths of prompts that fill a step of `tokens` tokens, as far as requests and pages reach."""
     pages, size, lengths = runner.pool.pages, runner.plan.page_size, list[int]()
     while tokens and pages and len(lengths) < runner.tables.padding_row:
-        length = min(tokens, longest, pages * size)
+        length = min(tokens, max_tokens, pages * size)
         lengths.append(length)
         tokens, pages = tokens - length, pages - -(-length // size)
     return lengths
 
 
 def check_memory(budget: MemoryPlan, free: int) -> None:
-    """Raises CapacityError where more is in use than was planned, so that too little of the reserve is left."""
-    if free < KEPT * budget.reserve:
+    """Raise CapacityError where more is in use than was planned, so that too little of the reserve is left."""
+    if free < MIN_RESERVE_LEFT * budget.reserve:
         used = budget.memory - free - budget.pool
         raise CapacityError(
             f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of weights and "
@@ -129,8 +140,8 @@ def check_memory(budget: MemoryPlan, free: int) -> None:
 
 
 @contextmanager
-def out_of_memory_explained(budget: MemoryPlan) -> Iterator[None]:
-    """Turns torch's error into one that says what to do."""
+def explain_out_of_memory(budget: MemoryPlan) -> Iterator[None]:
+    """Turn torch's error into a CapacityError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,8 +1,5 @@
 """Agreement with the yardstick: is the likeliest next token the same, how far apart are the distributions?
 
-Owns the yardstick's remembered predictions and the comparison with them. Must not know where logits come
-from.
-
 The KL divergence is that of the scheme from the yardstick, KL(yardstick || scheme), in nats. To bound memory,
 the yardstick's KEEP likeliest tokens are remembered one by one, and all others as one event; so for a larger
 vocabulary the value is a (close) lower bound of the full sum.
@@ -65,6 +62,7 @@ class Agreement:
     worst: list[Tensor] = field(default_factory=list)
 
     def add(self, rows_SV: Tensor, reference: Prediction) -> None:
+        """Add the predictions rows_SV [S, V] of one window, compared with the reference's."""
         kl_S = reference.kl(rows_SV)
         self.hits += int(reference.same(rows_SV).sum())
         self.nats += float(kl_S.double().sum())

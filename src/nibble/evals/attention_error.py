@@ -1,8 +1,6 @@
 """Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
 
-Owns Shadow, which takes the place of the step context: the yardstick attends and its output goes on through
-the model, while each scheme attends to the same inputs over a small pool of its own. So an error is of
-one layer alone, not of all layers before it. Must not know of requests or text.
+So an error is of one layer alone, not of all layers before it.
 
 Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """
@@ -15,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models import hook
 from nibble.models.hook import attention_mask_for
 
@@ -35,22 +33,22 @@ class Shadow(hook.Observer):
         self, yardstick: Side, schemes: Mapping[str, Side], tokens: int, device: torch.device
     ) -> None:
         super().__init__()
-        self._yardstick = _context(*yardstick, tokens, device)
+        self._baseline = _context(*yardstick, tokens, device)
         self._schemes = {name: _context(*side, tokens, device) for name, side in schemes.items()}
         self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
 
     def observe(self, call: hook.Call) -> Tensor:
         """A call's query [1, H, T, D] and streams [1, G, T, D] -> the yardstick's output [1, T, H, Dv]."""
-        wanted = hook.attend(self._yardstick, call)
+        expected = hook.attend(self._baseline, call)
         for name, context in self._schemes.items():
-            found = hook.attend(context, call)
-            self.errors[name][call.layer] = _relative(found, wanted)
-        return wanted[None]
+            output = hook.attend(context, call)
+            self.errors[name][call.layer] = relative_error(output, expected)
+        return expected[None]
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
+def relative_error(output: Tensor, expected: Tensor) -> float:
     """||found - wanted|| / ||wanted||, over all tokens and heads."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
@@ -80,4 +78,6 @@ def attention_errors(
         logits_to_keep=last,
         **{hook.CONTEXT: shadow},
     )
-    return {name: tuple(error for _, error in sorted(found.items())) for name, found in shadow.errors.items()}
+    return {
+        name: tuple(error for _, error in sorted(errors.items())) for name, errors in shadow.errors.items()
+    }

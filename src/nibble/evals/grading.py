@@ -1,7 +1,4 @@
-"""Recall through the engine: greedy answers to questions on long contexts, judged exactly.
-
-Owns the asking and the judging; the questions are recall.py's. Must not know of schemes.
-"""
+"""Recall through the engine: greedy answers to questions on long contexts, judged exactly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Held-out perplexity: how well each next token is foretold, teacher-forced through the quantised cache.
 
-Owns windows, losses and their sum. Must not know where logits come from.
-
 A text is cut into windows of `size` tokens that start `stride` tokens apart. Every token but the text's
 first is scored exactly once, in the first window that reaches it: a window after the first scores its last
 `stride` tokens, and the tokens before them are context only. A smaller stride gives every scored token more
@@ -42,14 +40,14 @@ def windows(ids: Sequence[int], size: int, stride: int | None = None) -> tuple[W
     """The windows of a text; stride is below size, and size - 1 if left out."""
     stride = size - 1 if stride is None else stride
     assert 0 < stride < size, f"stride {stride} of windows of {size} tokens"
-    found, done = [], 1
+    result, done = [], 1
     for start in range(0, len(ids), stride):
         if done >= len(ids):
             break
         end = min(start + size, len(ids))
-        found.append(Window(tuple(ids[start:end]), end - done))
+        result.append(Window(tuple(ids[start:end]), end - done))
         done = end
-    return tuple(found)
+    return tuple(result)
 
 
 def losses(logits_TV: Tensor, window: Window) -> Tensor:

@@ -1,6 +1,6 @@
 """The plot of an evaluation: quality against bytes per token.
 
-Owns plot(). The only user of matplotlib, which is optional.
+The only user of matplotlib, which is optional.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def plot(report: Report, path: Path) -> None:
 
 def _kl(axes: Any, report: Report) -> None:
     """Distance from the yardstick. The yardstick itself, at 0, is drawn on the axis below all others."""
-    found = [result.kl for result in report.results if result.kl > 0]
-    floor = min(found, default=1e-6) / 2
+    divergences = [result.kl for result in report.results if result.kl > 0]
+    floor = min(divergences, default=1e-6) / 2
     _points(axes, report, [max(result.kl, floor) for result in report.results])
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)

@@ -75,7 +75,7 @@ class Form:
     head: str
     entry: str
     tail: str
-    ask: str
+    question: str
     answer: str = "{value}"
     close: str = "'\n"
     again: str = ""
@@ -241,8 +241,8 @@ def _entry(rng: random.Random, form: Form, key: str, value: str, filler: Filler)
 
 
 def _question(form: Form, key: str, value: str, again: bool) -> list[Span]:
-    ask = (form.again if again else "") + form.ask.format(key=key)
-    return [Span(ask, False), Span(form.answer.format(value=value), True), Span(form.close, True)]
+    text = (form.again if again else "") + form.question.format(key=key)
+    return [Span(text, False), Span(form.answer.format(value=value), True), Span(form.close, True)]
 
 
 def _verbatim(rng: random.Random, length_tokens: int, count: Count) -> list[Span]:
@@ -276,12 +276,12 @@ def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
         return "_".join(parts) if style == "words" else prefix + "".join(parts)
 
     def draw(number: int) -> list[str]:
-        found: dict[str, None] = {}
-        while len(found) < number:
+        spelled: dict[str, None] = {}  # an ordered set
+        while len(spelled) < number:
             base = [rng.choice(alphabet) for _ in range(size)]
             members = [base, *(neighbour(base) for _ in range(family - 1))]
-            found.update(dict.fromkeys(map(spell, members)))
-        keys = list(found)[:number]
+            spelled.update(dict.fromkeys(map(spell, members)))
+        keys = list(spelled)[:number]
         rng.shuffle(keys)
         return keys
 

@@ -1,7 +1,4 @@
-"""What an evaluation found, as data and as text: JSON, markdown, and rows for the terminal.
-
-Owns SchemeResult and Report. Must not know how anything was measured.
-"""
+"""What an evaluation found, as data and as text: JSON, markdown, and rows for the terminal."""
 
 from __future__ import annotations
 
@@ -67,6 +64,7 @@ class Report:
         return {"schema": SCHEMA, **asdict(self)}
 
     def as_json(self) -> str:
+        """Return everything as JSON text."""
         return json.dumps(self.as_dict(), indent=1)
 
     def header(self) -> tuple[str, ...]:
@@ -100,22 +98,24 @@ class Report:
 
     def caption(self) -> str:
         """How to read the table."""
-        said = self.measured
+        text = self.measured
         where = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         return (
             f"Model `{self.model}`; top-1, KL (nats) and attention error are against {self.yardstick}. "
-            f"Perplexity over {said.get('scored', 0):,} tokens in windows of {said.get('window', 0):,}; "
-            f"recall is the share of exact greedy answers, {said.get('recall_cases', 0)} questions a length; "
-            f"attention error is the mean over layers, on {said.get('attention_tokens', 0):,} tokens. "
+            f"Perplexity over {text.get('scored', 0):,} tokens in windows of {text.get('window', 0):,}; "
+            f"recall is the share of exact greedy answers, {text.get('recall_cases', 0)} questions a length; "
+            f"attention error is the mean over layers, on {text.get('attention_tokens', 0):,} tokens. "
             f"Measured with {where}."
         )
 
     def _layers(self) -> Iterator[str]:
-        found = [result for result in self.results if result.attention_error]
-        if found:
+        results = [result for result in self.results if result.attention_error]
+        if results:
             yield "\nAttention error by layer:\n"
-            header = ("scheme", *(f"layer {layer}" for layer in range(len(found[0].attention_error))))
-            rows = ((result.name, *(f"{error:.2%}" for error in result.attention_error)) for result in found)
+            header = ("scheme", *(f"layer {layer}" for layer in range(len(results[0].attention_error))))
+            rows = (
+                (result.name, *(f"{error:.2%}" for error in result.attention_error)) for result in results
+            )
             yield from _table(header, rows)
 
     def _skipped(self) -> Iterator[str]:

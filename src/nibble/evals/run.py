@@ -1,7 +1,6 @@
 """One evaluation: the yardstick first, then each scheme, one engine at a time.
 
-Owns the order of work and what is shared: text, windows, questions, scales. How each thing is measured is in
-its own file. Must not know of the terminal.
+How each thing is measured is in its own file.
 
     plan every scheme, without weights
     yardstick: scales if any are missing, errors by layer of all schemes, predictions, recall
@@ -26,11 +25,11 @@ from nibble.attention.planner.resolve import require_runnable
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.engine.build import EnginePlan, plan_engine, resolve_scales
+from nibble.engine.build import resolve_scales
 from nibble.engine.llm import LLM
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError, NibbleError, ScaleError
-from nibble.evals import grading as ask
-from nibble.evals import recall, text
+from nibble.evals import grading, recall, text
 from nibble.evals.agreement import Agreement, Prediction
 from nibble.evals.attention_error import attention_errors
 from nibble.evals.perplexity import Perplexity, Window, windows
@@ -60,9 +59,11 @@ class Progress(Protocol):
 class Silent:
     """Progress that nobody hears."""
 
-    def start(self, tokens: int) -> None: ...
+    def start(self, tokens: int) -> None:
+        """Do nothing."""
 
-    def advance(self, scheme: str, what: str, tokens: int) -> None: ...
+    def advance(self, scheme: str, what: str, tokens: int) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,22 @@ class Candidate:
     """A scheme that the model can take. kv_scales: what --kv-scales says for it."""
 
     entry: Entry
-    made: EnginePlan
+    plan: EnginePlan
     kv_scales: str
 
     @property
     def config(self) -> Config:
         """As it is measured: no two questions share a beginning."""
-        return replace(self.made.config, kv_scales=self.kv_scales, prefix_cache=False)
+        return replace(self.plan.config, kv_scales=self.kv_scales, prefix_cache=False)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.made.plan.layout.bytes_per_token
+        """Return the bytes of one token in the cache."""
+        return self.plan.plan.layout.bytes_per_token
 
     def scales(self) -> KVScales:
         """The scales that its engine uses."""
-        return resolve_scales(self.made, self.kv_scales)
+        return resolve_scales(self.plan, self.kv_scales)
 
 
 MEASURED = "measured"
@@ -120,60 +122,60 @@ def evaluate(
         run = _Run(sizes, content, progress or Silent(), Path(temporary) / "kv_scales.json")
         results = tuple(run.measure(candidate, candidates) for candidate in candidates)
     return Report(
-        config.model, sizes.yardstick, results, skipped, run.measured(path), environment(candidates[0].made)
+        config.model, sizes.yardstick, results, skipped, run.measured(path), environment(candidates[0].plan)
     )
 
 
 def candidates_of(
-    config: Config, named: Sequence[Entry], yardstick: Entry
+    config: Config, entries: Sequence[Entry], yardstick: Entry
 ) -> tuple[tuple[Candidate, ...], dict[str, str]]:
     """What can be measured, the yardstick first, and what cannot, with the reason."""
-    found, skipped = [_candidate(config, yardstick)], {}
-    if found[0].kv_scales == MEASURED:
+    candidates, skipped = [_candidate(config, yardstick)], {}
+    if candidates[0].kv_scales == MEASURED:
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
         )
-    for entry in named or default_entries(found[0].made.model_spec):
+    for entry in entries or default_entries(candidates[0].plan.model_spec):
         if entry != yardstick:
             try:
-                found.append(_candidate(config, entry))
+                candidates.append(_candidate(config, entry))
             except NibbleError as error:
-                if named:
+                if entries:
                     raise
                 skipped[entry.name] = str(error)
-    return tuple(found), skipped
+    return tuple(candidates), skipped
 
 
 def _candidate(config: Config, entry: Entry) -> Candidate:
     """Plans a scheme. `auto` takes the checkpoint's scales where they do, else what will be measured."""
-    made = plan_engine(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
-    require_runnable(made.plan)
+    plan = plan_engine(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
+    require_runnable(plan.plan)
     source = config.kv_scales
     if source in {"auto", "calibrate"}:
-        found = resolve_scales(made, "auto") if source == "auto" else kv_scales.NONE
-        source = "auto" if _suffices(found, made) else MEASURED
+        scales = resolve_scales(plan, "auto") if source == "auto" else kv_scales.NONE
+        source = "auto" if _suffices(scales, plan) else MEASURED
     else:
-        for store in made.plan.stores:
-            kv_scales.require(store, resolve_scales(made, source))
-    return Candidate(entry, made, source)
+        for store in plan.plan.stores:
+            kv_scales.require(store, resolve_scales(plan, source))
+    return Candidate(entry, plan, source)
 
 
-def _suffices(scales: KVScales, made: EnginePlan) -> bool:
+def _suffices(scales: KVScales, plan: EnginePlan) -> bool:
     try:
-        for store in made.plan.stores:
+        for store in plan.plan.stores:
             kv_scales.require(store, scales)
     except ScaleError:
         return False
     return True
 
 
-def environment(made: EnginePlan) -> dict[str, str]:
+def environment(plan: EnginePlan) -> dict[str, str]:
     """Where an evaluation ran."""
     return {
         "nibble": nibble.__version__,
         "torch": torch.__version__,
-        "dtype": made.plan.dtype,
-        "hardware": str(made.hardware),
+        "dtype": plan.plan.dtype,
+        "hardware": str(plan.hardware),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -231,7 +233,7 @@ class _Run:
 
     def _prepare(self, llm: LLM, candidates: Sequence[Candidate]) -> None:
         """Draws text and questions, and does what the yardstick does for all schemes."""
-        tokenizer, limit = llm.tokenizer, candidates[0].made.model_spec
+        tokenizer, limit = llm.tokenizer, candidates[0].plan.model_spec
         self.parts = text.split(self.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode)
         size = self.sizes.window or min(
             limit.max_context, max(LEAST_WINDOW, LOGIT_BYTES // (4 * limit.vocab_size))
@@ -243,7 +245,7 @@ class _Run:
         self.windows = windows(self.parts.scored, size, self.sizes.stride)
         self.cases = self._questions(llm, limit.max_context)
         self.yardstick_bytes = candidates[0].bytes_per_token
-        self.progress.start(self._work() * len(candidates))
+        self.progress.start(self._total_tokens() * len(candidates))
         if any(candidate.kv_scales == MEASURED for candidate in candidates):
             llm.measure_scales([self.parts.calibration], save=self.scales_file)
         self._layers(llm, candidates)
@@ -259,18 +261,18 @@ class _Run:
         number, seed = self.sizes.recall_cases, self.sizes.seed
         return {length: recall.cases(seed + length, number, length, count) for length in lengths}
 
-    def _work(self) -> int:
+    def _total_tokens(self) -> int:
         """Tokens that each scheme computes."""
         return sum(len(window.ids) for window in self.windows) + sum(
-            n * len(asked) for n, asked in self.cases.items()
+            n * len(cases) for n, cases in self.cases.items()
         )
 
     def _layers(self, llm: LLM, candidates: Sequence[Candidate]) -> None:
         """The attention error by layer of all schemes, in one pass of the yardstick."""
         assert self.parts is not None
-        ids = self.parts.scored[: min(self.sizes.attention_tokens, candidates[0].made.model_spec.max_context)]
+        ids = self.parts.scored[: min(self.sizes.attention_tokens, candidates[0].plan.model_spec.max_context)]
         if ids:
-            sides = {c.entry.name: (c.made.plan, self._with_scales(c).scales()) for c in candidates}
+            sides = {c.entry.name: (c.plan.plan, self._with_scales(c).scales()) for c in candidates}
             self.progress.advance(candidates[0].entry.name, "attention error", 0)
             self.errors = attention_errors(
                 llm.engine.runner.model, ids, sides[candidates[0].entry.name], sides
@@ -293,7 +295,7 @@ class _Run:
         what = f"recall at {length}"
         self.progress.advance(candidate.entry.name, what, 0)
         right = 0
-        for exact in ask.grade(llm, self.cases[length]):
+        for exact in grading.grade(llm, self.cases[length]):
             right += exact
             self.progress.advance(candidate.entry.name, what, length)
         return right / len(self.cases[length])

@@ -1,6 +1,6 @@
 """How much is measured: the options of an evaluation, and the schemes it compares.
 
-Owns Sizes and Entry. A field's doc is its command-line help, as in config.py. Must not import torch.
+A field's doc is its command-line help, as in config.py.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tok
 """A first impression, in about an eighth of the time."""
 
 
-def sizes(quick: bool = False, given: Mapping[str, Any] | None = None) -> Sizes:
+def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes:
     """The full or the quick sizes, with the values that were given (None is not given)."""
     base = QUICK if quick else Sizes()
     values = {option.name: getattr(base, option.name) for option in fields(Sizes)}
-    values |= {name: value for name, value in (given or {}).items() if value not in (None, (), [])}
+    values |= {name: value for name, value in (values or {}).items() if value not in (None, (), [])}
     return Sizes(**values)
 
 
@@ -98,6 +98,7 @@ class Entry:
 
     @property
     def name(self) -> str:
+        """Return the entry as it is written on the command line."""
         return f"{self.kv_format}{LAYERS_MARK}{self.kv_layers}" if self.kv_layers else self.kv_format
 
 

@@ -1,7 +1,4 @@
-"""The text of an evaluation, and its two parts: what is scored, and what scales are measured on.
-
-Owns where the text comes from. Must not know of models beyond their folder.
-"""
+"""The text of an evaluation, and its two parts: what is scored, and what scales are measured on."""
 
 from __future__ import annotations
 

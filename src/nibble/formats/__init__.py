@@ -48,9 +48,9 @@ def _discover() -> None:
     modules = (
         importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__)
     )
-    found = [fmt for module in modules for fmt in getattr(module, "FORMATS", ())]
+    discovered = [fmt for module in modules for fmt in getattr(module, "FORMATS", ())]
     sample = Stream("k", heads=1, dim=128)
-    for fmt in sorted(found, key=lambda fmt: (-fmt.bytes_per_token(sample), fmt.name)):
+    for fmt in sorted(discovered, key=lambda fmt: (-fmt.bytes_per_token(sample), fmt.name)):
         register(fmt)
 
 

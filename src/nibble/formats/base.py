@@ -1,29 +1,40 @@
 """What a KV format is: planes of bytes per token, and the definition of its encoding in torch.
 
-Owns Plane and KVFormat. A format file must not know of pages, attention or models.
+A format file must not know of pages, attention or models.
 
 Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from nibble.errors import ConfigError
 from nibble.model_spec import Stream
 
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_RAW = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The same bytes as integers: indexing is defined for those everywhere, for float8 it is not."""
-    return tensor.view(_RAW[tensor.dtype.itemsize])
+    """Return the same bytes as integers: indexing is defined for those everywhere, for float8 it is not."""
+    return tensor.view(torch_dtype(_RAW[tensor.dtype.itemsize]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +47,15 @@ class Plane:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        """The dtype of an item."""
+        return torch_dtype(self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.torch_dtype.itemsize * prod(self.shape)
+        """Bytes that one token takes, planned without torch: a dtype's name begins with its kind and its bits."""
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        assert bits, f"dtype {self.dtype} does not say how many bits it has"
+        return int(bits[1]) // 8 * prod(self.shape)
 
 
 class KVFormat(ABC):
@@ -83,6 +96,7 @@ class KVFormat(ABC):
 
     @property
     def needs_scale(self) -> bool:
+        """Return whether the format has a global scale."""
         return self.max_value is not None
 
     def refuses(self, stream: Stream) -> str | None:

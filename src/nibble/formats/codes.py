@@ -1,7 +1,6 @@
 """E2M1, the 4-bit float of all FP4 formats: codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the sign.
 
-Owns rounding to codes and packing two codes to a byte (low nibble: even index). Scales belong to the formats.
-The value set is OCP Microscaling Formats (MX) v1.0, section 5.3.3.
+Scales belong to the formats. The value set is OCP Microscaling Formats (MX) v1.0, section 5.3.3.
 
 Shape suffixes: D values, P packed bytes (D / 2).
 """
@@ -10,11 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats.lookup import look_up
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX = 6.0
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -28,6 +29,8 @@ TIES_AWAY = (True,) * 7
 @functools.cache
 def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
     """Largest float32 values that still belong to the lower of two neighbouring codes."""
+    import torch
+
     middle = torch.tensor(_MIDPOINTS, dtype=torch.float32)
     below = torch.nextafter(middle, torch.zeros(()))
     return torch.where(torch.tensor(up), below, middle).to(device)
@@ -36,6 +39,8 @@ def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """int64 [256]: the two float32 values of every byte, side by side, to be looked up as one."""
+    import torch
+
     values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), dtype=torch.float32)
     byte = torch.arange(256)
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
@@ -44,6 +49,8 @@ def _pairs(device: torch.device) -> Tensor:
 
 def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> Tensor:
     """float32 [..., D] -> uint8 [..., P]: nearest codes of |x|, saturating at 6, with the signs of `negative_D`."""
+    import torch
+
     codes_D = torch.bucketize(x_D.abs(), _thresholds(up, x_D.device), out_int32=True)
     codes_D += negative_D.to(torch.int32) << 3
     return (codes_D[..., 0::2] + (codes_D[..., 1::2] << 4)).to(torch.uint8)
@@ -51,4 +58,6 @@ def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> 
 
 def unpack(packed_P: Tensor) -> Tensor:
     """uint8 [..., P] -> float32 [..., D]."""
+    import torch
+
     return look_up(packed_P, _pairs(packed_P.device)).view(torch.float32)

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from copy import copy
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.fp8 import scaled_e4m3
 from nibble.formats.lookup import to_float
 from nibble.formats.nvfp4 import NVFP4
 from nibble.model_spec import LATENT, Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TILE = 128
 LEAST = 1e-4
@@ -35,20 +36,24 @@ class _Latent(KVFormat):
     """Rotary values at the end of what is encoded; known to a format that is bound to a stream."""
 
     def bound(self, stream: Stream) -> KVFormat:
-        found = copy(self)
-        found.rope = stream.rope
-        return found
+        bound = copy(self)
+        bound.rope = stream.rope
+        return bound
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
         rope = (Plane("rope", "bfloat16", (stream.heads, stream.rope)),) if stream.rope else ()
         return (*self._planes(_without_rope(stream)), *rope)
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         values = x_THD.shape[-1] - self.rope
         rope = (x_THD[..., values:].to(torch.bfloat16),) if self.rope else ()
         return (*self._encode(x_THD[..., :values], scale), *rope)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        import torch
+
         values = self._decode(planes[:2], scale)
         return torch.cat((values, planes[2].float()), -1) if len(planes) > 2 else values
 
@@ -73,6 +78,8 @@ def _without_rope(stream: Stream) -> Stream:
 
 
 class FP8DsMla(_Latent):
+    """FP8 latents with a scale per 128 values and BF16 rotary values, as FlashMLA reads them."""
+
     name = "fp8_ds_mla"
     summary = "latents of MLA: E4M3 with an FP32 scale per 128 values, rotary values in BF16"
     source = "FlashMLA, sparse decoding for DeepSeek V3.2"
@@ -92,6 +99,8 @@ class FP8DsMla(_Latent):
 
 
 class NVFP4DsMla(_Latent):
+    """NVFP4 latents with BF16 rotary values."""
+
     name = "nvfp4_ds_mla"
     summary = "latents of MLA: NVFP4, rotary values in BF16"
     source = "vLLM's and SGLang's nvfp4_ds_mla; the block format is NVIDIA NVFP4"

@@ -12,13 +12,15 @@ its block NaN (E8M0 code 255).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats import codes as e2m1
 from nibble.formats.base import KVFormat, Plane
 from nibble.formats.lookup import to_float
 from nibble.model_spec import Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BIAS, NAN_CODE = 127, 255
 E_MIN, E_MAX = -127, 125
@@ -35,12 +37,16 @@ class MX(KVFormat):
         raise NotImplementedError
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        """Return the planes of packed codes and of E8M0 block scales."""
         return (
             Plane("data", "uint8", (stream.heads, stream.dim // 2)),
             Plane("scale", "uint8", (stream.heads, stream.dim // self.block)),
         )
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """Encode [T, H, D] block by block."""
+        import torch
+
         x = x_THD.float().unflatten(-1, (-1, self.block))
         amax = x.abs().amax(-1, keepdim=True)
         exponent = self.exponent(amax.nan_to_num()).clamp_(E_MIN, E_MAX)
@@ -49,27 +55,40 @@ class MX(KVFormat):
         return e2m1.pack(scaled, scaled < 0, self.ties), stored.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        """Decode to float32 [..., H, D]."""
+        import torch
+
         data, stored = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, self.block))
         return values.mul_(to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
 
 
 class MXFP4(MX):
+    """OCP MXFP4: E2M1 values, an E8M0 scale per 32 of them."""
+
     name, block, ties = "mxfp4", 32, e2m1.TIES_TO_EVEN
     summary = "half a byte a value, a power-of-two scale per 32 values, no global scale"
     source = "OCP Microscaling Formats (MX) v1.0"
 
     def exponent(self, amax: Tensor) -> Tensor:
+        """Return the block's exponent: floor(log2(amax)) - 2."""
+        import torch
+
         exponent = torch.frexp(amax)[1] - 1  # floor(log2(amax))
         return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
 
 
 class FP4MX16(MX):
+    """E2M1 values, an E8M0 scale per 16 of them, rounded up; ties away from zero."""
+
     name, block, ties = "fp4_mx16", 16, e2m1.TIES_AWAY
     summary = "half a byte a value, a power-of-two scale per 16 values, no global scale"
     source = "SGLang's fp4_mx_block16 (earlier fp4_e2m1)"
 
     def exponent(self, amax: Tensor) -> Tensor:
+        """Return the block's exponent: ceil(log2(amax / 6))."""
+        import torch
+
         mantissa, exponent = torch.frexp((amax / e2m1.MAX).clamp(min=1e-10))
         return (
             exponent - (mantissa == 0.5).int()

@@ -11,20 +11,23 @@ the damage is seen, and stays within those 16 values.
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.formats import codes as e2m1
-from nibble.formats.base import KVFormat, Plane
+from nibble.formats.base import KVFormat, Plane, torch_dtype
 from nibble.formats.lookup import to_float
 from nibble.model_spec import Stream
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 16
 SCALE_MAX = 448.0
 
 
 class NVFP4(KVFormat):
+    """E2M1 values, an E4M3 scale per 16 of them, and a global float32 scale."""
+
     name = "nvfp4"
     summary = "half a byte a value, an E4M3 scale per 16 values, one FP32 scale per layer and stream"
     source = "NVIDIA NVFP4; FlashInfer's nvfp4 paged KV append; ModelOpt and compressed-tensors checkpoints"
@@ -32,16 +35,18 @@ class NVFP4(KVFormat):
     max_value = e2m1.MAX * SCALE_MAX
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        """Return the planes of packed codes and of E4M3 block scales."""
         return (
             Plane("data", "uint8", (stream.heads, stream.dim // 2)),
             Plane("scale", "float8_e4m3fn", (stream.heads, stream.dim // BLOCK)),
         )
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """Encode [T, H, D]; values are divided by the rounded block scale."""
         x = x_THD.float().unflatten(-1, (-1, BLOCK))
         scale = scale.unsqueeze(-1) if scale.dim() else scale
         ideal = x.abs().amax(-1, keepdim=True) / (e2m1.MAX * scale)
-        rounded = ideal.clamp_(max=SCALE_MAX).to(torch.float8_e4m3fn)
+        rounded = ideal.clamp_(max=SCALE_MAX).to(torch_dtype("float8_e4m3fn"))
         inverse = (rounded.float() * scale).reciprocal_()
         inverse.nan_to_num_(
             nan=math.nan, posinf=0.0
@@ -50,6 +55,7 @@ class NVFP4(KVFormat):
         return e2m1.pack(scaled, x_THD.signbit()), rounded.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        """Decode to float32 [..., H, D]."""
         data, block_scale = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, BLOCK))
         return values.mul_((to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)

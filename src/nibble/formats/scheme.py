@@ -1,7 +1,6 @@
-"""Schemes: a format for each stream, by name, with transforms. What `--kv-format` and `--kv-layers` take.
+"""Schemes: a format for each stream, by name, with transforms. What `--kv-format` takes.
 
-Owns Scheme, the table of schemes that mix formats, and the parsing of both options. Every format is a scheme of
-its own name. Must not know of pages, backends or models.
+Every format is a scheme of its own name.
 
     nvfp4            both streams in nvfp4
     k8v4             a name of MIXED
@@ -10,7 +9,7 @@ its own name. Must not know of pages, backends or models.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nibble import formats
@@ -81,47 +80,3 @@ def parse(text: str) -> Scheme:
         raise ConfigError(f"{text!r} names a transform twice")
     ordered = tuple(sorted(transforms, key=transform.names().index))
     return Scheme("+".join((base, *ordered)), base, ordered)
-
-
-def by_layer(kv_format: str, kv_layers: str, layers: int) -> tuple[Scheme, ...]:
-    """The scheme of each of `layers` layers; kv_layers as `0,1,-1=fp8_e4m3; 4-7=k8v4`. Raises ConfigError."""
-    schemes = [parse(kv_format)] * layers
-    for where, scheme in rules(kv_layers):
-        for layer in _indices(where, layers):
-            schemes[layer] = scheme
-    return tuple(schemes)
-
-
-def rules(kv_layers: str) -> Iterator[tuple[str, Scheme]]:
-    """The rules of kv_layers in their order: layers, as they are written, and their scheme. Raises ConfigError."""
-    for rule in filter(str.strip, kv_layers.split(";")):
-        where, equals, name = rule.partition("=")
-        if not equals:
-            raise ConfigError(f"cannot read the layer rule {rule.strip()!r}; write it as 0,1,-1=fp8_e4m3")
-        yield where, parse(name)
-
-
-def _indices(text: str, layers: int) -> list[int]:
-    """`0,1,-1` or `4-7` -> layer indices in [0, layers)."""
-    found: list[int] = []
-    for item in text.split(","):
-        if not item.strip():
-            raise ConfigError(f"{text.strip()!r} has an empty item; write layers as 0,1,-1 or 4-7")
-        first, dash, last = (
-            item.strip().partition("-") if not item.strip().startswith("-") else (item, "", "")
-        )
-        try:
-            low, high = int(first), int(last) if dash else int(first)
-        except ValueError:
-            raise ConfigError(
-                f"cannot read {item.strip()!r} as a layer or a range of layers, as 3, -1 or 4-7"
-            ) from None
-        if low > high:
-            raise ConfigError(
-                f"the range of layers {item.strip()!r} runs backwards; write the lower number first, as 4-7"
-            )
-        for layer in range(low, high + 1):
-            if not -layers <= layer < layers:
-                raise ConfigError(f"layer {layer} is out of range: the model has layers 0 to {layers - 1}")
-            found.append(layer % layers)
-    return found

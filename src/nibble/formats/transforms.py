@@ -1,6 +1,6 @@
 """Transforms of K that cost no bytes and make it easier to quantise, with what they ask of the query.
 
-Owns Transform and the table of them. Each leaves the softmax of attention as it was:
+Each leaves the softmax of attention as it was:
 
 - kmean: K minus a static mean per head. Scores shift by q . mean, the same for all keys of a query, and a softmax
   does not see a shift. Learned sinks and score capping do see it, so those models are refused.
@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nibble.errors import ConfigError, unknown
 from nibble.model_spec import LayerGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Transform:
 @functools.cache
 def hadamard(size: int, device: torch.device) -> Tensor:
     """float32 [size, size], orthogonal and symmetric; size is a power of two (Sylvester's construction)."""
+    import torch
+
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

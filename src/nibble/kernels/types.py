@@ -1,32 +1,39 @@
-"""What kernels read: the pages of a stream, the requests of a step, and what happens to scores.
+"""What every kernel is given: the pages of a stream, the requests of a step, and what a layer asks of them.
 
-Shape suffixes: P pages, H heads, S slots of a page, B requests, N pages of a request.
+One set of types goes from the model runner to a kernel. All of them are frozen: a kernel reads them, nobody edits them.
+
+Shape suffixes: T tokens of the step, B requests of a batch, N pages of its longest request, H query heads, K chosen
+tokens, P pages of a pool, S slots of a page.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from nibble.formats import KVFormat
+from nibble.model_spec import Phase
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Paged:
-    """The pages of one stream of a layer."""
+    """The pages of one stream."""
 
     format: KVFormat
     dim: int
+    """Values of a head, before encoding."""
     planes_PHS: tuple[Tensor, ...]
     """The format's planes as [page, head, slot, values], with any strides before the last."""
     scale: Tensor
-    """The global scale: float32, () or [H, 1]."""
+    """The global scale, float32, () or [H, 1]."""
 
     @property
     def heads(self) -> int:
-        """Return the number of heads."""
+        """Return the stream's number of heads."""
         return self.planes_PHS[0].shape[1]
 
     @property
@@ -35,31 +42,80 @@ class Paged:
         return self.planes_PHS[0].shape[2]
 
 
-class AttentionBatch(Protocol):
-    """The requests of a call. A replayed CUDA graph may change the lengths that stand on the device: seq_lens_B, whose
-    zeros are padding, and cu_seqlens_q_B1, the first row of each request with the end of the last.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """The requests of one phase; their tokens are rows [start, stop) of the step, request after request.
+
+    Lengths are there twice. A step that is replayed from a CUDA graph changes those on the device, and `page_table_BN`,
+    in place; `query_lens` stay and `seq_lens` are bounds. A kernel that can be captured reads lengths from the device.
     """
 
-    @property
-    def query_lens(self) -> tuple[int, ...]: ...
-    @property
-    def page_table_BN(self) -> Tensor: ...
-    @property
-    def cu_seqlens_q_B1(self) -> Tensor: ...
-    @property
-    def seq_lens_B(self) -> Tensor: ...
+    phase: Phase
+    start: int
+    stop: int
+    query_lens: tuple[int, ...]
+    """New tokens of each request."""
+    seq_lens: tuple[int, ...]
+    """Stored tokens of each request, the new ones included."""
+    page_table_BN: Tensor
+    """int32 page ids in order. Entries beyond a request's pages are 0 and must not be read as its own."""
+    cu_seqlens_q_B1: Tensor
+    """int32: where each request's rows begin, counted from `start`, with the end of the last."""
+    seq_lens_B: Tensor
+    """int32, `seq_lens` on the device. A request of 0 stored tokens is padding: its rows of the output are zeros."""
+    rows_B: Tensor | None = None
+    """int64 rows of the requests in the page tables, for a host tier."""
+
+    @classmethod
+    def from_lens(
+        cls,
+        phase: Phase,
+        start: int,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        page_table_BN: Tensor,
+    ) -> AttentionBatch:
+        """Return the batch of requests whose first row is `start`, with lengths copied to the table's device."""
+        starts = tuple(accumulate(query_lens, initial=0))
+        device = page_table_BN.device
+        return cls(
+            phase,
+            start,
+            start + starts[-1],
+            tuple(query_lens),
+            tuple(seq_lens),
+            page_table_BN,
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        )
 
 
-class AttentionParams(Protocol):
-    """What happens to scores. window: tokens seen, the present one included. softcap: scores become
-    softcap * tanh(score / softcap). sinks_H: a logit per query head that joins the sum of the softmax.
-    """
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the new tokens of a step are stored, and its requests by phase."""
 
-    @property
-    def scale(self) -> float: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def sinks_H(self) -> Tensor | None: ...
+    slot_mapping_T: Tensor
+    """int64: page * page_size + offset of every new token, negative where nothing is stored, which only steps for a CUDA
+    graph have. Rows behind the last batch are padding."""
+    batches: tuple[AttentionBatch, ...]
+    frame_slot_mapping_T: Tensor | None = None
+    """With a host tier: slots of the frames in which those pages lie, for the streams that attention reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer asks of one call."""
+
+    scale: float
+    window: int | None = None
+    """Tokens that a query sees, itself included."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks_H: Tensor | None = None
+    """A learned logit per query head that joins the softmax."""
+    topk_indices_TK: Tensor | None = None
+    """Sparse attention: the tokens that each query looks at, as positions (kernels/indexer/__init__.py)."""
+    index_layer: int = -1
+    """The layer that chose them."""
+    topk_slots_TK: Tensor | None = None
+    """int32: where they lie in the view at hand, which is what a backend reads."""

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from nibble.attention import op
-from nibble.attention.layer import StepContext, attention, select_topk
-from nibble.attention.metadata import AttentionParams
+from nibble.attention.layer import Step, StepContext, attention, attention_op, select_topk, select_topk_op
 from nibble.errors import ConfigError
+from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT
 from nibble.models import mla as latent
 from nibble.models.dsa import Selection, indexer_replacements, replace_indexers
@@ -60,7 +59,7 @@ def _attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attend: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
-    ctx: StepContext | op.Step | Observer | None = rest.pop(CONTEXT, None)
+    ctx: StepContext | Step | Observer | None = rest.pop(CONTEXT, None)
     rule = getattr(attention_mask, _RULE, None)
     built = attention_mask if rule is None and attention_mask is not None and attention_mask.numel() else None
     check_keywords(module, built, rest)
@@ -75,7 +74,7 @@ def _attend(
     return absorbed.output(_output(ctx, call, module)), None
 
 
-def _output(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn.Module) -> Tensor:
+def _output(ctx: StepContext | Step | Observer | None, call: Call, module: nn.Module) -> Tensor:
     """Return attention's output [1, T, H, Dv]."""
     if isinstance(ctx, Observer):
         return ctx.observe(call)
@@ -87,25 +86,25 @@ def _output(ctx: StepContext | op.Step | Observer | None, call: Call, module: nn
     return attend(ctx, call)[None]
 
 
-def attend(ctx: StepContext | op.Step, call: Call) -> Tensor:
+def attend(ctx: StepContext | Step, call: Call) -> Tensor:
     """Compute a layer's attention in the context of a step -> [T, H, Dv]."""
     q_THD = call.query[0].transpose(0, 1)
     streams = {name: x[0].transpose(0, 1) for name, x in call.streams.items()}
     spec, selection = call.params, call.selection
     if selection:
         spec = replace(spec, topk_indices_TK=_topk_indices(ctx, selection), index_layer=selection.layer)
-    if isinstance(ctx, op.Step):
-        return op.call(ctx, call.layer, q_THD, streams, call.width, spec)
+    if isinstance(ctx, Step):
+        return attention_op(ctx, call.layer, q_THD, streams, call.width, spec)
     return attention(ctx, call.layer, q_THD, streams, spec)
 
 
-def _topk_indices(ctx: StepContext | op.Step, selection: Selection) -> Tensor:
+def _topk_indices(ctx: StepContext | Step, selection: Selection) -> Tensor:
     """Return the tokens of a selection; layers that share one compute it once."""
     if selection.topk_indices_TK is None or selection.ctx is not ctx:
         selection.ctx = ctx
         arguments = selection.layer, selection.q_THD, selection.key_T1D, selection.weights_TH, selection.top_k
         selection.topk_indices_TK = (
-            op.select(ctx, *arguments) if isinstance(ctx, op.Step) else select_topk(ctx, *arguments)
+            select_topk_op(ctx, *arguments) if isinstance(ctx, Step) else select_topk(ctx, *arguments)
         )
     return selection.topk_indices_TK
 

@@ -1,9 +1,7 @@
-"""ModelSpec by observation: a model without weights runs once on the meta device, and says what it asks of
-attention.
+"""ModelSpec by observation: a model without weights runs once on the meta device, and its calls of attention are noted.
 
-So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run,
-for any family, with no table of families. Owns skeleton() and observe(), which are two
-steps. Must not know of caches, formats or backends.
+So heads, head sizes, windows, sinks, score capping and shared KV are facts of the very code that will run, for any
+family, with no table of families. What was observed is kept by observations.py.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ from nibble.models.rope import context_factor, fix_rope
 
 _TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_known: dict[tuple[str, str, str, int | None], ModelSpec] = {}
+_specs: dict[tuple[str, str, str, int | None], ModelSpec] = {}
+"""What was observed in this process."""
 
 
 def skeleton(config: PretrainedConfig) -> nn.Module:
-    """The model without weights, on the meta device; raises ConfigError where it has no causal language
-    model.
-    """
+    """Return the model without weights, on the meta device; raise ConfigError where there is no language model."""
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
@@ -56,17 +53,26 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
 
 
 def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
-    """The geometry of a model. dtype: compute dtype, in which `weight_bytes` is counted. Raises
-    ConfigError. A config is looked at once in a process.
+    """Return what a model needs of attention; a config is observed once in a process.
+
+    Args:
+        config: The model's config.
+        name: What the model is called.
+        dtype: The compute dtype, in which `weight_bytes` is counted.
+        max_context: The longest context in tokens, None for the model's own.
+
+    Raises:
+        ConfigError: The model cannot be served, or the context is too long for it.
     """
-    asked = config.to_json_string(use_diff=False), name, dtype, max_context
-    if asked not in _known:
-        _known[asked] = observed(skeleton(config), name, dtype, max_context)
-    return _known[asked]
+    # All values, also those that are the defaults of this version.
+    key = config.to_json_string(use_diff=False), name, dtype, max_context
+    if key not in _specs:
+        _specs[key] = observe_skeleton(skeleton(config), name, dtype, max_context)
+    return _specs[key]
 
 
-def observed(model: Any, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
-    """The geometry of the model that skeleton() gave. Raises ConfigError."""
+def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
+    """Return what the model that skeleton() gave needs of attention; see observe()."""
     config = model.config
     text = config.get_text_config()
     limit = _limit(text)
@@ -75,6 +81,7 @@ def observed(model: Any, name: str, dtype: str, max_context: int | None = None) 
         raise ConfigError(
             f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
         )
+    # Tied weights are one parameter under several names.
     weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
     groups, owner = _run(model, text, max_context or limit)
     return ModelSpec(
@@ -90,9 +97,9 @@ def observed(model: Any, name: str, dtype: str, max_context: int | None = None) 
 
 
 def _limit(text: PretrainedConfig) -> int:
-    """The longest context that a model was made for; 128K where its config does not say (or says -1: any)."""
-    found = getattr(text, "max_position_embeddings", None) or 0
-    return int(found) if found > 0 else 1 << 17
+    """Return the longest context that a model was made for; 128K where its config does not say (or says -1: any)."""
+    limit = getattr(text, "max_position_embeddings", None) or 0
+    return int(limit) if limit > 0 else 1 << 17
 
 
 def _run(
@@ -108,6 +115,7 @@ def _run(
         )
     _check(calls, text)
     watch.check(family)
+    # A second pass with masks, whose rules must be what a paged cache assumes.
     model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
     ones = torch.ones(
         1, _TOKENS, dtype=torch.bool, device="meta"
@@ -118,16 +126,17 @@ def _run(
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """The part of a model that reads text."""
-    found: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return found
+    """Return the part of a model that reads text."""
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder
 
 
 def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
-    """What each layer asks of attention, by layer; raises ConfigError where the model does not get that far.
+    """Return what each layer needs of attention, by layer; raise ConfigError where the model does not get that far.
 
-    Called as engine/model_runner.py calls it: all tokens are computed, and the logits of one are asked for.
+    The model is called as in engine/model_runner.py: all tokens are computed, and the logits of one.
     """
+    # The context in which the model runs takes notes in place of attending.
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     keep = torch.zeros(1, dtype=torch.long, device="meta")
@@ -149,20 +158,21 @@ def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]
 
 
 def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
-    """Raises ConfigError unless each layer attends once, over one key and value for each token."""
+    """Raise ConfigError unless each layer attends once, over one key and value for each token."""
     family, layers = text.model_type, text.num_hidden_layers
-    found = [call.layer for call in calls]
-    if without := sorted(set(range(layers)) - set(found)):
+    attending = [call.layer for call in calls]
+    if without := sorted(set(range(layers)) - set(attending)):
         raise ConfigError(
             f"{family} cannot be served: {len(without)} of its {layers} layers do not attend through "
             "Transformers' AttentionInterface"
         )
-    if found != list(range(layers)):
+    if attending != list(range(layers)):
         raise ConfigError(
-            f"{family} cannot be served: its {layers} layers attend {len(found)} times in one pass"
+            f"{family} cannot be served: its {layers} layers attend {len(attending)} times in one pass"
         )
     for call in calls:
         queries, stored = call.query.shape[2], {x.shape[2] for x in call.streams.values()}
+        # A cache of pages has one key for each token; other counts would be addressed wrongly.
         if {queries} | stored != {_TOKENS}:
             keys = max(stored)
             raise ConfigError(
@@ -172,39 +182,40 @@ def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
 
 
 def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
-    """For each layer the first one that was given the very same key: itself, unless KV is shared."""
+    """Return for each layer the first one that got the very same key: itself, unless KV is shared."""
     first: dict[int, int] = {}
+    # Layers that share KV hand on the very same tensor.
     return tuple(first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls)
 
 
 def _groups(calls: Sequence[Call]) -> tuple[LayerGroup, ...]:
-    """Layers that ask the same of attention, together."""
-    found: dict[LayerGroup, list[int]] = {}
+    """Return layers that need the same of attention, together."""
+    by_need: dict[LayerGroup, list[int]] = {}
     for call in calls:
-        found.setdefault(_asked(call), []).append(call.layer)
+        by_need.setdefault(_need(call), []).append(call.layer)
     return tuple(
-        replace(asked, name=_name(asked, i), layers=tuple(layers))
-        for i, (asked, layers) in enumerate(found.items())
+        replace(need, name=_name(need, i), layers=tuple(layers))
+        for i, (need, layers) in enumerate(by_need.items())
     )
 
 
-def _asked(call: Call) -> LayerGroup:
-    """What one layer asks, without a name and its number."""
-    spec, streams, top_k = call.params, _streams(call), call.selection.top_k if call.selection else 0
+def _need(call: Call) -> LayerGroup:
+    """Return what one layer needs, without a name and its number."""
+    params, streams, top_k = call.params, _streams(call), call.selection.top_k if call.selection else 0
     kind: Kind = "dsa" if top_k else "mla" if streams[0].name == LATENT else "mha"
-    heads, sinks = call.query.shape[1], spec.sinks_H is not None
-    return LayerGroup("", kind, streams, (), heads, spec.window, bool(spec.softcap), sinks, top_k)
+    heads, sinks = call.query.shape[1], params.sinks_H is not None
+    return LayerGroup("", kind, streams, (), heads, params.window, bool(params.softcap), sinks, top_k)
 
 
 def _streams(call: Call) -> tuple[Stream, ...]:
-    """What a layer stores. An index key is stored by the layer whose indexer it is, and scored for others too."""
-    own = tuple(Stream(name, x.shape[1], x.shape[3], call.rope) for name, x in call.streams.items())
+    """Return what a layer stores. The layer of an indexer stores its key, which is scored for other layers too."""
+    streams = tuple(Stream(name, x.shape[1], x.shape[3], call.rope) for name, x in call.streams.items())
     if call.selection is None or call.selection.layer != call.layer:
-        return own
+        return streams
     _, heads, dim = call.selection.key_T1D.shape
-    return (*own, Stream(INDEX, heads, dim, call.rope))
+    return (*streams, Stream(INDEX, heads, dim, call.rope))
 
 
 def _name(group: LayerGroup, index: int) -> str:
-    what = "sparse" if group.top_k else "full" if group.window is None else "sliding"
-    return f"{what}{index or ''}"
+    kind = "sparse" if group.top_k else "full" if group.window is None else "sliding"
+    return f"{kind}{index or ''}"

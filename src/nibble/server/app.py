@@ -1,8 +1,4 @@
-"""The routes: from a request in OpenAI's shape to the engine, and back as JSON or as server-sent events.
-
-Owns Api and make_app(). Every request is open in the engine for no longer than its client waits for it. Must not know
-how the engine runs (client.py).
-"""
+"""The routes: from a request in OpenAI's shape to the engine, and back as JSON or as server-sent events."""
 
 from __future__ import annotations
 
@@ -21,14 +17,13 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.outputs import Delta
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import chat_format, openapi, pages
-from nibble.server.cache_view import cache_view
-from nibble.server.engine_client import Ask, EngineClient, EngineDiedError, Piece, State
-from nibble.server.errors import error_of, install_handlers
-from nibble.server.fidelity_view import warning
-from nibble.server.guards import BodyLimit, JsonRoute, KeyGuard
+from nibble.server import chat_format, page
+from nibble.server.engine_client import EngineClient, EngineDiedError, GenerationRequest, Piece, State
+from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
 from nibble.server.http_log import RequestLogMiddleware, Sink, access_log, http_log_of
-from nibble.server.metrics import Meters, Timer
+from nibble.server.messages import Ready
+from nibble.server.metrics import Metrics, RequestTimer
+from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,262 +35,307 @@ from nibble.server.protocol import (
 )
 from nibble.server.responses import ChatWriter, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
-from nibble.server.streaming import Events, Gate, event, merged, unless_gone
+from nibble.server.streaming import (
+    AdmissionLimiter,
+    Events,
+    cancel_on_disconnect,
+    encode_event,
+    merge_streams,
+)
 from nibble.server.structured import GrammarCheck
 from nibble.server.tools import Tool, arguments_as_text, message_for_template, tools_for_template
+from nibble.server.views import cache_view, fidelity_warning
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
-LARGEST_ANSWER = 1 << 20
-SHOWN = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
-"""What /health tells of the engine's counts."""
+MAX_ANSWER = 1 << 20
+"""Tokens of an answer whose request names no bound."""
+HEALTH_COUNTS = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
+"""Fields of /health, and the engine's counts that they show."""
+Choices = AsyncGenerator[list[dict[str, Any]]]
+"""Choices of chunks, those that came together in one list."""
 
 
 class Tokens(chat_format.Tokens, Protocol):
-    """What the server asks of a tokenizer."""
+    """What is needed of a tokenizer here."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any: ...
+    def encode(self, text: str) -> list[int]:
+        """Return a text's tokens."""
+
+    def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any:
+        """Return the tokenizer as llguidance needs it."""
+
     @property
-    def longest(self) -> int: ...
-    def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]: ...
+    def longest(self) -> int:
+        """The characters of the longest token."""
+
+    def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:
+        """Return a conversation's tokens by the chat template."""
 
 
 class Api:
-    """The routes' functions."""
+    """The routes' functions.
+
+    Args:
+        client: the engine.
+        tokens: the tokenizer, if the model has one.
+        name: what clients call the model.
+        settings: of the server.
+    """
 
     def __init__(self, client: EngineClient, tokens: Tokens | None, name: str, settings: Settings) -> None:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
-        self.gate = Gate(settings.max_queue, settings.wait_when_full)
-        self.meters = Meters(client, name)
+        self.limiter = AdmissionLimiter(settings.max_queue, settings.wait_when_full)
+        self.metrics_registry = Metrics(client, name)
         self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
         self.grammars = GrammarCheck(tokens)
-        self._since = int(time.time())
+        self._created = int(time.time())
 
     @property
     def tokens(self) -> Tokens:
+        """The tokenizer; raises RequestError without one."""
         if self._tokens is None:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions")
         return self._tokens
 
-    # What is served
-
     async def models(self) -> dict[str, Any]:
+        """Return the list of models, which has one entry."""
         ready = self.client.ready
-        entry = {"id": self.name, "object": "model", "created": self._since, "owned_by": "nibble"}
+        entry = {"id": self.name, "object": "model", "created": self._created, "owned_by": "nibble"}
         sizes = {"max_model_len": ready and ready.max_context, "vocab_size": ready and ready.vocab_size}
         return {"object": "list", "data": [entry | sizes]}
 
     async def model(self, name: str) -> dict[str, Any]:
+        """Return the model's entry in the list."""
         self._check_model(name)
-        listed: dict[str, Any] = (await self.models())["data"][0]
-        return listed
+        entry: dict[str, Any] = (await self.models())["data"][0]
+        return entry
 
     async def plan(self) -> dict[str, Any]:
-        if self.client.ready is None:
-            raise EngineDiedError("the engine has not started yet")
-        return {"model": self.name, **self.client.ready.about}
+        """Return the formats, backends and memory that the engine runs with."""
+        return {"model": self.name, **self._ready().about}
 
     async def cache(self) -> dict[str, Any]:
-        if self.client.ready is None:
-            raise EngineDiedError("the engine has not started yet")
-        return cache_view(self.client.stats, self.client.ready.about)
+        """Return how the KV cache is filled."""
+        return cache_view(self.client.stats, self._ready().about)
 
     async def health(self) -> JSONResponse:
+        """Return whether the engine serves, by the status too, and how busy it is."""
         state, stats = self.client.state, self.client.stats
-        counts = {name: int(stats.get(key, 0)) for name, key in SHOWN.items()}
-        about = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
-        if told := warning(stats):
-            about["warning"] = told
-        return JSONResponse({**about, "open": self.gate.open, **counts}, 200 if state is State.READY else 503)
+        counts = {name: int(stats.get(key, 0)) for name, key in HEALTH_COUNTS.items()}
+        body = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
+        if warning := fidelity_warning(stats):
+            body["warning"] = warning
+        body = {**body, "open": self.limiter.num_open, **counts}
+        return JSONResponse(body, 200 if state is State.READY else 503)
 
     async def live(self) -> dict[str, str]:
+        """Return that the server answers, whatever its engine does."""
         return {"status": "live"}
 
     async def metrics(self) -> Response:
-        text, kind = self.meters.render()
-        return Response(text, media_type=kind)
+        """Return the metrics as Prometheus reads them."""
+        text, media_type = self.metrics_registry.render()
+        return Response(text, media_type=media_type)
 
-    async def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
-        if asked.prompt is not None:
-            ids = await self._encoded(asked.prompt)
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a text or of a conversation."""
+        if body.prompt is not None:
+            ids = await self._encode(body.prompt)
         else:
-            ids = await self._conversation(asked.messages or ())
-        return {
-            "tokens": ids,
-            "count": len(ids),
-            "max_model_len": self.client.ready and self.client.ready.max_context,
-        }
+            ids = await self._encode_chat(body.messages or ())
+        ready = self.client.ready
+        return {"tokens": ids, "count": len(ids), "max_model_len": ready and ready.max_context}
 
-    async def detokenize(self, asked: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of tokens."""
         size = self.client.ready.vocab_size if self.client.ready else 0
-        beyond = [token for token in asked.tokens if not 0 <= token < size]
-        if beyond:
-            raise RequestError(f"token {beyond[0]} is out of range: the vocabulary has {size} tokens")
-        return {"prompt": await asyncio.to_thread(self.tokens.decode, asked.tokens)}
+        wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong} is out of range: the vocabulary has {size} tokens")
+        return {"prompt": await asyncio.to_thread(self.tokens.decode, body.tokens)}
 
-    # Answers
-
-    async def completions(self, request: Request, asked: CompletionRequest) -> Response:
-        self._opened(request, asked, "text_completion")
-        prompts = asked.prompts()
-        ids = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        self._check_room(max(map(len, ids)))
-        params = asked.params(asked.max_tokens or self._room(max(map(len, ids))), asked.logprobs)
-        texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if asked.echo else []
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue texts."""
+        self._start(request, body, "text_completion")
+        prompts = body.prompts()
+        ids = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        longest = max(map(len, ids))
+        self._check_length(longest)
+        params = body.params(body.max_tokens or self._max_answer(longest), body.logprobs)
+        texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if body.echo else []
         echoes = [text for text in texts for _ in range(params.n)]
-        lens = [len(prompt) for prompt in ids]
-        writer = TextWriter(self.name, self._word, lens, echoes, asked.logprobs is not None, not asked.stream)
-        return await self._answer(
-            request, asked, writer, [self._ask(asked, prompt, params) for prompt in ids]
-        )
+        num_tokens = [len(prompt) for prompt in ids]
+        logprobs, collect = body.logprobs is not None, not body.stream
+        writer = TextWriter(self.name, self._token_text, num_tokens, echoes, logprobs, collect)
+        requests = [self._engine_request(body, prompt, params) for prompt in ids]
+        return await self._answer(request, body, writer, requests)
 
-    async def chat(self, request: Request, asked: ChatRequest) -> Response:
-        self._opened(request, asked, "chat")
-        ids = await self._conversation(
-            asked.messages, asked.callable_tools(), **asked.chat_template_kwargs or {}
-        )
-        form = self.chat_format.answer_format(asked, ids)
-        wanted = asked.max_completion_tokens or asked.max_tokens or self._room(len(ids))
-        params = form.params(asked.params(wanted, asked.wanted_logprobs()))
-        reader = form.parsers(eager=asked.stream)
-        writer = ChatWriter(self.name, self._word, [len(ids)], asked.logprobs, reader, not asked.stream)
-        return await self._answer(request, asked, writer, [self._ask(asked, ids, params)])
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        self._start(request, body, "chat")
+        ids = await self._encode_chat(body.messages, body.callable_tools(), **body.chat_template_kwargs or {})
+        answer_format = self.chat_format.answer_format(body, ids)
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._max_answer(len(ids))
+        params = answer_format.params(body.params(max_tokens, body.num_logprobs()))
+        # Arguments of calls come as they grow where somebody reads along.
+        parser = answer_format.parsers(eager=body.stream)
+        writer = ChatWriter(self.name, self._token_text, [len(ids)], body.logprobs, parser, not body.stream)
+        return await self._answer(request, body, writer, [self._engine_request(body, ids, params)])
 
-    async def _conversation(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), **kwargs: Any
-    ) -> list[int]:
-        """Tokens of a conversation, by its template. kwargs: for the template."""
-        as_text = arguments_as_text(self.tokens.chat_template)
-        said = [message_for_template(message.plain(), as_text=as_text) for message in messages]
-        offered = tools_for_template(tools)
-        size = sum(len(message["content"]) for message in said) + len(json.dumps(offered or []))
-        self._check_room(size // self.tokens.longest)
-        if size > LONG_TEXT:
-            return await asyncio.to_thread(self.tokens.chat, said, offered, **kwargs)
-        return self.tokens.chat(said, offered, **kwargs)
+    def _ready(self) -> Ready:
+        if self.client.ready is None:
+            raise EngineDiedError("the engine has not started yet")
+        return self.client.ready
 
-    def _word(self, ids: Sequence[int]) -> str:
-        """A token as log-probabilities name it: special ones too, for the end may well be among the likeliest."""
-        return self._tokens.decode(ids, None) if self._tokens else ""
-
-    def _ask(self, asked: Sampling, prompt: list[int], params: SamplingParams) -> Ask:
-        if asked.priority and self.settings.scheduling != PRIORITY:
-            raise RequestError(
-                "priorities are not honoured here; start the server with --scheduling priority"
-            )
-        return Ask(prompt, params, asked.cache_salt, asked.priority)
-
-    def _opened(self, request: Request, asked: Sampling, operation: str) -> None:
-        """Note what the request is about; raises RequestError where another model is meant."""
-        self._check_model(asked.model)
-        http_log = http_log_of(request.scope)
-        http_log.operation, http_log.model = operation, self.name
-        http_log.fields = partial(asked.model_dump, exclude_unset=True)
-
-    def _check_model(self, name: str) -> None:
-        if name != self.name:
-            said = f"the model {name!r} is not served here; {self.name!r} is"
-            raise RequestError(said, 404, "model_not_found")
-
-    def _room(self, prompt: int) -> int:
-        """Tokens of answer that the context has room for."""
-        ready = self.client.ready
-        return max(1, min(LARGEST_ANSWER, ready.max_context - prompt if ready else 1))
-
-    def _check_room(self, tokens: int) -> None:
-        """Refuses what cannot fit, however it will be made into tokens, before that costs anything."""
-        ready = self.client.ready
-        if ready and tokens > ready.max_context:
-            raise PromptTooLong(
-                f"the prompt is too long: it has {tokens} tokens at least, and this model's maximum context length is "
-                f"{ready.max_context} tokens"
-            )
-
-    async def _encoded(self, text: str) -> list[int]:
-        self._check_room(len(text) // self.tokens.longest)
+    async def _encode(self, text: str) -> list[int]:
+        self._check_length(len(text) // self.tokens.longest)
         if len(text) > LONG_TEXT:
             return await asyncio.to_thread(self.tokens.encode, text)
         return self.tokens.encode(text)
 
-    async def _answer(
-        self, request: Request, asked: Sampling, writer: Writer, asks: Sequence[Ask]
-    ) -> Response:
-        times = [limit for limit in (asked.timeout, self.settings.timeout) if limit is not None]
-        http_log = http_log_of(request.scope)
-        http_log.timers = timers = [self.meters.request(len(ask.prompt), ask.params.n) for ask in asks]
-        writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
-        choices = self._choices(writer, asks, timers, min(times, default=None))
-        work = self._stream(writer, choices, asked) if asked.stream else self._collected(writer, choices)
-        return await unless_gone(request, work)
+    async def _encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), **kwargs: Any
+    ) -> list[int]:
+        """Return a conversation's tokens; kwargs: for the chat template."""
+        as_text = arguments_as_text(self.tokens.chat_template)
+        turns = [message_for_template(message.plain(), as_text=as_text) for message in messages]
+        tool_list = tools_for_template(tools)
+        size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(tool_list or []))
+        self._check_length(size // self.tokens.longest)
+        if size > LONG_TEXT:
+            return await asyncio.to_thread(self.tokens.chat, turns, tool_list, **kwargs)
+        return self.tokens.chat(turns, tool_list, **kwargs)
 
-    async def _stream(
-        self, writer: Writer, choices: AsyncGenerator[list[dict[str, Any]]], asked: Sampling
+    def _token_text(self, ids: Sequence[int]) -> str:
+        # Special tokens too: the end of an answer may be among the likeliest tokens.
+        return self._tokens.decode(ids, None) if self._tokens else ""
+
+    def _engine_request(self, body: Sampling, prompt: list[int], params: SamplingParams) -> GenerationRequest:
+        if body.priority and self.settings.scheduling != PRIORITY:
+            raise RequestError(
+                "priorities are not honoured here; start the server with --scheduling priority"
+            )
+        return GenerationRequest(prompt, params, body.cache_salt, body.priority)
+
+    def _start(self, request: Request, body: Sampling, operation: str) -> None:
+        """Note what the request is about; raises RequestError for another model."""
+        self._check_model(body.model)
+        http_log = http_log_of(request.scope)
+        http_log.operation, http_log.model = operation, self.name
+        http_log.fields = partial(body.model_dump, exclude_unset=True)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            message = f"the model {name!r} is not served here; {self.name!r} is"
+            raise RequestError(message, 404, "model_not_found")
+
+    def _max_answer(self, prompt_tokens: int) -> int:
+        """Return the tokens of answer that the context has room for."""
+        ready = self.client.ready
+        return max(1, min(MAX_ANSWER, ready.max_context - prompt_tokens if ready else 1))
+
+    def _check_length(self, min_tokens: int) -> None:
+        """Raise PromptTooLong for a prompt of at least so many tokens, before tokenising costs anything."""
+        ready = self.client.ready
+        if ready and min_tokens > ready.max_context:
+            raise PromptTooLong(
+                f"the prompt is too long: it has {min_tokens} tokens at least, and this model's maximum context "
+                f"length is {ready.max_context} tokens"
+            )
+
+    async def _answer(
+        self, request: Request, body: Sampling, writer: Writer, requests: Sequence[GenerationRequest]
     ) -> Response:
-        """Waits for the first piece: what cannot be served is told by a status, and not in a stream."""
-        try:
-            first: list[dict[str, Any]] = await anext(choices, [])
-        except BaseException:
-            await choices.aclose()
-            raise
-        told = asked.stream_options or StreamOptions()
-        return StreamingResponse(self._events(writer, first, choices, told), media_type="text/event-stream")
+        limits = [limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
+        http_log = http_log_of(request.scope)
+        start = self.metrics_registry.start_request
+        http_log.timers = timers = [start(len(one.prompt), one.params.n) for one in requests]
+        writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
+        choices = self._choices(writer, requests, timers, min(limits, default=None))
+        response = self._stream(writer, choices, body) if body.stream else self._collect(writer, choices)
+        return await cancel_on_disconnect(request, response)
 
     async def _choices(
-        self, writer: Writer, asks: Sequence[Ask], timers: Sequence[Timer], timeout: float | None
-    ) -> AsyncGenerator[list[dict[str, Any]]]:
-        """Choices of chunks, as they come; usage is the writer's. timeout: in seconds, all waiting included."""
-        caches: dict[int, int] = {}
+        self,
+        writer: Writer,
+        requests: Sequence[GenerationRequest],
+        timers: Sequence[RequestTimer],
+        timeout: float | None,
+    ) -> Choices:
+        """Yield choices as they come. timeout: in seconds, with all that the requests wait."""
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        grammar = asks[0].params.grammar
+        grammar = requests[0].params.grammar
         if grammar is not None and self.client.ready:
             async with asyncio.timeout_at(deadline):
                 await self.grammars.check(grammar, self.client.ready.vocab_size)
-        async with self.gate.passed(len(asks), deadline):
-            sources = [timer.over(self.client.generate(ask)) for timer, ask in zip(timers, asks, strict=True)]
-            async with aclosing(merged(sources, deadline)) as found:
-                async for which, pieces in found:
-                    caches[which] = pieces[-1].cached
-                    writer.cached = sum(caches.values())
-                    first = which * asks[which].params.n
-                    choices = [writer.take(first + piece.delta.index, _sound(piece)) for piece in pieces]
-                    if shown := [choice for choice in choices if choice is not None]:
-                        yield shown
+        cached: dict[int, int] = {}
+        async with self.limiter.acquire(len(requests), deadline):
+            sources = [
+                timer.observe(self.client.generate(one)) for timer, one in zip(timers, requests, strict=True)
+            ]
+            async with aclosing(merge_streams(sources, deadline)) as stream:
+                async for i, pieces in stream:
+                    cached[i] = pieces[-1].cached
+                    writer.cached = sum(cached.values())
+                    first = i * requests[i].params.n
+                    taken = [writer.take(first + piece.delta.index, _delta_of(piece)) for piece in pieces]
+                    if choices := [choice for choice in taken if choice is not None]:
+                        yield choices
 
-    async def _collected(self, writer: Writer, choices: AsyncGenerator[list[dict[str, Any]]]) -> Response:
+    async def _collect(self, writer: Writer, choices: Choices) -> Response:
         async with aclosing(choices):
             async for _ in choices:
                 pass
         return JSONResponse(writer.body())
 
-    async def _events(
-        self,
-        writer: Writer,
-        first: list[dict[str, Any]],
-        choices: AsyncGenerator[list[dict[str, Any]]],
-        told: StreamOptions,
-    ) -> AsyncGenerator[bytes]:
-        so_far = writer.usage if told.continuous_usage_stats else None
-        events = Events(
-            writer.about() | ({"usage": None} if told.include_usage and not so_far else {}), so_far
+    async def _stream(self, writer: Writer, choices: Choices, body: Sampling) -> Response:
+        # The first piece is awaited, so that a request that cannot be served gets a status and no stream.
+        try:
+            first: list[dict[str, Any]] = await anext(choices, [])
+        except BaseException:
+            await choices.aclose()
+            raise
+        options = body.stream_options or StreamOptions()
+        return StreamingResponse(
+            self._events(writer, first, choices, options), media_type="text/event-stream"
         )
+
+    async def _events(
+        self, writer: Writer, first: list[dict[str, Any]], choices: Choices, options: StreamOptions
+    ) -> AsyncGenerator[bytes]:
+        usage = writer.usage if options.continuous_usage_stats else None
+        null_usage = {"usage": None} if options.include_usage and not usage else {}
+        events = Events(writer.chunk_fields() | null_usage, usage)
         async with aclosing(choices):
             try:
-                yield events.of(first)
-                async for several in choices:
-                    yield events.of(several)
-                if told.include_usage:
-                    yield event(writer.last())
-            except Exception as error:  # the status has been sent: the stream says it
-                yield b"data: " + bytes(error_of(error).body) + b"\n\n"
+                yield events.encode(first)
+                async for more in choices:
+                    yield events.encode(more)
+                if options.include_usage:
+                    yield encode_event(writer.usage_chunk())
+            except Exception as error:
+                # The status has been sent, so the stream has the error.
+                yield b"data: " + bytes(response_of(error).body) + b"\n\n"
             yield b"data: [DONE]\n\n"
 
 
-def _sound(piece: Piece) -> Delta:
-    """What a piece adds; raises RequestError where the engine could not go on with its answer."""
+def _delta_of(piece: Piece) -> Delta:
+    """Return what a piece adds; raises RequestError where the engine could not go on with its answer."""
     if piece.delta.error:
         raise RequestError(piece.delta.error, piece.delta.status)
     return piece.delta
+
+
+def _content(media_type: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"content": {media_type: {"schema": schema or {}}}}
+
+
+GET_ERRORS = describe_errors(503)
+POST_ERRORS = describe_errors(400, 404, 408, 413, 429, 501, 503)
+STREAM_RESPONSES: Responses = {200: _content("text/event-stream"), **POST_ERRORS}
+METRICS_RESPONSES: Responses = {200: _content("text/plain", {"type": "string"}), **GET_ERRORS}
+HEALTH_RESPONSES: Responses = {503: {"description": DESCRIPTIONS[503], **_content("application/json")}}
 
 
 def make_app(
@@ -306,7 +346,16 @@ def make_app(
     lifespan: Callable[[FastAPI], Any] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> FastAPI:
-    """Return the application. sinks: called with the HttpLog of each request that ended, after the log is."""
+    """Return the application.
+
+    Args:
+        client: the engine.
+        tokens: the tokenizer, if the model has one.
+        name: what clients call the model.
+        settings: of the server.
+        lifespan: FastAPI's.
+        sinks: called with the log of each request that ended, after metrics and the access log.
+    """
     api = Api(client, tokens, name, settings)
     app = FastAPI(
         title="Nibble",
@@ -314,28 +363,53 @@ def make_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses=openapi.EVERY_ROUTE,
+        responses=describe_errors(401, 500),
     )
     app.state.api = api
-    app.router.route_class = JsonRoute
-    app.get("/v1/models", responses=openapi.WITH_STATE)(api.models)
-    app.get("/v1/models/{name:path}", responses=openapi.errors(404))(api.model)
-    app.get("/v1/plan", responses=openapi.WITH_STATE)(api.plan)
-    app.get("/v1/cache", responses=openapi.WITH_STATE)(api.cache)
-    pages.mount(app)
-    app.get("/metrics", response_class=Response, response_model=None, responses=openapi.METRICS)(api.metrics)
-    app.get("/health", responses=openapi.HEALTH)(api.health)
-    app.get("/health/ready", responses=openapi.HEALTH)(api.health)
-    app.get("/health/live", responses=openapi.HEALTH)(api.live)
-    app.post("/tokenize", responses=openapi.WITH_BODY)(api.tokenize)
-    app.post("/detokenize", responses=openapi.WITH_BODY)(api.detokenize)
-    app.post("/v1/completions", response_model=None, responses=openapi.STREAMED)(api.completions)
-    app.post("/v1/chat/completions", response_model=None, responses=openapi.STREAMED)(api.chat)
-    app.openapi = partial(openapi.describe, app, name)  # type: ignore[method-assign]
+    _add_routes(app, api)
+    app.openapi = partial(openapi_document, app, name)  # type: ignore[method-assign]
     install_handlers(app)
+    # The middleware that is added last is the outermost: a refused request is logged too.
     if settings.api_key:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(BodyLimit, limit=settings.body_bytes)
-    own: list[Sink] = [api.meters.count_http, partial(access_log, texts=settings.log_requests)]
-    app.add_middleware(RequestLogMiddleware, sinks=[*own, *sinks])
+    log = partial(access_log, texts=settings.log_requests)
+    app.add_middleware(RequestLogMiddleware, sinks=[api.metrics_registry.count_http, log, *sinks])
     return app
+
+
+def _add_routes(app: FastAPI, api: Api) -> None:
+    app.router.route_class = JsonRoute
+    app.get("/v1/models", responses=GET_ERRORS)(api.models)
+    app.get("/v1/models/{name:path}", responses=describe_errors(404))(api.model)
+    app.get("/v1/plan", responses=GET_ERRORS)(api.plan)
+    app.get("/v1/cache", responses=GET_ERRORS)(api.cache)
+    page.mount(app)
+    app.get("/metrics", response_class=Response, response_model=None, responses=METRICS_RESPONSES)(
+        api.metrics
+    )
+    app.get("/health", responses=HEALTH_RESPONSES)(api.health)
+    app.get("/health/ready", responses=HEALTH_RESPONSES)(api.health)
+    app.get("/health/live", responses=HEALTH_RESPONSES)(api.live)
+    app.post("/tokenize", responses=POST_ERRORS)(api.tokenize)
+    app.post("/detokenize", responses=POST_ERRORS)(api.detokenize)
+    app.post("/v1/completions", response_model=None, responses=STREAM_RESPONSES)(api.completions)
+    app.post("/v1/chat/completions", response_model=None, responses=STREAM_RESPONSES)(api.chat)
+
+
+def openapi_document(app: FastAPI, name: str) -> dict[str, Any]:
+    """Return the OpenAPI document. name: the model's, the only one that requests may have."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document = FastAPI.openapi(app)
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        if schema.get("properties", {}).get("model", {}).get("type") == "string":
+            schema["properties"]["model"]["enum"] = [name]
+    # Malformed bodies are answered with 400, never with FastAPI's 422.
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    return document

@@ -144,8 +144,8 @@ def find_format(formats: Mapping[str, Format], name: str, chat_template: str | N
 class Tokens(Protocol):
     """What is needed of a tokenizer here."""
 
-    def decode(self, ids: Sequence[int], shown: frozenset[int] | None = ...) -> str:
-        """Return the text of tokens; with `shown` None all special ones are text."""
+    def decode(self, ids: Sequence[int], shown_tokens: frozenset[int] | None = ..., /) -> str:
+        """Return the text of tokens; with `shown_tokens` None all special ones are text."""
 
     def token_of(self, word: str) -> int | None:
         """Return the token that is this word; None where there is none."""

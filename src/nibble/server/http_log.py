@@ -8,14 +8,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nibble.server.logging import log_event
-
-if TYPE_CHECKING:
-    from nibble.server.metrics import Timer
+from nibble.server.metrics import RequestTimer
 
 SCOPE_KEY = "nibble.http_log"
 ID_HEADER = b"x-request-id"
@@ -51,7 +49,7 @@ class HttpLog:
     response_id: str = ""
     fields: Callable[[], Mapping[str, Any]] = dict
     """Return the fields that the request's body named."""
-    timers: Sequence[Timer] = ()
+    timers: Sequence[RequestTimer] = ()
     """One for each prompt."""
 
     @property
@@ -126,6 +124,7 @@ class RequestLogMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
+            # Starlette's outermost handler answers 500 after this middleware has seen the error.
             http_log.status = 500 if http_log.status == CLIENT_GONE else http_log.status
             raise
         finally:

@@ -1,7 +1,4 @@
-"""What the server and the process of its engine say to each other: messages, and their bytes.
-
-Owns the messages. All are plain data, encoded by msgspec as MessagePack. Must not know of sockets, HTTP or torch.
-"""
+"""Messages between the server and the process of its engine: plain data, encoded by msgspec as MessagePack."""
 
 from __future__ import annotations
 
@@ -15,72 +12,78 @@ from nibble.errors import NibbleError, PromptTooLong, RequestError
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A prompt. salt: only requests of the same salt share pages. priority: a lower one is served before."""
+    """Command to continue a prompt."""
 
     id: int
     prompt: list[int]
     params: SamplingParams
     salt: str = ""
+    """Only requests of the same salt share pages."""
     priority: int = 0
+    """A lower one is served before."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants the answers of this request any more."""
+    """Command to give up a request, whose client is not there any more."""
 
     id: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The engine's process is to end."""
+    """Command to end the engine's process."""
 
 
-Order = Submit | Abort | Stop
+Command = Submit | Abort | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves. about: what, for people and programs: the plan, where memory goes, how the start went. folder:
-    where the tokenizer is."""
+    """Event: the engine serves."""
 
     folder: str
+    """Where the tokenizer is."""
     max_context: int
     vocab_size: int
     about: dict[str, Any]
+    """For people and programs: the plan, where memory goes, how the start went."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start: the message, and the class of nibble.errors."""
+    """Event: the engine could not start."""
 
     error: str
     kind: str
+    """A class of nibble.errors."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request cannot be served, with the HTTP status and the code that say so."""
+    """Event: a request cannot be served."""
 
     id: int
     status: int
+    """Of HTTP."""
     error: str
     code: str | None = None
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """What one step added to answers: by request, with its prompt tokens that came from the prefix cache, and when it
-    was started."""
+    """Event: one step added to answers."""
 
     items: list[tuple[int, int, float | None, Delta]]
+    """Request, its prompt tokens from the prefix cache, when it was started, and what was added."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Counts of the engine, by name, as the scheduler's Metrics and the cache's have them."""
+    """Event: counts of the engine."""
 
     numbers: dict[str, float]
+    """By name, as the scheduler's metrics and the cache's have them."""
 
 
-News = Ready | Failed | Refused | Pieces | Stats
+Event = Ready | Failed | Refused | Pieces | Stats
 
 
 def status_of(error: NibbleError) -> tuple[int, str, str | None]:
-    """What keeps a request from being served: HTTP status, message and code."""
+    """Return the HTTP status, the message and the code of an error that keeps a request from being served."""
     if isinstance(error, RequestError):
         return error.status, str(error), error.code
     if isinstance(error, PromptTooLong):
@@ -88,20 +91,22 @@ def status_of(error: NibbleError) -> tuple[int, str, str | None]:
     return 500, str(error), None
 
 
+# Decoders are built once: they compile the types.
 _encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
-def encode(message: Order | News) -> bytes:
+def encode(message: Command | Event) -> bytes:
+    """Return a message's bytes."""
     return _encoder.encode(message)
 
 
-def order(data: bytes) -> Order:
-    """What the server said."""
-    return _orders.decode(data)
+def decode_command(data: bytes) -> Command:
+    """Return a message of the server."""
+    return _command_decoder.decode(data)
 
 
-def news(data: bytes) -> News:
-    """What the engine said."""
-    return _news.decode(data)
+def decode_event(data: bytes) -> Event:
+    """Return a message of the engine."""
+    return _event_decoder.decode(data)

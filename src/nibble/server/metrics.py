@@ -1,7 +1,6 @@
 """What the server counts and times, as Prometheus reads it. Names are vLLM's, with `nibble:` for `vllm:`.
 
-Owns Meters and Timer. Requests are counted here as they go by, HTTP requests when they have ended; what the
-engine counts is read from its client when somebody asks. Must not know of routes, of answers' text or of sockets.
+Requests are counted as they go by, and HTTP requests at their end; the engine's counts are read when somebody asks.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,11 +25,9 @@ from prometheus_client.registry import Collector
 import nibble
 from nibble.errors import NibbleError, RequestError
 from nibble.server.engine_client import EngineClient, Piece, State
-from nibble.server.fidelity_view import FidelityCollector
+from nibble.server.views import MODEL_LABEL, FidelityCollector
 
-if TYPE_CHECKING:
-    from nibble.server.http_log import HttpLog
-
+# Bounds of the histograms' buckets: vLLM's, and finer where small models are.
 FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0,
@@ -39,71 +36,73 @@ BETWEEN_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 40.0,
 )  # fmt: skip
-WHOLE_S = (
+TOTAL_S = (
     0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 TOKENS = tuple(
     float(digit * 10**power) for power in range(7) for digit in (1, 2, 5) if digit * 10**power <= 2e6
 )
-"""Bounds of the histograms' buckets: vLLM's, and finer where small models are."""
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", FIRST_S),
+    "inter_token_latency_seconds": (
+        "Time between tokens of one answer; tokens that come together share it.",
+        BETWEEN_S,
+    ),
+    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", BETWEEN_S),
+    "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", TOTAL_S),
+    "request_queue_time_seconds": ("Time from a request's arrival until the engine took it up.", TOTAL_S),
+    "request_prefill_time_seconds": ("Time from there to its first token.", TOTAL_S),
+    "request_decode_time_seconds": ("Time from its first token to its last.", TOTAL_S),
+    "request_inference_time_seconds": (
+        "Time from when the engine took it up to its last token.",
+        TOTAL_S,
+    ),
+    "request_prompt_tokens": ("Prompt tokens of a request that ended.", TOKENS),
+    "request_generation_tokens": ("Tokens of all answers of a request that ended.", TOKENS),
+}
+"""Help and buckets, by name."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REASONS = ("stop", "length", "abort", "error")
-MODEL = "model_name"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The text format that every Prometheus reads."""
 Clock = Callable[[], float]
 
 
-class Meters:
-    """All metrics of one server, in a registry of its own. clock: seconds that only grow."""
+class HttpRequest(Protocol):
+    """The facts of an HTTP request that are counted."""
+
+    method: str
+    route: str
+    status: int
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own.
+
+    Args:
+        client: the engine.
+        model: the value of the label `model_name`.
+        clock: seconds that only grow.
+    """
 
     def __init__(self, client: EngineClient, model: str, clock: Clock = time.monotonic) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which no dashboard reads
+        # They would be one more series for each, which no dashboard reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.clock, self._model = clock, model
         self._registry = CollectorRegistry()
-        self.first = self._histogram(
-            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", FIRST_S
-        )
-        self.between = self._histogram(
-            "inter_token_latency_seconds",
-            "Time between tokens of one answer; tokens that come together share it.",
-            BETWEEN_S,
-        )
-        self.mean_between = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time of an answer's tokens after the first.",
-            BETWEEN_S,
-        )
-        self.whole = self._histogram(
-            "e2e_request_latency_seconds", "Time from a request's arrival to its end.", WHOLE_S
-        )
-        self.queued = self._histogram(
-            "request_queue_time_seconds",
-            "Time from a request's arrival until the engine took it up.",
-            WHOLE_S,
-        )
-        self.prefill = self._histogram(
-            "request_prefill_time_seconds", "Time from there to its first token.", WHOLE_S
-        )
-        self.decode = self._histogram(
-            "request_decode_time_seconds", "Time from its first token to its last.", WHOLE_S
-        )
-        self.inference = self._histogram(
-            "request_inference_time_seconds",
-            "Time from when the engine took it up to its last token.",
-            WHOLE_S,
-        )
-        self.prompt = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request that ended.", TOKENS
-        )
-        self.generation = self._histogram(
-            "request_generation_tokens", "Tokens of all answers of a request that ended.", TOKENS
-        )
+        self._histograms = {
+            name: Histogram(
+                f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=buckets
+            ).labels(model)
+            for name, (doc, buckets) in HISTOGRAMS.items()
+        }
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of requests, counted with the first piece of an answer."
         ).labels(model)
         self.generation_tokens = self._counter("generation_tokens", "Tokens of answers.").labels(model)
         ended = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
+        # With all labels from the start: a series that appears with its first event has no rate.
         self.ended = {reason: ended.labels(model, reason) for reason in REASONS}
         self._http = self._counter(
             "http_requests", "Exchanges by route and status.", "method", "path", "status"
@@ -112,102 +111,118 @@ class Meters:
         self._registry.register(FidelityCollector(client, model))
         ProcessCollector(registry=self._registry)
 
-    def request(self, prompt_tokens: int, answers: int = 1) -> Timer:
-        """The timer of a request that has just come."""
-        return Timer(self, prompt_tokens, answers)
+    def start_request(self, prompt_tokens: int, num_answers: int = 1) -> RequestTimer:
+        """Return the timer of a request that has just arrived."""
+        return RequestTimer(self, prompt_tokens, num_answers)
 
-    def count_http(self, http_log: HttpLog) -> None:
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to one of HISTOGRAMS."""
+        self._histograms[name].observe(value)
+
+    def count_http(self, request: HttpRequest) -> None:
         """Count an HTTP request that has ended."""
-        method = http_log.method if http_log.method in METHODS else "other"
-        self._http.labels(self._model, method, http_log.route, str(http_log.status)).inc()
+        # A client may send any method, and each would be a series for ever.
+        method = request.method if request.method in METHODS else "other"
+        self._http.labels(self._model, method, request.route, str(request.status)).inc()
 
     def render(self) -> tuple[bytes, str]:
-        """All of it as text, and the text's media type: the one that every Prometheus reads."""
+        """Return all metrics as text, and the text's media type."""
         return generate_latest(self._registry), MEDIA_TYPE
 
-    def _histogram(self, name: str, doc: str, bounds: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"nibble:{name}", doc, [MODEL], registry=self._registry, buckets=bounds)
-        return made.labels(self._model)
-
     def _counter(self, name: str, doc: str, *labels: str) -> Counter:
-        return Counter(f"nibble:{name}", doc, [MODEL, *labels], registry=self._registry)
+        return Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
 
 
 @dataclass(slots=True)
-class _Answer:
-    """Times of one answer. later: tokens after its first piece."""
+class AnswerTimes:
+    """Times of one answer."""
 
     first: float
     last: float
-    later: int = 0
+    num_later: int = 0
+    """Tokens after the first piece."""
 
 
-class Timer:
-    """The times of one request: a prompt, and so many answers. One that is refused leaves nothing behind in metrics.
+class RequestTimer:
+    """The times of one request; a refused one leaves nothing behind in the metrics.
 
-    prompt, cached, tokens: how many of the prompt, of those found in the prefix cache, and of all answers. arrived,
-    started, first, last: when it came, when the engine took it up, when its first and newest tokens came. reasons: why
-    answers ended.
+    Args:
+        metrics: where the times go.
+        prompt: tokens.
+        num_answers: the request ends with the last of them.
     """
 
-    def __init__(self, meters: Meters, prompt: int, answers: int) -> None:
-        self.prompt, self.cached, self.tokens = prompt, 0, 0
-        self.arrived = meters.clock()
+    def __init__(self, metrics: Metrics, prompt: int, num_answers: int) -> None:
+        self.prompt = prompt
+        self.cached = 0
+        """Prompt tokens from the prefix cache."""
+        self.tokens = 0
+        """Tokens of all answers."""
+        self.arrived = metrics.clock()
         self.started: float | None = None
+        """When the engine took the request up."""
         self.first: float | None = None
         self.last: float | None = None
+        """When the first and the newest token came."""
         self.reasons: list[str] = []
-        self._meters, self._left = meters, answers
-        self._answers: dict[int, _Answer] = {}
-        self._begun = self._ended = False
+        """Why answers ended."""
+        self._metrics, self._num_open = metrics, num_answers
+        self._answers: dict[int, AnswerTimes] = {}
+        self._prompt_counted = self._ended = False
 
-    def piece(self, tokens: int, answer: int = 0, reason: str | None = None, at: float | None = None) -> None:
-        """So many tokens of an answer have come, together. reason: why it ended, with its last piece; the request
-        ends with the last of its answers, and with that one's reason. at: when, if not now."""
-        now = self._meters.clock() if at is None else at
-        if not self._begun:
-            self._begun = True
-            self._meters.prompt_tokens.inc(self.prompt)
-        if tokens:
-            self._count(tokens, answer, now)
+    def add_tokens(
+        self, count: int, answer: int = 0, reason: str | None = None, at: float | None = None
+    ) -> None:
+        """Note tokens that came together.
+
+        Args:
+            count: tokens.
+            answer: its number.
+            reason: why the answer ended, with its last tokens.
+            at: when, by the clock; now where left out.
+        """
+        now = self._metrics.clock() if at is None else at
+        if not self._prompt_counted:
+            self._prompt_counted = True
+            self._metrics.prompt_tokens.inc(self.prompt)
+        if count:
+            self._count(count, answer, now)
         if reason:
             self.reasons.append(reason)
-            self._left -= 1
-            if not self._left:
+            self._num_open -= 1
+            if not self._num_open:
                 self.end(reason, now)
 
     def end(self, reason: str, at: float | None = None) -> None:
-        """The request ended, with one of REASONS. Only the first end counts. at: when, if not now."""
+        """Note the request's end, with one of REASONS. Only the first end counts."""
         if self._ended:
             return
         self._ended = True
-        self.reasons += [reason] * self._left
-        self._meters.whole.observe((self._meters.clock() if at is None else at) - self.arrived)
-        self._meters.prompt.observe(self.prompt)
-        self._meters.generation.observe(self.tokens)
-        self._meters.ended[reason].inc()
-        self._phases()
-        for answer in self._answers.values():
-            if answer.later:
-                self._meters.mean_between.observe((answer.last - answer.first) / answer.later)
+        self.reasons += [reason] * self._num_open
+        observe = self._metrics.observe
+        end = self._metrics.clock() if at is None else at
+        observe("e2e_request_latency_seconds", end - self.arrived)
+        observe("request_prompt_tokens", self.prompt)
+        observe("request_generation_tokens", self.tokens)
+        self._metrics.ended[reason].inc()
+        if self.started is not None:
+            observe("request_queue_time_seconds", self.started - self.arrived)
+            if self.first is not None and self.last is not None:
+                observe("request_prefill_time_seconds", self.first - self.started)
+                observe("request_decode_time_seconds", self.last - self.first)
+                observe("request_inference_time_seconds", self.last - self.started)
+        for times in self._answers.values():
+            if times.num_later:
+                mean = (times.last - times.first) / times.num_later
+                observe("request_time_per_output_token_seconds", mean)
 
-    def _phases(self) -> None:
-        """How long it waited, was read, and was answered, as far as it came."""
-        if self.started is None:
-            return
-        self._meters.queued.observe(self.started - self.arrived)
-        if self.first is not None and self.last is not None:
-            self._meters.prefill.observe(self.first - self.started)
-            self._meters.decode.observe(self.last - self.first)
-            self._meters.inference.observe(self.last - self.started)
-
-    async def over(self, source: AsyncGenerator[list[Piece]]) -> AsyncGenerator[list[Piece]]:
-        """The same pieces, timed. Closed before its end is an abort."""
+    async def observe(self, source: AsyncGenerator[list[Piece]]) -> AsyncGenerator[list[Piece]]:
+        """Yield the same pieces, and note their times; closed before its end, the request is aborted."""
         try:
             async with aclosing(source):
                 async for pieces in source:
                     for piece in pieces:
-                        self._note(piece)
+                        self._add_piece(piece)
                     yield pieces
         except RequestError:
             self._ended = True  # refused: the status of its HTTP request says so
@@ -218,120 +233,124 @@ class Timer:
         finally:
             self.end("abort")
 
-    def _note(self, piece: Piece) -> None:
-        """Counts a piece by the times at which the server heard of its parts."""
+    def _add_piece(self, piece: Piece) -> None:
         self.cached, self.started = piece.cached, piece.started
         delta, reason = piece.delta, "error" if piece.delta.error else piece.delta.finish_reason
-        *before, (last, tokens) = piece.marks
-        for at, count in before:
-            self.piece(count, delta.index, None, at)
-        self.piece(tokens, delta.index, reason, last)
+        # A joined piece has the times of its parts: a slow reader does not make the engine look slow.
+        *earlier, (last, tokens) = piece.marks
+        for at, count in earlier:
+            self.add_tokens(count, delta.index, None, at)
+        self.add_tokens(tokens, delta.index, reason, last)
 
-    def _count(self, tokens: int, answer: int, now: float) -> None:
-        there = self._answers.get(answer)
+    def _count(self, count: int, answer: int, now: float) -> None:
         self.last = now
         if self.first is None:
             self.first = now
-            self._meters.first.observe(now - self.arrived)
-        self.tokens += tokens
-        self._meters.generation_tokens.inc(tokens)
-        if there is None:
-            self._answers[answer] = _Answer(now, now)
+            self._metrics.observe("time_to_first_token_seconds", now - self.arrived)
+        self.tokens += count
+        self._metrics.generation_tokens.inc(count)
+        times = self._answers.get(answer)
+        if times is None:
+            self._answers[answer] = AnswerTimes(now, now)
             return
-        for _ in range(tokens):
-            self._meters.between.observe((now - there.last) / tokens)
-        there.last = now
-        there.later += tokens
+        for _ in range(count):
+            self._metrics.observe("inter_token_latency_seconds", (now - times.last) / count)
+        times.last = now
+        times.num_later += count
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """One number of the engine. key: in its stats. state: the value of the label, where numbers share a name."""
+class Row:
+    """One number of the engine."""
 
     name: str
     key: str
+    """In the engine's counts."""
     doc: str
     state: str = ""
+    """The value of the label, where numbers share a name."""
 
 
-RUNNING = (
-    _Row("num_requests_running", "running", "Answers that are being computed."),
-    _Row("num_requests_waiting", "waiting", "Answers that wait for room."),
-    _Row("kv_cache_pages", "cache_held", "Pages of the KV cache.", "held"),
-    _Row("kv_cache_pages", "cache_idle", "", "idle"),
-    _Row("kv_cache_pages", "cache_free", "", "free"),
-    _Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
-    _Row("host_tier_frames", "tier_idle", "", "idle"),
-    _Row("host_tier_frames", "tier_hot", "", "hot"),
-    _Row("host_tier_frames", "tier_held", "", "held"),
+GAUGES = (
+    Row("num_requests_running", "running", "Answers that are being computed."),
+    Row("num_requests_waiting", "waiting", "Answers that wait for room."),
+    Row("kv_cache_pages", "cache_held", "Pages of the KV cache.", "held"),
+    Row("kv_cache_pages", "cache_idle", "", "idle"),
+    Row("kv_cache_pages", "cache_free", "", "free"),
+    Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
+    Row("host_tier_frames", "tier_idle", "", "idle"),
+    Row("host_tier_frames", "tier_hot", "", "hot"),
+    Row("host_tier_frames", "tier_held", "", "held"),
 )
 """Gauges. Pages and frames are held by open requests, idle in the prefix cache, or free; hot: of hot buffers."""
-COUNTED = (
-    _Row("engine_steps", "steps", "Steps of the engine."),
-    _Row("num_preemptions", "preemptions", "Answers that had to give up their pages for a while."),
-    _Row("preempted_tokens", "preempted_tokens", "Stored tokens that preempted answers gave up."),
-    _Row("prefill_tokens_computed", "prompt_tokens", "Prompt tokens computed: not those that were cached."),
-    _Row("prefix_cache_queries", "cache_lookup_tokens", "Tokens looked up in the prefix cache."),
-    _Row("prefix_cache_hits", "cache_hit_tokens", "Tokens found in the prefix cache."),
-    _Row("prefix_cache_evicted_pages", "cache_evicted", "Pages that the prefix cache gave up."),
-    _Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
-    _Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
-    _Row("host_tier_dropped_pages", "tier_dropped", "Pages whose frames were given up."),
-    _Row("host_tier_spilled_requests", "tier_spilled", "Answers that went on with a hot buffer."),
+COUNTERS = (
+    Row("engine_steps", "steps", "Steps of the engine."),
+    Row("num_preemptions", "preemptions", "Answers that had to give up their pages for a while."),
+    Row("preempted_tokens", "preempted_tokens", "Stored tokens that preempted answers gave up."),
+    Row("prefill_tokens_computed", "prompt_tokens", "Prompt tokens computed: not those that were cached."),
+    Row("prefix_cache_queries", "cache_lookup_tokens", "Tokens looked up in the prefix cache."),
+    Row("prefix_cache_hits", "cache_hit_tokens", "Tokens found in the prefix cache."),
+    Row("prefix_cache_evicted_pages", "cache_evicted", "Pages that the prefix cache gave up."),
+    Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
+    Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
+    Row("host_tier_dropped_pages", "tier_dropped", "Pages whose frames were given up."),
+    Row("host_tier_spilled_requests", "tier_spilled", "Answers that went on with a hot buffer."),
 )
 """Counters of one life of the engine. A new one starts at nothing, as Prometheus knows of counters."""
 
 
 class EngineCollector(Collector):
-    """What the engine counts, as its client heard it last. How things stand is left out while it does not serve."""
+    """The engine's counts, as it last sent them."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
 
     def collect(self) -> Iterator[Metric]:
-        serves, stats = self._client.state is State.READY, numbers_of(self._client.stats)
+        """Yield the metrics; gauges only while the engine serves."""
+        serves, stats = self._client.state is State.READY, with_derived(self._client.stats)
         yield self._gauge("engine_up", "Whether the engine serves.", float(serves))
-        about = GaugeMetricFamily("nibble:build_info", "The version, as a label.", labels=["version"])
-        about.add_metric([nibble.__version__], 1.0)
-        yield about
+        build = GaugeMetricFamily("nibble:build_info", "The version, as a label.", labels=["version"])
+        build.add_metric([nibble.__version__], 1.0)
+        yield build
         yield self._counter("engine_restarts", "Times the engine was started again.", self._client.restarts)
-        for row in COUNTED:
+        for row in COUNTERS:
+            # Counters without events are 0; those of the host tier are missing without one.
             if row.key in stats or not row.key.startswith("tier_"):
                 yield self._counter(row.name, row.doc, stats.get(row.key, 0.0))
         if serves:
-            yield from self._standing(stats)
+            yield from self._gauges(stats)
 
-    def _standing(self, stats: Mapping[str, float]) -> Iterator[Metric]:
+    def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily] = {}
-        for row in RUNNING:
+        for row in GAUGES:
             if row.key in stats:
-                labels = [MODEL, "state"] if row.state else [MODEL]
+                labels = [MODEL_LABEL, "state"] if row.state else [MODEL_LABEL]
                 family = families.setdefault(
                     row.name, GaugeMetricFamily(f"nibble:{row.name}", row.doc, labels=labels)
                 )
                 family.add_metric([self._model, row.state] if row.state else [self._model], stats[row.key])
         yield from families.values()
         if stats.get("cache_total"):
-            used = stats["cache_held"] / stats["cache_total"]
+            usage = stats["cache_held"] / stats["cache_total"]
             yield self._gauge(
-                "kv_cache_usage_perc", "Share of the KV cache's pages that are held: 1 is all.", used
+                "kv_cache_usage_perc", "Share of the KV cache's pages that are held: 1 is all.", usage
             )
 
     def _gauge(self, name: str, doc: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"nibble:{name}", doc, labels=[MODEL])
+        family = GaugeMetricFamily(f"nibble:{name}", doc, labels=[MODEL_LABEL])
         family.add_metric([self._model], value)
         return family
 
     def _counter(self, name: str, doc: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"nibble:{name}", doc, labels=[MODEL])
+        family = CounterMetricFamily(f"nibble:{name}", doc, labels=[MODEL_LABEL])
         family.add_metric([self._model], value)
         return family
 
 
-def numbers_of(stats: Mapping[str, float]) -> dict[str, float]:
-    """The engine's numbers, and those that follow from them."""
-    found = dict(stats)
-    if "tier_frames" in found:
-        rest = sum(found.get(f"tier_{state}", 0.0) for state in ("free", "idle", "hot"))
-        found["tier_held"] = found["tier_frames"] - rest
-    return found
+def with_derived(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return the engine's counts, and those that follow from them."""
+    derived = dict(stats)
+    if "tier_frames" in derived:
+        rest = sum(derived.get(f"tier_{state}", 0.0) for state in ("free", "idle", "hot"))
+        derived["tier_held"] = derived["tier_frames"] - rest
+    return derived

@@ -1,9 +1,7 @@
-"""OpenAI's types: what requests may say, and what is answered. https://platform.openai.com/docs/api-reference
+"""Models of requests in OpenAI's shape, and how they become SamplingParams.
 
-Owns the models of requests, and how they become SamplingParams. Fields that OpenAI does not have (min_p, top_k,
-repetition_penalty, stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named as other servers
-name them. A field that would change the answer and is not known is refused, never ignored; those that change nothing
-are listed. Must not know of engines.
+See https://platform.openai.com/docs/api-reference. Fields that OpenAI does not have (min_p, top_k, repetition_penalty,
+stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named as other servers name them.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from nibble.config import SamplingParams
 from nibble.server.structured import StructuredFields
 from nibble.server.tools import ToolFields
 
-MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES, MOST_PROMPTS, MOST_BIASES = 16, 20, 128, 1024, 1 << 14
-MOST_TOKENS, MOST_FIELDS, MOST_STOP_TOKENS = 1 << 20, 1000, 4096
+MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES, MAX_PROMPTS, MAX_BIASES = 16, 20, 128, 1024, 1 << 14
+MAX_TOKENS, MAX_FIELDS, MAX_STOP_TOKENS = 1 << 20, 1000, 4096
 Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-Tokens = Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)]
-"""One wrong token is told, not a million: what is wrong with a body is found while all others wait."""
-Prompts = Field(max_length=MOST_PROMPTS, fail_fast=True)
-Stop = Annotated[list[str], Field(max_length=MOST_STOPS)]
+# One wrong token is reported, not a million: all other requests wait while a body is checked.
+Tokens = Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)]
+Prompts = Field(max_length=MAX_PROMPTS, fail_fast=True)
+Stop = Annotated[list[str], Field(max_length=MAX_STOPS)]
 
 RESERVED = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
@@ -32,44 +30,46 @@ RESERVED = {
 """Arguments of Transformers' apply_chat_template, which a template's own must not replace."""
 
 
-def _or_null(schema: dict[str, Any]) -> None:
-    """Tells in a JSON Schema that what may be left out may be null."""
-    for name, said in schema["properties"].items():
-        kinds = said.get("anyOf", [said])
-        if "default" in said and not any(kind.get("type") == "null" for kind in kinds):
-            about = {key: said.pop(key) for key in ("title", "description", "default") if key in said}
-            schema["properties"][name] = {**about, "anyOf": [said, {"type": "null"}]}
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Let a JSON Schema allow null for what may be left out."""
+    for name, field in schema["properties"].items():
+        kinds = field.get("anyOf", [field])
+        if "default" in field and not any(kind.get("type") == "null" for kind in kinds):
+            common = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = {**common, "anyOf": [field, {"type": "null"}]}
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk with usage and no choices, and null in the others. continuous_usage_stats, vLLM's:
-    each chunk tells usage so far."""
+    """What the chunks of a stream have."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     include_usage: bool = False
+    """A last chunk with usage and no choices, and null in the others."""
     continuous_usage_stats: bool = False
+    """Usage so far in each chunk, as vLLM has it."""
 
 
 class Sampling(StructuredFields):
-    """What both kinds of completions share. Null is as good as nothing: clients send it for what they do not set."""
+    """The fields that both kinds of completions share."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_or_null)
+    # An unknown field might change the answer, so it is refused and never ignored.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_allow_null)
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
+    logit_bias: dict[str, float] | None = Field(None, json_schema_extra={"maxProperties": MAX_BIASES})
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: str | Stop | None = None
     top_k: int = Field(0, ge=-1, le=1 << 30)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=256)
@@ -78,7 +78,7 @@ class Sampling(StructuredFields):
         None, gt=0, description="Seconds after which the request ends with an error."
     )
 
-    # said by clients, without a meaning here
+    # Clients send these; they change nothing here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -88,25 +88,31 @@ class Sampling(StructuredFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, given: Any) -> Any:
-        """Each unknown field, and each wrong bias, would be an error of its own."""
-        for what, most in ((given, MOST_FIELDS), (_field(given, "logit_bias"), MOST_BIASES)):
-            if isinstance(what, dict) and len(what) > most:
-                name = "a request" if what is given else "logit_bias"
-                raise ValueError(f"{name} may have {most} entries at most, not {len(what)}")
-        return given
+    def _check_size(cls, body: Any) -> Any:
+        # Each unknown field, and each wrong bias, would be an error of its own.
+        biases = body.get("logit_bias") if isinstance(body, dict) else None
+        for name, value, limit in (("a request", body, MAX_FIELDS), ("logit_bias", biases, MAX_BIASES)):
+            if isinstance(value, dict) and len(value) > limit:
+                raise ValueError(f"{name} may have {limit} entries at most, not {len(value)}")
+        return body
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
+    def _drop_nulls(cls, body: Any) -> Any:
+        # Clients send null for what they do not set.
+        if not isinstance(body, dict):
+            return body
         return {
-            name: value for name, value in given.items() if value is not None or name not in cls.model_fields
+            name: value for name, value in body.items() if value is not None or name not in cls.model_fields
         }
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """How to sample; raises RequestError."""
+        """Return how to sample; raises RequestError.
+
+        Args:
+            max_tokens: of an answer.
+            logprobs: how many of the likeliest tokens are reported; None for no log-probabilities.
+        """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         bias = {key: max(-100.0, min(100.0, value)) for key, value in (self.logit_bias or {}).items()}
         return SamplingParams(
@@ -130,22 +136,19 @@ class Sampling(StructuredFields):
         )
 
 
-def _field(given: Any, name: str) -> Any:
-    return given.get(name) if isinstance(given, dict) else None
-
-
 class CompletionRequest(Sampling):
-    """POST /v1/completions. prompt: a text, texts, token ids, or lists of these."""
+    """POST /v1/completions."""
 
     prompt: str | Annotated[list[str], Prompts] | Tokens | Annotated[list[Tokens], Prompts]
+    """A text, texts, token ids, or lists of these."""
     max_tokens: int | None = Field(16, ge=1, le=1 << 30)
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     suffix: None = None
     best_of: int | None = None
 
     @model_validator(mode="after")
-    def _served(self) -> Self:
+    def _check_served(self) -> Self:
         if self.prompt == []:
             raise ValueError("prompt is empty")
         if self.best_of not in (None, self.n):
@@ -157,7 +160,7 @@ class CompletionRequest(Sampling):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself."""
+        """Return the prompts, one by one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -166,26 +169,26 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(BaseModel):
+    """A text among the parts of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One turn of a conversation. Fields that templates know (tool_calls, name, reasoning_content) pass through."""
+    """One turn of a conversation."""
 
+    # Fields that templates know (tool_calls, name, reasoning_content) pass through.
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it: content as one text."""
-        said = self.model_dump(exclude_none=True)
+        """Return the turn as chat templates take it, with its content as one text."""
         content = self.content
-        said["content"] = (
-            "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        )
-        return said
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        return {**self.model_dump(exclude_none=True), "content": text}
 
 
 class ChatRequest(ToolFields, Sampling):
@@ -195,25 +198,25 @@ class ChatRequest(ToolFields, Sampling):
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _served(self) -> Self:
-        """A template is a program, which no client may replace, nor how it is called."""
+    def _check_served(self) -> Self:
+        # A template is a program: no client may replace it, nor how it is called.
         if wrong := next((name for name in self.chat_template_kwargs or () if name in RESERVED), None):
             raise ValueError(f"chat_template_kwargs must not have {wrong!r}")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
-    def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told."""
+    def num_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens are reported; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize: of a prompt, or of messages by the chat template."""
+    """POST /tokenize: a prompt, or messages for the chat template."""
 
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
@@ -221,7 +224,7 @@ class TokenizeRequest(BaseModel):
     messages: list[Message] | None = Field(None, max_length=10_000, fail_fast=True)
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

@@ -1,7 +1,4 @@
-"""Answers in OpenAI's shape: from pieces of the engine to choices, chunks, usage and log-probabilities.
-
-Owns Writer and its two kinds. Must not know of HTTP or of engines.
-"""
+"""Answers in OpenAI's shape: from pieces of the engine to choices, chunks, usage and log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,39 +16,47 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Writer(ABC):
-    """One request's answers. prompts: tokens of its prompts; answers are numbered prompt by prompt. kept: for body(),
-    where no chunks are sent."""
+    """One request's answers, which are numbered prompt by prompt.
+
+    Args:
+        model: its name.
+        decode: returns the text of tokens.
+        prompts: tokens of each prompt.
+        collect: for body(), where no chunks are sent.
+    """
 
     prefix: str
-    whole: str
-    chunk: str
+    """Of the answer's id."""
+    body_object: str
+    chunk_object: str
 
-    def __init__(self, model: str, decode: Decode, prompts: Sequence[int], kept: bool) -> None:
+    def __init__(self, model: str, decode: Decode, prompts: Sequence[int], collect: bool) -> None:
         self.id, self.model, self.created = f"{self.prefix}-{uuid.uuid4().hex}", model, int(time.time())
-        self.decode, self._kept = decode, kept
+        self.decode, self._collect = decode, collect
         self.prompt_tokens, self.cached = sum(prompts), 0
         self.completion_tokens = 0
         self._choices: dict[int, dict[str, Any]] = {}
 
     def take(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """Adds a piece to answer `index` -> the choice of a chunk; None where there is nothing to show yet."""
+        """Add a piece to an answer, and return the choice of a chunk; None where there is nothing to show yet."""
         self.completion_tokens += len(delta.token_ids)
-        return self._added(index, delta, delta.finish_reason)
+        return self._choice(index, delta, delta.finish_reason)
 
-    def about(self) -> dict[str, Any]:
-        """What every chunk says beside its choices."""
-        return self._about(self.chunk)
+    def chunk_fields(self) -> dict[str, Any]:
+        """Return the fields of all chunks."""
+        return self._common(self.chunk_object)
 
-    def last(self) -> dict[str, Any]:
-        """The chunk with usage."""
-        return self.about() | {"choices": [], "usage": self.usage()}
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk with usage."""
+        return self.chunk_fields() | {"choices": [], "usage": self.usage()}
 
     def body(self) -> dict[str, Any]:
-        """All answers at once."""
+        """Return all answers at once."""
         choices = [self._choices[index] for index in sorted(self._choices)]
-        return self._about(self.whole) | {"choices": choices, "usage": self.usage()}
+        return self._common(self.body_object) | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
+        """Return the tokens used so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -59,17 +64,26 @@ class Writer(ABC):
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
-    def _about(self, kind: str) -> dict[str, Any]:
+    def _common(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     @abstractmethod
-    def _added(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None: ...
+    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None: ...
 
 
 class TextWriter(Writer):
-    """Of /v1/completions. echoes: by answer, what stands before it."""
+    """Answers of /v1/completions.
 
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    Args:
+        model: its name.
+        decode: returns the text of tokens.
+        prompts: tokens of each prompt.
+        echoes: by answer, the text before it; none without echo.
+        logprobs: report log-probabilities.
+        collect: for body(), where no chunks are sent.
+    """
+
+    prefix, body_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(
         self,
@@ -78,29 +92,31 @@ class TextWriter(Writer):
         prompts: Sequence[int],
         echoes: Sequence[str],
         logprobs: bool,
-        kept: bool = True,
+        collect: bool = True,
     ) -> None:
-        super().__init__(model, decode, prompts, kept)
+        super().__init__(model, decode, prompts, collect)
         self._echoes, self._logprobs = dict(enumerate(echoes)), logprobs
         self._offsets: dict[int, int] = {}
 
-    def _added(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any]:
         text = self._echoes.pop(index, "") + delta.text
-        found = self._listed(index, delta.logprobs) if self._logprobs else None
-        choice = {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
-        there = self._choices.get(index)
-        if not self._kept:
+        logprobs = self._logprob_lists(index, delta.logprobs) if self._logprobs else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if not self._collect:
             return choice
-        if there is None:
-            self._choices[index] = {**choice, "logprobs": found and {k: list(v) for k, v in found.items()}}
+        total = self._choices.get(index)
+        if total is None:
+            # A copy: its lists grow with the answer.
+            lists = logprobs and {key: list(values) for key, values in logprobs.items()}
+            self._choices[index] = {**choice, "logprobs": lists}
         else:
-            there["text"] += text
-            there["finish_reason"] = reason
-            for key, values in (found or {}).items():
-                there["logprobs"][key] += values
+            total["text"] += text
+            total["finish_reason"] = reason
+            for key, values in (logprobs or {}).items():
+                total["logprobs"][key] += values
         return choice
 
-    def _listed(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, list[Any]]:
+    def _logprob_lists(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, list[Any]]:
         texts = [self.decode([entry.token]) for entry in logprobs]
         offsets = []
         for text in texts:
@@ -109,18 +125,28 @@ class TextWriter(Writer):
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in logprobs],
+            # The sampled token is always one of them.
             "top_logprobs": [
                 {self.decode([token]): value for token, value in entry.top} | {text: entry.logprob}
                 for text, entry in zip(texts, logprobs, strict=True)
-            ],  # the token that was chosen is always one of them
+            ],
             "text_offset": offsets,
         }
 
 
 class ChatWriter(Writer):
-    """Of /v1/chat/completions. reader: makes what reads an answer's text for reasoning and tool calls."""
+    """Answers of /v1/chat/completions.
 
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    Args:
+        model: its name.
+        decode: returns the text of tokens.
+        prompts: tokens of each prompt.
+        logprobs: report log-probabilities.
+        new_parser: returns a parser of one answer's text, for reasoning and tool calls.
+        collect: for body(), where no chunks are sent.
+    """
+
+    prefix, body_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
@@ -128,49 +154,51 @@ class ChatWriter(Writer):
         decode: Decode,
         prompts: Sequence[int],
         logprobs: bool,
-        reader: Callable[[], AnswerParser],
-        kept: bool = True,
+        new_parser: Callable[[], AnswerParser],
+        collect: bool = True,
     ) -> None:
-        super().__init__(model, decode, prompts, kept)
-        self._logprobs, self._reader = logprobs, reader
-        self._readers: dict[int, AnswerParser] = {}
+        super().__init__(model, decode, prompts, collect)
+        self._logprobs, self._new_parser = logprobs, new_parser
+        self._parsers: dict[int, AnswerParser] = {}
         self._events: dict[int, list[Any]] = {}
 
-    def _added(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None:
-        first = index not in self._readers
+    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None:
+        first = index not in self._parsers
         if first:
             self._begin(index)
-        reader = self._readers[index]
-        events = reader.feed(delta.text, last=delta.finish_reason is not None)
-        if reason == "stop" and reader.num_calls:
+        parser = self._parsers[index]
+        events = parser.feed(delta.text, last=delta.finish_reason is not None)
+        if reason == "stop" and parser.num_calls:
             reason = "tool_calls"
-        found = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._logprobs else None
-        if self._kept:
-            there = self._choices[index]
-            there["finish_reason"] = reason
+        logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._logprobs else None
+        if self._collect:
+            total = self._choices[index]
+            total["finish_reason"] = reason
             self._events[index] += events
-            if found:
-                there["logprobs"]["content"] += found["content"]
-        said = delta_of(events)
+            if logprobs:
+                total["logprobs"]["content"] += logprobs["content"]
+        chat_delta = delta_of(events)
         if first:
-            said = {"role": "assistant", "content": "", **said}
-        if not (said or reason or delta.logprobs):
-            return None  # text that may be a marker is held back
-        return {"index": index, "delta": said, "logprobs": found, "finish_reason": reason}
+            chat_delta = {"role": "assistant", "content": "", **chat_delta}
+        # The parser holds back text that may be a marker.
+        if not (chat_delta or reason or delta.logprobs):
+            return None
+        return {"index": index, "delta": chat_delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _begin(self, index: int) -> None:
-        self._readers[index], self._events[index] = self._reader(), []
+        self._parsers[index], self._events[index] = self._new_parser(), []
         logprobs: Any = {"content": [], "refusal": None} if self._logprobs else None
         self._choices[index] = {"index": index, "message": {}, "logprobs": logprobs, "finish_reason": None}
 
     def body(self) -> dict[str, Any]:
+        """Return all answers at once."""
         for index, choice in self._choices.items():
             choice["message"] = message_of(self._events[index])
         return super().body()
 
     def _entry(self, entry: Logprob) -> dict[str, Any]:
-        told = self._token(entry.token, entry.logprob)
-        return {**told, "top_logprobs": [self._token(token, value) for token, value in entry.top]}
+        token = self._token(entry.token, entry.logprob)
+        return {**token, "top_logprobs": [self._token(token, value) for token, value in entry.top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.decode([token])

@@ -1,7 +1,4 @@
-"""The server as a program: starts the engine's process, listens, and drains when it is told to end.
-
-Owns serve(). Must not know of routes.
-"""
+"""The server as a program: starts the engine's process, listens, and drains when a signal ends it."""
 
 from __future__ import annotations
 
@@ -26,42 +23,49 @@ from nibble.server.app import make_app
 from nibble.server.chat_format import ChatFormat
 from nibble.server.engine_client import EngineDiedError, ProcessClient
 from nibble.server.logging import configure, log_event
-from nibble.server.patience import SECONDS, Patient
+from nibble.server.middleware import KEEP_ALIVE_S, HeadTimeoutProtocol
 from nibble.server.settings import Settings
 from nibble.server.tracing import tracer_to
 
-ENDS = (signal.SIGINT, signal.SIGTERM)
-Told = Callable[[str, str], None]
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Announce = Callable[[str, str], None]
 
 
-def serve(config: Config, settings: Settings, folder: str, told: Told | None) -> None:
-    """Serves until it is told to end. folder: of the tokenizer. told: hears the model's name and the address, once it
-    serves; so does the log.
+def serve(config: Config, settings: Settings, folder: str, announce: Announce | None) -> None:
+    """Serve until a signal ends the server.
 
-    Raises ConfigError where a name in the config or the settings is nobody's, or traces are wanted and OpenTelemetry is
-    missing; EngineDiedError where the engine cannot start, or died and is not to be started again.
+    Args:
+        config: of the engine.
+        settings: of the server.
+        folder: of the tokenizer.
+        announce: called with the model's name and the address when the server serves.
+
+    Raises:
+        ConfigError: a name in the config or the settings is unknown, or OpenTelemetry is missing for traces.
+        EngineDiedError: the engine cannot start, or died and is not to be started again.
     """
-    with contextlib.suppress(asyncio.CancelledError):  # it was told to end before it listened
-        asyncio.run(_serve(config, settings, folder, told))
+    # A signal before the server listens cancels the task.
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(_serve(config, settings, folder, announce))
 
 
-async def _serve(config: Config, settings: Settings, folder: str, told: Told | None) -> None:
+async def _serve(config: Config, settings: Settings, folder: str, announce: Announce | None) -> None:
     configure(settings.log_format)
-    # Names that nobody has are refused before everything else.
+    # Unknown names are refused before anything is started.
     ChatFormat(None, settings.tool_format, settings.reasoning_parser)
     tracer = tracer_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     name = settings.served_model_name or Path(config.model).name
     client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)
-    with _cancelled_when_told():
-        starting = asyncio.create_task(client.start())
+    with _cancel_on_signal():
+        start = asyncio.create_task(client.start())
         try:
-            tokenizer = await asyncio.to_thread(_looked_up, config, folder)
-            if starting.done():
-                await starting
+            tokenizer = await asyncio.to_thread(_load_tokenizer, config, folder)
+            if start.done():
+                await start
             app = make_app(client, tokenizer, name, settings, sinks=[tracer] if tracer else [])
-            await _listen(app, client, starting, settings, partial(_say, name, settings, told))
+            await _listen(app, client, start, settings, partial(_announce, name, settings, announce))
         finally:
-            starting.cancel()
+            start.cancel()
             await client.stop()
             if tracer:
                 await asyncio.to_thread(tracer.close)
@@ -70,33 +74,23 @@ async def _serve(config: Config, settings: Settings, folder: str, told: Told | N
 async def _listen(
     app: FastAPI,
     client: ProcessClient,
-    starting: asyncio.Task[None],
+    start: asyncio.Task[None],
     settings: Settings,
-    serves: Callable[[], None],
+    on_ready: Callable[[], None],
 ) -> None:
-    """Answers until it is told to end. starting: the engine's start. serves: is called once it serves."""
-    server = Server(
-        uvicorn.Config(
-            app,
-            settings.host,
-            settings.port,
-            log_config=None,
-            timeout_graceful_shutdown=math.ceil(settings.drain),
-            access_log=False,
-            timeout_keep_alive=int(SECONDS),
-            http=Patient,
-        )
-    )
+    """Answer requests until a signal ends the server. start: the engine's."""
+    server = Server(_uvicorn_config(app, settings))
     listening = asyncio.create_task(server.serve())
+    # What lives as long as the server need not be looked through when a large body is read.
     gc.collect()
-    gc.freeze()  # what lives as long as the server need not be looked through when a large body is read
+    gc.freeze()
     try:
-        await asyncio.wait((starting, listening), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            return  # it was told to end before it served
-        await starting
+        await asyncio.wait((start, listening), return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            return  # ended before it served
+        await start
         await app.state.api.grammars.prepare(client.ready.vocab_size if client.ready else 0)
-        serves()
+        on_ready()
         died = asyncio.create_task(client.died.wait())
         await asyncio.wait((listening, died), return_when=asyncio.FIRST_COMPLETED)
         died.cancel()
@@ -108,20 +102,34 @@ async def _listen(
             await listening
 
 
-def _say(name: str, settings: Settings, told: Told | None) -> None:
+def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        settings.host,
+        settings.port,
+        log_config=None,
+        timeout_graceful_shutdown=math.ceil(settings.drain),
+        access_log=False,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        http=HeadTimeoutProtocol,
+    )
+
+
+def _announce(name: str, settings: Settings, announce: Announce | None) -> None:
     url = f"http://{settings.host}:{settings.port}"
     log_event("serving", model=name, url=url, version=nibble.__version__)
-    if told:
-        told(name, url)
+    if announce:
+        announce(name, url)
 
 
 @contextlib.contextmanager
-def _cancelled_when_told() -> Iterator[None]:
-    """Within, a signal that ends the server cancels the task, until the server listens and takes them itself."""
+def _cancel_on_signal() -> Iterator[None]:
+    """Let a signal cancel the current task, until the server listens and handles signals itself."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task
     before = {
-        number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(task.cancel)) for number in ENDS
+        number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(task.cancel))
+        for number in END_SIGNALS
     }
     try:
         yield
@@ -131,12 +139,13 @@ def _cancelled_when_told() -> Iterator[None]:
 
 
 class Server(uvicorn.Server):
-    """Tells that it drains, and leaves the process alive: the engine's is still to be stopped."""
+    """uvicorn's server, which logs that it drains and leaves the process alive."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's own, which raises the signal again when all has been answered."""
-        before = {number: signal.signal(number, self.handle_exit) for number in ENDS}
+        """Handle signals as uvicorn does, without raising them again at the end."""
+        # The engine's process is still to be stopped then.
+        before = {number: signal.signal(number, self.handle_exit) for number in END_SIGNALS}
         try:
             yield
         finally:
@@ -144,6 +153,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for open requests."""
         log_event(
             "draining",
             open_requests=len(self.server_state.tasks),
@@ -153,9 +163,9 @@ class Server(uvicorn.Server):
         log_event("drained")
 
 
-def _looked_up(config: Config, folder: str) -> Tokenizer | None:
-    """The tokenizer, if there is one; raises ConfigError where a name in the config is nobody's. Seconds of imports, to
-    be spent while the engine's process is at its own: it refuses the rest, once it has looked at the model."""
+def _load_tokenizer(config: Config, folder: str) -> Tokenizer | None:
+    """Return the tokenizer, None where the model has none; raises ConfigError for unknown names in the config."""
+    # Seconds of imports, while the engine's process is at its own.
     from nibble.attention.planner.resolve import check_names
 
     check_names(config)

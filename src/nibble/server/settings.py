@@ -1,7 +1,4 @@
-"""How the server behaves towards its clients: a frozen dataclass whose fields' docs are the command line's help.
-
-Owns Settings. Must not know of engines or of HTTP.
-"""
+"""How the server behaves towards its clients: a frozen dataclass whose fields' docs are the command line's help."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ LOG_FORMATS = ("text", "json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Raises ConfigError where a value is malformed."""
+    """The server's options; raises ConfigError where a value is malformed."""
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of this machine's.")
     port: int = option(8000, "Port to listen at.")
@@ -70,4 +67,5 @@ class Settings:
 
     @property
     def body_bytes(self) -> int:
+        """The largest body of a request."""
         return parse_bytes(self.max_body)

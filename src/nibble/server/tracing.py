@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import nibble
 from nibble.errors import ConfigError
 from nibble.server.http_log import HttpLog
+from nibble.server.metrics import RequestTimer
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
-
-    from nibble.server.metrics import Timer
 
 INSTALL = "pip install 'nibble-llm[otel]'"
 NAME = "nibble"
@@ -42,8 +41,9 @@ class Tracer:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
 
-        own = Resource({"service.name": NAME, "service.version": nibble.__version__})
-        resource = own.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME and its like win
+        defaults = Resource({"service.name": NAME, "service.version": nibble.__version__})
+        # OTEL_SERVICE_NAME and its like win.
+        resource = defaults.merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(NAME, nibble.__version__)
@@ -96,7 +96,7 @@ def tracer_to(endpoint: str) -> Tracer:
     return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
 
-def phases_of(timer: Timer, ended: float) -> list[tuple[str, float, float]]:
+def phases_of(timer: RequestTimer, ended: float) -> list[tuple[str, float, float]]:
     """Return name, start and end of each phase that one prompt reached."""
     phases = [("queue", timer.arrived, ended if timer.started is None else timer.started)]
     if timer.started is not None:
@@ -128,7 +128,8 @@ def span_attributes(http_log: HttpLog) -> dict[str, Any]:
     for name, value in fields.items():
         if name in REQUEST_ATTRIBUTES and value is not None:
             attributes[f"gen_ai.request.{REQUEST_ATTRIBUTES[name]}"] = value
-    if http_log.first_token is not None:  # named as vLLM names it
+    if http_log.first_token is not None:
+        # The conventions have no name for it; this one is vLLM's.
         attributes["gen_ai.latency.time_to_first_token"] = http_log.first_token - http_log.arrived
     if http_log.status >= 400:
         attributes["error.type"] = str(http_log.status)

@@ -1,9 +1,8 @@
-"""The process of the engine: takes orders, steps, and hands out what each step added, in one message.
+"""The process of the engine: takes commands, steps, and sends what each step added in one message.
 
     python -m nibble.server.worker ADDRESS LOG_FORMAT < config.json
 
-So tokenising, JSON and slow readers never hold a step up. Ends with its parent, whatever becomes of that. Owns Worker.
-Must not know of HTTP.
+Being a process of its own, it is never held up by tokenising, JSON or slow readers. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -32,119 +31,120 @@ if TYPE_CHECKING:
 STATS_S = 0.5
 """Between two counts, at least."""
 IDLE_MS = 200
-"""How long an engine that has nothing to do waits for an order before it looks after its parent."""
-MAKING_MS = 2
+"""How long an idle engine waits for a command before it checks its parent."""
+GRAMMAR_POLL_MS = 2
 """How long it waits for one while a grammar is prepared."""
-MAKERS = 4
-"""Grammars that are prepared at a time, in threads: a large one takes seconds, for which no answer is to wait."""
+GRAMMAR_THREADS = 4
 
 
 class Worker:
-    """An engine, and the requests that it has open. parent: the process that it ends with."""
+    """An engine and its open requests.
+
+    Args:
+        llm: with the engine.
+        socket: of the server.
+        parent: the process that it ends with.
+    """
 
     def __init__(self, llm: LLM, socket: zmq.Socket[bytes], parent: int) -> None:
         self._llm, self._engine, self._socket = llm, llm.engine, socket
-        self._tickets: dict[int, RequestHandle] = {}
-        self._left: dict[int, int] = {}
+        self._handles: dict[int, RequestHandle] = {}
+        self._num_open: dict[int, int] = {}
+        """Answers that have not ended, by request."""
         self._outbox: list[tuple[int, int, float | None, Delta]] = []
-        self._makers = ThreadPoolExecutor(MAKERS, "grammar")
-        self._making: dict[int, tuple[wire.Submit, Future[Matcher | None]]] = {}
-        self._parent, self._counted = parent, 0.0
+        # A large grammar takes seconds, for which no answer is to wait.
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
+        self._preparing: dict[int, tuple[wire.Submit, Future[Matcher | None]]] = {}
+        self._parent, self._stats_at = parent, 0.0
 
     def run(self) -> None:
-        """Serves until it is told to stop, or its parent is gone."""
-        self._say(about(self._llm))
+        """Serve until a Stop comes, or the parent is gone."""
+        self._send(ready_message(self._llm))
         while os.getppid() == self._parent:
-            for message in self._orders():
-                if isinstance(message, wire.Stop):
+            for command in self._commands():
+                if isinstance(command, wire.Stop):
                     return
-                self._obey(message)
-            self._admit_made()
+                self._execute(command)
+            self._admit_prepared()
             if self._engine.busy:
                 self._engine.step()
-            self._flush()
-            if time.monotonic() - self._counted > STATS_S:
-                self._count()
+            if self._outbox:
+                self._send(wire.Pieces(self._outbox))
+                self._outbox = []
+            if time.monotonic() - self._stats_at > STATS_S:
+                self._stats_at = time.monotonic()
+                self._send(wire.Stats(engine_stats(self._llm) | {"time": self._stats_at}))
 
-    def _orders(self) -> Iterator[wire.Order]:
-        """Orders that have come; while there is nothing to do, after a short wait for one."""
-        wait = 0 if self._engine.busy else MAKING_MS if self._making else IDLE_MS
-        while self._socket.poll(wait):
-            yield wire.order(self._socket.recv())
-            wait = 0
+    def _commands(self) -> Iterator[wire.Command]:
+        """Yield commands that have come; an idle engine waits a little for the first."""
+        wait_ms = 0 if self._engine.busy else GRAMMAR_POLL_MS if self._preparing else IDLE_MS
+        while self._socket.poll(wait_ms):
+            yield wire.decode_command(self._socket.recv())
+            wait_ms = 0
 
-    def _obey(self, message: wire.Submit | wire.Abort) -> None:
-        if isinstance(message, wire.Abort):
-            ticket = self._tickets.pop(message.id, None)
-            if ticket:
-                self._left.pop(message.id)
-                self._engine.abort(ticket)
-            if making := self._making.pop(message.id, None):
-                making[1].cancel()
-        elif message.params.grammar is None:
-            self._admit(message, None)
+    def _execute(self, command: wire.Submit | wire.Abort) -> None:
+        if isinstance(command, wire.Abort):
+            if handle := self._handles.pop(command.id, None):
+                self._num_open.pop(command.id)
+                self._engine.abort(handle)
+            if preparing := self._preparing.pop(command.id, None):
+                preparing[1].cancel()
+        elif command.params.grammar is None:
+            self._admit(command, None)
         else:
-            self._making[message.id] = message, self._makers.submit(self._engine.matcher, message.params)
+            matcher = self._grammar_threads.submit(self._engine.matcher, command.params)
+            self._preparing[command.id] = command, matcher
 
-    def _admit_made(self) -> None:
-        """Requests whose grammars have been prepared."""
-        for message, made in [one for one in self._making.values() if one[1].done()]:
-            del self._making[message.id]
-            error = made.exception()
+    def _admit_prepared(self) -> None:
+        """Admit requests whose grammars are prepared."""
+        for command, matcher in [pair for pair in self._preparing.values() if pair[1].done()]:
+            del self._preparing[command.id]
+            error = matcher.exception()
             if error is None:
-                self._admit(message, made.result())
-            else:  # whatever it is: llguidance may panic
-                known = (
-                    error if isinstance(error, NibbleError) else RequestError(f"the grammar fails: {error}")
-                )
-                self._say(wire.Refused(message.id, *wire.status_of(known)))
+                self._admit(command, matcher.result())
+            else:
+                # llguidance may panic, which is no Exception.
+                if not isinstance(error, NibbleError):
+                    error = RequestError(f"the grammar fails: {error}")
+                self._send(wire.Refused(command.id, *wire.status_of(error)))
 
-    def _admit(self, message: wire.Submit, matcher: Matcher | None) -> None:
+    def _admit(self, command: wire.Submit, matcher: Matcher | None) -> None:
         try:
-            self._tickets[message.id] = self._submit(message, matcher)
+            self._handles[command.id] = self._submit(command, matcher)
         except NibbleError as error:
-            self._say(wire.Refused(message.id, *wire.status_of(error)))
+            self._send(wire.Refused(command.id, *wire.status_of(error)))
         else:
-            self._left[message.id] = message.params.n
+            self._num_open[command.id] = command.params.n
 
-    def _submit(self, message: wire.Submit, matcher: Matcher | None) -> RequestHandle:
-        def take(piece: Delta) -> None:
-            ticket = self._tickets.get(message.id)
-            if ticket is None:  # aborted
+    def _submit(self, command: wire.Submit, matcher: Matcher | None) -> RequestHandle:
+        def add(delta: Delta) -> None:
+            handle = self._handles.get(command.id)
+            if handle is None:  # aborted
                 return
-            leader = ticket.requests[0]
-            self._outbox.append((message.id, leader.num_prefix_hit_tokens, leader.started, piece))
-            if piece.finish_reason:
-                self._left[message.id] -= 1
-                if not self._left[message.id]:
-                    del self._tickets[message.id], self._left[message.id]
+            leader = handle.requests[0]
+            self._outbox.append((command.id, leader.num_prefix_hit_tokens, leader.start_time, delta))
+            if delta.finish_reason:
+                self._num_open[command.id] -= 1
+                if not self._num_open[command.id]:
+                    del self._handles[command.id], self._num_open[command.id]
 
-        salt, priority = message.salt, message.priority
+        salt, priority = command.salt, command.priority
         return self._engine.submit(
-            message.prompt, message.params, take, salt=salt, priority=priority, matcher=matcher
+            command.prompt, command.params, add, salt=salt, priority=priority, matcher=matcher
         )
 
-    def _flush(self) -> None:
-        if self._outbox:
-            self._say(wire.Pieces(self._outbox))
-            self._outbox = []
-
-    def _count(self) -> None:
-        self._counted = time.monotonic()
-        self._say(wire.Stats(numbers(self._llm) | {"time": self._counted}))
-
-    def _say(self, message: wire.News) -> None:
-        self._socket.send(wire.encode(message))
+    def _send(self, event: wire.Event) -> None:
+        self._socket.send(wire.encode(event))
 
 
-def about(llm: LLM) -> wire.Ready:
-    """What is served."""
-    from nibble.attention.planner import price
-    from nibble.attention.planner.explain import as_dict
+def ready_message(llm: LLM) -> wire.Ready:
+    """Return what is served."""
+    from nibble.attention.planner.explain import as_dict, staging_warnings
     from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
-    staged = price.warnings(llm.plan, llm.budget.context)  # in the plan, as numbers
+    # The plan has these as numbers.
+    staged = staging_warnings(llm.plan, llm.budget.context)
     plan = {
         "hardware": asdict(llm.hardware),
         **as_dict(llm.plan, llm.budget),
@@ -154,24 +154,25 @@ def about(llm: LLM) -> wire.Ready:
     return wire.Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
 
 
-def numbers(llm: LLM) -> dict[str, float]:
-    """Counts of the scheduler, of the cache, of the host tier, and of the fidelity watch, flat."""
-    found: dict[str, float] = {}
+def engine_stats(llm: LLM) -> dict[str, float]:
+    """Return counts of the scheduler, of the cache, of the host tier, and of the fidelity watch, in one level."""
+    stats: dict[str, float] = {}
 
     def add(prefix: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, Mapping):
                 add(f"{name}_", value)
             elif value is not None:
-                found[prefix + name] = float(value)
+                stats[prefix + name] = float(value)
 
     add("", asdict(llm.engine.scheduler.metrics))
-    return found | (llm.error_monitor.numbers() if llm.error_monitor else {})
+    return stats | (llm.error_monitor.numbers() if llm.error_monitor else {})
 
 
 def main(address: str, log_format: str) -> None:
-    """Starts the engine of the config on standard input, and serves at `address`."""
-    parent = os.getppid()  # now: it may be gone before a model is loaded
+    """Start the engine of the config on standard input, and serve at `address`."""
+    # Asked for now: the parent may be gone before a model is loaded.
+    parent = os.getppid()
     configure(log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

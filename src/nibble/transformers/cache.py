@@ -18,13 +18,12 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nibble.attention.layer import StepContext
-from nibble.attention.metadata import AttentionParams
-from nibble.attention.planner import explain, price
+from nibble.attention.planner import explain
 from nibble.cache.scales import KVScales
-from nibble.config import parse_bytes
 from nibble.engine.build import adapters
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
 from nibble.hardware import format_bytes
+from nibble.kernels.types import AttentionParams
 from nibble.models.forward import plain
 from nibble.transformers.design import Prompt, design, scales_for
 from nibble.transformers.patching import attach
@@ -63,10 +62,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         self.model, self.plan, self._limit = model, made.plan, made.model_spec.max_context
         with attach(model, NibbleCache).lent():
             self.scales: KVScales = scales_for(made, model, calibrate)
-        memory = made.config.kv_memory
-        self._store = Store(
-            made.plan.layout, self.scales, model.device, None if memory is None else parse_bytes(memory)
-        )
+        self._store = Store(made.plan.layout, self.scales, model.device, made.config.kv_memory_bytes)
         self._backends = adapters(made.plan)
         self._forget()
 
@@ -94,7 +90,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
     @property
     def words(self) -> str:
         """The plan, what staging costs if there is any, and how full it is, for people."""
-        staged = map(str, price.staged(self.plan, self._limit))
+        staged = map(str, explain.staging_costs(self.plan, self._limit))
         return "\n".join((explain.as_text(self.plan), *staged, repr(self)))
 
     def __repr__(self) -> str:

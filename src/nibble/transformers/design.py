@@ -1,8 +1,4 @@
-"""From a loaded Transformers model to what is decided of its cache: geometry, plan and scales.
-
-Owns design() and scales_for(), which refuse what would be wrong. The engine's own pieces do the work; here they are
-asked about a model that somebody else has loaded. Must not know of pages or steps.
-"""
+"""From a loaded Transformers model to what is decided of its cache: model spec, plan and scales."""
 
 from __future__ import annotations
 
@@ -14,16 +10,17 @@ from typing import Any
 import torch
 
 from nibble.attention import backends
-from nibble.attention.planner import timings as measured
+from nibble.attention.planner import evidence
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, Design, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.build import CHUNK, measure_scales, resolve_scales, tokenizer_of
 from nibble.engine.calibration import builtin_texts
+from nibble.engine.plan import Design
 from nibble.errors import ConfigError, ScaleError
 from nibble.hardware import probe
-from nibble.models.observe import BYTES, observed, skeleton
+from nibble.models.observe import BYTES, observe_skeleton, skeleton
 from nibble.models.refusals import check_config
 
 OPTIONS = (
@@ -36,29 +33,31 @@ Prompt = str | Sequence[int]
 
 
 def design(model: Any, options: dict[str, Any]) -> Design:
-    """What is decided of a cache for `model`. Raises ConfigError (Unsupported) with the reason."""
+    """Return what is decided of a cache for `model`; raise ConfigError (Unsupported) with the reason."""
     config = _config(model, options)
     hardware = probe(config.device)
     check_config(model.config)
-    bare: Any = skeleton(deepcopy(model.config))  # which it would change
+    bare: Any = skeleton(deepcopy(model.config))  # it changes the config
+    # A wrapped or patched class may attend differently from what was observed.
     if type(bare) is not type(model):
         raise ConfigError(
             f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "
             f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
         )
-    model_spec = observed(bare, config.model, config.dtype, config.max_context)
-    known = backends.available_backends()
-    times = measured.load(hardware, known) if config.tuned else measured.NOTHING
-    plan = resolve(config, model_spec, hardware, known, measured=times)
+    model_spec = observe_skeleton(bare, config.model, config.dtype, config.max_context)
+    table = backends.available_backends()
+    times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
+    plan = resolve(config, model_spec, hardware, table, measured=times)
     require_runnable(plan)
     return Design(config, hardware, model_spec, plan)
 
 
 def _config(model: Any, options: dict[str, Any]) -> Config:
-    known = {option.name for option in fields(Config)}
-    if others := sorted(name for name in options if name in known and name not in OPTIONS):
+    names = {option.name for option in fields(Config)}
+    if engine_options := sorted(name for name in options if name in names and name not in OPTIONS):
         raise ConfigError(
-            f"{', '.join(others)} is an option of Nibble's engine, not of a cache; options here: {', '.join(OPTIONS)}"
+            f"{', '.join(engine_options)} is an option of Nibble's engine, not of a cache; options here: "
+            f"{', '.join(OPTIONS)}"
         )
     return configured(model=_name(model), dtype=_dtype(model), device=_device(model), **options)
 
@@ -92,30 +91,37 @@ def _device(model: Any) -> str:
     return kind
 
 
-def scales_for(made: Design, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
-    """KV scales of the plan, measured where that was asked for. Raises ScaleError where some are missing.
+def scales_for(decided: Design, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
+    """Return the KV scales of a plan, measured where that is requested.
 
-    model: with Nibble's attention. calibrate: texts or token ids to measure on.
+    Args:
+        decided: The plan, and for whom.
+        model: The model with Nibble's attention.
+        calibrate: Texts or token ids to measure on, None for what the config says.
+
+    Raises:
+        ScaleError: Some are missing.
     """
-    source = made.config.kv_scales
+    source = decided.config.kv_scales
     if calibrate is None and source == "calibrate":
         calibrate = builtin_texts()
     if calibrate is not None:
-        return measure_scales(made, model, _encoded(made, calibrate), CHUNK)
-    named = bool(getattr(model, "name_or_path", ""))  # else there is no checkpoint to look at
-    found = resolve_scales(made, source) if named or source != "auto" else kv_scales.NONE
-    kv_scales.require(made.plan.layout, found)
-    return found
+        return measure_scales(decided, model, _encoded(decided, calibrate), CHUNK)
+    # a model without a name has no checkpoint to look at
+    has_checkpoint = bool(getattr(model, "name_or_path", ""))
+    scales = resolve_scales(decided, source) if has_checkpoint or source != "auto" else kv_scales.NONE
+    kv_scales.require(decided.plan.layout, scales)
+    return scales
 
 
-def _encoded(made: Design, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+def _encoded(decided: Design, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
     if isinstance(prompts, str):
         raise ScaleError("calibrate must be a list of texts, or of lists of token ids, not one text")
     if not any(isinstance(prompt, str) for prompt in prompts):
         return list(prompts)  # type: ignore[arg-type]
-    tokenizer = tokenizer_of(made.config.model)
+    tokenizer = tokenizer_of(decided.config.model)
     if tokenizer is None:
         raise ScaleError(
-            f"calibration on text needs a tokenizer, and {made.config.model} has none; give calibrate=[token ids]"
+            f"calibration on text needs a tokenizer, and {decided.config.model} has none; give calibrate=[token ids]"
         )
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

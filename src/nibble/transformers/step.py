@@ -16,10 +16,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionMetadata
 from nibble.attention.planner.support import Phase
-from nibble.engine.batch import ORDER
+from nibble.engine.request import PHASE_ORDER
 from nibble.engine.transfer import ALIGNED
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.transformers.store import Row
 
 
@@ -66,7 +66,7 @@ def pack(
     columns_C. positions_BQ: as the caller counts them; None: as they are stored."""
     counts, width, device = counted(new_BQ), new_BQ.shape[1], ids_BQ.device
     phases = [phase_of(row.num_stored_tokens, count) for row, count in zip(rows, counts, strict=True)]
-    order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: ORDER.index(phases[i]))
+    order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: PHASE_ORDER.index(phases[i]))
     places_T = torch.cat([new_BQ[i].nonzero()[:, 0] + i * width for i in order])
     stored = [torch.arange(rows[i].num_stored_tokens, rows[i].num_stored_tokens + counts[i]) for i in order]
     slots = [_slots(rows[i], at, page_size) for i, at in zip(order, stored, strict=True)]

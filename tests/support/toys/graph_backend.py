@@ -5,45 +5,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
+from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.layer import AttentionBackend
+from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Phase, Support
 from nibble.cache.pool import PagedPool
 from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 
-class Masked:
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        if segment.phase is not Phase.DECODE:
-            return TorchRef().attend(q_THD, view, segment, spec)
+class Masked(AttentionBackend):
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        if batch.phase is not Phase.DECODE:
+            return TorchRef().attend(q_THD, view, batch, params)
         k_BLHD, v_BLHD = (
             view.streams[name]
-            .gather_reference(segment.page_table_BN)
+            .gather_reference(batch.page_table_BN)
             .repeat_interleave(q_THD.shape[1] // view.streams["k"].stream.heads, 2)
             for name in "kv"
         )
-        seen_BL = torch.arange(k_BLHD.shape[1]) < self.lengths(segment)[:, None]
-        scores_BHL = torch.einsum("bhd,blhd->bhl", q_THD.float(), k_BLHD) * spec.scale
+        seen_BL = torch.arange(k_BLHD.shape[1]) < self.lengths(batch)[:, None]
+        scores_BHL = torch.einsum("bhd,blhd->bhl", q_THD.float(), k_BLHD) * params.scale
         weights_BHL = scores_BHL.masked_fill(~seen_BL[:, None], float("-inf")).softmax(-1).nan_to_num()
         v_BLHD = v_BLHD.masked_fill(~seen_BL[:, :, None, None], 0.0)
         return torch.einsum("bhl,blhd->bhd", weights_BHL, v_BLHD).to(q_THD.dtype)
 
-    def lengths(self, segment: AttentionBatch) -> Tensor:
-        return segment.seq_lens_B
+    def lengths(self, batch: AttentionBatch) -> Tensor:
+        return batch.seq_lens_B
 
 
 class Frozen(Masked):
     """Takes lengths from the host's tuple: right in a step of its own, and wrong in one that is replayed."""
 
-    def lengths(self, segment: AttentionBatch) -> Tensor:
-        return torch.tensor(segment.seq_lens, dtype=torch.int32)
+    def lengths(self, batch: AttentionBatch) -> Tensor:
+        return torch.tensor(batch.seq_lens, dtype=torch.int32)
 
 
 class Peeking(Masked):
     """Waits for the device to read lengths."""
 
-    def lengths(self, segment: AttentionBatch) -> Tensor:
-        return segment.seq_lens_B.clamp(max=int(segment.seq_lens_B.max()))
+    def lengths(self, batch: AttentionBatch) -> Tensor:
+        return batch.seq_lens_B.clamp(max=int(batch.seq_lens_B.max()))
 
 
 def info(adapter: type[Masked]) -> BackendInfo:
@@ -54,8 +57,8 @@ def info(adapter: type[Masked]) -> BackendInfo:
         graphs=True,
         support=(
             Support(
-                phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, packing=frozenset({"hnd"}),
-                window=NEVER, softcap=NEVER, sinks=NEVER, prefer=1, source="this test",
+                phase=ALL, kind={"mha"}, format=None, packing={"hnd"},
+                window=NEVER, softcap=NEVER, sinks=NEVER, source="this test",
             ),
         ),
     )  # fmt: skip

@@ -18,13 +18,12 @@ import torch
 
 from nibble import LLM
 from nibble.attention import dequantize as staging
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner import price
-from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.memory import plan_memory
+from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.layer import StepStates
+from nibble.attention.planner.explain import as_dict, as_text, staging_costs
+from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
+from nibble.attention.planner.support import Phase, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
@@ -32,9 +31,10 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
+from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Stream
 from nibble.server.logging import decode_costs
-from planning import GPT_OSS, MODELS, QWEN3_8B
+from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
 
 PAGE, HEADS, DIM = 16, 2, 32
 LENGTHS = (5, 16, 90, 200, 64)
@@ -67,10 +67,13 @@ def segment(phase: Phase, new: int) -> AttentionBatch:
 def test_it_is_bounded_and_changes_no_answer(
     view: KVView, phase: Phase, new: int, window: int | None, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
     step, spec = segment(phase, new), AttentionParams(DIM**-0.5, window=window)
     q_THD = torch.randn(step.stop, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(9))
-    parts = list(staging.dequantize_pages(view, step, "fp32", window))
+    parts = [
+        (staging.dequantize_pages(view, part, "fp32"), part.batch)
+        for part in staging.cut_parts(step, view.page_size, window)
+    ]
     found = [TorchRef().attend(q_THD[p.start : p.stop], part, p, spec) for part, p in parts]
     expected = TorchRef().attend(q_THD, view, step, spec)
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-6)
@@ -85,26 +88,32 @@ def test_layers_of_a_step_share_what_is_worked_out(
     view: KVView, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that backends, who plan once for a segment, do so once for a step; and it is gone with the step."""
-    monkeypatch.setattr(staging, "MAX_TOKENS", bound)
-    step = segment(Phase.EXTEND, 4)
+    monkeypatch.setattr(staging, "MAX_STAGED_TOKENS", bound)
+    step, states = segment(Phase.EXTEND, 4), StepStates()
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None)
+    route, other = (Route(Phase.EXTEND, "torch_ref", row, stage_to="bf16") for _ in range(2))
+    backends = {"torch_ref": TorchRef()}
 
-    one, again = (_segments(view, step, None) for _ in range(2))
+    def parts(route: Route, window: int | None) -> list[AttentionBatch]:
+        prepared = states.lookup(route, backends, view.page_size, step, AttentionParams(1.0, window))
+        return [part.batch for part in prepared.parts]
+
+    one, again, third = parts(route, None), parts(route, None), parts(other, None)
     assert all(map(operator.is_, one, again)) and len(one) == (1 if bound > 500 else 3)
-    assert not any(map(operator.is_, one, _segments(view, step, 16)))
-    held = weakref.ref(step)
-    del step
+    assert all(map(operator.is_, one, third)), "layers of another group too"
+    assert not any(map(operator.is_, one, parts(route, 16)))
+    prepared = states.lookup(route, backends, view.page_size, step, AttentionParams(1.0))
+    held = weakref.ref(prepared)
+    del prepared
+    states = StepStates()
     gc.collect()
     assert held() is None
-
-
-def _segments(view: KVView, step: AttentionBatch, window: int | None) -> list[AttentionBatch]:
-    return [part for _, part in staging.dequantize_pages(view, step, "bf16", window)]
 
 
 def plan_of(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[Any, Any]:
     config = Config(model="m", **options)
     plan = resolve(config, model_spec, lookup_gpu(gpu), declared=True)
-    return plan, plan_memory(config, model_spec, lookup_gpu(gpu), plan)
+    return plan, memory_plan(config, model_spec, lookup_gpu(gpu), plan)
 
 
 def test_the_price_in_bytes() -> None:
@@ -117,7 +126,7 @@ def test_the_price_in_bytes() -> None:
         decode_backend="fa4",
         allow_staging=True,
     )
-    (entry,) = price.staged(plan, money.context)
+    (entry,) = staging_costs(plan, money.context)
     assert entry.route.phase is Phase.DECODE
     assert entry.cost.direct == 36 * 32768 * 8 * 144
     assert entry.cost.staged == 36 * 32768 * 8 * (144 + 2 * 512)
@@ -126,12 +135,12 @@ def test_the_price_in_bytes() -> None:
 
 def test_a_window_and_a_choice_bound_what_direct_reading_moves() -> None:
     plan, money = plan_of(GPT_OSS, "h200", kv_format="fp4_mx16", prefill_backend="fa3")
-    window, full = price.staged(plan, money.context)
+    window, full = staging_costs(plan, money.context)
     assert (window.group, full.group) == ("window", "full")
     assert window.cost.direct * 32768 == full.cost.direct * 128
     small = replace(MODELS["deepseek-v3.2"], weight_bytes=8 * GIB)
     sparse, money = plan_of(small, "h200", kv_format="nvfp4_ds_mla", prefill_backend="flashmla")
-    (entry,) = price.staged(sparse, money.context)
+    (entry,) = staging_costs(sparse, money.context)
     assert entry.cost.direct == 61 * 2048 * 416
     assert entry.cost.staged == 61 * (32768 * (416 + 1152) + 2048 * 1152)
 
@@ -156,7 +165,7 @@ def test_it_is_told_by_the_plan_the_server_and_the_refusal() -> None:
 
 def test_what_reads_the_cache_as_it_is_costs_nothing() -> None:
     plan, money = plan_of(QWEN3_8B, "h200", kv_format="nvfp4", allow_staging=True)
-    assert not list(price.staged(plan, money.context))
+    assert not list(staging_costs(plan, money.context))
     assert decode_costs(as_dict(plan, money)) == []
 
 

@@ -23,9 +23,11 @@ import vendor_hopper
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
 from nibble.attention import backends
-from nibble.attention.backends import fa3, flashmla, missing_requirement
-from nibble.attention.layer import attention
-from nibble.attention.metadata import AttentionBatch
+from nibble.attention.backends import fa3 as fa3_facts
+from nibble.attention.backends import flashmla as flashmla_facts
+from nibble.attention.backends import missing_requirement
+from nibble.attention.backends.adapters import fa3, flashmla
+from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.attention.planner.support import Phase
@@ -33,6 +35,7 @@ from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels import import_problem
+from nibble.kernels.types import AttentionBatch
 from planning import DEEPSEEK_V3, QWEN3_8B
 
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
@@ -118,8 +121,10 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Mo
     again = AttentionBatch.from_lens(
         segment.phase, 0, segment.query_lens, segment.seq_lens, segment.page_table_BN
     )
-    for step in (segment, again, again, segment):
-        adapter.attend(made.q_THD, view, step, made.spec)
+    prepared = PreparedBatch.create(adapter, None, again, view.page_size, made.spec.window)
+    for _ in range(2):
+        attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+        list(prepared.attend(made.q_THD, view, made.spec))
     assert len(calls.schedules) == 2 and len(calls.ran) == 5
 
 
@@ -149,11 +154,11 @@ def test_drafts_at_the_wrong_end_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     vendor_hopper.install(monkeypatch, "flashmla", "sgl")
     case, route = find("flashmla", phase=Phase.VERIFY, shape=MLA)
 
-    def first(self: Any, segment: AttentionBatch, device: torch.device) -> torch.Tensor:
-        most = max(segment.query_lens)
-        return torch.tensor([i * most + j for i, n in enumerate(segment.query_lens) for j in range(n)])
+    def first(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
+        most = max(batch.query_lens)
+        return torch.tensor([i * most + j for i, n in enumerate(batch.query_lens) for j in range(n)])
 
-    monkeypatch.setattr(flashmla.FlashMLA, "_place", first)
+    monkeypatch.setattr(flashmla, "_end_aligned_rows", first)
     with pytest.raises(AssertionError, match="error"):
         rows.check(case, route, rows.BATCHES[Phase.VERIFY][1])
 
@@ -163,7 +168,7 @@ def test_a_chosen_token_is_minus_one_or_there(monkeypatch: pytest.MonkeyPatch) -
     vendor_hopper.install(monkeypatch, "flashmla", "sgl")
     case, route = find("flashmla", phase=Phase.DECODE, shape=DSA, format="fp8_ds_mla")
     monkeypatch.setattr(
-        flashmla, "_in_steps", lambda x: torch.nn.functional.pad(x, (0, 128 - x.shape[1]), value=0)
+        flashmla, "_pad_topk", lambda x: torch.nn.functional.pad(x, (0, 128 - x.shape[1]), value=0)
     )
     with pytest.raises(AssertionError):
         rows.check(case, route, rows.BATCHES[Phase.DECODE][0])
@@ -184,21 +189,31 @@ def test_a_page_that_holds_a_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch)
     vendor_hopper.install(monkeypatch, "fa3", "own")
     case, route = find("fa3", phase=Phase.EXTEND, shape=MLA)
     rows.check(case, route, rows.BATCHES[Phase.EXTEND][0])
-    monkeypatch.setattr(fa3, "_parts", lambda page, dim: 1)
+    monkeypatch.setattr(fa3, "_splits", lambda page, dim: 1)
     with pytest.raises(BackendError, match="whole tile"):
         rows.check(case, route, rows.BATCHES[Phase.EXTEND][0])
 
 
 def test_pages_in_parts_are_counted_once_for_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vendor_hopper.install(monkeypatch, "fa3", "own")
-    adapter = fa3.FA3()
-    step = AttentionBatch.from_lens(
-        Phase.DECODE, 0, [1, 1], [200, 70], torch.tensor([[4, 0, 2], [7, 3, 0]], dtype=torch.int32)
-    )
-    table = adapter._table(step, 2)
+    right, splits = fa3._split_table, []
+    table = right(torch.tensor([[4, 0, 2], [7, 3, 0]], dtype=torch.int32), 2)
     assert table.tolist() == [[8, 9, 0, 1, 4, 5], [14, 15, 6, 7, 0, 1]] and table.dtype is torch.int32
-    assert adapter._table(step, 2) is table and adapter._table(step, 1) is step.page_table_BN
-    assert [fa3._parts(page, dim) for page, dim in ((64, 128), (128, 192), (32, 256), (64, 256), (128, 576))] == [
+    assert right(table, 1) is table
+    monkeypatch.setattr(fa3, "_split_table", lambda table, count: splits.append(count) or right(table, count))
+    case, route = next(
+        (case, route)
+        for case, route in cases("fa3")
+        if case.phase is Phase.DECODE
+        and case.shape.page == 128
+        and case.shape.dim <= 192
+        and not route.stage_to
+    )
+    made = rows.scene(case, route, rows.BATCHES[Phase.DECODE][0])
+    for _ in range(2):
+        attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+    assert splits == [2]
+    assert [fa3._splits(page, dim) for page, dim in ((64, 128), (128, 192), (32, 256), (64, 256), (128, 576))] == [
         1, 2, 1, 2, 4,
     ]  # fmt: skip
 
@@ -269,9 +284,8 @@ def test_what_is_lacking_is_named_with_its_cure(
     lack = missing_requirement(info)
     assert (lack is not None and says in lack and f": {info.install}" in lack) if says else lack is None
     if says:
-        assert info.adapter
         with pytest.raises(BackendError, match="pip install"):
-            info.adapter()
+            backends.create(info)
 
 
 def test_a_package_that_breaks_when_imported_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +326,7 @@ def test_of_an_engine_only_the_kernels_are_imported(tmp_path: Path, monkeypatch:
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert missing_requirement(backends.get("fa3")) is None
-    assert fa3.OFFER.load().__file__ == str(folder / "flash_attn_interface.py")
+    assert fa3_facts.KERNELS.load().__file__ == str(folder / "flash_attn_interface.py")
     assert "vllm" not in sys.modules
     with pytest.raises(RuntimeError, match="an engine starts"):
         importlib.import_module("vllm")
@@ -343,14 +357,14 @@ def test_a_missing_package_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPat
     ("offer", "stand_ins"),
     [
         (
-            flashmla.OFFER,
+            flashmla_facts.KERNELS,
             {
                 "flash_mla_with_kvcache": vendor_hopper._FlashMLA.with_kvcache,
                 "flash_mla_sparse_fwd": vendor_hopper._FlashMLA.sparse_fwd,
             },
         ),
         (
-            fa3.OFFER,
+            fa3_facts.KERNELS,
             {
                 "flash_attn_with_kvcache": vendor_hopper._FA3.flash_attn_with_kvcache,
                 "flash_attn_varlen_func": vendor_hopper._FA3.flash_attn_varlen_func,

@@ -7,15 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from nibble.attention.dequantize import MAX_TOKENS
-from nibble.attention.planner.memory import RESERVE, SHARE, SPARE, MemoryPlan, kernel_bytes, plan_memory
+from nibble.attention.planner.memory import CPU_SHARE, GRAPH_ROW_BYTES, IDLE_FACTOR, RESERVE, MemoryPlan
 from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.config import Config
+from nibble.engine.cuda_graphs import Buffers
+from nibble.engine.page_tables import PageTables
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.model_spec import ModelSpec
-from planning import QWEN3_8B, mha, model_spec
+from planning import QWEN3_8B, memory_plan, memory_planner, mha, model_spec
 
 CPU = Hardware("cpu", 0, 32 * GIB)
 SMALL = model_spec(mha(2, 64), context=512, weights=1 << 20)
@@ -26,7 +29,7 @@ def made(
 ) -> tuple[MemoryPlan, Any]:
     config = Config(model="m", **options)
     plan = resolve(config, model, machine, declared=declared)
-    return plan_memory(config, model, machine, plan), plan
+    return memory_plan(config, model, machine, plan), plan
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8_e4m3", "nvfp4", "mxfp4", "k8v4"])
@@ -46,7 +49,7 @@ def test_a_gpu_is_filled_to_the_reserve() -> None:
     assert money.limit == "free memory"
 
 
-@pytest.mark.parametrize(("prefix_cache", "times"), [(True, SPARE), (False, 1)])
+@pytest.mark.parametrize(("prefix_cache", "times"), [(True, IDLE_FACTOR), (False, 1)])
 def test_a_small_model_does_not_fill_a_gpu(prefix_cache: bool, times: int) -> None:
     money, _ = made(SMALL, lookup_gpu("h200"), prefix_cache=prefix_cache, max_running=4)
     assert money.tokens == times * 4 * 512
@@ -56,7 +59,7 @@ def test_a_cpu_gives_what_requests_fill_and_a_share_at_most() -> None:
     small, _ = made(SMALL, CPU, max_running=4)
     large, plan = made(QWEN3_8B, CPU)
     assert (small.tokens, small.limit) == (4 * 512, "max_running x max_context")
-    assert 0 <= CPU.memory * SHARE - large.pool < plan.layout.bytes_per_page
+    assert 0 <= CPU.memory * CPU_SHARE - large.pool < plan.layout.bytes_per_page
     assert large.limit == "25% of memory"
 
 
@@ -102,7 +105,7 @@ def test_staging_is_priced_by_its_bound() -> None:
     )
     k_and_v_in_bf16, one_in_float32 = 2 * 8 * 128 * 2, 8 * 128 * 4
     assert native.staging == 0
-    assert staged.staging == MAX_TOKENS * (k_and_v_in_bf16 + one_in_float32)
+    assert staged.staging == MAX_STAGED_TOKENS * (k_and_v_in_bf16 + one_in_float32)
 
 
 def test_a_small_model_stages_no_more_than_it_has() -> None:
@@ -125,4 +128,41 @@ def test_a_kernels_workspace_is_planned() -> None:
     pieces = {route.row.workspace for group in plan.groups for route in group.routes} - {0}
     assert len(pieces) == 1, "some route of this plan has a workspace"
     planned = pieces.pop() * 8 * 128 * 2 * 2 + 2 * 4 * 8192 * 32 * 128
-    assert kernel_bytes(plan, 8192) == planned <= plan_memory(config, QWEN3_8B, machine, plan).staging
+    assert (
+        memory_planner(config, QWEN3_8B, machine, plan).kernel_bytes
+        == planned
+        <= memory_plan(config, QWEN3_8B, machine, plan).staging
+    )
+
+
+@pytest.mark.parametrize("machine", [CPU, lookup_gpu("h200")], ids=str)
+def test_page_tables_are_planned(machine: Hardware) -> None:
+    plans = {rows: made(SMALL, machine, max_running=rows)[0] for rows in (4, 1004)}
+    tables = {rows: PageTables(rows + 1, plans[4].table_width, "cpu") for rows in plans}
+    sizes = {rows: table.table_RN.nbytes + table.latest_R.nbytes for rows, table in tables.items()}
+    assert plans[1004].table_width == plans[4].table_width
+    assert plans[1004].tables - plans[4].tables >= sizes[1004] - sizes[4]
+    assert all(plans[rows].tables >= sizes[rows] for rows in plans)
+
+
+def test_buffers_of_decode_steps_are_planned() -> None:
+    config, machine = Config(model="m", max_running=64), lookup_gpu("h200")
+    planner = memory_planner(config, QWEN3_8B, machine, resolve(config, QWEN3_8B, machine))
+    buffers = Buffers(planner.graph_sizes[-1], torch.device("cpu"))
+    size = buffers.inputs.nbytes + buffers.starts.nbytes + buffers.rows.nbytes
+    assert planner.graph_sizes[-1] * GRAPH_ROW_BYTES == size - 4, "all but the end of the last request"
+    assert planner.table_bytes > size
+
+
+SMALL_HOST = replace(lookup_gpu("h200"), host=16 * GIB)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_memory": "2MiB"}])
+@pytest.mark.parametrize(
+    ("model", "machine"), [(SMALL, CPU), (QWEN3_8B, lookup_gpu("h200")), (SMALL, SMALL_HOST)], ids=str
+)
+def test_more_requests_than_tables_have_room_for_are_refused(
+    model: ModelSpec, machine: Hardware, options: dict[str, Any]
+) -> None:
+    with pytest.raises(CapacityError, match=r"a smaller --max-running \(now 1000000000\)"):
+        made(model, machine, max_running=1_000_000_000, **options)

@@ -25,11 +25,11 @@ import vendor
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
 from nibble.attention import backends
-from nibble.attention.backends import flashinfer, missing_requirement, trtllm_mha
+from nibble.attention.backends import flashinfer as flashinfer_facts
+from nibble.attention.backends import missing_requirement
+from nibble.attention.backends.adapters import flashinfer, trtllm_mha
 from nibble.attention.backends.vendor import KernelPackages
-from nibble.attention.layer import attention
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.memory import held_bytes, plan_memory
+from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -39,7 +39,8 @@ from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
-from planning import DEEPSEEK_V3, QWEN3_8B
+from nibble.kernels.types import AttentionBatch, AttentionParams
+from planning import DEEPSEEK_V3, QWEN3_8B, memory_plan, memory_planner
 
 STAND_INS = {
     "flashinfer": [f"BatchPrefillWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")],
@@ -131,9 +132,8 @@ def test_one_plan_serves_all_layers_of_a_step(
     on(monkeypatch, 90)
     made = scene("flashinfer", find("flashinfer", phase=Phase.EXTEND, format="bf16", shape=shape))
     adapter, view, (segment,) = made.ctx.backends["flashinfer"], made.ctx.pool.view(0), made.ctx.meta.batches
-    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-    for _ in range(3):
-        adapter.attend(made.q_THD, view, segment, made.spec)
+    for _ in range(4):
+        attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
     assert (len(calls.planned), len(calls.made), len(calls.ran)) == (1, 1, 4)
     assert calls.made[0].backend == "fa3"
 
@@ -142,10 +142,22 @@ def test_one_plan_serves_all_layers_of_a_step(
             start.phase, start.start, start.query_lens, start.seq_lens, start.page_table_BN
         )
 
-    after, third = again(segment), again(segment)
-    for step in (after, segment, after, third, third):
-        adapter.attend(made.q_THD, view, step, made.spec)
+    def attend(prepared: PreparedBatch) -> None:
+        list(prepared.attend(made.q_THD, view, made.spec))
+
+    after, third = (
+        PreparedBatch.create(adapter, None, again(segment), view.page_size, made.spec.window)
+        for _ in range(2)
+    )
+    attend(after)
+    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+    for step in (after, third, third):
+        attend(step)
     assert (len(calls.planned), len(calls.made)) == (3, 2), "two steps at a time have wrappers of their own"
+    attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
+    assert (len(calls.planned), len(calls.made)) == (4, 2), (
+        "whose wrapper another step has is planned for again"
+    )
 
 
 def test_a_wrapper_whose_step_is_over_is_planned_anew(
@@ -172,8 +184,9 @@ def test_layers_with_other_windows_and_caps_have_plans_of_their_own(
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
     (segment,) = made.ctx.meta.batches
     adapter, view = made.ctx.backends["flashinfer"], made.ctx.pool.view(0)
+    other = PreparedBatch.create(adapter, None, segment, view.page_size, 7)
     for _ in range(2):
-        adapter.attend(made.q_THD, view, segment, replace(made.spec, window=7, softcap=5.0))
+        list(other.attend(made.q_THD, view, replace(made.spec, window=7, softcap=5.0)))
     planned = [(p["window_left"], p["logits_soft_cap"]) for p in calls.planned]
     assert planned == [(-1, 0.0), (6, 5.0)], "their window does not count the present token"
 
@@ -212,7 +225,9 @@ def test_global_scales_of_keys_and_values_each_go_where_they_belong(
         q = torch.randn(1, 8, 128, generator=generator).bfloat16()
         adapter = made.ctx.backends[name]
         found = adapter.attend(q, made.ctx.pool.view(0), segment, made.spec)
-        expected = backends.get("torch_ref").adapter().attend(q, made.ctx.pool.view(0), segment, made.spec)  # type: ignore[misc]
+        expected = backends.create(backends.get("torch_ref")).attend(
+            q, made.ctx.pool.view(0), segment, made.spec
+        )
         assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
         out.append(found)
     assert not torch.equal(out[0], out[1]), "the scales do something"
@@ -268,12 +283,12 @@ def test_a_wrong_flag_would_be_seen(calls: vendor.Calls, monkeypatch: pytest.Mon
     )
     route = rows.route_for(case)
     assert route
-    right = flashinfer.FlashInfer.attend
+    right = flashinfer.FlashInfer.kind
 
-    def wrong(self: Any, q: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        return right(self, q, view, segment, replace(spec, window=(spec.window or 0) + 1))
+    def wrong(self: Any, q: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
+        return right(self, q, view, batch, replace(params, window=(params.window or 0) + 1))
 
-    monkeypatch.setattr(flashinfer.FlashInfer, "attend", wrong)
+    monkeypatch.setattr(flashinfer.FlashInfer, "kind", wrong)
     with pytest.raises(AssertionError, match="error"):
         rows.check(case, route, ((500, 2),))
 
@@ -324,7 +339,7 @@ def test_what_is_lacking_is_named_with_its_cure(
 
     monkeypatch.setattr(metadata, "version", found)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(flashinfer, "_compiles", lambda: compiles)
+    monkeypatch.setattr(flashinfer_facts, "_compiles", lambda: compiles)
     lack = missing_requirement(backends.get(name))
     assert (says in lack if lack else False) if says else lack is None
 
@@ -401,13 +416,13 @@ def test_the_workspace_is_in_the_budget_once_for_each_backend() -> None:
     machine = lookup_gpu("rtx5090")
     both = Config(model="m", kv_format="bf16", prefill_backend="flashinfer", decode_backend="trtllm_mha")
     plan = resolve(both, QWEN3_8B, machine)
-    held = flashinfer.WORKSPACE + flashinfer.PLANS + trtllm_mha.WORKSPACE
-    assert held_bytes(plan) == held
+    held = flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS + trtllm_mha.WORKSPACE
+    assert memory_planner(both, QWEN3_8B, machine, plan).backend_bytes == held
     own = Config(model="m", kv_format="bf16", attention_backend="triton")
     without = resolve(own, QWEN3_8B, machine)
-    assert held_bytes(without) == 0
+    assert memory_planner(own, QWEN3_8B, machine, without).backend_bytes == 0
     # both record their decode steps, so nothing else differs
     assert (
-        plan_memory(both, QWEN3_8B, machine, plan).runtime
-        == plan_memory(own, QWEN3_8B, machine, without).runtime + held
+        memory_plan(both, QWEN3_8B, machine, plan).runtime
+        == memory_plan(own, QWEN3_8B, machine, without).runtime + held
     )

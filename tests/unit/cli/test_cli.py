@@ -26,6 +26,7 @@ from nibble.errors import (
     ConfigError,
     NibbleError,
     OutOfPages,
+    Refusal,
     RequestError,
     ScaleError,
     Unsupported,
@@ -186,7 +187,7 @@ def test_values_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (Unsupported("that", {"here": ("no",)}), 3),
+        (Unsupported(Refusal("that", {"here": ("no",)})), 3),
         (ConfigError("no"), 2),
         (ScaleError("no"), 2),
         (RequestError("no"), 2),

@@ -9,7 +9,7 @@ import pytest
 
 from nibble.config import Config, SamplingParams, configured, sampling
 from nibble.errors import ConfigError, RequestError
-from nibble.formats.scheme import by_layer
+from nibble.spec import CacheSpec
 
 NAN = float("nan")
 
@@ -92,4 +92,4 @@ def test_config_takes_bytes_and_paths() -> None:
 )
 def test_layer_rules_refused(rule: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        by_layer("bf16", rule, 4)
+        CacheSpec.from_config(Config(model="m", kv_layers=rule)).scheme_by_layer(4)

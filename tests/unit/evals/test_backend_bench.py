@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.metadata import AttentionBatch
+from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.planner import needs
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
 from nibble.config import Config
 from nibble.evals.tuning import bench as race
 from nibble.evals.tuning import timing as clock
@@ -26,6 +25,7 @@ from nibble.evals.tuning import workloads
 from nibble.evals.tuning.bench import Result, entrants, fastest
 from nibble.evals.tuning.fixtures import make_fixture
 from nibble.hardware import Hardware, lookup_gpu, probe
+from nibble.kernels.types import AttentionBatch
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from planning import GEMMA2, QWEN3_8B, model_spec
 
@@ -34,17 +34,19 @@ SMALL = model_spec(LayerGroup("full", "mha", STREAMS, (0, 1), 4))
 DECODE, EXTEND = workloads.parse(Phase.DECODE, "2x40"), workloads.parse(Phase.EXTEND, "8+33")
 
 
-def backend(name: str, adapter: Callable[[], Any], prefer: int, **more: Any) -> BackendInfo:
-    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, prefer=prefer, **more)
-    return BackendInfo(name=name, support=(row,), summary="", adapter=adapter)
+def backend(
+    name: str, adapter: Callable[[], Any], origin: Origin = Origin.PORTABLE, **more: Any
+) -> BackendInfo:
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=None, **more)
+    return BackendInfo(name=name, support=(row,), summary="", origin=origin, adapter=adapter)
 
 
 def changed(how: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
     """An adapter that does something to the right answer."""
 
     class Changed(TorchRef):
-        def attend(self, *args: Any) -> Tensor:
-            return how(super().attend(*args))
+        def forward(self, *args: Any) -> Tensor:
+            return how(super().forward(*args))
 
     return Changed
 
@@ -70,16 +72,16 @@ def ready(
 
 def raced(table: dict[str, BackendInfo], work: Any = DECODE, **more: Any) -> dict[str, Result]:
     request, plan = ready(table, **more)
-    (part,) = needs.scheme_groups(request.config, request.model_spec)
+    (part,) = needs.scheme_groups(request.spec, request.model_spec)
     return {result.name: result for result in race.bench_backends(request, plan, part, work)}
 
 
 def test_one_failure_is_its_own_and_nobody_wrong_is_timed() -> None:
     found = raced({
-        "broken": backend("broken", changed(fails), 50),
-        "wrong": backend("wrong", changed(lambda x: x * 1.01), 40),
-        "nan": backend("nan", changed(lambda x: x.index_fill(0, torch.tensor([0]), float("nan"))), 35),
-        "right": backend("right", TorchRef, 30),
+        "broken": backend("broken", changed(fails), Origin.OWN),
+        "wrong": backend("wrong", changed(lambda x: x * 1.01)),
+        "nan": backend("nan", changed(lambda x: x.index_fill(0, torch.tensor([0]), float("nan")))),
+        "right": backend("right", TorchRef),
     })  # fmt: skip
     assert found["broken"].failure == "RuntimeError: no such kernel at all" and found["broken"].chosen
     assert "a wrong answer has no speed" in found["wrong"].failure and found["wrong"].ms is None
@@ -90,17 +92,17 @@ def test_one_failure_is_its_own_and_nobody_wrong_is_timed() -> None:
 
 
 def test_who_is_much_slower_is_called_once() -> None:
-    found = raced({"slow": backend("slow", changed(waits), 10), "right": backend("right", TorchRef, 30)})
+    found = raced({"slow": backend("slow", changed(waits)), "right": backend("right", TorchRef, Origin.OWN)})
     assert found["slow"].rough and found["slow"].ms and found["slow"].ms > 100 and not found["right"].rough
 
 
 def test_who_plans_long_for_a_step_is_not_hopeless_at_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: set[AttentionBatch] = set()
+    planned: list[AttentionBatch] = []
 
     class Plans(TorchRef):
-        def attend(self, q: Tensor, view: Any, segment: AttentionBatch, spec: Any) -> Tensor:
-            planned.add(segment)
-            return super().attend(q, view, segment, spec)
+        def prepare(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any) -> Any:
+            planned.append(batch)
+            return super().prepare(q, view, batch, params)
 
     def once_ms(request: PlanRequest, call: Callable[[], object]) -> float:
         """Of a plan an hour, and of a call nothing."""
@@ -109,7 +111,7 @@ def test_who_plans_long_for_a_step_is_not_hopeless_at_a_layer(monkeypatch: pytes
         return 3_600_000.0 * (len(planned) - before)
 
     monkeypatch.setattr(race, "_once_ms", once_ms)
-    found = raced({"plans": backend("plans", Plans, 10), "right": backend("right", TorchRef, 30)})
+    found = raced({"plans": backend("plans", Plans), "right": backend("right", TorchRef, Origin.OWN)})
     assert planned and found["plans"].ms and not found["plans"].rough
 
 
@@ -118,37 +120,41 @@ def test_staging_leaves_out_what_no_window_sees(monkeypatch: pytest.MonkeyPatch)
     seen: list[int] = []
 
     class Noting(TorchRef):
-        def attend(self, q: Tensor, view: Any, segment: AttentionBatch, spec: Any) -> Tensor:
-            seen.append(max(segment.seq_lens))
-            return super().attend(q, view, segment, spec)
+        def forward(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any, state: Any) -> Tensor:
+            seen.append(max(batch.seq_lens))
+            return super().forward(q, view, batch, params, state)
 
-    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"fp32"}), prefer=10)
+    row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"fp32"}))
     plain = BackendInfo(name="plain", support=(row,), summary="", adapter=Noting)
     windowed = model_spec(LayerGroup("window", "mha", STREAMS, (0, 1), 4, window=20))
     work = workloads.parse(Phase.EXTEND, "8+200")
-    table = {"plain": plain, "right": backend("right", TorchRef, 30)}
+    table = {"plain": plain, "right": backend("right", TorchRef, Origin.OWN)}
     found = raced(table, work, scheme="nvfp4", of=windowed)["plain, staged"]
     assert found.ms and not found.failure and max(seen) <= 8 + 20 + 16
 
 
 def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[AttentionBatch] = []
     seen: list[AttentionBatch] = []
 
     class Noting(TorchRef):
-        def attend(self, q: Tensor, view: Any, segment: AttentionBatch, spec: Any) -> Tensor:
-            seen.append(segment)
-            return super().attend(q, view, segment, spec)
+        def prepare(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any) -> Any:
+            steps.append(batch)
+            return super().prepare(q, view, batch, params)
+
+        def forward(self, q: Tensor, view: Any, batch: AttentionBatch, params: Any, state: Any) -> Tensor:
+            seen.append(batch)
+            return super().forward(q, view, batch, params, state)
 
     monkeypatch.setattr(clock, "l2_bytes", lambda device: 20_000)
     monkeypatch.setattr(clock, "SPEND_MS", 0.0)
-    result = raced({"noting": backend("noting", Noting, 10)})["noting"]
-    steps = list(dict.fromkeys(map(id, seen)))
+    result = raced({"noting": backend("noting", Noting)})["noting"]
     assert result.ms and len(seen) > 8 * len(steps) > 0
 
 
 def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, _ = ready({"a": backend("a", TorchRef, 1)}, "nvfp4")
-    (part,) = needs.scheme_groups(request.config, request.model_spec)
+    request, _ = ready({"a": backend("a", TorchRef)}, "nvfp4")
+    (part,) = needs.scheme_groups(request.spec, request.model_spec)
     work = workloads.parse(Phase.EXTEND, "32+512")
     monkeypatch.setattr(clock, "l2_bytes", lambda device: 50_000)
     scene = make_fixture(part, work, 16, "hnd", "float32", "cpu")
@@ -167,7 +173,7 @@ def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.Mo
 def test_who_may_enter() -> None:
     table = dict(backends.all_backends())
     request, plan = ready(table, "nvfp4", QWEN3_8B, lookup_gpu("h200"))
-    (part,) = needs.scheme_groups(request.config, request.model_spec)
+    (part,) = needs.scheme_groups(request.spec, request.model_spec)
 
     def names(phase: Phase, only: tuple[str, ...] = ()) -> list[str]:
         found = entrants(request, plan, part, phase, only)
@@ -186,12 +192,12 @@ def test_who_may_enter() -> None:
         {"torch_ref": table["torch_ref"]},
         ready({"torch_ref": table["torch_ref"]}, "nvfp4", GEMMA2, lookup_gpu("h200")),
     )
-    windowed = needs.scheme_groups(of[0].config, of[0].model_spec)[0]
+    windowed = needs.scheme_groups(of[0].spec, of[0].model_spec)[0]
     assert [e.option.backend.name for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
 
 
 def test_an_entrant_gets_pages_that_it_reads() -> None:
-    odd = backend("odd", TorchRef, 1, page=frozenset({48}), packing=frozenset({"nhd"}))
-    found = raced({"first": backend("first", TorchRef, 30), "odd": odd}, EXTEND)
+    odd = backend("odd", TorchRef, page=frozenset({48}), packing=frozenset({"nhd"}))
+    found = raced({"first": backend("first", TorchRef, Origin.OWN), "odd": odd}, EXTEND)
     assert (found["odd"].page, found["odd"].packing) == (48, "nhd") and not found["odd"].chosen
     assert found["first"].page == 16 and found["first"].chosen and found["odd"].ms

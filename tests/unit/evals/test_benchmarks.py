@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +28,11 @@ import serve_parity  # noqa: E402
 import torch  # noqa: E402
 from report import Aim, aims_table, worst  # noqa: E402
 
+from nibble.attention.backends import all_backends  # noqa: E402
+from nibble.attention.planner.evidence import shipped_rankings  # noqa: E402
 from nibble.attention.planner.support import Phase  # noqa: E402
 from nibble.evals.tuning import bench as race  # noqa: E402
+from nibble.hardware import lookup_gpu  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -153,18 +158,18 @@ def test_what_auto_chose_is_judged_by_those_that_can_be_recorded() -> None:
     assert "1 of 1 jobs are above 1.05" in text and "not raced in: mqa" in text and "c 0.200 | 1.50" in text
 
 
-def test_the_order_of_backends_is_held_against_prefer() -> None:
+def test_the_order_of_backends_is_held_against_their_places() -> None:
     fast, slow, eager = raced("a", 0.2), raced("b", 0.4), raced("c", 0.1, graphs=False)
     other = {
         "gqa/bf16/decode/1x32K": [replace(x, workload="1x32K", ms=y) for x, y in ((fast, 0.8), (slow, 0.2))]
     }
     text = backends.orders({"gqa/bf16/decode/64x8K": [fast, slow], **other})
     assert "b 1.41 (1); a 2.00 (1) |  |" in text  # by the means of both workloads
-    text = backends.orders({"x/64x8K": [replace(fast, prefer=0), slow, eager, raced("d", None)]})
-    assert "c 1.00 (1, eager); a 2.00 (0); b 4.00 (1); d inf (1) | other than prefer |" in text
+    text = backends.orders({"x/64x8K": [replace(fast, place=2), slow, eager, raced("d", None)]})
+    assert "c 1.00 (1, eager); a 2.00 (2); b 4.00 (1); d inf (1) | other than ranked |" in text
 
 
-def test_a_recorded_race_is_judged_by_the_preferences_of_today(
+def test_a_recorded_race_is_judged_by_the_choices_of_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cells(need: str, works: tuple[str, ...], **times: float) -> list[dict[str, object]]:
@@ -195,6 +200,31 @@ def test_a_recorded_race_is_judged_by_the_preferences_of_today(
     with pytest.raises(SystemExit, match="2"):
         replay.main()
     assert "these files have no time" in capsys.readouterr().err
+
+
+def test_shipped_rankings_agree_with_the_recorded_race() -> None:
+    """Over the workloads of a need together, none is ranked before one that is more than a tenth faster."""
+    records = replay.read([HOME / "reports/backends_nvidia-h200.json"])
+    h200, times = lookup_gpu("h200"), dict[tuple[str, str], dict[str, float]]()
+    for (job, backend, stage_to), pages in records.items():
+        need, _, workload = job.rpartition("/")
+        ms = min(cell["ms"] for cell in pages.values())
+        times.setdefault((need, backend + "+" * bool(stage_to)), {})[workload] = ms
+    options = backends.arguments().parse_args([])
+    options.phases = "prefill,extend,decode"
+    for job in backends.jobs(options, h200, all_backends()):
+        need = f"{job.shape}/{job.scheme}/{job.work.phase}"
+        ranking = shipped_rankings(h200.name).first(job.request.need(job.part, job.work.phase), "")
+        assert ranking is not None
+        raced = [
+            (name, times[need, name])
+            for timing in ranking.order
+            if (need, name := timing.backend + "+" * bool(timing.stage_to)) in times
+        ]
+        for (first, before), (second, after) in itertools.pairwise(raced):
+            shared = before.keys() & after.keys()
+            ratio = math.prod(before[work] / after[work] for work in shared) ** (1 / len(shared))
+            assert ratio < 1.1, f"{need}: {first} is ranked before {second}, and takes {ratio:.2f} x its time"
 
 
 def test_what_failed_in_a_race_has_no_time(tmp_path: Path) -> None:

@@ -302,8 +302,8 @@ def test_default_entries_leave_out_formats_for_tests() -> None:
 
 def test_sizes() -> None:
     assert sizes() == Sizes() and sizes(quick=True) == QUICK
-    assert sizes(quick=True, given={"tokens": 99, "window": None, "recall_lengths": ()}).tokens == 99
-    assert sizes(quick=True, given={"recall_lengths": ()}).recall_lengths == QUICK.recall_lengths
+    assert sizes(quick=True, values={"tokens": 99, "window": None, "recall_lengths": ()}).tokens == 99
+    assert sizes(quick=True, values={"recall_lengths": ()}).recall_lengths == QUICK.recall_lengths
     assert Sizes().lengths(4096) == (1024, 2048, 4096)
     for wrong in ({"tokens": 1}, {"stride": 0}, {"window": 8, "stride": 8}, {"recall_cases": -1}):
         with pytest.raises(ConfigError):

@@ -22,7 +22,6 @@ from torch import Tensor
 import nibble
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
@@ -34,8 +33,8 @@ from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import TileShape as Shape
 from nibble.kernels.gather import naive as naive_gather
 from nibble.kernels.gather import triton as triton_gather
-from nibble.kernels.sizes import GPU
-from nibble.kernels.types import Paged
+from nibble.kernels.gpu import GPU
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
 

@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 from nibble import formats
-from nibble.attention.metadata import AttentionBatch
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels import nvrtc as compiling
@@ -23,7 +22,7 @@ from nibble.kernels.codecs import CUDA_LATENTS as LATENTS
 from nibble.kernels.gather.naive import dequantize_pages
 from nibble.kernels.mla import cuda as twin
 from nibble.kernels.mla import naive
-from nibble.kernels.types import Paged
+from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import LATENT, Stream
 
 SHARED, STATIC = 232448, {"mla.cu": 4096, "mla_fp4.cu": 0}

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nibble import formats
-from nibble.attention.metadata import AttentionParams
 from nibble.kernels.attention import PartialAttention as Part
 from nibble.kernels.attention import merge_lse, naive, prefill
 from nibble.kernels.attention import triton as twin
-from nibble.kernels.attention.prefill import KeyTile, ShortBatch
-from nibble.kernels.types import Paged
+from nibble.kernels.attention.prefill import KeyTile
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 HEADS, GROUP, DIM, SIZE = 2, 3, 16, 4
 SPEC = AttentionParams(DIM**-0.5)
@@ -51,9 +50,9 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
     return dense(q, k, v, tile.causal)
 
 
-def few(q: Tensor, k: Paged, v: Paged, requests: ShortBatch, softmax: AttentionParams) -> Tensor:
-    assert requests.max_seq_len == int(requests.seq_lens_B.max())
-    return naive.paged_attention(q, k, v, requests, softmax)
+def few(q: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    assert max(batch.seq_lens) == int(batch.seq_lens_B.max())
+    return naive.paged_attention(q, k, v, batch, params)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +109,7 @@ def shapes(requests: list[Request], use_cudnn: bool) -> list[object]:
     lens, pages = [sum(r) for r in requests], torch.zeros(len(requests), 400, dtype=torch.int32)
     found: list[object] = []
     for block in prefill.plan_blocks([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
-        if isinstance(block.plan, ShortBatch):
+        if isinstance(block.plan, AttentionBatch):
             assert len(block.plan.page_table_BN) == len(block.plan.query_lens)
             found.append((block.plan.query_lens, tuple(block.plan.seq_lens_B.tolist())))
         else:

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 
 from nibble import LLM
 from nibble.config import Config
-from nibble.engine.build import plan_engine
+from nibble.engine.plan import plan_engine
 from nibble.errors import ConfigError, RequestError, WeightError
 from nibble.models import observe as observing
 from nibble.models.guard import PositionsWatch, check_masks, check_modules

@@ -1,7 +1,7 @@
 """The attention backends, one file each. EXTENSION POINT: a file here, or `register()` outside, adds one.
 
-A file holds `BACKEND`, a BackendInfo: its facts as rows, and how to make its adapter. Importing a file must
-not import its third-party package; that is the adapter's business.
+A file holds `BACKEND`, a BackendInfo: its facts as rows, and the name of its adapter. Importing a file imports neither
+torch nor the backend's package: adapters/ does, when `create()` constructs one.
 """
 
 from __future__ import annotations
@@ -10,12 +10,21 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from nibble.attention.planner.support import BackendInfo
-from nibble.errors import ConfigError, unknown
+from nibble.errors import BackendError, ConfigError, unknown
 from nibble.kernels import import_problem
 
-__all__ = ["all_backends", "available_backends", "get", "missing_requirement", "register", "unregister"]
+__all__ = [
+    "all_backends",
+    "available_backends",
+    "create",
+    "get",
+    "missing_requirement",
+    "register",
+    "unregister",
+]
 
 _registry: dict[str, BackendInfo] = {}
 
@@ -37,6 +46,23 @@ def get(name: str) -> BackendInfo:
     if name not in _registry:
         raise ConfigError(unknown("attention backend", name, _registry))
     return _registry[name]
+
+
+def create(info: BackendInfo) -> Any:
+    """Construct a backend's adapter (attention/layer.py, AttentionBackend), which imports its package.
+
+    Raises:
+        BackendError: the package cannot be imported, or is one that the adapter cannot call.
+    """
+    adapter = info.adapter
+    if isinstance(adapter, str):
+        module, _, name = adapter.partition(":")
+        adapter = getattr(importlib.import_module(module), name)
+    if adapter is None:
+        raise BackendError(
+            f"backend {info.name} has no adapter here: {info.missing or 'its facts are only declared'}"
+        )
+    return adapter()
 
 
 def all_backends() -> Mapping[str, BackendInfo]:

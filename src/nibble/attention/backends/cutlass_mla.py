@@ -1,124 +1,30 @@
-"""cutlass_mla: the CUTLASS kernel for MLA on big Blackwell, by way of FlashInfer. A query of one token, of 128 heads.
+"""cutlass_mla: the CUTLASS kernel for MLA on big Blackwell, by way of FlashInfer.
 
-Draft tokens are requests of their own, each as long as it sees. Fewer heads are filled up with zeros. The kernel has
-DeepSeek's scale of scores built in, 1 / sqrt(192), so a query is multiplied by what another scale differs by. A wrapper
-is planned for a number of requests, once; lengths and pages are given to each run, on the device, so a CUDA graph may
-hold a decode step, whose first run is not recorded.
-
-Shape suffixes: T tokens, N pages of a request, H query heads, D values of a head.
+A query is one token of 128 heads.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
-
-import torch
-from torch import Tensor
-
-from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
-from nibble.attention.backends.vendor import PLAIN, RANK, ROPE, TOKEN, Workspace, latents, row, some_tokens
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import BackendInfo, Phase
-from nibble.cache.view import KVView
+from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, unavailable_reason
+from nibble.attention.backends.vendor import LATENT_FACTS, plain_rows
+from nibble.attention.planner.support import BLACKWELL, TOKEN, BackendInfo, Origin
 
 HEADS = 128
-SCALE = 1 / math.sqrt(128 + 64)
-WHOLE = 128
-"""A table's pages hold a multiple of so many tokens."""
 WORKSPACE = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A segment, a token to a request."""
-
-    page_table_TN: Tensor
-    lens_T: Tensor
-    padding_T11: Tensor
-
-
-class CutlassMla:
-    """The adapter. Its workspace and wrappers serve one step at a time."""
-
-    def __init__(self) -> None:
-        self._mla = package(f"{PACKAGE}.mla")
-        self._workspace = Workspace(WORKSPACE)
-        self._wrappers: dict[tuple[int, int, torch.dtype], Any] = {}
-        self._known: WeakKeyDictionary[AttentionBatch, _Rows] = WeakKeyDictionary()
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        latent = latents(view, "CUTLASS's MLA kernel")
-        if segment not in self._known:
-            self._known[segment] = _rows(segment, view.page_size)
-        rows, heads = self._known[segment], q_THD.shape[1]
-        query = q_THD if math.isclose(spec.scale, SCALE, rel_tol=1e-5) else q_THD * (spec.scale / SCALE)
-        if heads < HEADS:
-            query = torch.nn.functional.pad(query, (0, 0, 0, HEADS - heads))
-        out_THD: Tensor = self._wrapper(query, rows, view.page_size).run(
-            query=query.contiguous(),
-            kv_cache=latent.planes[0][:, :, 0],
-            kv_len=rows.lens_T,
-            page_table=rows.page_table_TN,
-        )
-        return out_THD[:, :heads].masked_fill(rows.padding_T11, 0.0)
-
-    def _wrapper(self, query: Tensor, rows: _Rows, page: int) -> Any:
-        count = len(query)
-        key = (count, page, query.dtype)
-        if key not in self._wrappers:
-            scratch = self._workspace.on(query.device)
-            made = self._mla.BatchMLAPagedAttentionWrapper(scratch, backend="cutlass")
-            made.plan(
-                metadata=self._mla.MLAPlanMetadata.dense(
-                    torch.arange(count + 1, dtype=torch.int32),
-                    torch.zeros(count, WHOLE // page, dtype=torch.int32),
-                    torch.ones(count, dtype=torch.int32),
-                ),
-                num_heads=HEADS,
-                head_dim_ckv=RANK,
-                head_dim_kpe=ROPE,
-                page_size=page,
-                causal=True,
-                sm_scale=SCALE,
-                q_data_type=query.dtype,
-                kv_data_type=query.dtype,
-            )
-            self._wrappers[key] = made
-        return self._wrappers[key]
-
-
-def _rows(segment: AttentionBatch, page: int) -> _Rows:
-    page_table_TN, lens_T = segment.page_table_BN, segment.seq_lens_B
-    if segment.phase is not Phase.DECODE:
-        total, counts_B = segment.stop - segment.start, segment.cu_seqlens_q_B1.diff()
-        page_table_TN = page_table_TN.repeat_interleave(counts_B, 0, output_size=total)
-        after_B = (
-            segment.seq_lens_B - segment.cu_seqlens_q_B1[1:]
-        )  # how far a token's place in the step is from its length
-        lens_T = after_B.repeat_interleave(counts_B, output_size=total)
-        lens_T = lens_T + torch.arange(1, total + 1, dtype=torch.int32, device=lens_T.device)
-    lacking = -page_table_TN.shape[1] % (WHOLE // page)
-    return _Rows(torch.nn.functional.pad(page_table_TN, (0, lacking)).contiguous(), *some_tokens(lens_T))
-
 
 BACKEND = BackendInfo(
     name="cutlass_mla",
     summary="CUTLASS MLA decoding on datacentre Blackwell, through FlashInfer",
-    adapter=CutlassMla,
+    origin=Origin.VENDOR,
+    adapter="nibble.attention.backends.adapters.cutlass_mla:CutlassMla",
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    unavailable_reason=trouble,
+    unavailable_reason=unavailable_reason,
     graphs=True,
-    support=tuple(
-        row(
-            "mla", phase=TOKEN, format={fmt}, arch={100, 103}, page={16, 32, 64, 128}, group=range(1, HEADS + 1),
-            dtype={dtype}, prefer=40, held=WORKSPACE,
-            cites="flashinfer/mla: cutlass, 128 heads, pages that divide 128, one dtype for cache and query",
-        )
-        for fmt, dtype in PLAIN
+    support=plain_rows(
+        **LATENT_FACTS, phase=TOKEN, arch=BLACKWELL, page={16, 32, 64, 128}, group=set(range(1, HEADS + 1)),
+        workspace_bytes=WORKSPACE,
+        source="flashinfer/mla: cutlass, 128 heads, pages that divide 128, one dtype for cache and query",
     ),
 )  # fmt: skip

@@ -1,249 +1,30 @@
 """flex_attention: torch's FlexAttention over gathered pages. On a GPU compiled, on a CPU as torch interprets it.
 
-Windows are blocks of keys that are left out, and a mask within those that are not; caps are an expression; a sink
-scales the result by what the sum of the softmax becomes with it. Which blocks of keys a block of queries sees is worked
-out from lengths, once for all layers of a step: no mask of queries by keys is ever made on a GPU. Quantised pages are
-staged (attention/dequantize.py).
-
-Shape suffixes: T tokens, B requests, n new tokens of each (padded), L stored tokens (padded), Q blocks of queries,
-K blocks of keys, S slots of B * n, H query heads, G KV heads, D values of a head.
+Quantised pages are staged (attention/dequantize.py).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from nibble.attention.planner.support import ALL, GPUS, MAX_STAGED_TOKENS, BackendInfo, Origin, Support
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from nibble.attention.dequantize import MAX_TOKENS
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import BackendInfo, Phase, Support
-from nibble.cache.view import KVView
-
-if TYPE_CHECKING:  # torch's compiler takes a second to import
-    from torch.nn.attention.flex_attention import BlockMask
-
-BLOCK = 128
-"""Queries and keys of a block of the mask. Stored tokens are padded to whole blocks, so that there are few shapes."""
-PACKED = BLOCK // 2
-"""Most query rows of a KV head that are left to torch's kernel for decoding, which has all of them in one block of the
-next power of two. That must divide BLOCK: with more torch finds no kernel at all (torch 2.11: NoValidChoicesError)."""
 COPIES = 2
 """Of gathered pages, while what lies behind a request's tokens is cleared."""
-VARIANTS = 64
-"""Kernels that may be compiled: for a model one for each phase, head, window and cap, with some room."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Requests that are computed together. taken_T: rows of the part's tokens in [B * n]; None where those are all."""
-
-    rows: slice
-    page_table_BN: Tensor
-    lens_B: Tensor
-    counts: tuple[int, ...]
-    most: int
-    length: int
-    taken_T: Tensor | None
-    mask: BlockMask
-
-
-class Flex:
-    """The adapter. How a step's requests are cut and what they see is worked out once for layers with equal windows."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[AttentionBatch, dict[int | None, tuple[_Part, ...]]] = (
-            WeakKeyDictionary()
-        )
-        import torch._dynamo as dynamo
-
-        # beyond the limit the compiler would go on without compiling, and say nothing
-        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, VARIANTS)
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        known = self._known.setdefault(segment, {})
-        if spec.window not in known:
-            known[spec.window] = tuple(_parts(segment, view.page_size, spec.window))
-        found = [_attend(q_THD[part.rows], view, part, spec) for part in known[spec.window]]
-        return torch.cat(found) if len(found) > 1 else found[0]
-
-
-def _parts(segment: AttentionBatch, page: int, window: int | None) -> Iterator[_Part]:
-    """Neighbours that fit into MAX_TOKENS padded stored tokens; prompts of more than a block alone."""
-    row, first = 0, 0
-    step = max(1, MAX_TOKENS // _whole(max(segment.seq_lens)))
-    alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(segment.query_lens)]
-    for _, group in groupby(alone):
-        last = first + len(tuple(group))
-        counts, lens = segment.query_lens[first:last], segment.seq_lens[first:last]
-        yield _part(segment, slice(row, row + sum(counts)), slice(first, last), counts, lens, page, window)
-        row, first = row + sum(counts), last
-
-
-def _part(
-    segment: AttentionBatch,
-    rows: slice,
-    requests: slice,
-    counts: tuple[int, ...],
-    lens: tuple[int, ...],
-    page: int,
-    window: int | None,
-) -> _Part:
-    most, length = max(counts), _whole(max(lens))
-    device = segment.page_table_BN.device
-    taken = None
-    if min(counts) < most:
-        taken = torch.cat([torch.arange(i * most, i * most + count) for i, count in enumerate(counts)]).to(
-            device
-        )
-    lens_B, counts_B = (torch.tensor(values, device=device) for values in (lens, counts))
-    return _Part(
-        rows,
-        segment.page_table_BN[requests, : -(-max(lens) // page)],
-        lens_B,
-        counts,
-        most,
-        length,
-        taken,
-        _block_mask(lens_B, lens_B - counts_B, most, length, window),
-    )
-
-
-def _whole(length: int) -> int:
-    return -(-length // BLOCK) * BLOCK
-
-
-def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window: int | None) -> BlockMask:
-    """What queries see. before_B: tokens stored before the first query, which is token before_B itself."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= before_B[b] + q) & (kv < lens_B[b])
-
-    reach = length + most if window is None else window
-
-    def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return seen(b, h, q, kv) & (kv > before_B[b] + q - reach)
-
-    device, blocks = lens_B.device, -(-length // BLOCK)
-    first_Q = torch.arange(0, most, BLOCK, device=device)
-    positions_BQ = before_B[:, None] + first_Q
-    last_BQ = torch.minimum(positions_BQ + BLOCK, lens_B[:, None]) - 1
-    last_BQ = torch.maximum(last_BQ, torch.zeros_like(last_BQ))
-    start_BQ = torch.minimum((positions_BQ - reach + 1).clamp(min=0), last_BQ) // BLOCK
-    counts_BQ = last_BQ // BLOCK - start_BQ + 1
-    order_K = torch.arange(blocks, device=device)
-    indices_BQK = (start_BQ[..., None] + order_K).clamp(max=blocks - 1)
-    return BlockMask.from_kv_blocks(
-        counts_BQ[:, None].int(),
-        indices_BQK[:, None].int(),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen if window is None else near,
-        seq_lengths=(most, length),
-        compute_q_blocks=False,  # which gradients are for
-    )
-
-
-def _attend(q_THD: Tensor, view: KVView, part: _Part, spec: AttentionParams) -> Tensor:
-    k_BGLD, v_BGLD = (_gathered(view, name, part, q_THD.dtype) for name in "kv")
-    q_BnHD = _padded(q_THD, part)
-    found: Any = _kernel(q_THD.is_cuda)(
-        q_BnHD.transpose(1, 2),
-        k_BGLD,
-        v_BGLD,
-        score_mod=_capped(spec.softcap) if spec.softcap else None,
-        block_mask=part.mask,
-        scale=spec.scale,
-        enable_gqa=True,
-        return_lse=spec.sinks_H is not None,
-        kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
-    )
-    if spec.sinks_H is not None:
-        out_BHnD, lse_BHn = found
-        found = _with_sinks(out_BHnD, lse_BHn, spec.sinks_H)
-    out_THD = found.transpose(1, 2).flatten(0, 1)
-    return out_THD if part.taken_T is None else out_THD[part.taken_T]
-
-
-def _options(rows: int) -> dict[str, bool]:
-    """rows: of the queries, to a KV head. Torch goes by tokens alone, and decodes where a prompt has less than 128."""
-    return {"FORCE_USE_FLEX_ATTENTION": True} if rows > PACKED else {}
-
-
-def _with_sinks(out_BHnD: Tensor, lse_BHn: Tensor, sinks_H: Tensor) -> Tensor:
-    """The softmax's sum grows by the sinks' weights."""
-    share_BHn = torch.sigmoid(lse_BHn - sinks_H.float()[:, None])
-    return (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
-
-
-def _gathered(view: KVView, name: str, part: _Part, dtype: torch.dtype) -> Tensor:
-    """[B, G, L, D], zeros behind each request's tokens: a masked NaN would still reach the result."""
-    values_BLGD = view.streams[name].dequantize(part.page_table_BN, dtype)[:, : part.length]
-    values_BLGD = F.pad(values_BLGD, (0, 0, 0, 0, 0, part.length - values_BLGD.shape[1]))
-    behind_BL = torch.arange(part.length, device=part.lens_B.device) >= part.lens_B[:, None]
-    return values_BLGD.masked_fill(behind_BL[..., None, None], 0.0).transpose(1, 2)
-
-
-def _padded(q_THD: Tensor, part: _Part) -> Tensor:
-    if part.taken_T is None:
-        return q_THD.unflatten(0, (len(part.counts), part.most))
-    q_SHD = q_THD.new_zeros(len(part.counts) * part.most, *q_THD.shape[1:])
-    return q_SHD.index_copy_(0, part.taken_T, q_THD).unflatten(0, (-1, part.most))
-
-
-@cache
-def _capped(cap: float) -> Callable[..., Tensor]:
-    """One function for each cap, so that it is compiled once."""
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return score_mod
-
-
-@cache
-def _kernel(on_gpu: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def interpreted(*args: Any, **options: Any) -> Any:
-        with warnings.catch_warnings():  # of being slow: on a CPU it is what can be had without a compiler
-            warnings.simplefilter("ignore")
-            return flex_attention(*args, **options)
-
-    return torch.compile(flex_attention) if on_gpu else interpreted
-
-
-def _row(arch: set[int], prefer: int, cites: str) -> Support:
-    return Support(
-        phase=frozenset(Phase),
-        kind=frozenset({"mha"}),
-        format=frozenset({"fp32", "bf16", "fp16"}),
-        packing=frozenset({"nhd", "hnd"}),
-        arch=frozenset(arch),
-        prefer=prefer,
-        workspace=COPIES * MAX_TOKENS,
-        source=cites,
-    )
-
 
 BACKEND = BackendInfo(
     name="flex_attention",
     summary="torch's FlexAttention, compiled, over gathered pages",
-    adapter=Flex,
+    origin=Origin.PORTABLE,
+    adapter="nibble.attention.backends.adapters.flex_attention:Flex",
     support=(
-        _row(
-            {80, 86, 89, 90, 100, 103, 120, 121},
-            -13,
-            "vLLM attention_backends.md: FLEX_ATTENTION, any page and head size; sinks by the log-sum-exp",
+        Support(
+            phase=ALL,
+            kind={"mha"},
+            format={"fp32", "bf16", "fp16"},
+            packing={"nhd", "hnd"},
+            arch=GPUS | {0},
+            gathers=True,
+            workspace=COPIES * MAX_STAGED_TOKENS,
+            source="vLLM attention_backends.md: FLEX_ATTENTION, any page and head size; sinks by the log-sum-exp",
         ),
-        _row({0}, -20, "tests/conformance"),
     ),
 )

@@ -1,212 +1,29 @@
-"""torch_ref: the definition of attention over a paged cache, in plain torch, for every format and phase.
-
-Reads pages in their own format, a bounded span at a time, and dequantises them as it goes. All arithmetic is
-float32. An answer must not depend on who else is in the batch, nor on how a prompt was cut, so a query's result is
-made of tiles at fixed key positions, each with its own softmax, folded in order: a tile that a query cannot see adds
-an exact zero, and the shapes of the products do not change with the batch.
-
-Shape suffixes: T tokens, B requests, n new tokens of each, N pages of a request, L keys of a span, t tiles of a span,
-K keys of a tile, H query heads, G KV heads, R query rows of a KV head (n * H / G, padded), D values of a head.
-"""
+"""torch_ref: the definition of attention over a paged cache, in plain torch, for every format and phase."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import BackendInfo, Phase, Support
-from nibble.cache.view import KVView
-from nibble.kernels.sparse_mla import naive as sparse
-
-TILE = 256
-SPAN_VALUES = 1 << 18
-"""Bound on the dequantised values of one stream at a time: what stays in a core's cache."""
-SCORES = 1 << 24
-"""Bound on the scores held at a time."""
-BATCHED = 8
-"""Requests with up to so many new tokens are computed together; longer prompts one by one."""
-
-
-def padded(rows: int) -> int:
-    """Rows of a matrix product: with fewer, the sum of a row may have another order, and depend on the batch."""
-    return rows if rows >= 8 else 4 if rows <= 4 else 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Keys [start, start + tiles * TILE), of which request b has counts[b]. hidden: bool [B, 1, t, R, K]."""
-
-    start: int
-    counts: tuple[int, ...]
-    hidden: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Rectangle:
-    """Rows of a segment's tokens: n tokens of each of `requests`, and the keys that they may look at."""
-
-    rows: slice
-    n: int
-    requests: slice
-    spans: tuple[_Span, ...]
-
-
-_Shape = tuple[int, int, int | None]
-"""Query heads per KV head, values of a stream per token, window: what rectangles depend on beside the segment."""
-
-
-class TorchRef:
-    """The reference adapter. Where queries may look is the same for all layers of a step with the same window, so it
-    is worked out once, and forgotten with the step's segments.
-    """
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[AttentionBatch, dict[_Shape, tuple[_Rectangle, ...]]] = (
-            WeakKeyDictionary()
-        )
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        if spec.topk_slots_TK is not None:
-            latents = view.keys
-            return sparse.sparse_mla_attention(
-                q_THD, latents.paged, latents.stream.rope, spec.topk_slots_TK, spec.scale
-            )
-        heads, keys = q_THD.shape[1], view.keys.stream
-        shape = heads // keys.heads, keys.values, spec.window
-        known = self._known.setdefault(segment, {})
-        if shape not in known:
-            known[shape] = tuple(_rectangles(segment, *shape, heads, q_THD.device))
-        pieces = [
-            _attend(q_THD, rect, view, segment.page_table_BN[rect.requests], spec) for rect in known[shape]
-        ]
-        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(q_THD.dtype)
-
-
-def _rectangles(
-    segment: AttentionBatch, group: int, values: int, window: int | None, heads: int, device: torch.device
-) -> Iterator[_Rectangle]:
-    """Cuts a segment into rectangles that keep within the bounds on keys and scores."""
-    row = 0
-    batch = (
-        max(1, SPAN_VALUES // (max(segment.seq_lens) * values)) if max(segment.query_lens) <= BATCHED else 1
-    )
-    for first, last in _equal_runs(segment.query_lens, batch):
-        n, seq_lens = segment.query_lens[first], segment.seq_lens[first:last]
-        step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(seq_lens)))  # cuts single prompts only
-        for start in range(0, n, step):
-            stop = min(start + step, n)
-            lens = tuple(length - n + stop for length in seq_lens)
-            rows = slice(row + start, row + start + (stop - start) * len(lens))
-            spans = tuple(_spans(lens, stop - start, group, values, window, device))
-            yield _Rectangle(rows, stop - start, slice(first, last), spans)
-        row += n * len(seq_lens)
-
-
-def _equal_runs(lens: tuple[int, ...], most: int) -> Iterator[tuple[int, int]]:
-    """Index ranges of neighbours with equal lengths, `most` at a time."""
-    first = 0
-    for i in range(1, len(lens) + 1):
-        if i == len(lens) or lens[i] != lens[first] or i - first == most:
-            yield first, i
-            first = i
-
-
-def _spans(
-    lens: tuple[int, ...], n: int, group: int, values: int, window: int | None, device: torch.device
-) -> Iterator[_Span]:
-    """Key ranges that begin on a tile and cover all that the last n tokens of requests of `lens` tokens see."""
-    positions_Bn = torch.tensor(lens, device=device)[:, None] + torch.arange(-n, 0, device=device)
-    rows = n * group
-    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, padded(rows) - rows))[:, None, :, None]
-    first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
-    step = max(1, SPAN_VALUES // (len(lens) * values) // TILE) * TILE
-    for start in range(first, max(lens), step):
-        stop = min(start + step, max(lens))
-        keys = torch.arange(start, start + -(-(stop - start) // TILE) * TILE, device=device).view(-1, 1, TILE)
-        hidden = keys > positions_BR
-        if window is not None:
-            hidden |= keys <= positions_BR - window
-        yield _Span(start, tuple(max(0, min(length, stop) - start) for length in lens), hidden.unsqueeze(1))
-
-
-def _attend(
-    q_THD: Tensor, rect: _Rectangle, view: KVView, page_table_BN: Tensor, spec: AttentionParams
-) -> Tensor:
-    """One rectangle -> float32 [B * n, H, Dv]."""
-    B, n, H, G = len(page_table_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
-    rows, more = n * H // G, padded(n * H // G) - n * H // G
-    q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
-    q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * spec.scale, (0, 0, 0, more))
-    tiles = [_tiles(q_BGRD, view, page_table_BN, spec, span) for span in rect.spans]
-    peak, weight, values = (
-        tiles[0] if len(tiles) == 1 else (torch.cat(part, 2) for part in zip(*tiles, strict=True))
-    )
-    sinks_GR = None
-    if spec.sinks_H is not None:
-        sinks_GR = F.pad(spec.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, more))
-    out_BGRD = _fold(peak, weight, values, sinks_GR)[:, :, :rows]
-    return out_BGRD.unflatten(2, (n, H // G)).transpose(1, 2).reshape(B * n, H, -1)
-
-
-def _tiles(
-    q_BGRD: Tensor, view: KVView, page_table_BN: Tensor, spec: AttentionParams, span: _Span
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax of each tile by itself: its peak and sum [B, G, t, R], and its values [B, G, t, R, D]."""
-    size, tiles, longest = view.page_size, span.hidden.shape[2], max(span.counts)
-    first, last = span.start // size, -(-(span.start + longest) // size)
-    k_BGLD, v_BGLD = view.dequantize_heads(
-        page_table_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE
-    )
-    scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores.masked_fill_(span.hidden, float("-inf"))
-    peak = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(peak.clamp(min=-1e30)).exp_()
-    return peak.squeeze(-1), weights.sum(-1), weights @ v_BGLD.unflatten(2, (tiles, TILE))
-
-
-def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None) -> Tensor:
-    """Joins tiles -> [B, G, R, D]. Sums go tile by tile: one that holds nothing for a query changes nothing."""
-    top = peak.amax(2)
-    if sinks_GR is not None:
-        top = torch.maximum(top, sinks_GR)
-    share = (peak - top.unsqueeze(2)).exp_()
-    weights, parts = (share * weight).unbind(2), (share.unsqueeze(-1) * values).unbind(2)
-    total = weights[0] if sinks_GR is None else (sinks_GR - top).exp() + weights[0]
-    out = parts[0]
-    for more_weight, more in zip(weights[1:], parts[1:], strict=True):
-        total, out = total + more_weight, out + more
-    return out / total.unsqueeze(-1)
-
-
-ANY_PHASE = frozenset(Phase)
+from nibble.attention.planner.support import ALL, BackendInfo, Origin, Support
 
 BACKEND = BackendInfo(
     name="torch_ref",
     summary="the definition, in plain torch: every format, phase and machine; slow on a GPU",
-    adapter=TorchRef,
+    origin=Origin.REFERENCE,
+    adapter="nibble.attention.backends.adapters.torch_ref:TorchRef",
     support=(
         Support(
-            phase=ANY_PHASE,
-            kind=frozenset({"mha"}),
+            phase=ALL,
+            kind={"mha"},
             format=None,
-            packing=frozenset({"nhd", "hnd"}),
-            prefer=-10,
+            packing={"nhd", "hnd"},
+            gathers=True,
             source="tests/conformance",
         ),
         Support(
-            phase=ANY_PHASE,
-            kind=frozenset({"mla", "dsa"}),
+            phase=ALL,
+            kind={"mla", "dsa"},
             format=None,
-            packing=frozenset({"nhd", "hnd", "record"}),
-            prefer=-10,
+            packing={"nhd", "hnd", "record"},
+            gathers=True,
             source="tests/conformance",
         ),
     ),

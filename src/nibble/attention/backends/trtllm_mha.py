@@ -1,214 +1,68 @@
 """trtllm_mha: TensorRT-LLM's MHA kernels by way of FlashInfer: trtllm-gen on big Blackwell, XQA on SM90 and SM120.
 
-Both read lengths and page tables on the device, so a CUDA graph may hold a decode step. K's global scale goes into what
-scores are multiplied with, V's into what results are. What is left out of the rows, and why:
+What is left out of the rows, and why:
 
 - FP8 with XQA on SM90: it rounds queries and weights to FP8, and is then further from the definition than twice plain
   torch. FP8 prompts with trtllm-gen: its context kernels want a query in FP8.
 - NVFP4 with trtllm-gen: it wants V's block scales interleaved by four tokens, a packing that pools do not have, and
   global scales of amax / 448 where checkpoints store amax / (6 * 448).
 - Sinks with XQA, and more than 16 query heads for a KV head: not tried.
-
-Shape suffixes: T tokens, B requests, N pages of a request, H query heads, D values of a head, W 16-bit words of a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import torch
-from torch import Tensor
 
 from nibble.attention.backends.flashinfer import (
     INSTALL,
     PACKAGE,
     VERSIONS,
     WORKSPACE,
-    package,
-    trouble,
+    unavailable_reason,
 )
-from nibble.attention.backends.vendor import (
+from nibble.attention.backends.vendor import plain_rows
+from nibble.attention.planner.support import (
     ALL,
-    HALVES,
-    PLAIN,
+    BLACKWELL,
+    CONSUMER_BLACKWELL,
+    HALF_DTYPES,
+    HOPPER,
+    NEVER,
     TOKEN,
-    Scales,
-    Workspace,
-    capability,
-    row,
-    some_tokens,
+    BackendInfo,
+    Origin,
+    Support,
 )
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import NEVER, BackendInfo, Phase, Support
-from nibble.cache.view import KVView
 
-WORD = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Lens:
-    """What the kernels read of a segment, the same for all its layers. lens_B: of padding 1, since nobody says what a
-    kernel does for 0. padding_B11: whose result is to be zeros; None where there is no padding. mask_TW: bits of the
-    draft tokens that each draft token sees.
-    """
-
-    page_table_BN: Tensor
-    lens_B: Tensor
-    padding_B11: Tensor | None = None
-    mask_TW: Tensor | None = None
-    cu_seqlens_k_B1: Tensor | None = None
-
-
-class TrtllmMha:
-    """The adapter. Its workspace serves one step at a time, and nobody else: kernels keep counters in it."""
-
-    def __init__(self) -> None:
-        self._decode = package(f"{PACKAGE}.decode")
-        self._prefill = package(f"{PACKAGE}.prefill")
-        self._workspace = Workspace(WORKSPACE)
-        self._known: WeakKeyDictionary[AttentionBatch, _Lens] = WeakKeyDictionary()
-        self._scales = Scales(PACKAGE)
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        k, v = view.streams["k"], view.streams["v"]
-        gen = capability(q_THD) in DATACENTRE
-        if segment not in self._known:
-            self._known[segment] = _lens(segment, q_THD.device, masked=not gen)
-        lens = self._known[segment]
-        options: dict[str, Any] = {
-            "query": q_THD.contiguous(),
-            "kv_cache": (k.planes[0], v.planes[0]),
-            "workspace_buffer": self._workspace.on(q_THD.device),
-            "block_tables": lens.page_table_BN,
-            "seq_lens": lens.lens_B,
-            "bmm1_scale": spec.scale * self._scales.of(k),
-            "bmm2_scale": self._scales.of(v),
-            "window_left": -1
-            if spec.window is None
-            else spec.window - 1,  # theirs does not count the present token
-            "sinks": None if spec.sinks_H is None else spec.sinks_H.float(),
-            "kv_layout": k.packing.name.upper(),
-        }
-        if len(k.planes) > 1:
-            options["kv_cache_sf"] = (k.planes[1], v.planes[1])
-        if segment.phase.decodes:
-            out_THD = self._token(segment, lens, gen, options)
-        else:
-            out_THD = self._prompt(segment, lens, options)
-        return out_THD if lens.padding_B11 is None else out_THD.masked_fill_(lens.padding_B11, 0.0)
-
-    def _token(self, segment: AttentionBatch, lens: _Lens, gen: bool, options: dict[str, Any]) -> Tensor:
-        """One new token, or a few: of one number each, or packed."""
-        options["max_seq_len"] = max(segment.seq_lens)
-        most = max(segment.query_lens)
-        ragged = min(segment.query_lens) < most
-        if gen:
-            if ragged:
-                options |= {
-                    "q_len_per_req": None,
-                    "max_q_len": most,
-                    "cum_seq_lens_q": segment.cu_seqlens_q_B1,
-                }
-            else:
-                options["q_len_per_req"] = most
-            return self._decode.trtllm_batch_decode_with_kv_cache(**options, backend="trtllm-gen")
-        options |= {"q_len_per_req": most, "mask": lens.mask_TW}
-        if ragged:
-            options["q_cu_seq_lens"] = segment.cu_seqlens_q_B1
-        elif most > 1 and lens.mask_TW is not None:
-            options["mask"] = lens.mask_TW.view(-1, most, lens.mask_TW.shape[1])
-        out: Tensor = self._decode.xqa_batch_decode_with_kv_cache(**options)
-        return out.view_as(options["query"])  # of draft tokens it is [B, n, H, D]
-
-    def _prompt(self, segment: AttentionBatch, lens: _Lens, options: dict[str, Any]) -> Tensor:
-        return self._prefill.trtllm_batch_context_with_kv_cache(
-            **options,
-            max_q_len=max(segment.query_lens),
-            max_kv_len=max(segment.seq_lens),
-            batch_size=len(segment.query_lens),
-            cum_seq_lens_q=segment.cu_seqlens_q_B1,
-            cum_seq_lens_kv=lens.cu_seqlens_k_B1,
-        )
-
-
-def _lens(segment: AttentionBatch, device: torch.device, *, masked: bool) -> _Lens:
-    page_table_BN, lens_B = segment.page_table_BN.contiguous(), segment.seq_lens_B
-    if (
-        segment.phase is Phase.DECODE
-    ):  # which may be recorded in a CUDA graph: lengths are known to the device alone
-        return _Lens(page_table_BN, *some_tokens(lens_B))
-    if segment.phase is Phase.VERIFY:
-        return _Lens(
-            page_table_BN, lens_B, mask_TW=_causal(segment.query_lens).to(device) if masked else None
-        )
-    starts_B1 = torch.nn.functional.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))
-    return _Lens(page_table_BN, lens_B, cu_seqlens_k_B1=starts_B1)
-
-
-def _causal(query_lens: tuple[int, ...]) -> Tensor:
-    """uint16 [T, W]: for each draft token a bit for those of its request up to itself, in whole words of 32 bits."""
-    width = -(-max(query_lens) // 32) * 32
-    own_T = torch.cat([torch.arange(count) for count in query_lens])
-    seen_TB = (torch.arange(width) <= own_T[:, None]).view(len(own_T), -1, WORD)
-    return (seen_TB.int() << torch.arange(WORD)).sum(-1).to(torch.uint16)
-
-
-DATACENTRE, CONSUMER, HOPPER = frozenset({100, 103}), frozenset({120, 121}), frozenset({90})
-GEN = "vLLM attention_backends.md: FLASHINFER TRTLLM, SM 10.0, pages 16, 32, 64, sinks"
-XQA = "SGLang: trtllm_mha decodes on SM90, SM100 and SM120; FlashInfer's XQA"
-
-ON_HOPPER: tuple[tuple[frozenset[Phase], int, str, dict[str, Iterable[Any]]], ...] = (
-    (frozenset({Phase.DECODE}), 28, "64 x 8K in 0.509 ms, others 0.491 to 0.504", {}),
-    (
-        frozenset({Phase.VERIFY}),
-        28,
-        "8 KV heads: 1.06 to 1.1 x fa3, triton 1.1 to 1.2 x",
-        {"kv_heads": range(5, 257)},
-    ),
-    (frozenset({Phase.VERIFY}), 15, "1 KV head: 1.86 x fa3, triton 1.08 x", {"kv_heads": range(1, 5)}),
-)
-"""Phases, prefer, why, and of what."""
-
-
-def _row(
-    phase: frozenset[Phase],
-    fmt: str,
-    dtypes: Iterable[str],
-    arch: frozenset[int],
-    prefer: int,
-    cites: str,
-    **more: Iterable[Any],
-) -> Support:
-    own: dict[str, Any] = {} if arch == DATACENTRE else {"group": frozenset(range(1, 17)), "sinks": NEVER}
-    own |= more
-    return row(
-        "mha", phase=phase, format={fmt}, packing={"hnd"}, arch=arch, page={16, 32, 64}, dim={64, 128, 256},
-        dtype=dtypes, softcap=NEVER, prefer=prefer, held=WORKSPACE, cites=cites, **own,
-    )  # fmt: skip
-
+HEADS: dict[str, Any] = {
+    "kind": {"mha"}, "packing": {"hnd"}, "page": {16, 32, 64}, "dim": {64, 128, 256}, "softcap": NEVER,
+    "workspace_bytes": WORKSPACE,
+}  # fmt: skip
+GEN = {**HEADS, "arch": BLACKWELL}
+XQA = {**HEADS, "phase": TOKEN, "group": set(range(1, 17)), "sinks": NEVER}
+GEN_SOURCE = "vLLM attention_backends.md: FLASHINFER TRTLLM, SM 10.0, pages 16, 32, 64, sinks"
+XQA_SOURCE = "SGLang: trtllm_mha decodes on SM90, SM100 and SM120; FlashInfer's XQA"
 
 BACKEND = BackendInfo(
     name="trtllm_mha",
     summary="TensorRT-LLM's MHA kernels through FlashInfer; reads NVFP4 on consumer Blackwell",
-    adapter=TrtllmMha,
+    origin=Origin.VENDOR,
+    adapter="nibble.attention.backends.adapters.trtllm_mha:TrtllmMha",
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    unavailable_reason=trouble,
+    unavailable_reason=unavailable_reason,
     graphs=True,
     support=(
-        *(_row(ALL, fmt, {dtype}, DATACENTRE, 60, GEN) for fmt, dtype in PLAIN),
-        _row(TOKEN, "fp8_e4m3", {"bfloat16"}, DATACENTRE, 60, f"{GEN}; FlashInfer: bf16 queries over e4m3"),
-        *(
-            _row(phase, fmt, {dtype}, HOPPER, prefer, f"{XQA}; one H200: {cites}", **more)
-            for phase, prefer, cites, more in ON_HOPPER
-            for fmt, dtype in PLAIN
+        *plain_rows(**GEN, phase=ALL, source=GEN_SOURCE),
+        Support(
+            **GEN, phase=TOKEN, format={"fp8_e4m3"}, dtype={"bfloat16"},
+            source=f"{GEN_SOURCE}; FlashInfer: bf16 queries over e4m3",
         ),
-        *(_row(TOKEN, fmt, {dtype}, CONSUMER, 45, XQA) for fmt, dtype in PLAIN),
-        _row(TOKEN, "fp8_e4m3", HALVES, CONSUMER, 45, XQA),
-        _row(TOKEN, "nvfp4", HALVES, CONSUMER, 45, "SGLang 21601: NVFP4 decodes on SM120 with XQA"),
+        *plain_rows(**XQA, arch=HOPPER | CONSUMER_BLACKWELL, source=XQA_SOURCE),
+        Support(
+            **XQA, format={"fp8_e4m3", "nvfp4"}, arch=CONSUMER_BLACKWELL, dtype=HALF_DTYPES,
+            source=f"{XQA_SOURCE}; SGLang 21601: NVFP4 decodes on SM120 with it",
+        ),
     ),
-)
+)  # fmt: skip

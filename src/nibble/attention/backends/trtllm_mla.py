@@ -10,75 +10,27 @@ Lengths and page tables are read on the device, so a CUDA graph may hold a decod
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch import Tensor
-
-from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, package, trouble
-from nibble.attention.backends.vendor import RANK, ROPE, TOKEN, Workspace, latents, row, some_tokens
-from nibble.attention.metadata import AttentionBatch, AttentionParams
-from nibble.attention.planner.support import BackendInfo, Phase
-from nibble.cache.view import KVView
+from nibble.attention.backends.flashinfer import INSTALL, PACKAGE, VERSIONS, unavailable_reason
+from nibble.attention.backends.vendor import LATENT_FACTS
+from nibble.attention.planner.support import BLACKWELL, TOKEN, BackendInfo, Origin, Support
 
 WORKSPACE = 256 << 20
-UNUSED = 128
-"""The width of a head before absorption, which nothing here has, and only checks of other kernels read."""
-
-
-class TrtllmMla:
-    """The adapter. Its workspace serves one step at a time, and nobody else: kernels keep counters in it."""
-
-    def __init__(self) -> None:
-        self._mla = package(f"{PACKAGE}.mla")
-        self._workspace = Workspace(WORKSPACE)
-        self._known: WeakKeyDictionary[AttentionBatch, tuple[Tensor, Tensor]] = WeakKeyDictionary()
-
-    def attend(self, q_THD: Tensor, view: KVView, segment: AttentionBatch, spec: AttentionParams) -> Tensor:
-        latent = latents(view, "trtllm-gen")
-        if segment not in self._known:
-            self._known[segment] = some_tokens(segment.seq_lens_B)
-        lens_B, padding_B11 = self._known[segment]
-        most = max(segment.query_lens)
-        options: dict[str, Any] = {}
-        if min(segment.query_lens) == most:
-            query = q_THD.unflatten(0, (-1, most))
-        else:
-            query, options = q_THD, {"cum_seq_lens_q": segment.cu_seqlens_q_B1, "max_q_len": most}
-        out: Tensor = self._mla.trtllm_batch_decode_with_kv_cache_mla(
-            query=query.contiguous(),
-            kv_cache=latent.planes[0][:, :, 0],
-            workspace_buffer=self._workspace.on(q_THD.device),
-            qk_nope_head_dim=UNUSED,
-            kv_lora_rank=RANK,
-            qk_rope_head_dim=ROPE,
-            block_tables=segment.page_table_BN.contiguous(),
-            seq_lens=lens_B,
-            max_seq_len=max(segment.seq_lens),
-            bmm1_scale=spec.scale,
-            bmm2_scale=1.0,
-            backend="trtllm-gen",
-            **options,
-        )
-        out_THD = out.view(*q_THD.shape[:2], RANK)
-        # only a step of one token each may have padding
-        return out_THD.masked_fill_(padding_B11, 0.0) if segment.phase is Phase.DECODE else out_THD
-
 
 BACKEND = BackendInfo(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA kernels through FlashInfer, on datacentre Blackwell",
-    adapter=TrtllmMla,
+    origin=Origin.VENDOR,
+    adapter="nibble.attention.backends.adapters.trtllm_mla:TrtllmMla",
     packages=(PACKAGE,),
     install=INSTALL,
     versions=VERSIONS,
-    unavailable_reason=trouble,
+    unavailable_reason=unavailable_reason,
     graphs=True,
     support=(
-        row(
-            "mla", phase=TOKEN, format={"bf16"}, arch={100, 103}, page={32, 64}, group={*range(1, 65), 128},
-            dtype={"bfloat16"}, prefer=60, held=WORKSPACE,
-            cites="flashinfer/mla/_core.py: trtllm-gen, pages of 32 and 64, to 64 heads or 128; FlashInfer 4644",
+        Support(
+            **LATENT_FACTS, phase=TOKEN, format={"bf16"}, arch=BLACKWELL, page={32, 64}, group={*range(1, 65), 128},
+            dtype={"bfloat16"}, workspace_bytes=WORKSPACE,
+            source="flashinfer/mla/_core.py: trtllm-gen, pages of 32 and 64, to 64 heads or 128; FlashInfer 4644",
         ),
     ),
 )  # fmt: skip

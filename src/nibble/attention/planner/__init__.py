@@ -1,1 +1,1 @@
-"""Plan attention: facts about backends, the choice among them, memory, refusals and explanations. No torch at import."""
+"""Plan attention without torch: facts about backends, the choice among them, memory, refusals and explanations."""

@@ -1,8 +1,4 @@
-"""Which decode steps are recorded as CUDA graphs: their sizes, and what stands in the way of it.
-
-Owns sizes() and obstacle(). How a graph is recorded is engine/cuda_graphs.py's business. Must not know of torch, or of
-any one backend.
-"""
+"""Which decode steps are recorded as CUDA graphs: their sizes, and what prevents it."""
 
 from __future__ import annotations
 
@@ -16,16 +12,17 @@ STEPS = ((64, 8), (128, 16), (256, 32))
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """Requests that a recorded step has room for, ascending; the last has room for `most`."""
-    found = [size for size in SMALL if size < 2 * most] or [SMALL[0]]
-    while found[-1] < most:
-        step = next((step for upto, step in STEPS if found[-1] < upto), 2 * STEPS[-1][1])
-        found.append(found[-1] + step)
-    return tuple(found)
+    """Return the sizes of recorded steps in requests, ascending; the last has room for `most`."""
+    # Few requests get sizes close together: padding costs them most.
+    sizes = [size for size in SMALL if size < 2 * most] or [SMALL[0]]
+    while sizes[-1] < most:
+        step = next((step for upto, step in STEPS if sizes[-1] < upto), 2 * STEPS[-1][1])
+        sizes.append(sizes[-1] + step)
+    return tuple(sizes)
 
 
 def cuda_graph_blocker(plan: Plan) -> str | None:
-    """Why decode steps of `plan` cannot be recorded; None if they can."""
+    """Return why decode steps of `plan` cannot be recorded; None if they can."""
     for group in plan.groups:
         route = group.route(Phase.DECODE)
         if not route.graphs:

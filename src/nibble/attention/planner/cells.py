@@ -1,8 +1,7 @@
 """What every backend can do with the cache of one plan, cell by cell, and what stands behind it.
 
 A cell is a backend in one phase of one layer group: verified by the conformance tests on such a GPU, declared in its
-rows, possible over staged pages, or refused. Owns Cell and its words. Must not decide anything; must not name a backend
-or a format.
+rows, possible over staged pages, or refused.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from nibble.attention.planner import ledger, needs
-from nibble.attention.planner.ledger import LedgerEntry
+from nibble.attention.planner import evidence, needs
+from nibble.attention.planner.evidence import LedgerEntry
+from nibble.attention.planner.explain import Table
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan
 from nibble.attention.planner.support import BackendInfo, Need, Phase, format_values
@@ -29,61 +29,66 @@ class Status(StrEnum):
     VERIFIED = "verified"  # it conformed on a GPU of this compute capability
     DECLARED = "declared"  # its rows say so
     STAGED = "staged"  # over pages that are dequantised first
-    ASKED = "asked"  # the same, but only with --allow-staging
+    ON_REQUEST = "asked"  # the same, but only with --allow-staging
     REFUSED = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """need: what is asked, with its phase. chosen: by the plan. evidence: of what is verified. reasons: of a refusal,
-    or why pages must be staged."""
+    """A backend in one phase of one layer group."""
 
     group: GroupPlan
     need: Need
+    """What is needed of it, with the phase."""
     backend: str
     status: Status
-    chosen: bool = False
+    planned: bool = False
+    """The plan has it."""
     evidence: LedgerEntry | None = None
+    """Of what is verified."""
     reasons: tuple[str, ...] = ()
+    """Of a refusal, or why pages must be staged."""
 
 
 def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
-    """Every backend of `request` in every phase of every group of its plan."""
-    seen = {entry.key: entry for entry in ledger.read(ledger.shipped())}
-    for group, part in zip(plan.groups, needs.scheme_groups(request.config, request.model_spec), strict=True):
+    """Yield every backend of `request` in every phase of every group of its plan."""
+    ledger_entries = {entry.key: entry for entry in evidence.read_ledger(evidence.shipped_ledger())}
+    for group, part in zip(plan.groups, needs.scheme_groups(request.spec, request.model_spec), strict=True):
         for info in request.backends.values():
             for phase in Phase:
                 need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
-                chosen = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
-                found = seen.get((info.name, str(phase), need.kind, need.format, need.arch))
-                yield Cell(group, need, info.name, *_judged(request, info, need, found, chosen))
+                planned = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
+                entry = ledger_entries.get((info.name, str(phase), need.kind, need.format, need.arch))
+                yield Cell(group, need, info.name, *_judge(request, info, need, entry, planned))
 
 
-def _judged(
-    request: PlanRequest, info: BackendInfo, need: Need, found: LedgerEntry | None, chosen: bool
+def _judge(
+    request: PlanRequest, info: BackendInfo, need: Need, entry: LedgerEntry | None, planned: bool
 ) -> tuple[Status, bool, LedgerEntry | None, tuple[str, ...]]:
+    """Return a cell's status, whether it is planned, its evidence and its reasons."""
     if info.serves(need):
-        return (Status.VERIFIED if found else Status.DECLARED), chosen, found, ()
+        return (Status.VERIFIED if entry else Status.DECLARED), planned, entry, ()
     staged, reasons = request.staged(need), _reasons(info, need)
     if staged and request.could_stage and info.serves(staged):
-        return (Status.STAGED if request.may_stage(need.phase) else Status.ASKED), chosen, None, reasons
+        return (Status.STAGED if request.may_stage(need.phase) else Status.ON_REQUEST), planned, None, reasons
     return Status.REFUSED, False, None, reasons
 
 
 def _reasons(info: BackendInfo, need: Need) -> tuple[str, ...]:
-    """Why no row serves `need`: the first thing that none of them has, else what the nearest lacks."""
+    """Return why no row serves `need`: the first thing that none of them has, else what the nearest lacks."""
     rows = info.support
     for name, word in DECISIVE.items():
-        left = tuple(row for row in rows if name not in row.misses(need))
-        if not left:
+        # What no row has at all says more than the nearest row, which may miss it and more.
+        matching = tuple(row for row in rows if name not in row.misses(need))
+        if not matching:
             allowed = frozenset().union(*(getattr(row, name) for row in rows))
             return (f"only {word} {format_values(name, allowed)}",)
-        rows = left
+        rows = matching
     return replace(info, support=rows).nearest(need)
 
 
-def as_dicts(found: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Ready for JSON."""
+def as_dicts(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Return the cells, ready for JSON."""
     return [
         {
             "group": cell.group.group.name,
@@ -91,11 +96,11 @@ def as_dicts(found: Iterable[Cell]) -> list[dict[str, Any]]:
             "phase": str(cell.need.phase),
             "backend": cell.backend,
             "status": "refused" if cell.status is Status.REFUSED else str(cell.status),
-            "chosen": cell.chosen,
+            "chosen": cell.planned,
             "verified": _evidence(cell.evidence) if cell.evidence else None,
             "reasons": list(cell.reasons),
         }
-        for cell in found
+        for cell in cells
     ]
 
 
@@ -103,10 +108,10 @@ def _evidence(entry: LedgerEntry) -> dict[str, Any]:
     return {"gpu": entry.gpu, "date": entry.date, "versions": dict(entry.versions)}
 
 
-def as_lines(found: Iterable[Cell], request: PlanRequest) -> Iterator[str]:
-    """A table for each group: backends down, phases across; then what is behind it, and the reasons of refusals."""
-    for group, mine in groupby(found, key=lambda cell: cell.group):
-        entries = tuple(mine)
+def as_lines(cells: Iterable[Cell], request: PlanRequest) -> Iterator[str]:
+    """Yield a table for each group: backends down, phases across; then what is behind it, and why cells are refused."""
+    for group, group_cells in groupby(cells, key=lambda cell: cell.group):
+        entries = tuple(group_cells)
         yield ""
         yield _headline(group, entries[0].need)
         yield from _table(entries)
@@ -121,12 +126,13 @@ def _headline(group: GroupPlan, need: Need) -> str:
 
 
 def _table(entries: tuple[Cell, ...]) -> Iterator[str]:
-    width = max(len(cell.backend) for cell in entries)
-    yield f"  {'':<{width}}  {''.join(f'{phase:<11}' for phase in Phase)}".rstrip()
-    for name, row in groupby(entries, key=lambda cell: cell.backend):
-        marks = [f"{cell.status}{'*' if cell.chosen else ''}" for cell in row]
+    rows = []
+    for name, cells in groupby(entries, key=lambda cell: cell.backend):
+        marks = [f"{cell.status}{'*' if cell.planned else ''}" for cell in cells]
+        # Backends that are refused in all phases stand below, with their reasons.
         if set(marks) != {Status.REFUSED}:
-            yield f"  {name:<{width}}  {''.join(f'{mark:<11}' for mark in marks)}".rstrip()
+            rows.append((name, *marks))
+    yield from Table(("", *Phase), tuple(rows)).as_text()
     yield "  * chosen; staged: pages are dequantised first; asked: so too, only with --allow-staging"
 
 
@@ -140,7 +146,7 @@ def _evidences(entries: tuple[Cell, ...]) -> Iterator[str]:
 
 
 def _refusals(entries: tuple[Cell, ...]) -> Iterator[str]:
-    """Reasons by backend; phases that share them share a line, and are named where they are not all."""
+    """Yield reasons by backend; phases that share them share a line, and are named where they are not all."""
     lines: dict[tuple[str, str], list[str]] = {}
     for cell in entries:
         if cell.reasons:
@@ -153,12 +159,12 @@ def _refusals(entries: tuple[Cell, ...]) -> Iterator[str]:
 
 
 def _absent(request: PlanRequest) -> Iterator[str]:
-    """What cannot run here."""
+    """Yield what cannot run here."""
     names = [name for name, info in request.backends.items() if not info.runnable]
-    lacking = {name: lack for name in names if (lack := request.backends[name].missing)}
-    without = [name for name in names if name not in lacking]
+    missing_by_name = {name: missing for name in names if (missing := request.backends[name].missing)}
+    without = [name for name in names if name not in missing_by_name]
     if names:
         yield ""
-    yield from (f"{name} cannot run here: it needs {lack}" for name, lack in lacking.items())
+    yield from (f"{name} cannot run here: it needs {missing}" for name, missing in missing_by_name.items())
     if without:
         yield f"declared only, this version cannot run them: {', '.join(without)}"

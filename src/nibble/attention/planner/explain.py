@@ -1,34 +1,69 @@
-"""A plan in words: for programs (as_dict) and for the terminal (as_text).
+"""A plan in words: why it is so, what dequantising costs, where memory goes; for people and for programs.
 
-Owns wording only; every fact comes from the plan, the budget and the formats. Must not decide anything.
+Every fact comes from the plan, the memory plan and the formats. A `Table` is rendered for the terminal, for Markdown
+and for JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from nibble import formats
-from nibble.attention.planner import price
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.needs import format_layers
+from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
-from nibble.attention.planner.price import Staged
+from nibble.attention.planner.support import Phase, format_values
 from nibble.cache.layout import CacheLayout, LayerLayout
 from nibble.hardware import format_bytes
+from nibble.model_spec import LayerGroup
 
 BASELINE = "bfloat16"
 """The dtype whose plain format sizes are compared with."""
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under column titles."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def as_text(self, indent: str = "  ") -> Iterator[str]:
+        """Yield lines for a terminal, with aligned columns."""
+        lines = (self.columns, *self.rows)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
+            yield f"{indent}{'  '.join(cells)}".rstrip()
+
+    def as_markdown(self) -> Iterator[str]:
+        """Yield lines of a Markdown table."""
+        yield _markdown_line(self.columns)
+        yield "|" + "---|" * len(self.columns)
+        yield from map(_markdown_line, self.rows)
+
+    def as_dicts(self) -> list[dict[str, str]]:
+        """Return the rows by column title, for JSON."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def _markdown_line(cells: tuple[str, ...]) -> str:
+    # A bar would end the cell.
+    texts = (cell.replace("|", "/") for cell in cells)
+    return f"|{'|'.join(f' {text} ' if text else ' ' for text in texts)}|"
+
+
 def baseline_bytes(layout: CacheLayout) -> int:
-    """Bytes per token of the same streams, unquantised in 16 bits."""
+    """Return the bytes per token of the same streams, unquantised in 16 bits."""
     plain = formats.plain(BASELINE)
     return sum(plain.bytes_per_token(entry.stream) for layer in layout.layers for entry in layer.streams)
 
 
 def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
-    """Everything that was decided, ready for JSON."""
+    """Return everything that was decided, ready for JSON."""
     layout = plan.layout
     return {
         "dtype": plan.dtype,
@@ -45,6 +80,7 @@ def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
             "staging": budget.staging,
             "activations": budget.activations,
             "runtime": budget.runtime,
+            "tables": budget.tables,
             "reserve": budget.reserve,
             "pool": budget.pool,
             "pages": budget.pages,
@@ -53,7 +89,7 @@ def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
             "step_tokens": budget.step_tokens,
             "context": budget.context,
         },
-        "staging": [_staged(entry) for entry in price.staged(plan, budget.context)],
+        "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget.host else None,
         "notes": list(plan.notes),
     }
@@ -70,7 +106,7 @@ def _tier(tier: Tier, budget: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _staged(entry: Staged) -> dict[str, Any]:
+def _staged(entry: StagedRoute) -> dict[str, Any]:
     return {
         "group": entry.group,
         "scheme": entry.scheme,
@@ -106,22 +142,21 @@ def _route(route: Route) -> dict[str, Any]:
         "backend": route.backend,
         "stage_to": route.stage_to,
         "runnable": route.runnable,
-        "prefer": route.row.prefer,
-        "cites": route.row.source,
+        "cites": route.ranking or route.row.source,
         **({"measured": route.measured} if route.measured else {}),
         **({"failed": route.failed} if route.failed else {}),
     }
 
 
 def _stored(plan: Plan, group: GroupPlan) -> LayerLayout | None:
-    """What a layer of the group stores; None if all of them read others' pages."""
+    """Return what a layer of the group stores; None if all of them read others' pages."""
     return next((entry for entry in plan.layout.layers if entry.layer in group.layers), None)
 
 
 def as_text(plan: Plan, budget: MemoryPlan | None = None) -> str:
-    """Lines for the terminal: routes, storage, bytes and why; memory, where there is a budget."""
+    """Return lines for the terminal: routes, storage, bytes and why; memory, where there is a budget."""
     memory = _memory(plan, budget) if budget else ()
-    return "\n".join((*_routes(plan), *_bytes(plan), *memory, *_notes(plan)))
+    return "\n".join((*_routes(plan), *_bytes(plan), *memory, *(f"note: {note}" for note in plan.notes)))
 
 
 def _routes(plan: Plan) -> Iterator[str]:
@@ -148,18 +183,19 @@ def _bytes(plan: Plan) -> Iterator[str]:
             count = sum(entry.layer in group.layers for entry in layout.layers)
             total = f"{stored.bytes_per_token:,} bytes a token, {count} layers"
             yield f"  {group.group.name} in {group.scheme}: {parts} = {total}"
-    whole = baseline_bytes(layout)
-    saving = f"{whole:,} in 16 bits: {whole / layout.bytes_per_token:.2f} x fewer"
+    baseline = baseline_bytes(layout)
+    saving = f"{baseline:,} in 16 bits: {baseline / layout.bytes_per_token:.2f} x fewer"
     yield f"  all layers: {layout.bytes_per_token:,} bytes a token, {saving}"
 
 
 def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
-    """Where memory goes, and how many tokens fit."""
+    """Yield where memory goes, and how many tokens fit."""
     parts = {
         "weights": budget.weights,
         "staging": budget.staging,
         "activations": budget.activations,
         "runtime": budget.runtime,
+        "tables": budget.tables,
         "hot buffers": budget.tier,
     }
     used = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
@@ -169,7 +205,7 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
-    yield from map(str, price.staged(plan, budget.context))
+    yield from map(str, staging_costs(plan, budget.context))
 
 
 def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:
@@ -183,5 +219,156 @@ def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:
     yield f"  {room}; from then on long requests keep a hot buffer of {tier.buffer:,} tokens there"
 
 
-def _notes(plan: Plan) -> Iterator[str]:
-    yield from (f"note: {note}" for note in plan.notes)
+# Why
+
+
+def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, packing: str) -> Iterator[str]:
+    """Yield a line for each thing that was left to `auto`, that is staged, or that cannot run."""
+    if request.spec.dtype is None:
+        why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
+        yield f"dtype {request.dtype}: {why}"
+    if request.spec.page_size is None:
+        small, usual = "small pages share prefixes finely", "what most kernels read in one piece"
+        free = f"no route asks for another; {small if request.hardware.is_cpu else usual}"
+        yield f"page size {page}: {_bound(groups, 'page') or free}"
+    yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
+    for group in groups:
+        yield from _group_notes(request, group)
+    yield from _declared_notes(request, groups)
+    if request.measured.warning:
+        yield request.measured.warning
+
+
+def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
+    """Return which backends leave no or little choice of page size or packing."""
+    reads: dict[str, None] = {}
+    for route in (route for group in groups for route in group.routes):
+        allowed = getattr(route.row, field)
+        # Staged pages have a packing of their own, and a backend that reads several does not decide.
+        free = allowed is None or (field == "packing" and (route.stage_to or len(allowed) > 1))
+        if not free:
+            reads[f"{route.backend} reads {format_values(field, allowed)}"] = None
+    return "; ".join(reads)
+
+
+def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
+    """Yield why each phase of a group goes where it goes; phases with the same reason share a line."""
+    phases: dict[str, list[str]] = {}
+    for route in group.routes:
+        for line in _route_notes(request, route):
+            phases.setdefault(line, []).append(str(route.phase))
+    for line, names in phases.items():
+        yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
+    # A plan without draft tokens works; who wants them must know that they are not served.
+    if all(route.phase is not Phase.VERIFY for route in group.routes):
+        decode = request.spec.decode_backend
+        who = f"{decode} does not serve" if decode else "no backend that can run here serves"
+        why = (
+            "a hot buffer is for one new token"
+            if request.spec.offload
+            else f"{who} draft tokens over this storage"
+        )
+        yield f"no verify of {group.group.name} in {group.scheme}: {why}"
+
+
+def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
+    auto = request.spec.backend_for(route.phase.decodes) is None
+    if auto and route.phase in ROUTED:
+        first = (
+            "the best of those that serve it"
+            if route.measured
+            else "the most preferred of those that serve it"
+        )
+        yield f"{route.backend}, {first} ({route.why})"
+    if route.row.gathers and not request.hardware.is_cpu:
+        yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
+    if route.stage_to:
+        why = ", for speed: kernels that read them as they are stored take longer" if route.for_speed else ""
+        yield f"pages are staged to {route.stage_to}, which {route.backend} reads{why}"
+
+
+def _declared_notes(request: PlanRequest, groups: tuple[GroupPlan, ...]) -> Iterator[str]:
+    names = dict.fromkeys(route.backend for group in groups for route in group.routes if not route.runnable)
+    needs = {name: missing for name in names if (missing := request.backends[name].missing)}
+    yield from (f"{name} cannot run here: it needs {missing}" for name, missing in needs.items())
+    if without := [name for name in names if name not in needs]:
+        yield f"declared only, this version cannot run it: {', '.join(without)}"
+
+
+# What dequantising costs
+
+PRICED_PHASES = (Phase.EXTEND, Phase.DECODE)
+"""Phases whose costs are shown: PREFILL goes where EXTEND goes, and has less to stage; VERIFY is as DECODE."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingCost:
+    """Bytes that one step over one request moves.
+
+    Staging reads every stored byte, writes it in a plain format, and attention reads that. A kernel that reads the
+    cache's own bytes reads them once, and only those that it looks at.
+    """
+
+    tokens: int
+    """Of the request, the longest kind; shorter ones cost in proportion."""
+    staged: int
+    direct: int
+    """As a kernel for the format would read them."""
+    plain: int
+    """Of an unquantised cache in the format that pages are staged to."""
+
+    @property
+    def factor(self) -> float:
+        """How many times the bytes of direct reading."""
+        return self.staged / self.direct
+
+
+def staging_cost(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: int) -> StagingCost:
+    """Return what staging costs in one layer.
+
+    Args:
+        group: The group of the layer.
+        stored: What the layer stores, or the one whose pages it reads.
+        stage_to: The plain format.
+        tokens: Of the longest request.
+    """
+    direct, plain = stored.without_index.bytes_per_token, stored.without_index.bytes_in(stage_to)
+    within = min(tokens, group.window or tokens)
+    # Sparse attention stages all tokens, and reads the chosen ones only.
+    looked_at = min(within, group.top_k or within)
+    return StagingCost(
+        tokens, within * (direct + plain) + looked_at * plain, looked_at * direct, looked_at * plain
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRoute:
+    """A route that stages, and what it costs in all layers of its group."""
+
+    group: str
+    scheme: str
+    route: Route
+    cost: StagingCost
+
+    def __str__(self) -> str:
+        cost, who = self.cost, f"{self.route.phase} of {self.group} in {self.scheme}"
+        step = f"a step over a request of {cost.tokens:,} tokens moves at least {format_bytes(cost.staged)}"
+        direct = f"{cost.factor:.1f} x the {format_bytes(cost.direct)} that a kernel for {self.scheme} reads"
+        plain = f"{cost.staged / cost.plain:.1f} x those of an unquantised cache"
+        return f"staging, {who}: {self.route.backend} reads {self.route.stage_to}; {step}, {direct}, {plain}"
+
+
+def staging_costs(plan: Plan, tokens: int) -> Iterator[StagedRoute]:
+    """Yield what staging costs wherever the plan stages. `tokens` are those of the longest request."""
+    stored = {entry.layer: entry for entry in plan.layout.layers}
+    for group in plan.groups:
+        for route in (group.route(phase) for phase in PRICED_PHASES):
+            if route.stage_to:
+                one = staging_cost(group.group, stored[plan.owner[group.layers[0]]], route.stage_to, tokens)
+                sums = (len(group.layers) * size for size in (one.staged, one.direct, one.plain))
+                yield StagedRoute(group.group.name, group.scheme, route, StagingCost(tokens, *sums))
+
+
+def staging_warnings(plan: Plan, tokens: int) -> tuple[str, ...]:
+    """Return what users should know before they serve: staging in DECODE, which every token pays."""
+    return tuple(str(entry) for entry in staging_costs(plan, tokens) if entry.route.phase.decodes)

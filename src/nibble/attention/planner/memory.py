@@ -1,11 +1,10 @@
-"""How much memory goes where: weights, workspace, reserve, and a pool of whole pages.
+"""The memory plan: how a device's memory is divided between weights, workspaces, tables, a reserve and a pool of pages.
 
-Owns Budget and its arithmetic. The pool allocates exactly `Budget.pages` pages, so what is printed is what
-is used; that the rest keeps within its part is checked when an engine starts (engine/warmup.py). Must not know of
-requests or backends.
+The pool allocates exactly `MemoryPlan.pages` pages, so what is printed is what is used. That the rest keeps within its
+part is checked when an engine starts (engine/warmup.py).
 
-    pool = memory - reserve - weights - workspace   on a GPU, at most SPARE times what requests can fill
-    pool = what requests can fill                   on a CPU, at most SHARE of the memory
+    pool = memory - reserve - weights - workspace   on a GPU, at most IDLE_FACTOR times what requests can fill
+    pool = what requests can fill                   on a CPU, at most CPU_SHARE of the memory
     pool = kv_memory                                where that is given; refused if it does not fit
 
 What requests can fill is max_running x max_context tokens.
@@ -14,287 +13,422 @@ What requests can fill is max_running x max_context tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 from nibble import formats
-from nibble.attention.dequantize import MAX_TOKENS
-from nibble.attention.planner import offload as tiering
+from nibble.attention.planner import offload
 from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.offload import Shares
+from nibble.attention.planner.offload import PageSplit
 from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
-from nibble.config import Config, parse_bytes
+from nibble.config import format_size
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 RESERVE = 0.05
 """Part of the memory that nothing is planned into: what allocators waste, and what the formulas here miss."""
-KEPT = 0.25
-"""Part of the reserve that must be left on a GPU when all is set up: for what the start has not come across."""
-LIBRARIES = GIB
+MIN_RESERVE_LEFT = 0.25
+"""Part of the reserve that must be left on a GPU after the start."""
+LIBRARY_BYTES = GIB
 """On a GPU: the driver's context, the workspaces of matrix products, and the code of kernels."""
-GRAPH = 16 << 20
+GRAPH_BYTES = 16 << 20
 """What a recorded decode step takes beside its buffers."""
-TOKENS_CPU, TOKENS_GPU = 512, 8192
-"""Most tokens of a step, unless said otherwise. A GPU reaches its arithmetic rate with some thousands."""
-WATCH = 256 << 20
-"""What the fidelity watch takes on a GPU: kept rows (engine/reference_rows.py), and float32 copies of one layer's while they are
-compared."""
-SHARE = 0.25
-"""Largest part of a CPU's memory that a pool takes unasked; the machine has other work to do."""
-SPARE = 4
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+"""Default for the most tokens of a step. A GPU reaches its arithmetic rate with some thousands."""
+ERROR_MONITOR_BYTES = 256 << 20
+"""What the error monitor takes on a GPU: reference rows (engine/reference_rows.py), and float32 copies of one layer's
+while they are compared."""
+CPU_SHARE = 0.25
+"""Largest part of a CPU's memory that a pool takes by default; the machine has other work to do."""
+IDLE_FACTOR = 4
 """With a prefix cache idle pages are worth keeping: a pool may have so many times what requests can fill."""
-CHOOSER = 64 << 20
-"""Scores that are held while tokens are chosen."""
-CHOSEN_COPIES = 4
+INDEXER_SCORE_BYTES = 64 << 20
+"""Scores that an indexer holds while it chooses tokens."""
+TOPK_COPIES = 4
 """int32 lists of chosen tokens alive at once: positions and slots, of the layer at hand and the one before."""
-WIDTHS = 24
+ACTIVATION_WIDTHS = 24
 """Activations alive at once in one layer, in hidden sizes a token: residual, q, k, v, attention's output, and
 the MLP's two or three of four widths each, with room for an MLP of eight."""
 LOGIT_COPIES = 3
 """float32 copies of the logits while sampling: as computed, sorted, and their probabilities."""
+TABLE_ALIGNMENT = 4
+"""Columns of a page table come in groups of 16 bytes: Triton compiles a kernel anew for pointers off that grid."""
+GRAPH_ROW_BYTES = 3 * 8 + 4 + 8
+"""A row of the buffers of decode steps (engine/cuda_graphs.py): table row, position, id, start, row of its logits."""
+SAMPLING_ROW_BYTES = 48
+"""A request's sampling parameters on the device (engine/sampler.py)."""
+HOST_ROW_BYTES = 48
+"""What the host keeps of a row of the page tables: an entry in two lists, and an integer."""
+PAGE_ID_BYTES, TOKEN_ID_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes, by what they are for. tokens: what the pool holds. limit: what decided the size of the pool.
-
-    runtime: libraries, compiled code and recorded steps. step_tokens: most tokens that one step computes. context: of
-    the longest request. tier: what
-    the device remembers of hot buffers; frames: pages that have room on the device, all but with a host tier; host: of
-    the host's memory.
-    """
+    """Bytes, by what they are for, and the sizes that follow from them."""
 
     memory: int
+    """Of the device."""
     weights: int
     staging: int
+    """Workspaces of attention: dequantised pages, partial results, chosen tokens."""
     activations: int
     runtime: int
+    """Libraries, compiled code and recorded steps."""
+    tables: int
+    """Page tables, and what else grows with the number of requests."""
     reserve: int
     pool: int
     pages: int
     tokens: int
+    """That the pool holds."""
     bytes_per_token: int
     limit: str
+    """What decided the size of the pool."""
     step_tokens: int
+    """Most tokens that one step computes."""
+    max_decodes: int
+    """Most requests that one step decodes."""
     context: int
+    """Tokens of the longest request."""
+    table_width: int
+    """Columns of a page table."""
     frames: int
+    """Pages that have room on the device: all, but with a host tier."""
     tier: int = 0
+    """What the device keeps about hot buffers and the places of pages."""
     host: int = 0
+    """Of the host's memory."""
 
     @property
     def workspace(self) -> int:
         """Everything beside weights and pages that is planned."""
-        return self.staging + self.activations + self.runtime + self.tier
+        return self.staging + self.activations + self.runtime + self.tables + self.tier
 
 
-def plan_memory(config: Config, model_spec: ModelSpec, hardware: Hardware, plan: Plan) -> MemoryPlan:
-    """The budget; raises CapacityError where weights do not fit, or the pool is too small to serve."""
-    reserve = int(hardware.memory * RESERVE)
-    tokens = step_tokens(config, hardware)
-    staging, activations, runtime = (
-        max(staging_bytes(config, model_spec, plan), kernel_bytes(plan, tokens))
-        + sparse_bytes(config, model_spec, plan, tokens),
-        activation_bytes(config, model_spec, plan.dtype, tokens),
-        runtime_bytes(config, model_spec, hardware, plan, tokens),
-    )
-    tables = tiering.state_bytes(plan.layout, plan.tier, config.max_running + 2)
-    longest = context(config, model_spec)
-    used = model_spec.weight_bytes + staging + activations + runtime + tables
-    room, limit = _room(config, model_spec, hardware, plan, used, reserve)
-    layout = plan.layout
-    shared = _shares(config, model_spec, hardware, plan, room)
-    pool = shared.frames * layout.without_index.bytes_per_page
-    pool += shared.pages * (layout.bytes_per_page - layout.without_index.bytes_per_page)
-    if plan.tier and not shared.host:
-        tables = 0
-    result = MemoryPlan(
-        hardware.memory, model_spec.weight_bytes, staging, activations, runtime, reserve, pool, shared.pages,
-        shared.pages * layout.page_size, layout.bytes_per_token, limit, tokens, longest, shared.frames, tables,
-        shared.host,
-    )  # fmt: skip
-    _check(config, model_spec, plan, result)
-    return result
+@dataclass(frozen=True)
+class StepMemory:
+    """What a step of a model takes, whichever backends serve it."""
+
+    spec: CacheSpec
+    model: ModelSpec
+    device: Hardware
+    dtype: str
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """Most tokens that one step computes."""
+        return self.spec.token_budget or (CPU_STEP_TOKENS if self.device.is_cpu else GPU_STEP_TOKENS)
+
+    @cached_property
+    def max_decodes(self) -> int:
+        """Most requests that one step decodes."""
+        return min(self.spec.max_running, self.step_tokens)
+
+    @cached_property
+    def context(self) -> int:
+        """Tokens of the longest request."""
+        return min(self.spec.max_context or self.model.max_context, self.model.max_context)
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that nothing is planned into."""
+        return int(self.device.memory * RESERVE)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value in the compute dtype."""
+        return 4 if self.dtype == "float32" else 2
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """What one step computes: ACTIVATION_WIDTHS hidden sizes a token, and float32 logits of sampled rows."""
+        hidden = self.step_tokens * self.model.hidden_size * self.value_bytes * ACTIVATION_WIDTHS
+        return hidden + self.max_decodes * self.model.vocab_size * 4 * LOGIT_COPIES
+
+    @property
+    def free_for_pages(self) -> int:
+        """About what pages can have; less a pool of a given size, which is theirs already."""
+        # An estimate: what backends and tables take is known only once there is a plan.
+        libraries = 0 if self.device.is_cpu else LIBRARY_BYTES
+        used = self.activation_bytes + self.model.weight_bytes + self.reserve + libraries
+        return self.device.memory - used - (self.spec.kv_memory or 0)
+
+    def dequantized_bytes(self, layer: LayerLayout, page_size: int = 1) -> int:
+        """Return the workspace that dequantised pages of `layer` take.
+
+        tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
+        decoded). tokens: the bound of dequantize.py, or one request if that is longer, but no more than all requests
+        together.
+        """
+        longest = _round_up(self.context, page_size)
+        # dequantize.py cuts a batch into parts, but never a request.
+        tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
+        widest = max(entry.stream.values for entry in layer.streams)
+        return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
 
 
-def _shares(config: Config, model_spec: ModelSpec, hardware: Hardware, plan: Plan, room: int) -> Shares:
-    """Pages, and those that have room on the device: all, but with a host tier."""
-    if plan.tier:
-        worth, _ = _worth(config, model_spec, hardware, plan)
-        longest = context(config, model_spec)
-        return tiering.shares(config, plan.layout, plan.tier, room, longest, worth, hardware.host)
-    pages = room // plan.layout.bytes_per_page
-    return Shares(pages, pages, 0)
+@dataclass(frozen=True)
+class MemoryPlanner:
+    """Divides a device's memory for a plan of routes and layouts."""
 
+    spec: CacheSpec
+    model: ModelSpec
+    device: Hardware
+    cache_plan: Plan
 
-def _worth(config: Config, model_spec: ModelSpec, hardware: Hardware, plan: Plan) -> tuple[int, str]:
-    """Tokens that it is worth having pages for, and why."""
-    times = SPARE if config.prefix_cache and not hardware.is_cpu else 1
-    words = f"{times} x max_running x max_context" if times > 1 else "max_running x max_context"
-    return times * config.max_running * _whole_pages(context(config, model_spec), plan.page_size), words
-
-
-def left_for_pages(config: Config, model_spec: ModelSpec, hardware: Hardware, dtype: str) -> int:
-    """About what pages can have, before there is a plan: less a pool of a given size, which is theirs already."""
-    taken = activation_bytes(config, model_spec, dtype, step_tokens(config, hardware))
-    taken += model_spec.weight_bytes + int(hardware.memory * RESERVE) + (0 if hardware.is_cpu else LIBRARIES)
-    return hardware.memory - taken - (parse_bytes(config.kv_memory) if config.kv_memory else 0)
-
-
-def step_tokens(config: Config, hardware: Hardware) -> int:
-    """Most tokens that one step computes."""
-    return config.token_budget or (TOKENS_CPU if hardware.is_cpu else TOKENS_GPU)
-
-
-def most_decodes(config: Config, tokens: int) -> int:
-    """Most requests that one step decodes, where it has `tokens` tokens at most."""
-    return min(config.max_running, tokens)
-
-
-def context(config: Config, model_spec: ModelSpec) -> int:
-    """Tokens of the longest request."""
-    return min(config.max_context or model_spec.max_context, model_spec.max_context)
-
-
-def staging_bytes(config: Config, model_spec: ModelSpec, plan: Plan) -> int:
-    """The staging workspace of one layer, the layer that needs most; 0 where no route stages."""
-    owners = {
-        plan.owner[layer]
-        for group in plan.groups
-        for layer in group.layers
-        if any(r.stage_to for r in group.routes)
-    }
-    layers = [entry for entry in plan.layout.without_index.layers if entry.layer in owners]
-    return max(
-        (staged_bytes(config, model_spec, entry, plan.dtype, plan.page_size) for entry in layers), default=0
-    )
-
-
-def staged_bytes(config: Config, model_spec: ModelSpec, layer: LayerLayout, dtype: str, page: int = 1) -> int:
-    """The staging workspace that `layer` needs, on pages of so many tokens.
-
-    tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
-    decoded). tokens: staging's own bound, or one request if that is longer, but no more than all requests
-    together.
-    """
-    longest = _whole_pages(context(config, model_spec), page)
-    tokens = min(config.max_running * longest, max(MAX_TOKENS, longest))
-    widest = max(entry.stream.values for entry in layer.streams)
-    return tokens * (layer.bytes_in(formats.plain(dtype).name) + 4 * widest)
-
-
-def kernel_bytes(plan: Plan, tokens: int) -> int:
-    """What a kernel that dequantises prompts piece by piece has beside its output: pages in the compute dtype, and the
-    results of two parts in float32, of a step of `tokens` tokens; of the group that needs most, 0 where there is none.
-    """
-    widest = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
-    return max(
-        (
-            route.row.workspace * widest + 2 * 4 * tokens * group.group.q_heads * group.group.head_dim
-            for group in plan.groups
-            for route in group.routes
-            if route.row.workspace
-        ),
-        default=0,
-    )
-
-
-def held_bytes(plan: Plan) -> int:
-    """What the plan's backends keep on the device for themselves: each once, for all its routes."""
-    held: dict[str, int] = {}
-    for route in (route for group in plan.groups for route in group.routes):
-        held[route.backend] = max(held.get(route.backend, 0), route.row.workspace_bytes)
-    return sum(held.values())
-
-
-def sparse_bytes(config: Config, model_spec: ModelSpec, plan: Plan, tokens: int) -> int:
-    """What choosing tokens for a step of `tokens` tokens takes: scores, a bounded number at a time; what was chosen, by
-    position and by slot; and the pages of each token's request. 0 without sparse attention."""
-    top_k = max((group.group.top_k for group in plan.groups), default=0)
-    pages = ceil(context(config, model_spec) / plan.page_size)
-    return CHOOSER + tokens * 4 * (CHOSEN_COPIES * top_k + pages) if top_k else 0
-
-
-def activation_bytes(config: Config, model_spec: ModelSpec, dtype: str, tokens: int) -> int:
-    """What one step computes: WIDTHS hidden sizes a token, and float32 logits for requests that sample."""
-    hidden = tokens * model_spec.hidden_size * _width(dtype) * WIDTHS
-    return hidden + most_decodes(config, tokens) * model_spec.vocab_size * 4 * LOGIT_COPIES
-
-
-def runtime_bytes(config: Config, model_spec: ModelSpec, hardware: Hardware, plan: Plan, tokens: int) -> int:
-    """What runs the steps on a GPU: libraries, what backends hold, the recorded decode steps with their logits, and a
-    watch, if any."""
-    if hardware.is_cpu:
-        return 0
-    fixed = LIBRARIES + held_bytes(plan) + (WATCH if config.watch_fidelity else 0)
-    if not config.graphs or cuda_graph_blocker(plan):
-        return fixed
-    recorded = graph_sizes(most_decodes(config, tokens))
-    return fixed + len(recorded) * GRAPH + recorded[-1] * model_spec.vocab_size * _width(plan.dtype)
-
-
-def _width(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
-
-
-def _whole_pages(tokens: int, page_size: int) -> int:
-    return ceil(tokens / page_size) * page_size
-
-
-def _room(
-    config: Config, model_spec: ModelSpec, hardware: Hardware, plan: Plan, used: int, reserve: int
-) -> tuple[int, str]:
-    """Bytes that the pool may take, and what decided so."""
-    if config.kv_memory is not None:
-        kept = 0 if hardware.is_cpu else int(KEPT * reserve)
-        asked, left = parse_bytes(config.kv_memory), hardware.memory - used - kept
-        if asked > left:
-            raise CapacityError(
-                f"--kv-memory {config.kv_memory} does not fit: {hardware}, holds {_holds(model_spec, used)}, "
-                f"which leaves {format_bytes(max(left, 0))}"
-            )
-        return asked, "kv_memory"
-    free = hardware.memory - reserve - used
-    if free <= 0:
-        fits = model_spec.weight_bytes < hardware.memory - reserve
-        less = f", or a smaller --token-budget (now {step_tokens(config, hardware)})" if fits else ""
-        raise CapacityError(
-            f"nothing is left for the cache: {hardware}, less {format_bytes(reserve)} in reserve, must hold "
-            f"{_holds(model_spec, used)}; a smaller model or more memory{less} would help"
+    def plan(self) -> MemoryPlan:
+        """Return the memory plan; raise CapacityError where weights do not fit, or the pool is too small to serve."""
+        step, layout = self.step, self.cache_plan.layout
+        self._check_host()
+        room, limit = self._pool_room()
+        split = self._split_pages(room)
+        # Index keys of all pages stay on the device; the rest lies in frames.
+        frame = layout.without_index.bytes_per_page
+        result = MemoryPlan(
+            memory=self.device.memory,
+            weights=self.model.weight_bytes,
+            staging=self.staging_bytes,
+            activations=step.activation_bytes,
+            runtime=self.runtime_bytes,
+            tables=self.table_bytes,
+            reserve=step.reserve,
+            pool=split.frames * frame + split.pages * (layout.bytes_per_page - frame),
+            pages=split.pages,
+            tokens=split.pages * layout.page_size,
+            bytes_per_token=layout.bytes_per_token,
+            limit=limit,
+            step_tokens=step.step_tokens,
+            max_decodes=step.max_decodes,
+            context=step.context,
+            table_width=self.table_width,
+            frames=split.frames,
+            # without pages on the host there are no hot buffers either
+            tier=self.hot_buffer_bytes + split.pages * offload.PLACE_BYTES if split.host else 0,
+            host=split.host,
         )
-    return min(_candidates(config, model_spec, hardware, plan, free))
+        self._check_pool(result)
+        return result
+
+    # What is needed beside pages
+
+    @cached_property
+    def step(self) -> StepMemory:
+        """What a step takes, whichever backends serve it."""
+        return StepMemory(self.spec, self.model, self.device, self.cache_plan.dtype)
+
+    @cached_property
+    def used_bytes(self) -> int:
+        """Weights and all workspaces."""
+        workspace = self.staging_bytes + self.step.activation_bytes + self.runtime_bytes
+        return self.model.weight_bytes + workspace + self.table_bytes + self.hot_buffer_bytes
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Workspaces of attention. A layer dequantises pages outside a kernel or inside it, never both."""
+        return max(self.dequantized_bytes, self.kernel_bytes) + self.sparse_bytes
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Dequantised pages of the layer that needs most; 0 where no route dequantises."""
+        plan = self.cache_plan
+        # The workspace is made of the pages that are read, which belong to the owner of a shared layer.
+        owners = {
+            plan.owner[layer]
+            for group in plan.groups
+            for layer in group.layers
+            if any(route.stage_to for route in group.routes)
+        }
+        layers = (entry for entry in plan.layout.without_index.layers if entry.layer in owners)
+        return max((self.step.dequantized_bytes(entry, plan.page_size) for entry in layers), default=0)
+
+    @property
+    def kernel_bytes(self) -> int:
+        """The workspace of kernels that dequantise prompts piece by piece, of the group that needs most.
+
+        Pages in the compute dtype, and float32 results of two parts of a step; 0 where there is no such kernel.
+        """
+        plan = self.cache_plan
+        # Layers run one after the other, so the largest workspace serves them all.
+        widest = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
+        return max(
+            (
+                route.row.workspace * widest
+                + 2 * 4 * self.step.step_tokens * group.group.q_heads * group.group.head_dim
+                for group in plan.groups
+                for route in group.routes
+                if route.row.workspace
+            ),
+            default=0,
+        )
+
+    @property
+    def sparse_bytes(self) -> int:
+        """What choosing tokens takes: scores, a bounded number at a time; chosen tokens, by position and by slot; and
+        the pages of each token's request. 0 without sparse attention."""
+        top_k = max((group.group.top_k for group in self.cache_plan.groups), default=0)
+        pages = ceil(self.step.context / self.cache_plan.page_size)
+        lists = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + pages)
+        return INDEXER_SCORE_BYTES + lists if top_k else 0
+
+    @cached_property
+    def runtime_bytes(self) -> int:
+        """What runs the steps on a GPU: libraries, backends' own buffers, recorded decode steps, the error monitor."""
+        if self.device.is_cpu:
+            return 0
+        graphs = len(self.graph_sizes) * GRAPH_BYTES + self.logits_bytes if self.spec.graphs else 0
+        monitor = ERROR_MONITOR_BYTES * self.spec.watches_fidelity
+        return LIBRARY_BYTES + self.backend_bytes + monitor + graphs
+
+    @property
+    def backend_bytes(self) -> int:
+        """What the plan's backends keep on the device for themselves: each once, for all its routes."""
+        # A backend is constructed once for all groups and phases (engine/build.py).
+        sizes: dict[str, int] = {}
+        for route in (route for group in self.cache_plan.groups for route in group.routes):
+            sizes[route.backend] = max(sizes.get(route.backend, 0), route.row.workspace_bytes)
+        return sum(sizes.values())
+
+    @cached_property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Requests of the decode steps that run over stable buffers; empty where there are none."""
+        if self.device.is_cpu or cuda_graph_blocker(self.cache_plan):
+            return ()
+        return graph_sizes(self.step.max_decodes)
+
+    @property
+    def logits_bytes(self) -> int:
+        """The buffer into which decode steps of all sizes put their logits."""
+        rows = self.graph_sizes[-1] if self.graph_sizes else 0
+        return rows * self.model.vocab_size * self.step.value_bytes
+
+    @cached_property
+    def table_width(self) -> int:
+        """Columns of a page table: the pages of the longest request, and one that is being added."""
+        # The pool holds at least one request of the longest kind (_check_pool), so no row needs more columns.
+        return _round_up(ceil(self.step.context / self.cache_plan.page_size) + 1, TABLE_ALIGNMENT)
+
+    @cached_property
+    def table_bytes(self) -> int:
+        """Page tables (engine/page_tables.py), a step's copy of them, its buffers and its sampling parameters."""
+        rows = self.spec.max_running + 2  # one for the self-test, one for padding
+        # A recorded step is padded to the next size.
+        step_rows = max((self.step.max_decodes, *self.graph_sizes[-1:]))
+        table = rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
+        step = step_rows * (self.table_width * PAGE_ID_BYTES + SAMPLING_ROW_BYTES)
+        buffers = self.graph_sizes[-1] * GRAPH_ROW_BYTES if self.graph_sizes else 0
+        # with graphs the logits are theirs (runtime_bytes)
+        buffers += 0 if self.spec.graphs else self.logits_bytes
+        return table + step + buffers + (self.host_table_bytes if self.device.is_cpu else 0)
+
+    @property
+    def host_table_bytes(self) -> int:
+        """What the host keeps about the rows of the page tables."""
+        return (self.spec.max_running + 1) * HOST_ROW_BYTES
+
+    @cached_property
+    def hot_buffer_bytes(self) -> int:
+        """What the device keeps about hot buffers (cache/offload/hot_buffer.py)."""
+        plan = self.cache_plan
+        return offload.hot_buffer_bytes(plan.layout, plan.tier, self.spec.max_running + 2)
+
+    def _check_host(self) -> None:
+        """Raise CapacityError where the memory of the machine around a GPU does not hold its part of the tables."""
+        free, needed = self.device.host, self.host_table_bytes
+        if not self.device.is_cpu and free is not None and needed > free:
+            raise CapacityError(
+                f"the host's part of the page tables takes {format_bytes(needed)}, and {format_bytes(free)} are free; "
+                f"what would help: a smaller --max-running (now {self.spec.max_running})"
+            )
+
+    # What is left for pages
+
+    @cached_property
+    def useful_tokens(self) -> tuple[int, str]:
+        """Tokens that it is worth having pages for, and why."""
+        # Without a prefix cache a page is free once its request ends; a CPU has other uses for idle memory.
+        factor = IDLE_FACTOR if self.spec.prefix_cache and not self.device.is_cpu else 1
+        reason = f"{factor} x max_running x max_context" if factor > 1 else "max_running x max_context"
+        longest = _round_up(self.step.context, self.cache_plan.page_size)
+        return factor * self.spec.max_running * longest, reason
+
+    def _split_pages(self, room: int) -> PageSplit:
+        """Return how many pages `room` bytes hold: all of them on the device, but with a host tier."""
+        plan = self.cache_plan
+        if plan.tier:
+            useful, _ = self.useful_tokens
+            return offload.split_pages(
+                self.spec, plan.layout, plan.tier, room, self.step.context, useful, self.device.host
+            )
+        pages = room // plan.layout.bytes_per_page
+        return PageSplit(pages, pages, 0)
+
+    def _pool_room(self) -> tuple[int, str]:
+        """Return the bytes that the pool may take, and what decided so; raise CapacityError where there are none."""
+        if self.spec.kv_memory is not None:
+            return self._requested_room(self.spec.kv_memory), "kv_memory"
+        free = self.device.memory - self.step.reserve - self.used_bytes
+        if free <= 0:
+            raise CapacityError(
+                f"nothing is left for the cache: {self.device}, less {format_bytes(self.step.reserve)} in reserve, "
+                f"must hold {self._contents()}; a smaller model or more memory{self._smaller_options(free)} would help"
+            )
+        limits = [(free, "free memory")]
+        if self.cache_plan.tier is None:  # a tier has pages that need no room on the device
+            useful, reason = self.useful_tokens
+            limits.append((useful * self.cache_plan.layout.bytes_per_token, reason))
+        if self.device.is_cpu:
+            limits.append((int(self.device.memory * CPU_SHARE), f"{CPU_SHARE:.0%} of memory"))
+        return min(limits)
+
+    def _requested_room(self, requested: int) -> int:
+        """Return `requested`; raise CapacityError where the device has not so much left."""
+        # The rest of the reserve may be requested: check_memory() (engine/warmup.py) accepts that.
+        reserve = 0 if self.device.is_cpu else int(MIN_RESERVE_LEFT * self.step.reserve)
+        free = self.device.memory - self.used_bytes - reserve
+        if requested > free:
+            raise CapacityError(
+                f"--kv-memory {format_size(requested)} does not fit: {self.device}, holds {self._contents()}, "
+                f"which leaves {format_bytes(max(free, 0))}{self._fewer_requests(requested - free, '; ')}"
+            )
+        return requested
+
+    def _contents(self) -> str:
+        weights = self.model.weight_bytes
+        return f"weights ({format_bytes(weights)}) and workspace ({format_bytes(self.used_bytes - weights)})"
+
+    def _smaller_options(self, free: int) -> str:
+        """Name the option that would make room: fewer tables, or smaller steps where weights fit."""
+        # Tables that are larger than what is missing are named first: they alone decide then.
+        if fewer := self._fewer_requests(-free, ", or "):
+            return fewer
+        if self.model.weight_bytes < self.device.memory - self.step.reserve:
+            return f", or a smaller --token-budget (now {self.step.step_tokens})"
+        return ""
+
+    def _fewer_requests(self, missing: int, before: str) -> str:
+        """Name --max-running where its tables are more than the bytes that are `missing`."""
+        return f"{before}a smaller --max-running (now {self.spec.max_running})" * (self.table_bytes > missing)
+
+    def _check_pool(self, result: MemoryPlan) -> None:
+        """Raise CapacityError where one request of the longest kind does not fit."""
+        size = self.cache_plan.page_size
+        needed = ceil(result.context / size)
+        if result.pages >= needed:
+            return
+        # A pool without a single page has no shorter context to propose.
+        shorter = f"--max-context {result.tokens}; " if result.tokens else ""
+        mib = ceil(needed * self.cache_plan.layout.bytes_per_page / (1 << 20))
+        raise CapacityError(
+            f"the pool is too small: {format_bytes(result.pool)} ({result.limit}) is {result.pages} pages of {size} "
+            f"tokens, and {needed} are needed for one request of {result.context} tokens; what would help: {shorter}"
+            f"--kv-memory {mib}MiB, if that fits; "
+            f"a --kv-format with fewer than {result.bytes_per_token} bytes a token"
+        )
 
 
-def _candidates(
-    config: Config, model_spec: ModelSpec, hardware: Hardware, plan: Plan, free: int
-) -> list[tuple[int, str]]:
-    worth, words = _worth(config, model_spec, hardware, plan)
-    found = [(free, "free memory")]
-    if plan.tier is None:  # which gives pages more room than they need on the device
-        found.append((worth * plan.layout.bytes_per_token, words))
-    return [*found, (int(hardware.memory * SHARE), f"{SHARE:.0%} of memory")] if hardware.is_cpu else found
-
-
-def _check(config: Config, model_spec: ModelSpec, plan: Plan, made: MemoryPlan) -> None:
-    """Raises CapacityError where one request of the longest kind does not fit."""
-    longest, size = context(config, model_spec), plan.page_size
-    needed = ceil(longest / size)
-    if made.pages >= needed:
-        return
-    shorter = f"--max-context {made.tokens}; " if made.tokens else ""
-    raise CapacityError(
-        f"the pool is too small: {format_bytes(made.pool)} ({made.limit}) is {made.pages} pages of {size} tokens, and "
-        f"{needed} are needed for one request of {longest} tokens; what would help: {shorter}"
-        f"--kv-memory {_ceil_mib(needed * plan.layout.bytes_per_page)}, if that fits; "
-        f"a --kv-format with fewer than {made.bytes_per_token} bytes a token"
-    )
-
-
-def _holds(model_spec: ModelSpec, used: int) -> str:
-    workspace = used - model_spec.weight_bytes
-    return f"weights ({format_bytes(model_spec.weight_bytes)}) and workspace ({format_bytes(workspace)})"
-
-
-def _ceil_mib(size: int) -> str:
-    return f"{ceil(size / (1 << 20))}MiB"
+def _round_up(value: int, multiple: int) -> int:
+    return ceil(value / multiple) * multiple

@@ -1,7 +1,6 @@
-"""What a model asks of attention under a config: schemes by layer, groups split by scheme, and their needs.
+"""What a model needs of attention under a spec: layer groups split by scheme, and whether they can be stored at all.
 
-Owns Part, which becomes a GroupPlan once routes are chosen, and the check that every stream can be stored
-at all. Must not know of backends.
+A SchemeGroup becomes a GroupPlan once it has routes.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from itertools import pairwise
 
 from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
-from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
+from nibble.spec import CacheSpec
 
 
 class UnstorableError(ConfigError):
@@ -34,7 +33,7 @@ class SchemeGroup:
     scheme: Scheme
 
     def stored_layer(self, layer: int) -> LayerLayout:
-        """What a layer of this part stores."""
+        """Return what a layer of this part stores."""
         streams = tuple(
             StreamLayout(stream, self.scheme.format_of(stream).name) for stream in self.group.streams
         )
@@ -43,7 +42,15 @@ class SchemeGroup:
     def need(
         self, phase: Phase, hardware: Hardware, dtype: str, page: int | None, packing: str | None
     ) -> Need:
-        """What this part asks for in `phase`; page and packing are None while they are to be chosen."""
+        """Return what this part needs in `phase`.
+
+        Args:
+            phase: The phase.
+            hardware: The machine.
+            dtype: The compute dtype.
+            page: Tokens of a page, None while that is open.
+            packing: How planes lie in a page, None while that is open.
+        """
         group = self.group
         return Need(
             phase, group.kind, self.stored_layer(0).format_key, packing, hardware.arch, page, group.head_dim,
@@ -52,43 +59,45 @@ class SchemeGroup:
         )  # fmt: skip
 
 
-def compute_dtype(config: Config, hardware: Hardware) -> str:
-    """The dtype that `auto` stands for: float32 on a CPU, where it is fastest and exact, else bfloat16."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if hardware.is_cpu else "bfloat16"
-
-
-def scheme_groups(config: Config, model_spec: ModelSpec) -> tuple[SchemeGroup, ...]:
-    """The geometry's groups, split where layers differ in scheme; raises UnstorableError and ConfigError.
+def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, ...]:
+    """Split the model's layer groups where layers differ in scheme; raise UnstorableError and ConfigError.
 
     A layer that reads another's pages has that layer's scheme.
     """
-    asked = schemes.by_layer(config.kv_format, config.kv_layers, model_spec.layers)
-    found = []
+    scheme_by_layer = spec.scheme_by_layer(model_spec.layers)
+    groups = []
     for group in model_spec.groups:
+        # Layers of one group may store differently (kv_layers), and then have routes of their own.
         by_scheme: dict[Scheme, list[int]] = {}
         for layer in group.layers:
-            by_scheme.setdefault(asked[model_spec.owner[layer]], []).append(layer)
-        found += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
-    for part in found:
+            # Of a layer that shares KV the owner decides, whatever its own rule says.
+            by_scheme.setdefault(scheme_by_layer[model_spec.owner[layer]], []).append(layer)
+        groups += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
+    for part in groups:
         _check(part)
-    return tuple(found)
+    return tuple(groups)
 
 
-def shared_kv_notes(config: Config, model_spec: ModelSpec) -> tuple[str, ...]:
-    """A note for each layer whose own rule has no effect, because it reads another layer's pages."""
-    asked = schemes.by_layer(config.kv_format, config.kv_layers, model_spec.layers)
+def shared_kv_notes(spec: CacheSpec, model_spec: ModelSpec) -> tuple[str, ...]:
+    """Return a note for each layer whose own rule has no effect, because it reads another layer's pages."""
+    schemes = spec.scheme_by_layer(model_spec.layers)
     return tuple(
-        f"layer {layer} reads the pages of layer {owner}, so it has that layer's scheme {asked[owner].name}"
+        f"layer {layer} reads the pages of layer {owner}, so it has that layer's scheme {schemes[owner].name}"
         for layer, owner in enumerate(model_spec.owner)
-        if asked[layer] != asked[owner]
+        if schemes[layer] != schemes[owner]
     )
 
 
-def layout(found: Iterable[SchemeGroup], model_spec: ModelSpec, page_size: int, packing: str) -> CacheLayout:
-    """The cache's layout: what every layer with pages of its own stores."""
-    stored = {layer: part.stored_layer(layer) for part in found for layer in part.layers}
+def layout(parts: Iterable[SchemeGroup], model_spec: ModelSpec, page_size: int, packing: str) -> CacheLayout:
+    """Return the cache's layout: what every layer with pages of its own stores.
+
+    Args:
+        parts: All layers, by scheme.
+        model_spec: The model.
+        page_size: Tokens of a page.
+        packing: How planes lie in a page.
+    """
+    stored = {layer: part.stored_layer(layer) for part in parts for layer in part.layers}
     return CacheLayout(tuple(stored[layer] for layer in model_spec.stored_layers), page_size, packing)
 
 
@@ -112,12 +121,12 @@ def _shape(stream: Stream) -> str:
 
 
 def format_layers(layers: Iterable[int]) -> str:
-    """`0, 1, 2, 5` -> `0-2,5`; `0, 2, 4, 6` -> `0-6 by 2`."""
-    found, runs = sorted(layers), list[list[int]]()
-    steps = {high - low for low, high in pairwise(found)}
-    if len(found) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{found[0]}-{found[-1]} by {steps.pop()}"
-    for layer in found:
+    """Return layers in short: `0, 1, 2, 5` -> `0-2,5`; `0, 2, 4, 6` -> `0-6 by 2`."""
+    ordered, runs = sorted(layers), list[list[int]]()
+    steps = {high - low for low, high in pairwise(ordered)}
+    if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{ordered[0]}-{ordered[-1]} by {steps.pop()}"
+    for layer in ordered:
         if runs and runs[-1][-1] == layer - 1:
             runs[-1].append(layer)
         else:

@@ -1,34 +1,39 @@
-"""Which rows serve a need: every way to serve each layer group in each phase, best first.
+"""Every way to serve each layer group in each phase, best first: support rows in the order of rankings.
 
-Owns Request (the arguments of resolve() as one), Option, the price of staging, and what measured times change. What is
-picked from the options is resolve.py's business. Must not name any backend or format.
+Which of the options a plan takes is resolve.py's business: one page size and packing must suit them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 from nibble import formats
-from nibble.attention.planner import needs
-from nibble.attention.planner.memory import left_for_pages, staged_bytes
+from nibble.attention.planner import evidence
+from nibble.attention.planner.evidence import NO_RANKINGS, Ranking, Rankings, Timing
+from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
-from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
-from nibble.attention.planner.timings import NOTHING, Timing, Timings, subject
-from nibble.config import Config, parse_hisparse
+from nibble.attention.planner.support import BackendInfo, Need, Origin, Phase, Support
+from nibble.config import Config
 from nibble.errors import ConfigError, unknown
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 """Phases that every plan serves. VERIFY goes to one of those that read the storage that these chose, if any."""
 WEIGHTS = {Phase.PREFILL: 1, Phase.EXTEND: 1, Phase.DECODE: 4}
-"""How much a phase's preference counts where one choice must suit all."""
-STAGING_PENALTY = 50
-"""What staging costs in units of Row.prefer, where a row does not say what it is worth then: more than the gap between
-a portable kernel and a vendor's. Measured on one H200, decoding 64 requests of 8K tokens: dequantising 2.10 ms a layer,
-then 0.50 ms for attention."""
+"""How much a phase counts where one choice must suit all."""
+
+# The default order, for backends that no ranking names for a need. In a ranking places are 0, 1, 2 and so on.
+UNRANKED = {Origin.OWN: -1, Origin.VENDOR: 100, Origin.PORTABLE: 101, Origin.REFERENCE: 102}
+"""Own kernels come before all that are ranked: somebody added them for what they serve. The others come behind."""
+GATHERED = {Origin.REFERENCE: 1000, Origin.OWN: 1001, Origin.VENDOR: 1002, Origin.PORTABLE: 1003}
+"""Rows that gather pages in plain torch are not ranked. The reference comes first: its answers ignore the batch."""
+STAGING = 2000
+"""What is added where pages are dequantised first and no ranking says that it pays. Measured on one H200, decoding 64
+requests of 8K tokens: dequantising 2.10 ms a layer, then 0.50 ms for attention."""
 
 SHARE = 0.1
 """Part of the memory that pages could have that a workspace may take to make prompts faster."""
@@ -43,7 +48,7 @@ def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of resolve()."""
+    """The arguments of resolve(), and the spec of its config. Raises ConfigError where that is malformed."""
 
     config: Config
     model_spec: ModelSpec
@@ -51,32 +56,40 @@ class PlanRequest:
     backends: Mapping[str, BackendInfo]
     declared: bool
     verify: bool
-    measured: Timings = NOTHING
+    measured: Rankings = NO_RANKINGS
+    """Times of this machine (evidence.load_tuned)."""
+    rankings: Rankings | None = None
+    """Instead of those that are shipped."""
+    spec: CacheSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", CacheSpec.from_config(self.config))
 
     @property
     def dtype(self) -> str:
-        return needs.compute_dtype(self.config, self.hardware)
+        """The compute dtype."""
+        return self.spec.compute_dtype(self.hardware)
 
     def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
         """The backends that may serve `phase`: the one that was named, or for `auto` all that run."""
-        asked = self.config.backend_for(phase.decodes)
-        if asked == "auto":
+        requested = self.spec.backend_for(phase.decodes)
+        if requested is None:
             return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
-        return {asked: by_name(asked, self.backends)}
+        return {requested: by_name(requested, self.backends)}
 
     def may_stage(self, phase: Phase) -> bool:
         """Whether pages may be dequantised for `phase`; in DECODE that reads all bytes several times over."""
-        return self.could_stage and (self.config.allow_staging or not phase.decodes)
+        return self.could_stage and (self.spec.allow_staging or not phase.decodes)
 
     @property
     def could_stage(self) -> bool:
         """Whether --allow-staging could help. Not with a host tier: staging reads pages by their numbers, and they may
         be anywhere."""
-        return not parse_hisparse(self.config.hisparse)
+        return self.spec.offload is None
 
     def need(self, part: SchemeGroup, phase: Phase) -> Need:
         """What `part` asks for, before page size and packing are chosen."""
-        return part.need(phase, self.hardware, self.dtype, self.config.page_size, None)
+        return part.need(phase, self.hardware, self.dtype, self.spec.page_size, None)
 
     def staged(self, need: Need) -> Need | None:
         """What `need` becomes when pages are dequantised first; None where they hold the compute dtype.
@@ -87,121 +100,182 @@ class PlanRequest:
         if need.format == plain:
             return None
         addressing = "ragged" if need.kind == "dsa" else need.addressing
-        return replace(need, format=plain, packing=STAGED_PACKING, addressing=addressing, stored=need.format)
+        return replace(need, format=plain, packing=STAGED_PACKING, addressing=addressing)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A row that serves a need, on these page sizes and packings of the cache; None is any. measured: its time on this
-    machine in words, where that has a say in its `prefer`; failed: why there is none, where it was timed."""
+    """A row that serves a need."""
 
     backend: BackendInfo
     row: Support
-    prefer: int
-    pages: frozenset[int] | None
-    packings: frozenset[str] | None
+    place: float
+    """In the order of all options of the need; lower is better, and the same for equals."""
+    pages: Set[int] | None
+    """Page sizes of the cache on which it does; None for any."""
+    packings: Set[str] | None
     stage_to: str | None = None
+    for_speed: bool = False
+    """Pages are dequantised first because that is faster, and not for want of another way."""
+    source: str = ""
+    """What its place in a ranking rests on."""
     measured: str = ""
+    """Its time on this machine in words, where that gave it its place."""
     failed: str = ""
+    """Why it has none, where it was timed."""
 
     @property
     def key(self) -> tuple[str, str | None]:
         """Who serves, and how: rows of one backend share their code."""
         return self.backend.name, self.stage_to
 
-    def timed(self, prefer: int, timing: Timing) -> Option:
-        """The option in the place that a timing gives it."""
-        return replace(self, prefer=prefer, measured=timing.words, failed=timing.failure)
-
     def fits(self, page: int, packing: str) -> bool:
+        """Whether it serves its need on this page size and packing."""
         return (self.pages is None or page in self.pages) and (
             self.packings is None or packing in self.packings
         )
 
     def route(self, phase: Phase) -> Route:
-        graphs = (
-            self.backend.graphs and self.stage_to is None
-        )  # staging makes its workspace by lengths on the host
-        able = self.backend.runnable
+        """Return the route that a plan has where it takes this option."""
+        # dequantised pages lie in a workspace that is made by lengths on the host, so no graph holds them
+        graphs = self.backend.graphs and self.stage_to is None
         return Route(
-            phase, self.backend.name, self.row, self.stage_to, able, graphs, self.measured, self.failed
+            phase,
+            self.backend.name,
+            self.row,
+            self.stage_to,
+            self.backend.runnable,
+            graphs,
+            self.place,
+            self.for_speed,
+            self.source,
+            self.measured,
+            self.failed,
         )
 
 
-Ask = tuple[SchemeGroup, Phase]
-Options = Mapping[Ask, tuple[Option, ...]]
+GroupPhase = tuple[SchemeGroup, Phase]
+Options = Mapping[GroupPhase, tuple[Option, ...]]
 
 
 def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Option, ...]:
-    """All options of an ask, best first; ties go by the backend's name, then by order in its file."""
-    need = request.need(part, phase)
+    """Return all options of a layer group in one phase, best first; ties go by the backend's name, then by its rows."""
+    need, subject = request.need(part, phase), evidence.subject(part, phase, request.dtype)
     staged = request.staged(need) if request.may_stage(phase) else None
-    pays, found = staged is not None and _for_speed(request, part, phase), list[Option]()
+    rankings = (
+        evidence.shipped_rankings(request.hardware.name) if request.rankings is None else request.rankings
+    )
+    ranking = rankings.first(need, subject)
+    staged_ranking = rankings.first(staged, subject) if staged else None
+    # a sparse kernel that takes ragged indices was made for tokens that are dequantised first, memory short or not
+    pays = staged is not None and (staged.addressing == "ragged" or _has_workspace(request, part, phase))
+    options = list[Option]()
     for info in request.considered(phase).values():
-        found += [
-            Option(info, row, row.prefer, row.page, row.packing) for row in info.support if row.serves(need)
-        ]
-        if staged:
-            found += [_staged(info, row, staged, pays) for row in info.support if row.serves(staged)]
-    return _as_measured(request, part, phase, tuple(sorted(found, key=lambda option: -option.prefer)))
+        for row in info.support:
+            if row.serves(need):
+                options += _direct(ranking, info, row)
+            if staged and row.serves(staged):
+                options.append(
+                    _over_plain_pages(ranking if pays else None, staged_ranking, info, row, staged)
+                )
+    return _as_measured(request, phase, subject, tuple(sorted(options, key=lambda option: option.place)))
+
+
+def _direct(ranking: Ranking | None, info: BackendInfo, row: Support) -> Iterator[Option]:
+    """Yield the options of a row that reads pages as they are, one for each packing that has a place of its own."""
+    places = ranking.places(info.name, staged=False) if ranking and not row.gathers else ()
+    for place, packing in places:
+        if packing is None or row.packing is None or packing in row.packing:
+            packings = row.packing if packing is None else frozenset({packing})
+            yield Option(info, row, place, row.page, packings, source=ranking.source if ranking else "")
+    if not places:
+        yield Option(info, row, _default_place(info, row), row.page, row.packing)
+
+
+def _over_plain_pages(
+    ranking: Ranking | None, plain_ranking: Ranking | None, info: BackendInfo, row: Support, need: Need
+) -> Option:
+    """Return the option of a row that reads pages which are dequantised first.
+
+    Args:
+        ranking: Of the cache's own format, None where no workspace may be had for speed.
+        plain_ranking: Of the format that pages are dequantised to.
+        info: The backend.
+        row: One of its rows.
+        need: What it serves, in the plain format.
+    """
+    if ranking and not row.gathers and (places := ranking.places(info.name, staged=True)):
+        return Option(info, row, places[0][0], row.page, None, need.format, True, ranking.source)
+    place = min(option.place for option in _direct(plain_ranking, info, row))
+    return Option(info, row, STAGING + place, row.page, None, need.format)
+
+
+def _default_place(info: BackendInfo, row: Support) -> float:
+    return (GATHERED if row.gathers else UNRANKED)[info.origin]
 
 
 def _as_measured(
-    request: PlanRequest, part: SchemeGroup, phase: Phase, found: tuple[Option, ...]
+    request: PlanRequest, phase: Phase, subject: str, options: tuple[Option, ...]
 ) -> tuple[Option, ...]:
-    """The options with the preferences of those that were measured on this machine handed out anew among them, the
-    fastest first; nothing changes for the others, nor where a backend was named."""
-    if request.config.backend_for(phase.decodes) != "auto":
-        return found
-    page = request.config.page_size
-    timings = request.measured.ranked(subject(part, phase, request.dtype))
-    times = {timing.key: timing for timing in timings if page in {None, timing.page}}
-    first = {option.key: option for option in reversed(found) if option.key in times}
-    if not first:
-        return found
+    """Return the options with the places of those that were measured on this machine dealt out anew among them.
+
+    The fastest comes first. Nothing changes for the others, nor where a backend was named.
+    """
+    measured = next(
+        (entry for entry in request.measured.entries if entry.match == {"subject": subject}), None
+    )
+    if measured is None or request.spec.backend_for(phase.decodes) is not None:
+        return options
+    page = request.spec.page_size
+    times = {timing.key: timing for timing in measured.order if page in {None, timing.page}}
+    best = {option.key: option for option in reversed(options) if option.key in times}
     ranked = sorted(
-        (key for key in times if key in first),
-        key=lambda key: (bool(times[key].failure), _waits(request, phase, first[key])),
+        (key for key in times if key in best),
+        key=lambda key: (bool(times[key].failure), _delays_graphs(request, phase, best[key])),
     )
-    preferences = sorted((option.prefer for option in first.values()), reverse=True)
-    given = dict(zip(ranked, preferences, strict=True))
-    renewed = [
-        option.timed(given[option.key], times[option.key]) if option.key in given else option
-        for option in found
-    ]
+    places = dict(zip(ranked, sorted(option.place for option in best.values()), strict=True))
+    renewed = [_renew(option, places, times) for option in options]
     return tuple(
-        sorted(renewed, key=lambda o: (-o.prefer, ranked.index(o.key) if o.key in given else len(ranked)))
+        sorted(renewed, key=lambda o: (o.place, ranked.index(o.key) if o.key in places else len(ranked)))
     )
 
 
-def _waits(request: PlanRequest, phase: Phase, option: Option) -> bool:
+def _renew(
+    option: Option,
+    places: Mapping[tuple[str, str | None], float],
+    times: Mapping[tuple[str, str | None], Timing],
+) -> Option:
+    if option.key not in places:
+        return option
+    timing, place = times[option.key], places[option.key]
+    speed = option.stage_to is not None and not timing.failure
+    return replace(option, place=place, measured=timing.summary(), failed=timing.failure, for_speed=speed)
+
+
+def _delays_graphs(request: PlanRequest, phase: Phase, option: Option) -> bool:
     """Whether an option keeps decode steps from being recorded, which costs the whole model more than any attention."""
-    recording = phase is Phase.DECODE and request.config.graphs and not request.hardware.is_cpu
+    recording = phase is Phase.DECODE and request.spec.graphs and not request.hardware.is_cpu
     return recording and not option.route(phase).graphs
 
 
-def _staged(info: BackendInfo, row: Support, need: Need, pays: bool) -> Option:
-    prefer = row.staged if pays and row.staged is not None else row.prefer - STAGING_PENALTY
-    return Option(info, row, prefer, row.page, None, need.format)
+def _has_workspace(request: PlanRequest, part: SchemeGroup, phase: Phase) -> bool:
+    """Whether pages may be dequantised for speed alone: by `auto`, where memory is not short.
 
-
-def _for_speed(request: PlanRequest, part: SchemeGroup, phase: Phase) -> bool:
-    """Whether a workspace may be had for speed alone: by `auto`, where memory is not short. A backend that is named
-    reads pages as they are if it can. Where nobody does, this is not asked."""
-    config, model_spec = request.config, request.model_spec
-    if config.backend_for(phase.decodes) != "auto":
+    A backend that is named reads pages as they are if it can; where none does, this is not asked.
+    """
+    if request.spec.backend_for(phase.decodes) is not None:
         return False
-    left = left_for_pages(config, model_spec, request.hardware, request.dtype)
-    return staged_bytes(config, model_spec, part.stored_layer(0).without_index, request.dtype) <= SHARE * left
+    memory = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
+    return memory.dequantized_bytes(part.stored_layer(0).without_index) <= SHARE * memory.free_for_pages
 
 
-def score(plan: Plan) -> int:
-    """The preferences of all that a plan chose, by weight and number of layers; staging counts in full, as a command
-    that is proposed should read pages as they are where it can."""
+def route_cost(plan: Plan) -> float:
+    """Return the places of all that a plan chose, by weight and number of layers.
+
+    Staging counts in full: a command that is proposed should read pages as they are where it can.
+    """
     return sum(
-        (route.row.prefer - STAGING_PENALTY * (route.stage_to is not None))
-        * WEIGHTS.get(route.phase, 0)
-        * len(group.layers)
+        (route.place + STAGING * route.for_speed) * WEIGHTS.get(route.phase, 0) * len(group.layers)
         for group in plan.groups
         for route in group.routes
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nibble.attention.planner.support import Phase, Support
 from nibble.cache.layout import CacheLayout
-from nibble.errors import Unsupported
+from nibble.errors import Refusal, Unsupported
 from nibble.model_spec import LayerGroup
 
 STAGED_PACKING = "nhd"
@@ -19,29 +19,33 @@ STAGED_PACKING = "nhd"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The backend of one group in one phase.
-
-    stage_to: the plain format its pages are dequantised into first, in STAGED_PACKING.
-    runnable: whether this version has an adapter for the backend, or only knows its facts.
-    graphs: whether a CUDA graph may hold it, in DECODE.
-    measured: its time on this machine in words, where that had a say in the choice. failed: why it did not finish when
-    it was timed here; it is chosen all the same where nobody did better.
-    """
+    """The backend of one group in one phase."""
 
     phase: Phase
     backend: str
     row: Support
     stage_to: str | None = None
+    """The plain format that its pages are dequantised into first, in STAGED_PACKING."""
     runnable: bool = True
+    """Whether this version has an adapter for the backend, or only knows its facts."""
     graphs: bool = False
+    """Whether a CUDA graph may hold it, in DECODE."""
+    place: float = 0
+    """Its place among all that serve the same need; lower is better (options.py)."""
+    for_speed: bool = False
+    """Pages are dequantised because that is faster than to read them as they are."""
+    ranking: str = ""
+    """What its place in a ranking rests on; empty where none names it."""
     measured: str = ""
+    """Its time on this machine in words, where that had a say in the choice."""
     failed: str = ""
+    """Why it did not finish when it was timed here; it is chosen all the same where no other did better."""
 
     @property
     def why(self) -> str:
-        """What stands behind it: a measurement here, or the row's source; and what speaks against it."""
+        """What stands behind it: a measurement here, a ranking, or the row's source; and what speaks against it."""
         failed = f"; failed when it was timed on this machine: {self.failed}" if self.failed else ""
-        return (self.measured or self.row.source) + failed
+        return (self.measured or self.ranking or self.row.source) + failed
 
     def __str__(self) -> str:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend
@@ -61,8 +65,9 @@ class GroupPlan:
         for route in self.routes:
             if route.phase is phase:
                 return route
+        # Only VERIFY can be missing (see the notes), and only backends that decode could serve it.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
-        raise Unsupported(f"{phase} of layer group {self.group.name} in {self.scheme}", decode)
+        raise Unsupported(Refusal(f"{phase} of layer group {self.group.name} in {self.scheme}", decode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,11 @@ class Plan:
     def stores(self) -> tuple[CacheLayout, ...]:
         """What is stored, on the device and on the host."""
         return (self.layout, self.tier.layout) if self.tier else (self.layout,)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether this version has an adapter for all of its backends."""
+        return all(route.runnable for group in self.groups for route in group.routes)
 
     @property
     def page_size(self) -> int:

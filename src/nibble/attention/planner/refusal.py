@@ -1,82 +1,111 @@
-"""Why: the reasons of a refusal, and the notes of a plan on all that was left to `auto`.
+"""Why a combination is refused, and the edits of a config that may work instead.
 
-Must not decide anything; resolve.py does.
+resolve.py searches the edits: one works if resolving it does.
 """
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
-from nibble.attention.planner import price
+from nibble.attention.planner.explain import staging_cost
 from nibble.attention.planner.needs import SchemeGroup
-from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest
-from nibble.attention.planner.plan import GroupPlan, Route
-from nibble.attention.planner.support import BackendInfo, Need, Phase, format_values
-from nibble.config import parse_hisparse
-from nibble.errors import ConfigError, Unsupported
+from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, route_cost
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.support import BackendInfo, Need, Phase
+from nibble.config import Config, default_of
+from nibble.errors import ConfigError, Refusal
+from nibble.formats import scheme as schemes
+from nibble.hardware import Hardware, lookup_gpu
+from nibble.model_spec import HEADS, LATENTS
+from nibble.spec import CacheSpec
+
+Edit = Callable[[Config], Config]
+PAGES = (1, 16, 32, 64, 128, 256)
+"""Page sizes that are tried."""
 
 
 class UnservedError(ConfigError):
-    """There is no plan. explain: makes the refusal, with its reasons; the search for a remedy needs none."""
+    """There is no plan."""
 
-    def __init__(self, explain: Callable[[], Unsupported]) -> None:
+    def __init__(
+        self, part: SchemeGroup | None = None, phase: Phase | None = None, options: Options | None = None
+    ) -> None:
+        """Note what is not served.
+
+        Args:
+            part: The layer group that no row serves, whatever the storage.
+            phase: The phase in which none does.
+            options: Where each part is served: all options, which have no storage in common.
+        """
         super().__init__("there is no plan")
-        self.explain = explain
+        self.part, self.phase, self.options = part, phase, options
 
 
-def refusal(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Unsupported:
-    """Nobody serves `part` in `phase`: the nearest row's reasons of each backend that was considered."""
+def refuse(request: PlanRequest, error: UnservedError) -> Refusal:
+    """Return the refusal that `error` stands for, with each backend's reasons."""
+    if error.part is not None and error.phase is not None:
+        return _unserved(request, error.part, error.phase)
+    return _no_common_storage(request, error.options or {})
+
+
+def _unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
+    """Return the nearest row's reasons of each backend that may serve `part` in `phase`."""
     need = request.need(part, phase)
     considered = request.considered(phase)
-    refusals = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
-    if request.config.backend_for(phase.decodes) == "auto":
-        others = (info for name, info in request.backends.items() if name not in considered)
-        would_serve = {
-            info.name: (f"would serve it, but {_absent(info)}",) for info in others if info.serves(need)
+    reasons = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
+    if request.spec.backend_for(phase.decodes) is None:
+        # `auto` considered only what can run here; the user may install more.
+        absent = (info for name, info in request.backends.items() if name not in considered)
+        reasons |= {
+            info.name: (f"would serve it, but {_absence(info)}",) for info in absent if info.serves(need)
         }
-        refusals |= would_serve
-    return Unsupported(str(need), refusals)
+    return Refusal(str(need), reasons)
 
 
-def _absent(info: BackendInfo) -> str:
-    """Why a backend that is known cannot run."""
+def _absence(info: BackendInfo) -> str:
+    """Return why a backend cannot run."""
     return f"needs {info.missing}" if info.missing else "this version has no adapter for it"
 
 
 def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGroup) -> Iterator[str]:
+    """Yield why a backend does not serve a need: from the cache's own bytes, then over dequantised pages."""
     native, staged = info.nearest(need), request.staged(need)
     yield from native
     if staged is None:
         return
-    rest = tuple(reason for reason in info.nearest(staged) if reason not in native)
+    staged_only = tuple(reason for reason in info.nearest(staged) if reason not in native)
     if request.may_stage(need.phase):
-        yield from (f"staged to {staged.format}: {reason}" for reason in rest)
+        yield from (f"staged to {staged.format}: {reason}" for reason in staged_only)
+    # Only DECODE comes here: it is priced, since every token would pay.
     elif request.could_stage and info.serves(staged):
-        cost = price.of_layer(part.group, part.stored_layer(0), staged.format, request.model_spec.max_context)
+        cost = staging_cost(part.group, part.stored_layer(0), staged.format, request.model_spec.max_context)
         moved = f"moving {cost.factor:.1f} x the bytes in each step"
         yield f"it could read pages staged to {staged.format}, with --allow-staging, {moved}"
 
 
-def no_common_storage(request: PlanRequest, options: Options) -> Unsupported:
-    """Each ask is served by somebody, but not all on one page size and packing."""
-    asks = [choice for (_, phase), choice in options.items() if phase in ROUTED]
+def _no_common_storage(request: PlanRequest, options: Options) -> Refusal:
+    """Return what each backend reads, where each phase is served, but not all on one page size and packing."""
+    routed = [choice for (_, phase), choice in options.items() if phase in ROUTED]
     divided = [
         name
         for name, field in (("page size", "pages"), ("packing", "packings"))
-        if not _common([_allowed(choice, field) for choice in asks])
+        if not _common([_allowed(choice, field) for choice in routed])
     ]
-    page = f"page {request.config.page_size}" if request.config.page_size else "one page size"
+    page = f"page {request.spec.page_size}" if request.spec.page_size else "one page size"
     why = (
         f"no {' and no '.join(divided)} in common" if divided else "no page size and packing that go together"
     )
-    return Unsupported(
+    return Refusal(
         f"all phases over {page} and one packing on {request.hardware}: {why}", dict(_storages(options))
     )
 
 
 def _allowed(choice: Iterable[Option], field: str) -> frozenset[Any] | None:
-    """What any of the options reads; None for all."""
+    """Return what any of the options reads; None for all."""
     values = [getattr(option, field) for option in choice]
     return None if None in values else frozenset().union(*values)
 
@@ -88,85 +117,149 @@ def _common(allowed: Iterable[frozenset[Any] | None]) -> bool:
 
 
 def _storages(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """`backend (its phases)`, and the page sizes and packings that it reads there."""
+    """Yield `backend (its phases)`, and the page sizes and packings that it reads there."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for (_, phase), choice in options.items():
         for name in dict.fromkeys(option.backend.name for option in choice if phase in ROUTED):
-            mine = [option for option in choice if option.backend.name == name]
-            wants = (*_wants("page", _allowed(mine, "pages")), *_wants("packing", _allowed(mine, "packings")))
-            phases.setdefault((name, wants or ("any page and packing",)), {})[str(phase)] = None
-    yield from ((f"{name} ({', '.join(found)})", wants) for (name, wants), found in phases.items())
+            options_here = [option for option in choice if option.backend.name == name]
+            limits = (
+                *_limit("page", _allowed(options_here, "pages")),
+                *_limit("packing", _allowed(options_here, "packings")),
+            )
+            phases.setdefault((name, limits or ("any page and packing",)), {})[str(phase)] = None
+    yield from ((f"{name} ({', '.join(names)})", limits) for (name, limits), names in phases.items())
 
 
-def _wants(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
+def _limit(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
     if allowed is not None:
         yield f"{name} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
 
 
-def notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, packing: str) -> Iterator[str]:
-    """One line for each thing that was left to `auto`, that is staged, or that cannot run."""
-    if request.config.dtype == "auto":
-        why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
-        yield f"dtype {request.dtype}: {why}"
-    if request.config.page_size is None:
-        small, usual = "small pages share prefixes finely", "what most kernels read in one piece"
-        free = f"no route asks for another; {small if request.hardware.is_cpu else usual}"
-        yield f"page size {page}: {_bound(groups, 'page') or free}"
-    yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
-    for group in groups:
-        yield from _group_notes(request, group)
-    yield from _declared_notes(request, groups)
-    if request.measured.warning:
-        yield request.measured.warning
+# What works instead
 
 
-def _bound(groups: tuple[GroupPlan, ...], field: str) -> str:
-    """Which backends leave no or little choice of page size or packing."""
-    found: dict[str, None] = {}
-    for route in (route for group in groups for route in group.routes):
-        allowed = getattr(route.row, field)
-        free = allowed is None or (field == "packing" and (route.stage_to or len(allowed) > 1))
-        if not free:
-            found[f"{route.backend} reads {format_values(field, allowed)}"] = None
-    return "; ".join(found)
+def single_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterator[Config]]:
+    """Yield kinds of edited configs, the mildest first: those with the same schemes, or those with others."""
+    kinds = _edits(request) if keep_scheme else _scheme_edits(request.spec)
+    yield from ((edit(request.config) for edit in kind) for kind in kinds)
 
 
-def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
-    """Why each phase of a group goes where it goes; phases with the same reason share a line."""
-    phases: dict[str, list[str]] = {}
-    for route in group.routes:
-        for line in _route_notes(request, route):
-            phases.setdefault(line, []).append(str(route.phase))
-    for line, names in phases.items():
-        yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
-    if all(route.phase is not Phase.VERIFY for route in group.routes):
-        asked = request.config.backend_for(True)
-        who = "no backend that can run here serves" if asked == "auto" else f"{asked} does not serve"
-        hot = parse_hisparse(request.config.hisparse)
-        why = "a hot buffer is for one new token" if hot else f"{who} draft tokens over this storage"
-        yield f"no verify of {group.group.name} in {group.scheme}: {why}"
+def double_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterator[Config]]:
+    """Yield kinds of configs with two edits, the mildest first; one of them may be of a scheme, unless it is kept."""
+    kinds = [list(kind) for kind in (*_edits(request), *(() if keep_scheme else _scheme_edits(request.spec)))]
+    for pair in itertools.combinations(kinds, 2):
+        yield (second(first(request.config)) for first, second in itertools.product(*pair))
 
 
-def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
-    auto = request.config.backend_for(route.phase.decodes) == "auto"
-    if auto and route.phase in ROUTED:
-        first = (
-            "the best of those that serve it"
-            if route.measured
-            else "the most preferred of those that serve it"
+def uses_reference(request: PlanRequest, plan: Plan) -> bool:
+    """Whether plain torch gathers pages on a GPU without being requested."""
+    requested = {request.spec.prefill_backend, request.spec.decode_backend}
+    # On a CPU the reference is the usual backend.
+    routes = (route for group in plan.groups for route in group.routes)
+    return not request.hardware.is_cpu and any(
+        route.row.gathers and route.backend not in requested for route in routes
+    )
+
+
+def is_acceptable(request: PlanRequest, plan: Plan) -> bool:
+    """Whether a plan can run, or the user explores what cannot."""
+    requested = filter(None, (request.spec.prefill_backend, request.spec.decode_backend))
+    infos = (request.backends.get(name) for name in requested)
+    explores = request.declared or any(info is not None and not info.runnable for info in infos)
+    return explores or plan.runnable
+
+
+def cost(request: PlanRequest, plan: Plan) -> tuple[bool, float]:
+    """Return what orders plans of one kind of edits: those that can run first, then those with preferred routes."""
+    return not (request.declared or plan.runnable), route_cost(plan)
+
+
+def command(config: Config, hardware: Hardware, *, declared: bool = False) -> str:
+    """Return `nibble plan` with all that differs from the defaults, and the scheme always.
+
+    Args:
+        config: What is planned.
+        hardware: The machine, which a command names where it is not this one.
+        declared: Whether backends may be chosen that cannot run yet.
+    """
+    arguments = ["nibble", "plan", config.model, "--kv-format", config.kv_format]
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name not in {"model", "kv_format"} and value != default_of(option):
+            arguments += _arguments(option.name.replace("_", "-"), value)
+    arguments += ["--gpu", hardware.name] if _is_named(hardware) else []
+    return shlex.join([*arguments, "--declared"] if declared else arguments)
+
+
+def _arguments(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
+
+
+def _is_named(hardware: Hardware) -> bool:
+    """Whether `--gpu` knows this machine by its name; without it a command means the machine it runs on."""
+    try:
+        return lookup_gpu(hardware.name).arch == hardware.arch
+    except ConfigError:
+        return False
+
+
+def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
+    """Yield kinds of edits that keep the scheme, the mildest first."""
+    spec, names = request.spec, tuple(request.backends)
+    yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
+    yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
+    # The nearest sizes come first; an open page size was tried with all of them already.
+    if (size := spec.page_size) is not None:
+        sizes = (page for page in PAGES if page != size)
+        yield (_set(page_size=page) for page in sorted(sizes, key=lambda page: max(page / size, size / page)))
+    if not spec.allow_staging:
+        yield iter([_set(allow_staging=True)])
+    # The option behind both phases: one edit in place of two.
+    if request.config.attention_backend != "auto":
+        yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
+    if spec.decode_backend or spec.prefill_backend:
+        yield iter([_set(attention_backend="auto", prefill_backend=None, decode_backend=None)])
+
+
+def _set(**values: object) -> Edit:
+    def edit(config: Config) -> Config:
+        return replace(config, **values)  # type: ignore[arg-type]
+
+    return edit
+
+
+def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
+    """Yield edits that replace each scheme in use by another, those nearest in bytes first, one kind each."""
+    for old in spec.schemes:
+        # A transform may be what is refused, and not the format.
+        if old.transforms:
+            yield iter([_rename(old, old.base)])
+        names = sorted(
+            (name for name in schemes.names() if name != old.base), key=lambda name: _distance(old.base, name)
         )
-        yield f"{route.backend}, {first} ({route.why})"
-    if route.row.prefer < 0 and not request.hardware.is_cpu:
-        yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
-    if route.stage_to:
-        pays = auto and (route.measured or route.row.staged is not None)
-        why = ", for speed: kernels that read them as they are stored take longer" if pays else ""
-        yield f"pages are staged to {route.stage_to}, which {route.backend} reads{why}"
+        for name in names:
+            yield iter([_rename(old, "+".join((name, *old.transforms)))])
 
 
-def _declared_notes(request: PlanRequest, groups: tuple[GroupPlan, ...]) -> Iterator[str]:
-    names = dict.fromkeys(route.backend for group in groups for route in group.routes if not route.runnable)
-    lacking = {name: lack for name in names if (lack := request.backends[name].missing)}
-    yield from (f"{name} cannot run here: it needs {lack}" for name, lack in lacking.items())
-    if without := [name for name in names if name not in lacking]:
-        yield f"declared only, this version cannot run it: {', '.join(without)}"
+def _distance(old: str, new: str) -> float:
+    """Return how far apart two schemes are in bytes; of two equally far ones that with more bytes is nearer."""
+    before, after = _share(old), _share(new)
+    return max(before, after) / min(before, after) + (0.001 if after < before else 0)
+
+
+def _share(name: str) -> float:
+    """Return the bytes of a scheme for each value of streams that it can store."""
+    streams = HEADS if name in schemes.fitting(*HEADS) else LATENTS
+    return schemes.bytes_per_token(name, streams) / sum(stream.values for stream in streams)
+
+
+def _rename(old: schemes.Scheme, new: str) -> Edit:
+    def edit(config: Config) -> Config:
+        spec = CacheSpec.from_config(config)
+        rules = (rule.renamed(new) if rule.scheme == old else rule for rule in spec.layer_rules)
+        kv_format = new if spec.scheme == old else config.kv_format
+        return replace(config, kv_format=kv_format, kv_layers=";".join(rule.text for rule in rules))
+
+    return edit

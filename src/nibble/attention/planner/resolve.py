@@ -1,38 +1,33 @@
-"""From what the user said to what is done: the plan of a config, a model and a machine.
+"""Resolve a config, a model and a machine to a plan: backends, page size and packing.
 
-Owns the choice of backends, page size and packing. Choosing, validating and documenting are one function
-over the backends' rows: nothing here names a backend or a format. Must not import torch, load weights or
-touch a GPU.
+Choosing, validating and documenting are one function over the backends' rows.
 
     check_names        what can be refused of a config before there is a model to look at
     resolve            Config, ModelSpec, Hardware -> Plan, or Unsupported with reasons and a command
     attempt            the same, or None
-    require_runnable   what an engine asks before it starts: are the plan's backends here?
+    require_runnable   whether the plan's backends are here
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import needs, options
-from nibble.attention.planner import offload as tiering
-from nibble.attention.planner import refusal as reasons
-from nibble.attention.planner import suggest as remedy
+from nibble.attention.planner import explain, needs, offload, options, refusal
+from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.needs import SchemeGroup, UnstorableError
-from nibble.attention.planner.options import ROUTED, WEIGHTS, Ask, Option, Options, PlanRequest
+from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Option, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.refusal import UnservedError
 from nibble.attention.planner.support import BackendInfo, Phase
-from nibble.attention.planner.timings import NOTHING, Timings
 from nibble.cache import packing as packings
-from nibble.config import Config, parse_hisparse
+from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
-from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.spec import CacheSpec
 
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
@@ -40,12 +35,10 @@ CPU_PAGES = (16, 32, 64, 128, 1)
 
 
 def check_names(config: Config) -> None:
-    """Raises ConfigError where a config names a scheme or a backend that nobody knows, as resolve() would: Transformers
-    need not be imported to hear that."""
-    schemes.parse(config.kv_format)
-    list(schemes.rules(config.kv_layers))
-    for asked in {config.backend_for(True), config.backend_for(False)} - {"auto"}:
-        options.by_name(asked, all_backends())
+    """Raise ConfigError where a config names an unknown scheme or backend, as resolve() would, without a model."""
+    spec = CacheSpec.from_config(config)
+    for name in filter(None, (spec.decode_backend, spec.prefill_backend)):
+        options.by_name(name, all_backends())
 
 
 def resolve(
@@ -56,79 +49,117 @@ def resolve(
     *,
     declared: bool = False,
     verify: bool = False,
-    measured: Timings = NOTHING,
+    measured: Rankings = NO_RANKINGS,
+    rankings: Rankings | None = None,
 ) -> Plan:
     """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
 
     declared: let `auto` also choose backends that this version knows but cannot run yet.
     verify: whether draft tokens will come: refuse where VERIFY cannot be served, and serve it by the best. Otherwise
     such a plan has no VERIFY route, and a note says so, and no backend holds memory for VERIFY alone. measured: times
-    on this machine (attention/planner/timings.py), by which `auto` orders backends before their `prefer`.
+    of this machine (evidence.load_tuned), which `auto` follows first. rankings: in place of those that are shipped.
     """
+    # Sorted, so that ties between options do not depend on the order of registration.
     table = dict(sorted((all_backends() if backends is None else backends).items()))
-    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
-
-    def attempt(edited: Config) -> Plan | None:
-        try:
-            return _resolve(replace(request, config=edited))
-        except ConfigError:
-            return None
-
+    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured, rankings)
     try:
         return _resolve(request)
-    except UnservedError as unserved:
-        error = unserved.explain()
-        raise Unsupported(error.need, error.refusals, remedy.suggest_command(request, attempt)) from None
+    except UnservedError as error:
+        refused = refusal.refuse(request, error)
+        raise Unsupported(replace(refused, suggestion=_suggest(request))) from None
     except UnstorableError as error:
-        way_out = remedy.suggest_command(request, attempt)
-        raise ConfigError(f"{error}\nwhat works: {way_out}" if way_out else str(error)) from None
+        suggestion = _suggest(request)
+        raise ConfigError(f"{error}\nwhat works: {suggestion}" if suggestion else str(error)) from None
 
 
 def attempt(
     config: Config, model_spec: ModelSpec, hardware: Hardware, *, declared: bool = False
 ) -> Plan | None:
-    """As resolve(), but None where there is no plan, with no search for what would work."""
+    """Return the plan, or None where there is none, with no search for what would work; see resolve()."""
     try:
         return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared, False))
     except ConfigError:
         return None
 
 
+Edited = tuple[Config, Plan]
+"""An edited config, and its plan."""
+
+
+def _suggest(request: PlanRequest) -> str | None:
+    """Return the nearest command that works: one edit if any does, else two; None where two do not help.
+
+    A plan that falls to plain torch on a GPU, unrequested, is proposed where nothing else keeps the scheme.
+    """
+    nearest = _first_plan(request, refusal.single_edits(request, keep_scheme=True))
+    if nearest and refusal.uses_reference(request, nearest[1]):
+        # Plain torch on a GPU is many times slower: two edits are better than that.
+        faster = _first_plan(request, refusal.double_edits(request, keep_scheme=True))
+        nearest = faster if faster and not refusal.uses_reference(request, faster[1]) else nearest
+    if nearest is None:
+        kinds = (edits(request, keep_scheme=False) for edits in (refusal.single_edits, refusal.double_edits))
+        nearest = _first_plan(request, itertools.chain.from_iterable(kinds))
+    return refusal.command(nearest[0], request.hardware, declared=request.declared) if nearest else None
+
+
+def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edited | None:
+    """Return the best of the first kind of edits that works without the reference, else of the first that works."""
+    slow: Edited | None = None
+    for kind in kinds:
+        if plans := [(config, plan) for config in kind if (plan := _attempt(request, config))]:
+            best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
+            if not refusal.uses_reference(request, best[1]):
+                return best
+            slow = slow or best
+    return slow
+
+
+def _attempt(request: PlanRequest, config: Config) -> Plan | None:
+    """Return the plan of an edited config; None where there is none, or none that can run."""
+    try:
+        plan = _resolve(replace(request, config=config))
+    except ConfigError:
+        return None
+    return plan if refusal.is_acceptable(request, plan) else None
+
+
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
-    """Raises ConfigError where a backend of the plan has no adapter, or its package is missing."""
+    """Raise ConfigError where a backend of the plan has no adapter, or its package is missing."""
     table = all_backends() if backends is None else backends
     for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
         info = table[name]
-        if lack := info.missing or (missing_requirement(info) if info.runnable else None):
-            raise ConfigError(f"backend {name} needs {lack}")
+        if missing := info.missing or (missing_requirement(info) if info.runnable else None):
+            raise ConfigError(f"backend {name} needs {missing}")
         if not info.runnable:
-            able = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
+            runnable = ", ".join(other for other, entry in table.items() if entry.runnable) or "none"
             raise ConfigError(
-                f"this version knows backend {name} but has no adapter for it; it can run: {able}"
+                f"this version knows backend {name} but has no adapter for it; it can run: {runnable}"
             )
 
 
 def _resolve(request: PlanRequest) -> Plan:
-    found = needs.scheme_groups(request.config, request.model_spec)
-    tiering.check(request.config, found)
-    choices = _choices(request, found)
+    parts = needs.scheme_groups(request.spec, request.model_spec)
+    offload.check_model(request.spec, request.model_spec.model, parts)
+    choices = _choices(request, parts)
+    # All groups and phases read the same pages.
     page, packing = _storage(request, choices)
-    groups = tuple(_group(request, part, choices, page, packing) for part in found)
-    borrowed = needs.shared_kv_notes(request.config, request.model_spec)
-    notes = (*borrowed, *reasons.notes(request, groups, page, packing))
-    layout = needs.layout(found, request.model_spec, page, packing)
-    tier = tiering.decide(request.config, found, layout)
+    groups = tuple(_group(request, part, choices, page, packing) for part in parts)
+    shared = needs.shared_kv_notes(request.spec, request.model_spec)
+    notes = (*shared, *explain.plan_notes(request, groups, page, packing))
+    # Layers that share KV store nothing, so the layout has owners only.
+    layout = needs.layout(parts, request.model_spec, page, packing)
+    tier = offload.plan_tier(request.spec.offload, parts, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
 
 
-def _choices(request: PlanRequest, found: Iterable[SchemeGroup]) -> Options:
-    """All options of all asks; raises UnservedError at the first that no row serves, whatever the storage."""
-    choices: dict[Ask, tuple[Option, ...]] = {}
-    for part in found:
+def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
+    """Return all options of all parts and phases; raise UnservedError where no row serves one, whatever the storage."""
+    choices: dict[GroupPhase, tuple[Option, ...]] = {}
+    for part in parts:
         for phase in Phase:
             choices[part, phase] = options.serving(request, part, phase)
             if not _enough(request, choices, part, phase):
-                raise UnservedError(partial(reasons.refusal, request, part, phase))
+                raise UnservedError(part, phase)
     return choices
 
 
@@ -137,47 +168,48 @@ def _enough(request: PlanRequest, choices: Options, part: SchemeGroup, phase: Ph
     return optional or bool(choices[part, phase])
 
 
-def _pick(able: Iterable[Option], page: int, packing: str) -> Option | None:
-    """The best of an ask's options on one page size and packing."""
-    return next((option for option in able if option.fits(page, packing)), None)
+def _pick(choice: Iterable[Option], page: int, packing: str) -> Option | None:
+    """Return the best option on one page size and packing."""
+    return next((option for option in choice if option.fits(page, packing)), None)
 
 
 def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
-    """The page size and packing that please most: one choice, since all groups and phases share storage."""
-    best: tuple[int, int, str] | None = None
+    """Return the best page size and packing: one choice, since all groups and phases share storage."""
+    best: tuple[float, int, str] | None = None
     for page in _pages(request, choices):
         for packing in _packings(choices):
-            score = _score(request, choices, page, packing)
-            if score is not None and (best is None or score > best[0]):
-                best = (score, page, packing)
+            cost = _storage_cost(request, choices, page, packing)
+            if cost is not None and (best is None or cost < best[0]):
+                best = (cost, page, packing)
     if best is None:
-        raise UnservedError(partial(reasons.no_common_storage, request, choices))
+        raise UnservedError(options=choices)
     return best[1], best[2]
 
 
-def _score(request: PlanRequest, choices: Options, page: int, packing: str) -> int | None:
-    """The preferences of all asks together, by weight and number of layers; None where one is not served."""
-    total = 0
+def _storage_cost(request: PlanRequest, choices: Options, page: int, packing: str) -> float | None:
+    """Return the places of all routes together, by weight and number of layers; None where one is not served."""
+    total = 0.0
     for part, phase in choices:
         if phase in ROUTED or request.verify:
             option = _pick(choices[part, phase], page, packing)
             if option is None:
                 return None
-            total += option.prefer * WEIGHTS.get(phase, 0) * len(part.layers)
+            total += option.place * WEIGHTS.get(phase, 0) * len(part.layers)
     return total
 
 
 def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
-    """Page sizes to try, the preferred ones first."""
-    if request.config.page_size is not None:
-        return (request.config.page_size,)
+    """Return the page sizes to try, the preferred ones first."""
+    if request.spec.page_size is not None:
+        return (request.spec.page_size,)
+    # The usual sizes come first, as of equally good ones the first is taken.
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
     return (*usual, *sorted(named - set(usual)))
 
 
 def _packings(choices: Options) -> Iterable[str]:
-    """Packings to try: those that the pool knows, then those that only rows name."""
+    """Return the packings to try: those that the pool knows, then those that only rows name."""
     named = {name for choice in choices.values() for option in choice for name in option.packings or ()}
     return (*packings.names(), *sorted(named - set(packings.names())))
 
@@ -186,19 +218,19 @@ def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int,
     routes: list[Route] = []
     for phase in ROUTED:
         option = _pick(choices[part, phase], page, packing)
-        assert option is not None, "the storage that was chosen serves every ask"
+        assert option is not None, "the storage serves every part in every phase"
         routes.append(option.route(phase))
     drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
     verify = _pick(drafts, page, packing)
-    if verify and not parse_hisparse(request.config.hisparse):  # hot buffers are for one new token
+    if verify and request.spec.offload is None:  # hot buffers are for one new token
         routes.append(verify.route(Phase.VERIFY))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
 
 
-def _drafts(request: PlanRequest, able: Iterable[Option], used: set[str]) -> Iterable[Option]:
-    """Who may serve VERIFY. Where nobody asked for it, no backend is brought in that holds memory for it alone."""
+def _drafts(request: PlanRequest, choice: Iterable[Option], used: set[str]) -> Iterable[Option]:
+    """Return the options of VERIFY; unless it is required, none whose backend takes memory for it alone."""
     return (
         option
-        for option in able
+        for option in choice
         if request.verify or not option.row.workspace_bytes or option.backend.name in used
     )

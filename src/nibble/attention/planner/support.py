@@ -1,63 +1,49 @@
-"""Facts about backends: rows, and the needs that they are held against.
+"""What backends support, as data, and the needs that it is held against.
 
-Owns Phase, Need, Row and BackendInfo. A row is a conjunction of allowed values: no predicates, no escape
-hatch; where a fact does not fit, split the row. Must not know of torch, of any one backend, or of models.
+A Support is a conjunction of allowed values: no predicates, no escape hatch. Where a fact does not fit, it becomes two
+rows. How fast a backend is stands elsewhere (attention/rankings/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import groupby, pairwise
 from typing import Any
 
-
-class Phase(StrEnum):
-    """What a step asks of attention for one request."""
-
-    PREFILL = "prefill"  # new tokens, nothing cached before them
-    EXTEND = "extend"  # new tokens over a cached prefix (chunked prefill included)
-    DECODE = "decode"  # one new token
-    VERIFY = "verify"  # a few draft tokens
-
-    @property
-    def decodes(self) -> bool:
-        """Whether `--decode-backend` (True) or `--prefill-backend` chooses the backend of this phase."""
-        return self in {Phase.DECODE, Phase.VERIFY}
+from nibble.model_spec import Phase as Phase  # noqa: PLC0414, for importers of the facts' vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one layer group asks for in one phase.
-
-    format: the name of the streams' format, or `k_format:v_format` where they differ.
-    packing, page: None while they are still to be chosen; any row will do then.
-    dim: width of a head; group: query heads per KV head; arch: compute capability, 0 for a CPU. kv_heads: None where
-    nobody says.
-    addressing: how a sparse kernel's indices name tokens; `paged` for everything dense. stored: the format of a cache
-    that is dequantised first, None where it is read as it is.
-    """
+    """What one layer group asks for in one phase."""
 
     phase: Phase
     kind: str
     format: str
+    """The name of the streams' format, or `k_format:v_format` where they differ."""
     packing: str | None
+    """None, as `page`, while it is still to be chosen; any row will do then."""
     arch: int
+    """Compute capability, 0 for a CPU."""
     page: int | None
     dim: int
+    """Width of a head."""
     group: int
+    """Query heads to a KV head; of latents, all query heads."""
     dtype: str
     window: bool = False
     softcap: bool = False
     sinks: bool = False
     addressing: str = "paged"
+    """How a sparse kernel's indices name tokens; `paged` for everything dense."""
     kv_heads: int | None = None
-    stored: str | None = None
+    """KV heads of a layer, which matter to speed alone."""
 
     def __str__(self) -> str:
-        stored = f"{self.format}@{self.packing}" if self.packing else self.format
-        parts = [f"{self.phase} of {self.kind} in {stored}"]
+        where = f"{self.format}@{self.packing}" if self.packing else self.format
+        parts = [f"{self.phase} of {self.kind} in {where}"]
         parts += [f"page {self.page}"] if self.page else []
         parts += [f"head_dim {self.dim}", f"group {self.group}", self.dtype]
         parts += [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
@@ -65,47 +51,55 @@ class Need:
 
 
 NEVER, WITH = frozenset({False}), frozenset({True})
+ALL = frozenset(Phase)
 PROMPT = frozenset({Phase.PREFILL, Phase.EXTEND})
+TOKEN = frozenset({Phase.DECODE, Phase.VERIFY})
+MAX_STAGED_TOKENS = 1 << 17
+"""Tokens whose pages are dequantised at once, unless a single request has more."""
+HOPPER, BLACKWELL, CONSUMER_BLACKWELL = frozenset({90}), frozenset({100, 103}), frozenset({120, 121})
+BEFORE_HOPPER = frozenset({80, 86, 89})
+GPUS = BEFORE_HOPPER | HOPPER | BLACKWELL | CONSUMER_BLACKWELL
+HALF_DTYPES = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """One combination that a backend supports; None allows any value.
+    """One combination that a backend supports. Fields of a Need have the values that are allowed, None for any."""
 
-    prefer: orders rows that serve the same need, higher first; plain torch is below 0. staged: the same where pages are
-    dequantised first; None where that was not found to pay (options.py). workspace: tokens of one layer
-    that the kernel dequantises at a time, into the compute dtype. held: bytes that the backend keeps on the device from
-    its first call on, whatever the model. cites: the benchmark report, or the source of the fact, that stands behind
-    the row.
-    """
-
-    phase: frozenset[Phase]
-    kind: frozenset[str]
-    format: frozenset[str] | None
-    packing: frozenset[str] | None = None
-    arch: frozenset[int] | None = None
-    page: frozenset[int] | None = None
-    dim: frozenset[int] | None = None
-    group: frozenset[int] | None = None
-    dtype: frozenset[str] | None = None
-    window: frozenset[bool] | None = None
-    softcap: frozenset[bool] | None = None
-    sinks: frozenset[bool] | None = None
-    addressing: frozenset[str] = frozenset({"paged"})
-    kv_heads: frozenset[int] | None = None
-    stored: frozenset[str] | None = None
-    prefer: int = 0
-    staged: int | None = None
+    phase: Set[Phase]
+    kind: Set[str]
+    format: Set[str] | None
+    packing: Set[str] | None = None
+    arch: Set[int] | None = None
+    page: Set[int] | None = None
+    dim: Set[int] | None = None
+    group: Set[int] | None = None
+    dtype: Set[str] | None = None
+    window: Set[bool] | None = None
+    softcap: Set[bool] | None = None
+    sinks: Set[bool] | None = None
+    addressing: Set[str] = frozenset({"paged"})
+    gathers: bool = False
+    """Plain torch gathers the pages first, many times slower on a GPU than a kernel that reads them."""
     workspace: int = 0
+    """Tokens of one layer that the kernel dequantises at a time, into the compute dtype."""
     workspace_bytes: int = 0
+    """Bytes that the backend keeps on the device from its first call on, whatever the model."""
     source: str = ""
+    """The benchmark report, the test or the document that stands behind the row."""
+
+    def __post_init__(self) -> None:
+        for name in _FIELDS:
+            allowed = getattr(self, name)
+            if allowed is not None:
+                object.__setattr__(self, name, frozenset(allowed))
 
     def refuses(self, need: Need) -> tuple[str, ...]:
-        """The reasons why this row does not serve `need`; empty where it does."""
+        """Return the reasons why this row does not serve `need`; empty where it does."""
         return tuple(_reason(name, getattr(need, name), getattr(self, name)) for name in self.misses(need))
 
     def misses(self, need: Need) -> tuple[str, ...]:
-        """The fields of `need` that this row does not allow."""
+        """Return the fields of `need` that this row does not allow."""
         return tuple(name for name in _FIELDS if not _allows(self, name, need))
 
     def serves(self, need: Need) -> bool:
@@ -113,38 +107,38 @@ class Support:
         return all(_allows(self, name, need) for name in _FIELDS)
 
 
-_FIELDS = tuple(asked.name for asked in fields(Need))
+_FIELDS = tuple(entry.name for entry in fields(Need) if entry.name in Support.__dataclass_fields__)
 
 
 def _allows(row: Support, name: str, need: Need) -> bool:
-    allowed, asked = getattr(row, name), getattr(need, name)
-    return allowed is None or asked is None or asked in allowed
+    allowed, value = getattr(row, name), getattr(need, name)
+    return allowed is None or value is None or value in allowed
 
 
-def _reason(name: str, asked: Any, allowed: frozenset[Any]) -> str:
-    if isinstance(asked, bool):
-        return f"no {name}" if asked else f"only with {name}"
-    return f"{name} {_show(name, asked)} is not in {{{format_values(name, allowed)}}}"
+def _reason(name: str, value: Any, allowed: Set[Any]) -> str:
+    if isinstance(value, bool):
+        return f"no {name}" if value else f"only with {name}"
+    return f"{name} {_show(name, value)} is not in {{{format_values(name, allowed)}}}"
 
 
-def format_values(name: str, allowed: frozenset[Any] | None) -> str:
-    """The values that a row allows in field `name`, for people: `16 to 256 by 16`, `SM90, SM100`, `any`."""
+def format_values(name: str, allowed: Set[Any] | None) -> str:
+    """Return the values that a row allows in field `name`, for people: `16 to 256 by 16`, `SM90, SM100`, `any`."""
     if allowed is None:
         return "any"
     values = sorted(allowed, key=list(Phase).index if name == "phase" else None)
     steps = {high - low for low, high in pairwise(values)} if name == "dim" else set()
     if len(values) > 4 and len(steps) == 1:
         return f"{values[0]} to {values[-1]} by {steps.pop()}"
-    if name in {"group", "kv_heads"}:
+    if name == "group":
         return ", ".join(_runs(values))
     return ", ".join(_show(name, value) for value in values)
 
 
 def _runs(values: list[int]) -> Iterator[str]:
-    """Numbers in order, four and more that follow one another as `1 to 16`."""
+    """Yield numbers in order, four and more that follow one another as `1 to 16`."""
     for _, run in groupby(enumerate(values), lambda entry: entry[1] - entry[0]):
-        found = [value for _, value in run]
-        yield from [f"{found[0]} to {found[-1]}"] if len(found) > 3 else map(str, found)
+        numbers = [value for _, value in run]
+        yield from [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 3 else map(str, numbers)
 
 
 def _show(name: str, value: Any) -> str:
@@ -153,28 +147,38 @@ def _show(name: str, value: Any) -> str:
     return str(value)
 
 
+class Origin(StrEnum):
+    """Whose kernels a backend calls. It orders those that no ranking names (options.py)."""
+
+    OWN = "own"  # Nibble's, or an extension's, for the GPU at hand
+    VENDOR = "vendor"  # of another package, or of torch
+    PORTABLE = "portable"  # for any GPU, compiled from one source
+    REFERENCE = "reference"  # the definition
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """A backend's file, as data.
-
-    adapter: makes the attention object (attention/layer.py, Attend), and imports the package only then;
-    None while only its facts are declared. packages: those of which one must be importable, none for what torch brings;
-    install: how a user gets one. versions: those that the adapter was written for, for people. trouble: says
-    what keeps a package that is there from working, None if nothing. lack: what this machine lacks for it, with the
-    cure; such a backend has no adapter here. graphs: whether a CUDA graph may hold its DECODE: it never waits for the
-    device, and reads lengths from there only.
-    """
+    """A backend's file, as data."""
 
     name: str
     support: tuple[Support, ...]
     summary: str
-    adapter: Callable[[], Any] | None = None
+    origin: Origin = Origin.OWN
+    adapter: str | Callable[[], Any] | None = None
+    """`module:Class` of the attention object (attention/layer.py, AttentionBackend), or what makes it; only then is the
+    package imported. None while only its facts are declared."""
     packages: tuple[str, ...] = ()
+    """Packages of which one must be importable; none for what torch brings."""
     install: str | None = None
+    """How a user gets one."""
     versions: str | None = None
+    """Those that the adapter was written for, for people."""
     unavailable_reason: Callable[[], str | None] | None = None
+    """Returns what keeps a package that is there from working, None if nothing."""
     missing: str | None = None
+    """What this machine lacks for it, with the cure; such a backend has no adapter here."""
     graphs: bool = False
+    """Whether a CUDA graph may hold its DECODE: it never waits for the device, and reads lengths from there only."""
 
     @property
     def runnable(self) -> bool:
@@ -182,7 +186,7 @@ class BackendInfo:
         return self.adapter is not None
 
     def nearest(self, need: Need) -> tuple[str, ...]:
-        """The reasons of the row that is closest to serving `need`; empty where one serves it."""
+        """Return the reasons of the row that is closest to serving `need`; empty where one serves it."""
         return min((row.refuses(need) for row in self.support), key=len, default=("has no rows",))
 
     def serves(self, need: Need) -> bool:

@@ -1,6 +1,6 @@
 """A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
 
-The entrants are the resolver's own options (attention/planner/options.py), staged ones included; each is called as an engine
+The entrants are the resolver's own options (planner/options.py), staged ones included; each is called as an engine
 calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
 its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
 everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One entrant's
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.torch_ref import TorchRef
-from nibble.attention.dequantize import dequantize_pages
-from nibble.attention.layer import AttentionBackend
-from nibble.attention.metadata import AttentionBatch, AttentionParams
+from nibble.attention import backends
+from nibble.attention.backends import torch_ref
+from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import options
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import Option, PlanRequest
@@ -30,7 +30,6 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES
 from nibble.attention.planner.support import Phase
 from nibble.cache import packing as packings
-from nibble.cache.view import KVView
 from nibble.errors import NibbleError
 from nibble.evals.tuning import timing as clock
 from nibble.evals.tuning.fixtures import Fixture, make_fixture
@@ -68,7 +67,7 @@ class Result:
     packing: str
     phase: Phase
     workload: str
-    prefer: int
+    place: float
     graphs: bool
     chosen: bool = False
     ms: float | None = None
@@ -80,13 +79,14 @@ class Result:
 
     @property
     def name(self) -> str:
+        """Return the backend's name, and whether its pages were staged."""
         return f"{self.backend}, staged" if self.stage_to else self.backend
 
 
 def entrants(
     request: PlanRequest, plan: Plan, part: SchemeGroup, phase: Phase, names: Collection[str] = ()
 ) -> tuple[Candidate, ...]:
-    """Everybody who may serve a part, best preference first, on the plan's storage where he reads it.
+    """Return all that may serve a part, best first, on the plan's storage where they read it.
 
     names: only these backends. The reference is what others are checked against; on a GPU it does not race, unless
     it is named or alone.
@@ -100,7 +100,9 @@ def entrants(
     everybody = tuple(found.values())
     if names or request.hardware.is_cpu:
         return everybody
-    return tuple(e for e in everybody if e.option.backend.adapter is not TorchRef) or everybody[:1]
+    return (
+        tuple(e for e in everybody if e.option.backend.adapter != torch_ref.BACKEND.adapter) or everybody[:1]
+    )
 
 
 def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
@@ -141,61 +143,50 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
     routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
     return Result(
         option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.prefer, option.route(phase).graphs, entrant.option.key in routes,
+        option.place, option.route(phase).graphs, entrant.option.key in routes,
     )  # fmt: skip
 
 
 def _run(
     request: PlanRequest, judge: _Judge, entrant: Candidate, result: Result, best: float | None
 ) -> Result:
-    scene, make = judge.scene, entrant.option.backend.adapter
-    assert make is not None, "an entrant can run"
-    adapter, stage_to = make(), entrant.option.stage_to
+    scene, option = judge.scene, entrant.option
+    adapter, stage_to = backends.create(option.backend), option.stage_to
 
-    def attend(layer: int, segment: AttentionBatch) -> Tensor:
-        return _attend(adapter, scene.queries[layer], scene.view(layer), segment, scene.spec, stage_to)
+    def begin_step() -> PreparedBatch:
+        return PreparedBatch.create(
+            adapter, stage_to, scene.segment, scene.view(0).page_size, scene.spec.window
+        )
 
-    # what is worked out once per step is so at the first call, and no layer's time
-    planned = replace(scene.segment)
-    error = judge.error(0, attend(0, planned))
+    def attend(layer: int, prepared: PreparedBatch) -> Tensor:
+        parts = list(prepared.attend(scene.queries[layer], scene.view(layer), scene.spec))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    # What is prepared once a step is so at the first call, and no layer's time.
+    prepared = begin_step()
+    error = judge.error(0, attend(0, prepared))
     hopeless = math.inf if best is None else HOPELESS * best + 1
-    once = _once_ms(request, lambda: attend(0, planned))
+    once = _once_ms(request, lambda: attend(0, prepared))
     if once > hopeless:
-        once = min(once, _once_ms(request, lambda: attend(0, planned)))
+        once = min(once, _once_ms(request, lambda: attend(0, prepared)))
     if once > hopeless:
         return replace(result, ms=once, error=error, rough=True, read_bytes=scene.read_bytes)
     calls = _calls(scene, once)
 
     def step() -> list[Tensor]:
-        segment = replace(scene.segment)  # the same tensors, and nothing that a backend may remember
+        prepared = begin_step()
         for i in range(calls):
-            out = attend(i % scene.layers, segment)
+            out = attend(i % scene.layers, prepared)
         return [out]
 
     decode, device = result.phase is Phase.DECODE, request.hardware.device
     recorded = decode and result.graphs and request.config.graphs
     took = clock.time_calls(
-        step, calls, graph=recorded, ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
+        step, calls, graph=recorded, queue_ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
     )
     if took.captured:  # a graph may hold something else than what was called
         error = max(error, judge.error((calls - 1) % scene.layers, took.outputs[-1]))
     return replace(result, ms=took.ms, error=error, captured=took.captured, read_bytes=scene.read_bytes)
-
-
-def _attend(
-    adapter: AttentionBackend,
-    q_THD: Tensor,
-    view: KVView,
-    segment: AttentionBatch,
-    spec: AttentionParams,
-    stage_to: str | None,
-) -> Tensor:
-    """One layer's attention as an engine calls it, staging included."""
-    if stage_to is None:
-        return adapter.attend(q_THD, view, segment, spec)
-    pieces = dequantize_pages(view, segment, stage_to, spec.window)
-    parts = [adapter.attend(q_THD[p.start : p.stop], v, p, spec) for v, p in pieces]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class _Judge:

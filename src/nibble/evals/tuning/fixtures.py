@@ -1,7 +1,7 @@
 """A scene: requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
 
-Owns Scene. Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the
-error of a format is not counted when what is read is judged. Must not know of backends.
+Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the error of a
+format is not counted when what is read is judged.
 
 Shape suffixes: T tokens, B requests, N pages of a request, H heads, D values of a head.
 """
@@ -15,7 +15,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nibble.attention.metadata import AttentionBatch, AttentionParams
 from nibble.attention.planner.needs import SchemeGroup
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
@@ -24,6 +23,7 @@ from nibble.cache.view import KVView
 from nibble.errors import ConfigError
 from nibble.evals.tuning import timing as clock
 from nibble.evals.tuning.workloads import Workload
+from nibble.kernels.types import AttentionBatch, AttentionParams
 
 CHUNK = 1 << 16
 """Tokens that are made up and written at a time."""
@@ -48,9 +48,11 @@ class Fixture:
 
     @property
     def layers(self) -> int:
+        """Return the number of layers of the pool."""
         return len(self.queries)
 
     def view(self, layer: int) -> KVView:
+        """Return what a backend reads of a layer."""
         return self.pool.view(layer)
 
 
@@ -64,11 +66,11 @@ def make_fixture(
     rng = torch.Generator(device).manual_seed(SEED)
     entries = tuple(StreamLayout(stream, part.scheme.format_of(stream).name) for stream in group.streams)
     size = sum(entry.bytes_per_token for entry in entries)
-    seen = min(work.stored, work.new + group.window) if group.window else work.stored
-    read = work.requests * seen * size
+    num_attended = min(work.stored, work.new + group.window) if group.window else work.stored
+    read = work.requests * num_attended * size
     shape = (work.requests * work.new, group.q_heads, group.head_dim)
-    asked = math.prod(shape) * getattr(torch, dtype).itemsize
-    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + asked)), 1), clock.CALLS)
+    query_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + query_bytes)), 1), clock.CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
     pages = -(-work.stored // page)
     pool = PagedPool(layout, work.requests * pages, ONE, device)
@@ -108,16 +110,16 @@ def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator)
         pool.write(layer, random, slot_mapping_T)
 
 
-def _samples(work: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
+def _samples(workload: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
     """The first and the last rows of the first and the last request."""
-    starts = list(accumulate([work.new] * work.requests, initial=0))
-    rows = min(ROWS, work.new)
-    found = []
-    for request in sorted({0, work.requests - 1}):
-        for first in sorted({0, work.new - rows}):
-            begin, stored = starts[request] + first, work.stored - work.new + first + rows
-            own = AttentionBatch.from_lens(
-                work.phase, 0, [rows], [stored], page_table_BN[request : request + 1]
+    starts = list(accumulate([workload.new] * workload.requests, initial=0))
+    rows = min(ROWS, workload.new)
+    samples = []
+    for request in sorted({0, workload.requests - 1}):
+        for first in sorted({0, workload.new - rows}):
+            begin, stored = starts[request] + first, workload.stored - workload.new + first + rows
+            batch = AttentionBatch.from_lens(
+                workload.phase, 0, [rows], [stored], page_table_BN[request : request + 1]
             )
-            found.append((slice(begin, begin + rows), own))
-    return tuple(found)
+            samples.append((slice(begin, begin + rows), batch))
+    return tuple(samples)

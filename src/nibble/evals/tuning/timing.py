@@ -4,7 +4,7 @@ A step is a function that makes several calls, as the layers of a model would, a
 captured once and replayed; the median replay, over the number of calls, is the time of one call. So the gap between
 two launches counts as it does in an engine, and nothing that the host does in between. What is not captured is called
 as it is: with the host ahead of the GPU, as among the large kernels of a prompt, its work counts only where the GPU
-has to wait for it; otherwise all of it does. Must not know what a call computes.
+has to wait for it; otherwise all of it does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def time_calls(
     calls: int,
     *,
     graph: bool = True,
-    ahead: bool = False,
+    queue_ahead: bool = False,
     device: str | None = None,
     spend_ms: float = SPEND_MS,
     fewest: int = FEWEST,
@@ -59,7 +59,7 @@ def time_calls(
         once_ms, fewest = _cpu_ms, 1
     else:
         outputs, replay, captured = _captured(step) if graph else _eager(step)
-        lead_ms = _lead_ms(step) if ahead and not captured else 0.0
+        lead_ms = _lead_ms(step) if queue_ahead and not captured else 0.0
         once_ms = partial(_replay_ms, lead_ms=lead_ms)
     repeats = min(max(int(spend_ms / max(once_ms(replay), 1e-3)), fewest), MOST)
     ms = statistics.median(once_ms(replay) for _ in range(repeats)) / calls

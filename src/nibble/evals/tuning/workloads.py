@@ -1,9 +1,7 @@
 """What attention backends are timed on: requests of a phase, as `64x8K` or `2K+32K`.
 
-Owns Workload, its spelling, and the workloads that stand for their phases. Must not know of backends or models.
-
-    64x8K    64 requests of 8K stored tokens: prompts in PREFILL, one new token each in DECODE, a few in VERIFY
-    2K+32K   one request: 2K new tokens over 32K stored ones (EXTEND)
+64x8K    64 requests of 8K stored tokens: prompts in PREFILL, one new token each in DECODE, a few in VERIFY
+2K+32K   one request: 2K new tokens over 32K stored ones (EXTEND)
 """
 
 from __future__ import annotations
@@ -83,32 +81,32 @@ def usual(on_cpu: bool) -> tuple[Workload, ...]:
     return tuple(parse(phase, text) for phase, texts in table.items() for text in texts)
 
 
-def within(works: Iterable[Workload], context: int, tokens: int) -> tuple[Workload, ...]:
+def within(workloads: Iterable[Workload], context: int, tokens: int) -> tuple[Workload, ...]:
     """Workloads cut down to requests of at most `context` tokens, and to `tokens` tokens in all; each once."""
-    found: dict[tuple[Phase, str], Workload] = {}
-    for work in works:
-        cut = _cut(work, min(context, tokens))
+    unique: dict[tuple[Phase, str], Workload] = {}
+    for workload in workloads:
+        cut = _cut(workload, min(context, tokens))
         cut = cut if cut.tokens <= tokens else _renamed(cut, requests=max(tokens // cut.stored, 1))
-        found.setdefault((cut.phase, cut.name), cut)
-    return tuple(found.values())
+        unique.setdefault((cut.phase, cut.name), cut)
+    return tuple(unique.values())
 
 
-def _cut(work: Workload, most: int) -> Workload:
+def _cut(workload: Workload, most: int) -> Workload:
     """A workload whose requests have at most `most` tokens, new ones in proportion."""
-    if work.stored <= most:
-        return work
-    new = {Phase.PREFILL: most, Phase.EXTEND: max(work.new * most // work.stored, 1)}.get(
-        work.phase, work.new
+    if workload.stored <= most:
+        return workload
+    new = {Phase.PREFILL: most, Phase.EXTEND: max(workload.new * most // workload.stored, 1)}.get(
+        workload.phase, workload.new
     )
-    return _renamed(work, stored=most, new=min(new, most))
+    return _renamed(workload, stored=most, new=min(new, most))
 
 
-def _renamed(work: Workload, **changed: int) -> Workload:
-    made = replace(work, **changed)  # type: ignore[arg-type]
-    name = f"{made.requests}x{_short(made.stored)}"
-    if made.phase is Phase.EXTEND:
-        name = f"{_short(made.new)}+{_short(made.stored - made.new)}"
-    return replace(made, name=name)
+def _renamed(workload: Workload, **changed: int) -> Workload:
+    result = replace(workload, **changed)  # type: ignore[arg-type]
+    name = f"{result.requests}x{_short(result.stored)}"
+    if result.phase is Phase.EXTEND:
+        name = f"{_short(result.new)}+{_short(result.stored - result.new)}"
+    return replace(result, name=name)
 
 
 def _short(count: int) -> str:

@@ -25,7 +25,7 @@ class PartialAttention(NamedTuple):
 
 
 def paged_attention(
-    q_THD: Tensor, k: Paged, v: Paged, requests: AttentionBatch, softmax: AttentionParams
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams
 ) -> Tensor:
     """Return attention of each request's last tokens over its pages.
 
@@ -33,37 +33,37 @@ def paged_attention(
         q_THD: Queries, request after request.
         k: Pages of the keys, [G, D].
         v: Pages of the values, [G, D].
-        requests: The pages and lengths of requests. One of no stored tokens is padding.
-        softmax: Scale, window, capping and sinks.
+        batch: The pages and lengths of requests. One of no stored tokens is padding.
+        params: Scale, window, capping and sinks.
 
     Returns:
         [T, H, D] in the query's dtype; zeros for padding.
     """
     out_THD = torch.zeros_like(q_THD)
-    for i, length in enumerate(requests.seq_lens_B.tolist()):
+    for i, length in enumerate(batch.seq_lens_B.tolist()):
         if length:
-            rows = slice(*requests.cu_seqlens_q_B1[i : i + 2].tolist())
-            pages = requests.page_table_BN[i : i + 1, : cdiv(length, k.page_size)]
+            rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
+            pages = batch.page_table_BN[i : i + 1, : cdiv(length, k.page_size)]
             k_GLD, v_GLD = (
                 dequantize_pages(x, pages, torch.float32, heads_first=True)[0, :, :length] for x in (k, v)
             )
-            out_THD[rows] = _dense(q_THD[rows].float(), k_GLD, v_GLD, softmax).to(q_THD.dtype)
+            out_THD[rows] = _dense(q_THD[rows].float(), k_GLD, v_GLD, params).to(q_THD.dtype)
     return out_THD
 
 
-def _dense(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, softmax: AttentionParams) -> Tensor:
+def _dense(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, params: AttentionParams) -> Tensor:
     n, heads, _ = q_nHD.shape
     length, group = k_GLD.shape[1], heads // len(k_GLD)
     k_HLD, v_HLD = k_GLD.repeat_interleave(group, 0), v_GLD.repeat_interleave(group, 0)
-    scores = q_nHD.transpose(0, 1) @ k_HLD.transpose(1, 2) * softmax.scale
-    if softmax.softcap:
-        scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
+    scores = q_nHD.transpose(0, 1) @ k_HLD.transpose(1, 2) * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     key = torch.arange(length, device=scores.device)
     query = key[length - n :, None]
-    hidden = (key > query) | (key <= query - (softmax.window or length))
+    hidden = (key > query) | (key <= query - (params.window or length))
     scores = scores.masked_fill(hidden, float("-inf"))
-    if softmax.sinks_H is not None:  # a key without a value
-        scores = torch.cat((scores, softmax.sinks_H.float().view(-1, 1, 1).expand(-1, n, 1)), -1)
+    if params.sinks_H is not None:  # a key without a value
+        scores = torch.cat((scores, params.sinks_H.float().view(-1, 1, 1).expand(-1, n, 1)), -1)
     return (scores.softmax(-1)[..., :length] @ v_HLD).transpose(0, 1)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -24,14 +24,15 @@ from torch import Tensor
 from nibble.kernels import triton_present
 from nibble.kernels.attention import PartialAttention, merge_lse
 from nibble.kernels.gather import dequantize_pages
-from nibble.kernels.sizes import cdiv
-from nibble.kernels.types import AttentionParams, Paged
+from nibble.kernels.sizes import PREFILL_WORKSPACE, cdiv
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+from nibble.model_spec import Phase
 
 QUERY_SIZES = (8192, 4096, 2048)
-KEY_SIZES = (32768, 16384, 8192, 4096, 2048)
+KEY_SIZES = (PREFILL_WORKSPACE, 16384, 8192, 4096, 2048)
 """Sizes of new tokens and of keys that cuDNN is given. For fewer tokens the kernel that reads pages is no slower."""
 WORKSPACE = KEY_SIZES[0]
-"""Tokens that are dequantised at a time, but for what else their pages hold."""
+"""Tokens that are dequantised at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,22 +52,11 @@ class KeyTile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShortBatch:
-    """Requests with few new tokens: an AttentionBatch."""
-
-    query_lens: tuple[int, ...]
-    page_table_BN: Tensor
-    cu_seqlens_q_B1: Tensor
-    seq_lens_B: Tensor
-    max_seq_len: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class QueryBlock:
     """Rows of the queries."""
 
     rows: slice
-    plan: tuple[KeyTile, ...] | ShortBatch
+    plan: tuple[KeyTile, ...] | AttentionBatch
     """Tiles that hold all keys that rows of one request see; or requests with a few rows each."""
 
 
@@ -80,7 +70,7 @@ def serves(k: Paged, v: Paged) -> bool:
 
 
 def prefill_attention(
-    q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[QueryBlock], softmax: AttentionParams
+    q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[QueryBlock], params: AttentionParams
 ) -> Tensor:
     """Return attention of the rows of all blocks.
 
@@ -89,24 +79,24 @@ def prefill_attention(
         k: Pages of the keys.
         v: Pages of the values.
         blocks: From plan_blocks, in order.
-        softmax: The scale; there is no window, no capping and no sinks.
+        params: The scale; there is no window, no capping and no sinks.
 
     Returns:
         [T, H, D] in the query's dtype.
     """
-    outputs = [_block(q_THD[block.rows], k, v, block.plan, softmax) for block in blocks]
+    outputs = [_block(q_THD[block.rows], k, v, block.plan, params) for block in blocks]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _block(
-    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | ShortBatch, softmax: AttentionParams
+    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | AttentionBatch, params: AttentionParams
 ) -> Tensor:
-    if isinstance(plan, ShortBatch):
-        return _short(q_THD, k, v, plan, softmax)
-    total = _tile(q_THD, k, v, plan[0], softmax.scale)
+    if isinstance(plan, AttentionBatch):
+        return _short(q_THD, k, v, plan, params)
+    total = _tile(q_THD, k, v, plan[0], params.scale)
     for tile in plan[1:]:
         dtype = q_THD.dtype if tile is plan[-1] else torch.float32
-        total = merge_lse(total, _tile(q_THD, k, v, tile, softmax.scale), dtype)
+        total = merge_lse(total, _tile(q_THD, k, v, tile, params.scale), dtype)
     return total.values_THD
 
 
@@ -131,10 +121,10 @@ def _flash(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, tile: KeyTile, scale: fl
     return PartialAttention(out, lse)
 
 
-def _short(q_THD: Tensor, k: Paged, v: Paged, batch: ShortBatch, softmax: AttentionParams) -> Tensor:
+def _short(q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     from nibble.kernels.attention.triton import paged_attention
 
-    return paged_attention(q_THD, k, v, batch, softmax, batch.max_seq_len)
+    return paged_attention(q_THD, k, v, batch, params, max(batch.seq_lens))
 
 
 # ---- how requests are cut --------------------------------------------------------------------------------------------
@@ -189,13 +179,11 @@ def _rows(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[in
             row += count
 
 
-def _short_batch(group: Sequence[_Rows], page_table_BN: Tensor) -> ShortBatch:
+def _short_batch(group: Sequence[_Rows], page_table_BN: Tensor) -> AttentionBatch:
     """Return neighbours, each with its only few rows, as a batch."""
-    query_lens, seq_lens = tuple(part.count for part in group), [part.length for part in group]
-    page_table_BN = page_table_BN[group[0].request : group[-1].request + 1]
-    on_device = partial(torch.tensor, dtype=torch.int32, device=page_table_BN.device)
-    starts = on_device(list(accumulate(query_lens, initial=0)))
-    return ShortBatch(query_lens, page_table_BN, starts, on_device(seq_lens), max(seq_lens))
+    pages_BN = page_table_BN[group[0].request : group[-1].request + 1]
+    query_lens, seq_lens = [part.count for part in group], [part.length for part in group]
+    return AttentionBatch.from_lens(Phase.EXTEND, group[0].row, query_lens, seq_lens, pages_BN)
 
 
 def _key_tiles(part: _Rows, page_table_BN: Tensor, page_size: int, cudnn: bool) -> Iterator[KeyTile]:

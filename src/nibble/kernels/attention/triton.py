@@ -33,7 +33,8 @@ from nibble.kernels.codecs.tiles import (
     slots_of,
 )
 from nibble.kernels.flash import LOG2E, MIN_PEAK, add_values, load_queries
-from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.gpu import GPU, SM90, gpu_of
+from nibble.kernels.sizes import UNBOUNDED, cdiv, next_power_of_2
 from nibble.kernels.split_kv import (
     MIN_KEYS_PER_SPLIT,
     SHARE_SIZES,
@@ -331,7 +332,7 @@ def _tiles(stream: Paged, query: torch.dtype, join: bool) -> Tiles:
 
 
 def paged_attention(
-    q_THD: Tensor, k: Paged, v: Paged, requests: AttentionBatch, softmax: AttentionParams,
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
     max_seq_len: int = UNBOUNDED, *, shape: TileShape | None = None, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where keys are split.
@@ -340,8 +341,8 @@ def paged_attention(
         q_THD: Queries, request after request.
         k: Pages of the keys.
         v: Pages of the values.
-        requests: The pages and lengths of requests.
-        softmax: Scale, window, capping and sinks.
+        batch: The pages and lengths of requests.
+        params: Scale, window, capping and sinks.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
         shape: Another tile than the fastest.
         slots: Programs that run at a time for one tile of queries and KV head; keys are split if more than 1.
@@ -350,7 +351,7 @@ def paged_attention(
         [T, H, D] in the query's dtype.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    group, count, most = heads // k.heads, len(requests.seq_lens_B), max(requests.query_lens)
+    group, count, most = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
     shape = shape or shape_of(most, group, k, v, q_THD.dtype, gpu)
     tiles = cdiv(most, shape.rows // group)
     if slots is None:
@@ -365,16 +366,16 @@ def paged_attention(
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     attention_kernel[(tiles, k.heads, programs)](
         q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
-        requests.page_table_BN, requests.cu_seqlens_q_B1, requests.seq_lens_B,
-        q_THD if softmax.sinks_H is None else softmax.sinks_H, softmax.scale, softmax.softcap or 0.0,
-        count, slots, requests.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
-        softmax.window or 0, softmax.softcap is not None, softmax.sinks_H is not None, split,
+        batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
+        q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
+        count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
+        params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
         shape.join, shape.rows, shape.keys, padded_requests(count), SHARE_SIZES,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
         combine_kernel[(most, heads, count)](
-            out, parts, lse, plan, requests.cu_seqlens_q_B1, tiles,
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
             group, v.dim, next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
         )  # fmt: skip
     return out

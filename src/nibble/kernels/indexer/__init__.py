@@ -21,7 +21,7 @@ __all__ = ["PAD_INDEX", "select_topk"]
 
 def select_topk(
     keys: Paged,
-    requests: AttentionBatch,
+    batch: AttentionBatch,
     q_THD: Tensor,
     weights_TH: Tensor,
     top_k: int,
@@ -31,7 +31,7 @@ def select_topk(
 
     Args:
         keys: Pages of index keys, one head.
-        requests: The pages and lengths of requests. One of no stored tokens is padding.
+        batch: The pages and lengths of requests. One of no stored tokens is padding.
         q_THD: Queries of the indexer, any float dtype.
         weights_TH: Weights of its heads, any float dtype.
         top_k: How many tokens are selected.
@@ -42,10 +42,10 @@ def select_topk(
         Int32 [T, K], ascending positions in the request, PAD_INDEX at the end.
     """
     if max_seq_len is not None and max_seq_len <= top_k:  # all are selected, so no score is needed
-        return naive.select_all(requests, len(q_THD), top_k)
+        return naive.select_all(batch, len(q_THD), top_k)
     if q_THD.is_cuda and triton_present():
         from nibble.kernels.indexer import triton as fast
 
         if fast.serves(keys, q_THD):
-            return fast.select_topk(keys, requests, q_THD, weights_TH, top_k, max_seq_len)
-    return naive.select_topk(keys, requests, q_THD, weights_TH, top_k)
+            return fast.select_topk(keys, batch, q_THD, weights_TH, top_k, max_seq_len)
+    return naive.select_topk(keys, batch, q_THD, weights_TH, top_k)

@@ -18,14 +18,12 @@ MAX_SCORES = 1 << 24
 """Bound on the scores held at a time."""
 
 
-def select_topk(
-    keys: Paged, requests: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, top_k: int
-) -> Tensor:
+def select_topk(keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, top_k: int) -> Tensor:
     """Return the top_k tokens of each query; of equal scores those that come first.
 
     Args:
         keys: Pages of index keys, one head.
-        requests: The pages and lengths of requests. One of no stored tokens is padding.
+        batch: The pages and lengths of requests. One of no stored tokens is padding.
         q_THD: Queries of the indexer, any float dtype.
         weights_TH: Weights of its heads, any float dtype.
         top_k: How many tokens are selected.
@@ -34,12 +32,12 @@ def select_topk(
         Int32 [T, K], ascending positions in the request, PAD_INDEX at the end.
     """
     topk_indices_TK = torch.full((len(q_THD), top_k), PAD_INDEX, dtype=torch.int32, device=q_THD.device)
-    starts = requests.cu_seqlens_q_B1.tolist()
-    for i, length in enumerate(requests.seq_lens_B.tolist()):
+    starts = batch.cu_seqlens_q_B1.tolist()
+    for i, length in enumerate(batch.seq_lens_B.tolist()):
         if not length:
             continue
         begin, end = starts[i : i + 2]
-        pages = requests.page_table_BN[i : i + 1, : cdiv(length, keys.page_size)]
+        pages = batch.page_table_BN[i : i + 1, : cdiv(length, keys.page_size)]
         keys_LD = dequantize_pages(keys, pages, torch.float32)[0, :length, 0]
         step = max(1, MAX_SCORES // (length * q_THD.shape[1]))
         for start in range(begin, end, step):
@@ -88,18 +86,18 @@ def largest(scores_nL: Tensor, first: int, top_k: int) -> Tensor:
     return torch.nn.functional.pad(top_nK, (0, top_k - top_nK.shape[1]), value=PAD_INDEX)
 
 
-def select_all(requests: AttentionBatch, tokens: int, top_k: int) -> Tensor:
+def select_all(batch: AttentionBatch, tokens: int, top_k: int) -> Tensor:
     """Return all tokens that each query sees, where these are top_k at most.
 
     Args:
-        requests: The lengths of requests.
+        batch: The lengths of requests.
         tokens: Query tokens.
         top_k: Width of the result.
 
     Returns:
         Int32 [T, K], ascending, PAD_INDEX at the end.
     """
-    ends_B, seq_lens_B = requests.cu_seqlens_q_B1[1:], requests.seq_lens_B
+    ends_B, seq_lens_B = batch.cu_seqlens_q_B1[1:], batch.seq_lens_B
     row_T = torch.arange(tokens, dtype=torch.int32, device=ends_B.device)
     request_T = torch.searchsorted(ends_B, row_T, right=True).clamp(max=len(ends_B) - 1)
     length_T = seq_lens_B[request_T]

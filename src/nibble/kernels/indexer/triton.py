@@ -31,8 +31,9 @@ from nibble.kernels.codecs.tiles import (
     slots_of,
 )
 from nibble.kernels.flash import load_queries
+from nibble.kernels.gpu import GPU, SM90, gpu_of
 from nibble.kernels.indexer.naive import PAD_INDEX
-from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.split_kv import padded_requests
 from nibble.kernels.types import AttentionBatch, Paged
 
@@ -305,13 +306,13 @@ def serves(keys: Paged, q_THD: Tensor) -> bool:
 
 
 def select_topk(
-    keys: Paged, requests: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, top_k: int, max_seq_len: int | None = None
+    keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, top_k: int, max_seq_len: int | None = None
 ) -> Tensor:  # fmt: skip
     """Return the top_k tokens of each query, as naive.py defines them.
 
     Args:
         keys: Pages of index keys, one head.
-        requests: The pages and lengths of requests.
+        batch: The pages and lengths of requests.
         q_THD: Queries of the indexer.
         weights_TH: Weights of its heads.
         top_k: How many tokens are selected.
@@ -321,26 +322,26 @@ def select_topk(
         Int32 [T, K], ascending, PAD_INDEX at the end.
     """
     topk_indices_TK = torch.empty(len(q_THD), top_k, dtype=torch.int32, device=q_THD.device)
-    capacity = requests.page_table_BN.shape[1] * keys.page_size
+    capacity = batch.page_table_BN.shape[1] * keys.page_size
     width = cdiv(max(min(max_seq_len or capacity, capacity), 1), 128) * 128
     step = max(1, min(WORKSPACE // (4 * width), len(q_THD)))
     scores_SL = torch.empty(step, width, dtype=torch.float32, device=q_THD.device)
     for start in range(0, len(q_THD), step):
         rows = min(step, len(q_THD) - start)
-        score(keys, requests, q_THD, weights_TH, scores_SL, start, rows)
-        topk(scores_SL, requests, topk_indices_TK, start, rows)
+        score(keys, batch, q_THD, weights_TH, scores_SL, start, rows)
+        topk(scores_SL, batch, topk_indices_TK, start, rows)
     return topk_indices_TK
 
 
 def score(
-    keys: Paged, requests: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
+    keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
     shape: ScoreTile | None = None,
 ) -> None:  # fmt: skip
     """Score the tokens that query rows start to start + rows see.
 
     Args:
         keys: Pages of index keys, one head.
-        requests: The pages and lengths of requests.
+        batch: The pages and lengths of requests.
         q_THD: Queries of the indexer.
         weights_TH: Weights of its heads.
         scores_SL: Float32, where scores are stored; its first row is `start`.
@@ -348,7 +349,7 @@ def score(
         rows: How many there are.
         shape: Another tile than the fastest.
     """
-    gpu, most = gpu_of(q_THD.device), max(requests.query_lens)
+    gpu, most = gpu_of(q_THD.device), max(batch.query_lens)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     weights_TH = weights_TH if weights_TH.stride(1) == 1 else weights_TH.contiguous()
     few = most <= FEW_QUERIES
@@ -357,12 +358,12 @@ def score(
     shape = shape or (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
     stored = IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
     tensors = (
-        q_THD, weights_TH, scores_SL, stored, keys.scale, requests.page_table_BN, requests.cu_seqlens_q_B1,
-        requests.seq_lens_B,
+        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
+        batch.seq_lens_B,
     )  # fmt: skip
-    (heads, dim), count = q_THD.shape[1:], len(requests.seq_lens_B)
+    (heads, dim), count = q_THD.shape[1:], len(batch.seq_lens_B)
     sizes = (
-        scores_SL.stride(0), requests.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0),
+        scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0),
         heads, dim, max(next_power_of_2(heads), MIN_HEADS),
     )  # fmt: skip
     if few:
@@ -373,7 +374,7 @@ def score(
             shape,
         )
     else:
-        first, last = _requests_of(requests.query_lens, start, start + rows)
+        first, last = _requests_of(batch.query_lens, start, start + rows)
         grid = cdiv(scores_SL.shape[1], shape.keys), cdiv(min(most, rows), CHUNK), last - first
         _score_many(grid, (*tensors, first, start, rows, *sizes), shape)
 
@@ -427,12 +428,12 @@ def _suits_sm90(keys: Paged, q_THD: Tensor, gpu: GPU, few: bool) -> bool:
     return gpu.arch == SM90 and alike and full_tiles and all(x % 16 == 0 for x in places)
 
 
-def topk(scores_SL: Tensor, requests: AttentionBatch, topk_indices_TK: Tensor, start: int, rows: int) -> None:
+def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, start: int, rows: int) -> None:
     """Select the top k of rows start to start + rows.
 
     Args:
         scores_SL: As score() left them.
-        requests: The lengths of requests.
+        batch: The lengths of requests.
         topk_indices_TK: Int32, where the rows' tokens are stored.
         start: The first row.
         rows: How many there are.
@@ -440,11 +441,11 @@ def topk(scores_SL: Tensor, requests: AttentionBatch, topk_indices_TK: Tensor, s
     if topk_indices_TK.is_cuda and _cuda_present():
         from nibble.kernels.indexer.cuda import topk as fast
 
-        fast(scores_SL, requests.cu_seqlens_q_B1, requests.seq_lens_B, topk_indices_TK, start, rows)
+        fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
         return
-    count, top_k = len(requests.seq_lens_B), topk_indices_TK.shape[1]
+    count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
     topk_kernel[(rows,)](
-        scores_SL, topk_indices_TK, requests.cu_seqlens_q_B1, requests.seq_lens_B, count, start, scores_SL.stride(0),
+        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0),
         top_k, next_power_of_2(top_k), TOPK_TILE, padded_requests(count), num_warps=TOPK_WARPS,
     )  # fmt: skip
 

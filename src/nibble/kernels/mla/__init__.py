@@ -27,7 +27,7 @@ def mla_attention(
     q_THD: Tensor,
     latents: Paged,
     rope: int,
-    requests: AttentionBatch,
+    batch: AttentionBatch,
     scale: float,
     max_seq_len: int = UNBOUNDED,
 ) -> Tensor:
@@ -37,7 +37,7 @@ def mla_attention(
         q_THD: Queries with the projections of keys absorbed, request after request.
         latents: Pages of latents, one head.
         rope: Rotary values at the end of a latent.
-        requests: The pages and lengths of requests. One of no stored tokens is padding.
+        batch: The pages and lengths of requests. One of no stored tokens is padding.
         scale: What scores are multiplied by.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
 
@@ -48,11 +48,11 @@ def mla_attention(
         from nibble.kernels.mla import triton as fast
 
         cuda = _cuda() if max_seq_len > MAX_SHORT_LEN else None
-        if cuda is not None and cuda.serves(q_THD, latents, rope, requests):
-            return cuda.attend(q_THD, latents, requests, scale)
+        if cuda is not None and cuda.serves(q_THD, latents, rope, batch):
+            return cuda.attend(q_THD, latents, batch, scale)
         if fast.serves_latents(latents, rope):
-            return fast.mla_attention(q_THD, latents, rope, requests, scale, max_seq_len)
-    return naive.mla_attention(q_THD, latents, rope, requests, scale)
+            return fast.mla_attention(q_THD, latents, rope, batch, scale, max_seq_len)
+    return naive.mla_attention(q_THD, latents, rope, batch, scale)
 
 
 @cache

@@ -14,24 +14,24 @@ from nibble.kernels.sizes import cdiv
 from nibble.kernels.types import AttentionBatch, Paged
 
 
-def mla_attention(q_THD: Tensor, latents: Paged, rope: int, requests: AttentionBatch, scale: float) -> Tensor:
+def mla_attention(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float) -> Tensor:
     """Return softmax(scale * q . latent) @ latent[:R] over each request's tokens.
 
     Args:
         q_THD: Queries with the projections of keys absorbed, request after request.
         latents: Pages of latents, one head.
         rope: Rotary values at the end of a latent.
-        requests: The pages and lengths of requests. One of no stored tokens is padding.
+        batch: The pages and lengths of requests. One of no stored tokens is padding.
         scale: What scores are multiplied by.
 
     Returns:
         [T, H, R] in the query's dtype; zeros for padding.
     """
     out_THR = q_THD.new_zeros(*q_THD.shape[:2], latents.dim - rope)
-    for i, length in enumerate(requests.seq_lens_B.tolist()):
+    for i, length in enumerate(batch.seq_lens_B.tolist()):
         if length:
-            rows = slice(*requests.cu_seqlens_q_B1[i : i + 2].tolist())
-            pages = requests.page_table_BN[i : i + 1, : cdiv(length, latents.page_size)]
+            rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
+            pages = batch.page_table_BN[i : i + 1, : cdiv(length, latents.page_size)]
             latents_LD = dequantize_pages(latents, pages, torch.float32)[0, :length, 0]
             out_THR[rows] = dense(q_THD[rows].float(), latents_LD, rope, scale).to(q_THD.dtype)
     return out_THR

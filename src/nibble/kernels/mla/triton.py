@@ -29,7 +29,8 @@ from nibble.kernels.codecs.tiles import (
     slots_of,
 )
 from nibble.kernels.flash import LOG2E, dot_parts, init_state, load_queries, update_state
-from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.gpu import GPU, SM90, gpu_of
+from nibble.kernels.sizes import UNBOUNDED, cdiv, next_power_of_2
 from nibble.kernels.split_kv import (
     MIN_KEYS_PER_SPLIT,
     SHARE_SIZES,
@@ -261,7 +262,7 @@ def heads_per_tile(heads: int, most: int) -> int:
 
 
 def mla_attention(
-    q_THD: Tensor, latents: Paged, rope: int, requests: AttentionBatch, scale: float, max_seq_len: int = UNBOUNDED, *,
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, max_seq_len: int = UNBOUNDED, *,
     shape: LatentTile | None = None, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where latents are split.
@@ -270,7 +271,7 @@ def mla_attention(
         q_THD: Queries with the projections of keys absorbed, request after request.
         latents: Pages of latents, one head.
         rope: Rotary values at the end of a latent.
-        requests: The pages and lengths of requests.
+        batch: The pages and lengths of requests.
         scale: What scores are multiplied by.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
         shape: Another tile than the fastest.
@@ -280,7 +281,7 @@ def mla_attention(
         [T, H, R] in the query's dtype.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    rank, count, most = dim - rope, len(requests.seq_lens_B), max(requests.query_lens)
+    rank, count, most = dim - rope, len(batch.seq_lens_B), max(batch.query_lens)
     group = heads_per_tile(heads, shape.rows if shape else MAX_ROWS)
     shape = shape or tile_of(most * group, group, latents, rope, q_THD.dtype, gpu)
     tiles, groups = cdiv(most, shape.rows // group), heads // group
@@ -296,8 +297,8 @@ def mla_attention(
     latent, rotary, kind = sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     common = (
-        q_THD, out, parts, lse, plan, latent, rotary, latents.scale, requests.page_table_BN, requests.cu_seqlens_q_B1,
-        requests.seq_lens_B, scale, count, slots, requests.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        q_THD, out, parts, lse, plan, latent, rotary, latents.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
+        batch.seq_lens_B, scale, count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
         group, rank, rope, kind, LATENTS[latents.format.name].decoder.fold, split,
     )  # fmt: skip
     sizes = shape.rows, shape.latents, padded_requests(count), SHARE_SIZES
@@ -316,7 +317,7 @@ def mla_attention(
         )
     if split:
         combine_kernel[(most, heads, count)](
-            out, parts, lse, plan, requests.cu_seqlens_q_B1, tiles,
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
             group, rank, next_power_of_2(rank), shape.rows, _splits_at_once(slots, count),
         )  # fmt: skip
     return out

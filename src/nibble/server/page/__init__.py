@@ -1,4 +1,4 @@
-"""The page at `/`: its files, served by Starlette, and the headers that keep it to itself.
+"""The status page: its files, their paths and the headers that keep the page to itself.
 
 The page calls the API as any client does, so its files need no key and its calls do.
 """
@@ -30,7 +30,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",  # revalidate each time: names stay the same from version to version
 }
-STATIC_FILES = StaticFiles(directory=Path(__file__).parent / "page")
+STATIC_FILES = StaticFiles(directory=Path(__file__).parent)
 
 
 def mount(app: FastAPI) -> None:

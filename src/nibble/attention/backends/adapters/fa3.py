@@ -1,0 +1,123 @@
+"""Call FlashAttention 3.
+
+A page that holds a whole tile of keys may be fetched whole, rows beyond a request's end with it, and a NaN that lies
+there gets into the sum of values. So the kernels are told of pages that are no multiple of a tile, which are read row
+by row: a larger page is several of those, one behind the other. A tile is of 64 keys for MLA and for windows over heads
+of 256 values, and of 80 to 192 otherwise.
+
+Attention sinks join by the log-sum-exp that the kernel returns, which is exact: not all packages take them, nor all
+numbers of heads. Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests
+without tokens are zeros, as the kernel leaves them.
+
+Shape suffixes: T tokens, H query heads, D values of a head, P pages, S slots of a page, G KV heads, B requests, N pages
+of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibble.attention.backends.adapters.vendor import check_latents
+from nibble.attention.backends.fa3 import KERNELS
+from nibble.attention.backends.vendor import RANK
+from nibble.attention.layer import AttentionBackend
+from nibble.cache.view import KVView
+from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import LATENT
+
+VLLM_NAMES = {
+    "k_cache": "k",
+    "v_cache": "v",
+    "cache_seqlens": "seqused_k",
+    "page_table": "block_table",
+    "qv": "q_v",
+}
+LARGEST, NARROW = 64, 192
+"""Slots of the largest page that no kernel for heads of up to NARROW values fetches whole; half as many for wider ones,
+and for latents."""
+
+
+class FA3(AttentionBackend):
+    """The adapter. Its state: the page table that the kernels are given."""
+
+    def __init__(self) -> None:
+        self._call = _bind(KERNELS.load())
+
+    def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> int:
+        """Return how many pages the kernels see in one."""
+        return split_pages(view)
+
+    def prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+        """Return the pages of each request, each cut into as many as the kernels see in it."""
+        return _split_table(batch.page_table_BN, split_pages(view))
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Tensor
+    ) -> Tensor:
+        """Call the package's function over the pages, and add the sinks to what it returns."""
+        splits = split_pages(view)
+        planes = [
+            plane.view(-1, view.page_size // splits, *plane.shape[2:])
+            for plane in (entry.planes[0] for entry in view.streams.values())
+        ]
+        options: dict[str, Any] = {
+            "cache_seqlens": batch.seq_lens_B,
+            "page_table": state,
+            "cu_seqlens_q": batch.cu_seqlens_q_B1,
+            "max_seqlen_q": max(batch.query_lens),
+            "softmax_scale": params.scale,
+            "causal": True,
+            "window_size": (-1, -1) if params.window is None else (params.window - 1, 0),
+            "softcap": params.softcap or 0.0,
+            "return_softmax_lse": params.sinks_H is not None,
+        }
+        if LATENT in view.streams:
+            check_latents(view, "FA3")
+            (data_PSGD,) = planes
+            options |= {"q": q_THD[..., RANK:], "qv": q_THD[..., :RANK]}
+            options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
+        else:
+            options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
+        output = self._call(max(batch.seq_lens), options)
+        if params.sinks_H is None:
+            return output
+        out_THD, lse_HT, *_ = output
+        # The sink takes its share of the softmax's sum: exp(lse) of exp(lse) + exp(sink) is left.
+        share_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
+        return (out_THD * share_TH[..., None]).to(out_THD.dtype)
+
+
+def split_pages(view: KVView) -> int:
+    """Return how many pages the kernels see in one of the pool's, so that none is a multiple of a tile."""
+    dim = max(entry.planes[0].shape[-1] for entry in view.streams.values())
+    return _splits(view.page_size, dim)
+
+
+def _split_table(page_table_BN: Tensor, splits: int) -> Tensor:
+    """Return the page table of a pool whose pages were cut into `splits`."""
+    if splits == 1:
+        return page_table_BN
+    order = torch.arange(splits, dtype=torch.int32, device=page_table_BN.device)
+    return (page_table_BN[..., None] * splits + order).flatten(1)
+
+
+def _splits(page_size: int, dim: int) -> int:
+    return max(page_size // (LARGEST if dim <= NARROW else LARGEST // 2), 1)
+
+
+def _bind(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
+    """Return the package's function with its own names of arguments. The first argument is the longest context."""
+    if hasattr(kernels, "flash_attn_with_kvcache"):
+        return lambda longest, options: kernels.flash_attn_with_kvcache(**options)
+    varlen = kernels.flash_attn_varlen_func
+
+    def vllm(longest: int, options: dict[str, Any]) -> Any:
+        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
+        return varlen(**renamed, max_seqlen_k=longest, fa_version=3)
+
+    return vllm

@@ -1,0 +1,38 @@
+"""Call Nibble's own Triton kernels.
+
+Shape suffixes: T tokens, H query heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nibble.attention.layer import AttentionBackend
+from nibble.cache.view import KVView
+from nibble.kernels import mla
+from nibble.kernels import sparse_mla as sparse
+from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import LATENT
+
+
+class Triton(AttentionBackend):
+    """The adapter."""
+
+    def __init__(self) -> None:
+        from nibble.kernels.attention import triton as attention
+
+        self._kernel = attention.paged_attention
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        # a decode step may be recorded in a CUDA graph, where lengths are not known
+        longest = () if batch.phase.decodes else (max(batch.seq_lens),)
+        keys = view.keys
+        if params.topk_slots_TK is not None:
+            return sparse.sparse_mla_attention(
+                q_THD, keys.paged, keys.stream.rope, params.topk_slots_TK, params.scale
+            )
+        if LATENT in view.streams:
+            return mla.mla_attention(q_THD, keys.paged, keys.stream.rope, batch, params.scale, *longest)
+        return self._kernel(q_THD, view.streams["k"].paged, view.streams["v"].paged, batch, params, *longest)

@@ -1,0 +1,475 @@
+"""What stands behind a choice: combinations that were verified, and backends in the order of their speed.
+
+A ledger (docs/ledger.json) is written by the conformance run, and read by the docs and by `nibble plan --explain`:
+
+    {"schema": 1, "entries": [
+      {"backend": NAME, "phase": "decode", "kind": "mha", "format": NAME, "arch": 90,
+       "gpu": "NVIDIA H200", "date": "2026-11-20", "versions": {"torch": "2.11.0", "CUDA": "13.0", "triton": "3.6.0"}}]}
+
+Rankings order backends. Some are shipped (attention/rankings/), and `nibble tune` writes those of the user's machine,
+in the same form, into $NIBBLE_TUNED or tuned/ in the cache folder, a file a device:
+
+    {"schema": 2, "device": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "support": HASH, "date": "2026-11-21",
+     "rankings": [{"match": {"subject": SUBJECT}, "source": "",
+                   "order": [{"backend": NAME, "stage_to": null, "page": 64, "packing": "hnd",
+                              "ms": {"64x8K": 0.25}, "failure": ""}]}]}
+
+A ranking matches by a subject, which is all that a kernel sees of a layer group in one phase, or by fields of a Need:
+`{"phase": ["decode", "verify"], "kv_heads": {"max": 4}, "window": false}`. The first that matches counts. The user's
+file must be about this machine, these versions and these backends; otherwise it is not used, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib import metadata
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nibble
+from nibble import files
+from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
+from nibble.errors import ConfigError
+from nibble.hardware import Hardware, cache_folder, cuda_version, processor
+
+if TYPE_CHECKING:  # which imports the formats, and torch with them
+    from nibble.attention.planner.needs import SchemeGroup
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+LEDGER_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One combination that passed."""
+
+    backend: str
+    phase: str
+    kind: str
+    format: str
+    arch: int
+    gpu: str
+    date: str
+    """ISO 8601."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version of what the result rests on. Early entries have none."""
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """What a later run of the same combination replaces."""
+        return self.backend, self.phase, self.kind, self.format, self.arch
+
+    def __str__(self) -> str:
+        """`NVIDIA H200, 2026-11-20 (torch 2.11.0)`."""
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        return f"{self.gpu}, {self.date}" + (f" ({versions})" if versions else "")
+
+
+def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
+    """Return the entries of a ledger, none where there is no file; raises ConfigError where it cannot be read."""
+    if not path.exists():
+        return ()
+    try:
+        content = json.loads(path.read_text())
+        if content["schema"] != LEDGER_SCHEMA:
+            raise ConfigError(
+                f"{path} has schema {content['schema']}, and this version reads {LEDGER_SCHEMA}"
+            )
+        return tuple(map(_ledger_entry, content["entries"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error
+
+
+def _ledger_entry(values: Mapping[str, Any]) -> LedgerEntry:
+    required = {entry.name: values[entry.name] for entry in fields(LedgerEntry) if entry.name != "versions"}
+    return LedgerEntry(**required, versions=dict(values.get("versions") or {}))
+
+
+def update_ledger(
+    path: Path, confirmed: Iterable[LedgerEntry], disproved: Iterable[LedgerEntry] = ()
+) -> None:
+    """Add what was confirmed in place of older entries, and take out what was disproved.
+
+    Args:
+        path: The ledger. Entries that other runs add meanwhile stay.
+        confirmed: Combinations that passed.
+        disproved: Combinations that failed in some case.
+    """
+    wrong = {entry.key for entry in disproved}
+    with files.exclusive_lock(path.parent):
+        entries = {entry.key: entry for entry in (*read_ledger(path), *confirmed)}
+        content = {
+            "schema": LEDGER_SCHEMA,
+            "entries": [asdict(entries[key]) for key in sorted(entries) if key not in wrong],
+        }
+        files.write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def shipped_ledger() -> Path:
+    """Return the ledger that came with this installation: in the package, or beside it in a checkout."""
+    package = Path(nibble.__file__).parent
+    inside = package / "_ledger.json"
+    return inside if inside.exists() else package.parents[1] / "docs" / "ledger.json"
+
+
+# --- rankings ---------------------------------------------------------------------------------------------------------
+
+SCHEMA = 2
+TUNED_FOLDER = "NIBBLE_TUNED"
+RANKINGS = Path(__file__).parents[1] / "rankings"
+DEFAULT = "default.json"
+"""The file for GPUs that nobody raced on; every other one comes before it."""
+RETRY = "run `nibble tune` again, or leave it aside with --no-tuned"
+IGNORED = frozenset({"source", "workspace", "workspace_bytes"})
+"""Fields of a Support that say nothing of what it serves: they may change, and times stay true."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How fast one backend is, over the cache's own bytes or over dequantised pages."""
+
+    backend: str
+    stage_to: str | None
+    page: int | None = None
+    """The page size that it was timed on; None where it was not."""
+    packing: str | None = None
+    """The packing that it was timed on. In a shipped ranking, the only packing that the place is for."""
+    ms: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds of a call by workload. Without any, the place in the ranking is all that is stated."""
+    failure: str = ""
+    """Why it did not finish a workload; empty where it did."""
+    gap: float = 1
+    """How far behind the one before it; 0 where it is as good, so that page size and packing decide between the two."""
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """The backend, and the format that pages are dequantised to."""
+        return self.backend, self.stage_to
+
+    def summary(self) -> str:
+        """Return the times for a plan's notes; empty where the backend did not finish."""
+        if self.failure:
+            return ""
+        times = ", ".join(f"{ms:.3f} ms ({workload})" for workload, ms in self.ms.items())
+        return f"measured on this machine: {times}; pages of {self.page}, {self.packing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """An order of backends, the fastest first, for all needs that it matches."""
+
+    match: Mapping[str, Any]
+    """Allowed values by field of Need: one, a list, or {"min": .., "max": ..}. Or `subject`, an exact one."""
+    order: tuple[Timing, ...]
+    source: str = ""
+    """What the order rests on, for people."""
+
+    def matches(self, need: Need, subject: str) -> bool:
+        """Whether the ranking is about this need."""
+        return all(
+            _allows(allowed, subject if name == "subject" else getattr(need, name))
+            for name, allowed in self.match.items()
+        )
+
+    def places(self, backend: str, *, staged: bool) -> tuple[tuple[float, str | None], ...]:
+        """Return the places of a backend, 0 the first, each with the only packing that is meant, or None.
+
+        Args:
+            backend: Its name.
+            staged: Whether pages are dequantised first.
+        """
+        places = chain((0,), accumulate(timing.gap for timing in self.order[1:]))
+        return tuple(
+            (place, timing.packing)
+            for timing, place in zip(self.order, places, strict=True)
+            if (timing.backend, bool(timing.stage_to)) == (backend, staged)
+        )
+
+
+def _allows(allowed: Any, value: Any) -> bool:
+    if isinstance(allowed, Mapping):
+        return value is not None and allowed.get("min", value) <= value <= allowed.get("max", value)
+    return value in allowed if isinstance(allowed, list) else value == allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Rankings:
+    """Rankings of one or more files, the first that matches counts."""
+
+    entries: tuple[Ranking, ...] = ()
+    warning: str = ""
+    """Why the user's file is not used, although it is there."""
+
+    def first(self, need: Need, subject: str) -> Ranking | None:
+        """Return the ranking that counts for a need; None where none matches."""
+        return next((entry for entry in self.entries if entry.matches(need, subject)), None)
+
+
+NO_RANKINGS = Rankings()
+
+
+def by_time(times: Mapping[str, Iterable[Timing]]) -> Rankings:
+    """Return a ranking for each subject, by the mean of time / best time; backends that failed come last."""
+    return Rankings(tuple(Ranking({"subject": name}, _fastest_first(times[name])) for name in sorted(times)))
+
+
+def _fastest_first(timings: Iterable[Timing]) -> tuple[Timing, ...]:
+    entries = tuple(timings)
+    workloads = dict.fromkeys(workload for timing in entries for workload in timing.ms)
+    best = {name: min(t.ms[name] for t in entries if name in t.ms) for name in workloads}
+
+    def slowness(timing: Timing) -> float:
+        if timing.failure or timing.ms.keys() != best.keys():
+            return math.inf
+        return sum(math.log(timing.ms[name] / best[name]) for name in best)
+
+    return tuple(sorted(entries, key=slowness))
+
+
+def subject(part: SchemeGroup, phase: Phase, dtype: str) -> str:
+    """Return what is timed, in words: all that a kernel sees of a layer group in one phase.
+
+    Args:
+        part: The layers, with what they store.
+        phase: What a step asks of them.
+        dtype: The dtype of queries.
+    """
+    group = part.group
+    streams = "+".join(
+        f"{s.name} {s.heads}x{s.dim}" + (f"/{s.rope}" if s.rope else "") for s in group.streams
+    )
+    extras = [f"window {group.window}"] * bool(group.window)
+    extras += [name for name in ("softcap", "sinks") if getattr(group, name)]
+    stored = part.stored_layer(0).format_key
+    return ", ".join(
+        (f"{phase} of {group.kind} in {stored}", f"{group.q_heads} heads", streams, dtype, *extras)
+    )
+
+
+@cache
+def shipped_rankings(device: str = "") -> Rankings:
+    """Return the rankings in the package: those of races on `device` first, then of other GPUs, then the default."""
+    contents = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in RANKINGS.glob("*.json")}
+    names = sorted(contents, key=lambda name: (name == DEFAULT, contents[name]["device"] != device, name))
+    return Rankings(tuple(entry for name in names for entry in _entries(contents[name])))
+
+
+def device(hardware: Hardware) -> str:
+    """Return the name of what times are about."""
+    return processor() if hardware.is_cpu else hardware.name
+
+
+def tuned_path(hardware: Hardware) -> Path:
+    """Return the path of the user's file about a device."""
+    folder = os.environ.get(TUNED_FOLDER)
+    name = re.sub(r"[^a-z0-9]+", "-", device(hardware).lower()).strip("-")
+    return (Path(folder) if folder else cache_folder() / "tuned") / f"{name}.json"
+
+
+def load_tuned(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> Rankings:
+    """Return what was measured on this machine; nothing, with a warning, where the file is not to be trusted."""
+    path = tuned_path(hardware)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return NO_RANKINGS
+    except (OSError, ValueError) as error:
+        return _unused(path, f"it cannot be read ({getattr(error, 'strerror', None) or error})")
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise TypeError("it is no JSON object")
+        recorded, here = (
+            {name: content[name] for name in _identity(hardware, {})},
+            _identity(hardware, backends),
+        )
+        if recorded != here:
+            return _unused(path, _difference(recorded, here))
+        return Rankings(_entries(content))
+    except KeyError as error:
+        return _unused(path, f"it is not what nibble tune writes (there is no {error})")
+    except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        return _unused(path, f"it is not what nibble tune writes ({error})")
+
+
+def save_tuned(
+    hardware: Hardware, backends: Mapping[str, BackendInfo], times: Mapping[str, tuple[Timing, ...]]
+) -> Path:
+    """Write times to the device's file, beside what it holds of other subjects and of other backends.
+
+    Args:
+        hardware: What was measured.
+        backends: All backends of this version, as they are here.
+        times: The timings of each subject.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    path = tuned_path(hardware)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.exclusive_lock(path.parent):
+            older = {entry.match["subject"]: entry.order for entry in load_tuned(hardware, backends).entries}
+            merged = older | {name: _merge(timings, older.get(name, ())) for name, timings in times.items()}
+            head = {**_identity(hardware, backends), "date": datetime.date.today().isoformat()}
+            files.write_atomic(path, as_json(head, by_time(merged)))
+    except OSError as error:
+        raise ConfigError(
+            f"the times cannot be kept in {path}: {error.strerror}; "
+            f"name a folder that can be written in ${TUNED_FOLDER}"
+        ) from error
+    return path
+
+
+def as_json(head: Mapping[str, Any], rankings: Rankings) -> str:
+    """Return the text of a file of rankings, a backend a line. head: its fields before the rankings."""
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    entries = []
+    for entry in rankings.entries:
+        order = ",\n".join(f"   {json.dumps(_stated(timing))}" for timing in entry.order)
+        match, source = json.dumps(entry.match), json.dumps(entry.source)
+        entries.append(f'  {{"match": {match}, "source": {source}, "order": [\n{order}]}}')
+    body = ",\n".join(entries)
+    return "\n".join(("{", *lines, f' "rankings": [\n{body}]', "}", ""))
+
+
+def _stated(timing: Timing) -> dict[str, Any]:
+    """Return a timing's fields, but for those that state nothing."""
+    unstated = {"page": None, "packing": None, "gap": 1}
+    return {name: value for name, value in asdict(timing).items() if (name, value) not in unstated.items()}
+
+
+def _merge(new: tuple[Timing, ...], old: tuple[Timing, ...]) -> tuple[Timing, ...]:
+    """Return new timings, and old ones of other backends that can be compared with them."""
+    keys, workloads = {timing.key for timing in new}, {name for timing in new for name in timing.ms}
+    rest = (timing for timing in old if timing.key not in keys)
+    return (*new, *(t for t in rest if not workloads or t.failure or t.ms.keys() == workloads))
+
+
+def _unused(path: Path, why: str) -> Rankings:
+    return Rankings(warning=f"times measured on this machine are not used: {path}: {why}; {RETRY}")
+
+
+def _identity(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> dict[str, Any]:
+    """Return what times depend on, beside their subject."""
+    runnable = {name: info for name, info in backends.items() if info.runnable}
+    return {
+        "schema": SCHEMA,
+        "device": device(hardware),
+        "versions": versions(runnable.values()),
+        "support": _fingerprint(runnable),
+    }
+
+
+def _difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return the first thing that differs, in words."""
+    if recorded["schema"] != here["schema"]:
+        return f"it has schema {recorded['schema']}, and this version reads {here['schema']}"
+    if recorded["device"] != here["device"]:
+        return f"it is about {recorded['device']}, and this machine has {here['device']}"
+    then, now = dict(recorded["versions"]), here["versions"]
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            return f"it was measured with {name} {then.get(name, 'missing')}, and here it is {now.get(name, 'missing')}"
+    return "it was measured with other backends than this version's"
+
+
+def _fingerprint(backends: Mapping[str, BackendInfo]) -> str:
+    """Return a hash of what the backends that can run here support."""
+    names = [entry.name for entry in fields(Support) if entry.name not in IGNORED]
+    rows = [
+        (name, [[_plain(getattr(row, field)) for field in names] for row in info.support])
+        for name, info in sorted(backends.items())
+    ]
+    return hashlib.sha256(repr((nibble.__version__, names, rows)).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, frozenset) else value
+
+
+def _entries(content: Mapping[str, Any]) -> tuple[Ranking, ...]:
+    """Return the rankings of a file; raises where it is none. A `match` of the file holds for all of them."""
+    common = content.get("match", {})
+    return tuple(
+        Ranking(common | dict(entry["match"]), tuple(map(_timing, entry["order"])), str(entry["source"]))
+        for entry in content["rankings"]
+    )
+
+
+def _timing(values: Mapping[str, Any]) -> Timing:
+    ms = {str(name): float(time) for name, time in values["ms"].items()}
+    if not all(0 < time < math.inf for time in ms.values()):
+        raise ValueError(f"{values['backend']} has times that are none")
+    stage_to, page, packing = values["stage_to"], values.get("page"), values.get("packing")
+    return Timing(
+        str(values["backend"]),
+        None if stage_to is None else str(stage_to),
+        None if page is None else int(page),
+        None if packing is None else str(packing),
+        ms,
+        str(values["failure"]),
+        float(values.get("gap", 1)),
+    )
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+ALWAYS = ("torch", "triton")
+"""What every backend rests on; torch compiles by the other on a GPU."""
+
+
+def versions(backends: Iterable[BackendInfo]) -> dict[str, str]:
+    """Return package -> version of torch, CUDA, and what brings the kernels of these backends, where installed."""
+    cuda = cuda_version()
+    names = [name for name in ALWAYS if cuda or name == "torch"]
+    names += [name for info in backends if (name := _distribution(info))]
+    installed = {name: version for name in dict.fromkeys(names) if (version := _version(name))}
+    return dict(sorted((installed | ({"CUDA": cuda} if cuda else {})).items()))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution).split("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _distribution(info: BackendInfo) -> str | None:
+    """Return the distribution of one of the backend's packages; None for what torch brings, and for bare copies."""
+    for package in info.packages:
+        providers = _providers().get(package.partition(".")[0], [])
+        same_name = package.replace(".", "-")
+        if providers:
+            inside = package.replace(".", "/") + "/"
+            # several distributions may install modules of one name: `flash_attn` and `flash_attn.cute`
+            bringing = [
+                name for name in providers if any(str(file).startswith(inside) for file in _files(name))
+            ]
+            return same_name if same_name in providers else min(bringing or providers)
+    return None
+
+
+def _files(distribution: str) -> Iterable[object]:
+    try:
+        return metadata.files(distribution) or ()
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+@cache
+def _providers() -> dict[str, list[str]]:
+    return {name: list(providers) for name, providers in metadata.packages_distributions().items()}

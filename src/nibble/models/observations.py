@@ -1,0 +1,124 @@
+"""Observed models, kept in the cache folder: what was observed once is read again without torch and Transformers.
+
+A file is named by a hash of everything that an observation depends on, so what has changed is observed anew:
+
+    observed/HASH.json    {"digest": SHA-256 of the model spec, "model_spec": {...}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import nibble
+from nibble import files
+from nibble.hardware import cache_folder
+from nibble.model_spec import LayerGroup, ModelSpec, Stream
+from nibble.models.hub import locate
+
+FOLDER = "observed"
+CONFIG_FILES = ("config.json", "hf_quant_config.json")
+"""Files of a checkpoint that say what the model is, or that refuse it."""
+PACKAGES = ("transformers", "torch")
+"""Packages whose code is observed, or observes."""
+OBSERVING = ("models/*.py", "attention/*.py", "kernels/types.py", "model_spec.py")
+"""Nibble's own code that takes part in an observation."""
+
+
+def observe_model(
+    model: str, dtype: str, max_context: int | None = None, index_topk: int | None = None
+) -> ModelSpec:
+    """Return what `model` asks of attention: from the cache folder, or by observing it.
+
+    Args:
+        model: A folder, or the name of a bundled model or of one on the hub. Models on the hub may change, and are
+            observed each time.
+        dtype: The compute dtype, in which weights are counted.
+        max_context: The longest context, None for the model's own.
+        index_topk: Tokens that sparse attention looks at, None for the model's own.
+
+    Raises:
+        ConfigError: The model cannot be served, or the context is too long.
+        WeightError: The checkpoint is missing or broken.
+    """
+    folder = Path(locate(model))
+    # A name on the hub may mean another version tomorrow.
+    path = _path(folder, dtype, max_context, index_topk) if (folder / "config.json").is_file() else None
+    cached = _read(path) if path else None
+    if cached is not None:
+        # The name is not part of the key: the same files may have several.
+        return replace(cached, model=model)
+    # both import torch and Transformers, which takes seconds
+    from nibble.models.observe import observe
+    from nibble.models.refusals import load_config
+
+    model_spec = observe(load_config(model, index_topk), model, dtype, max_context)
+    if path:
+        _write(path, model_spec)
+    return model_spec
+
+
+def _path(folder: Path, dtype: str, max_context: int | None, index_topk: int | None) -> Path:
+    """Return the file for a checkpoint in `folder` under these options."""
+    digest = hashlib.sha256(repr((dtype, max_context, index_topk)).encode())
+    for package in PACKAGES:
+        digest.update(f"{package} {metadata.version(package)}".encode())
+    # code that comes with a checkpoint (auto_map) lies beside its config
+    for source in (
+        *(folder / name for name in CONFIG_FILES),
+        *sorted(folder.glob("*.py")),
+        *_observing_code(),
+    ):
+        if source.is_file():
+            content = source.read_bytes()
+            digest.update(f"{source.name} {len(content)}".encode())
+            digest.update(content)
+    return cache_folder() / FOLDER / f"{digest.hexdigest()[:32]}.json"
+
+
+def _observing_code() -> list[Path]:
+    """Return the files of Nibble that take part in an observation."""
+    package = Path(nibble.__file__).parent
+    return [path for pattern in OBSERVING for path in sorted(package.glob(pattern))]
+
+
+def _read(path: Path) -> ModelSpec | None:
+    """Return the model spec in a file; None where there is no file, or not one that _write() left."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        facts = content["model_spec"]
+        # A file that was cut off or edited has another digest.
+        return _model_spec(facts) if content["digest"] == _digest(facts) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, model_spec: ModelSpec) -> None:
+    facts = asdict(model_spec)
+    # a cache folder that cannot be written costs time, nothing else
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(path, json.dumps({"digest": _digest(facts), "model_spec": facts}, indent=1) + "\n")
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _model_spec(facts: dict[str, Any]) -> ModelSpec:
+    groups = tuple(
+        LayerGroup(
+            **{
+                **group,
+                "streams": tuple(Stream(**stream) for stream in group["streams"]),
+                "layers": tuple(group["layers"]),
+            }
+        )
+        for group in facts["groups"]
+    )
+    return ModelSpec(**{**facts, "groups": groups, "owner": tuple(facts["owner"])})

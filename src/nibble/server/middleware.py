@@ -1,0 +1,189 @@
+"""Guards before the routes: the size and time of bodies, how they are read, the key, and silent connections.
+
+BodyLimit and KeyGuard are plain ASGI, so that a stream is never buffered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from nibble.server.errors import error_response, response_of
+from nibble.server.page import PATHS as PAGE_PATHS
+
+BODY_S = 60.0
+"""In which a body must have arrived."""
+BYTES_PER_VALUE = 8
+"""Of a body of the largest size, on average."""
+MIN_VALUES = 1 << 16
+"""That any body may have."""
+CONTAINER_WEIGHT = 4
+"""Of a list, an object or a key, in numbers."""
+OPEN_PATHS = ("/health",)
+"""Prefixes of paths that need no key; the page's own files need none either."""
+KEEP_ALIVE_S = 75.0
+"""For which a connection may be silent, between requests or within a head."""
+
+
+class BodyLimit:
+    """Middleware that refuses bodies that are too large, have too many values, or come too slowly.
+
+    Args:
+        app: the application.
+        limit: bytes of a body.
+        seconds: in which a body must have arrived.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, seconds: float = BODY_S) -> None:
+        self._app, self._limit, self._seconds = app, limit, seconds
+        # JSON is decoded in the event loop: every other request waits while one body is read.
+        self._max_weight = max(limit // BYTES_PER_VALUE, MIN_VALUES)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; a body is refused by its Content-Length, else as it comes."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if not length.isdigit() or int(length) > self._limit:
+            message = f"the body may have {self._limit} bytes at most"
+            await error_response(413, message, Connection="close")(scope, receive, send)
+            return
+        await self._app(scope, self._limited(receive), send)
+
+    def _limited(self, receive: Receive) -> Receive:
+        size, weight, more = 0, 0, True
+        deadline = asyncio.get_running_loop().time() + self._seconds
+
+        async def limited() -> Message:
+            nonlocal size, weight, more
+            try:
+                # After the body, receive() waits for the client's disconnection: as long as it takes.
+                async with asyncio.timeout_at(deadline if more else None):
+                    message = await receive()
+            except TimeoutError:
+                raise body_error(408, f"the body did not come within {self._seconds:g} s") from None
+            body, more = message.get("body", b""), message.get("more_body", False)
+            size, weight = size + len(body), weight + json_weight(body)
+            if size > self._limit:
+                raise body_error(413, f"the body may have {self._limit} bytes at most")
+            if weight > self._max_weight:
+                raise body_error(
+                    413, f"the body has too many values: about {self._max_weight} numbers may be"
+                )
+            return message
+
+        return limited
+
+
+def body_error(status: int, message: str) -> HTTPException:
+    """Return the error of a body that is not read to its end."""
+    # What is left of the body would be taken for the next request.
+    return HTTPException(status, message, {"Connection": "close"})
+
+
+def json_weight(body: bytes) -> int:
+    """Return how much work JSON is to read, in numbers."""
+    # A value stands before a comma; lists, objects and keys cost more.
+    return body.count(b",") + CONTAINER_WEIGHT * sum(map(body.count, (b"[", b"{", b":")))
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read by msgspec, which is quicker and stricter than Starlette: no NaN, no half of a
+    surrogate pair. Errors of its function become responses."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the route's function of a request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(JsonRequest(request.scope, request.receive))
+            except (HTTPException, RequestValidationError):  # which install_handlers() answers
+                raise
+            except Exception as error:
+                return response_of(error)
+
+        return handle
+
+
+class JsonRequest(Request):
+    """A request whose body msgspec reads."""
+
+    async def json(self) -> Any:
+        """Return the body's value; raises HTTPException where it is no JSON."""
+        body = await self.body()
+        try:
+            return msgspec.json.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"the body cannot be read: {error}") from None
+
+
+class KeyGuard:
+    """Middleware that refuses requests without the key."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._digest = app, _digest(key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application if the request has the key, or its path needs none."""
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            scheme, _, key = header.partition(b" ")
+            # Digests have one length, so the comparison's time says nothing about the key.
+            if not hmac.compare_digest(_digest(key.strip()), self._digest) or scheme.lower() != b"bearer":
+                message = "a valid API key is needed, as `Authorization: Bearer KEY`"
+                response = error_response(401, message, **{"WWW-Authenticate": "Bearer"})
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in PAGE_PATHS or path.startswith(OPEN_PATHS)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+_Base: Any = AutoHTTPProtocol
+
+
+class HeadTimeoutProtocol(_Base):  # type: ignore[misc]
+    """uvicorn's protocol, which also closes a connection that never sends a whole head (a slow loris)."""
+
+    timeout_s = KEEP_ALIVE_S
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begin to watch the connection."""
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.timeout_s, self._check, None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the watch."""
+        self._timer.cancel()
+        super().connection_lost(error)
+
+    def _check(self, previous_cycle: Any) -> None:
+        """Close the connection where no request is answered and none has begun since the last check.
+
+        `previous_cycle` is uvicorn's last request at that time.
+        """
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.cycle is previous_cycle and not answering:
+            self.transport.close()
+        else:
+            self._timer = self.loop.call_later(self.timeout_s, self._check, self.cycle)

@@ -1,0 +1,149 @@
+"""CacheSpec: what a Config says about the cache, parsed once and typed.
+
+Everything that plans, prices or refuses reads this value; only `from_config` reads the option strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nibble.config import Config, OffloadSpec
+from nibble.errors import ConfigError
+from nibble.formats import scheme as schemes
+from nibble.formats.scheme import Scheme
+from nibble.hardware import Hardware
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """One rule of `kv_layers`: other layers, another scheme."""
+
+    text: str
+    """The rule as it was written, for commands that repeat it."""
+    spans: tuple[tuple[int, int], ...]
+    """First and last layer of each range; negative numbers count from the model's last layer."""
+    scheme: Scheme
+
+    @classmethod
+    def parse(cls, text: str) -> LayerRule:
+        """Parse `0,1,-1=fp8_e4m3` or `4-7=k8v4`; raise ConfigError."""
+        where, equals, name = text.partition("=")
+        if not equals:
+            raise ConfigError(f"cannot read the layer rule {text.strip()!r}; write it as 0,1,-1=fp8_e4m3")
+        # The scheme is checked here, layers only against a model (indices).
+        scheme = schemes.parse(name)
+        return cls(text, tuple(_parse_span(item.strip(), where) for item in where.split(",")), scheme)
+
+    def renamed(self, name: str) -> LayerRule:
+        """Return the rule for the same layers with the scheme `name`."""
+        return LayerRule(f"{self.text.partition('=')[0]}={name}", self.spans, schemes.parse(name))
+
+    def indices(self, layers: int) -> Iterator[int]:
+        """Yield the rule's layer indices in [0, layers); raise ConfigError for one out of range."""
+        for first, last in self.spans:
+            for layer in range(first, last + 1):
+                if not -layers <= layer < layers:
+                    raise ConfigError(
+                        f"layer {layer} is out of range: the model has layers 0 to {layers - 1}"
+                    )
+                yield layer % layers
+
+
+def parse_layer_rules(kv_layers: str) -> tuple[LayerRule, ...]:
+    """Parse the rules of `kv_layers`, which stand between semicolons; raise ConfigError."""
+    return tuple(map(LayerRule.parse, filter(str.strip, kv_layers.split(";"))))
+
+
+def _parse_span(item: str, where: str) -> tuple[int, int]:
+    """Parse `3`, `-1` or `4-7` to its first and last layer."""
+    if not item:
+        raise ConfigError(f"{where.strip()!r} has an empty item; write layers as 0,1,-1 or 4-7")
+    first, dash, last = (item, "", "") if item.startswith("-") else item.partition("-")
+    try:
+        low, high = int(first), int(last if dash else first)
+    except ValueError:
+        raise ConfigError(f"cannot read {item!r} as a layer or a range of layers, as 3, -1 or 4-7") from None
+    if low > high:
+        raise ConfigError(
+            f"the range of layers {item!r} runs backwards; write the lower number first, as 4-7"
+        )
+    return low, high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """What is requested of a cache and of attention over it."""
+
+    scheme: Scheme
+    """The scheme of all layers without a rule."""
+    layer_rules: tuple[LayerRule, ...]
+    """Other schemes for some layers; a later rule wins."""
+    dtype: str | None
+    """Compute dtype, None where the hardware decides."""
+    page_size: int | None
+    """Tokens per page, None where the plan decides."""
+    prefill_backend: str | None
+    """Backend of PREFILL and EXTEND, None for any."""
+    decode_backend: str | None
+    """Backend of DECODE and VERIFY, None for any."""
+    allow_staging: bool
+    kv_memory: int | None
+    """Bytes of the pool, None where the memory plan decides."""
+    offload: OffloadSpec | None
+    """The host tier, if one is requested."""
+    max_running: int
+    max_context: int | None
+    token_budget: int | None
+    prefix_cache: bool
+    graphs: bool
+    watches_fidelity: bool
+
+    @classmethod
+    def from_config(cls, config: Config) -> CacheSpec:
+        """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
+        # `auto` and a missing option mean the same from here on.
+        prefill, decode = (
+            None if name == AUTO else name for name in (config.backend_for(False), config.backend_for(True))
+        )
+        return cls(
+            scheme=schemes.parse(config.kv_format),
+            layer_rules=parse_layer_rules(config.kv_layers),
+            dtype=None if config.dtype == AUTO else config.dtype,
+            page_size=config.page_size,
+            prefill_backend=prefill,
+            decode_backend=decode,
+            allow_staging=config.allow_staging,
+            kv_memory=config.kv_memory_bytes,
+            offload=config.offload,
+            max_running=config.max_running,
+            max_context=config.max_context,
+            token_budget=config.token_budget,
+            prefix_cache=config.prefix_cache,
+            graphs=config.graphs,
+            watches_fidelity=bool(config.watch_fidelity),
+        )
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that are in use, each once."""
+        return tuple(dict.fromkeys((self.scheme, *(rule.scheme for rule in self.layer_rules))))
+
+    def scheme_by_layer(self, layers: int) -> tuple[Scheme, ...]:
+        """Return the scheme of each of `layers` layers; raise ConfigError for a rule about others."""
+        result = [self.scheme] * layers
+        for rule in self.layer_rules:
+            for layer in rule.indices(layers):
+                result[layer] = rule.scheme
+        return tuple(result)
+
+    def compute_dtype(self, hardware: Hardware) -> str:
+        """Return the requested dtype, or the usual one of `hardware`."""
+        # float32 is exact and fastest on a CPU
+        return self.dtype or ("float32" if hardware.is_cpu else "bfloat16")
+
+    def backend_for(self, decode: bool) -> str | None:
+        """Return the backend requested for DECODE and VERIFY, or for PREFILL and EXTEND; None for any."""
+        return self.decode_backend if decode else self.prefill_backend
