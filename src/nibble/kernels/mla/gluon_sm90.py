@@ -423,7 +423,7 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
 
     # --- store
     total_M = gl.sum(total, 0)
-    empty_M = total_M == 0.0  # no latent was visible
+    empty_M = total_M == 0.0  # no latent was seen
     total_M = gl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
     if splits == 1:

@@ -258,7 +258,7 @@ def _score_warpgroup(
     warpgroup_mma_wait(0, deps=[started])
 
     # --- store: the value warpgroup gets what normalises sums in place of what rescales them
-    empty_M = total_M == 0.0  # no latent was visible
+    empty_M = total_M == 0.0  # no latent was seen
     total_M = gl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
     turns = (gl.maximum(stop - start, 0) + N - 1) // N
