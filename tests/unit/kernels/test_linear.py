@@ -55,13 +55,13 @@ def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(twin, "linear", lambda x, w, b, error=error: F.linear(x, w, b) * (1 + error))
         monkeypatch.setattr(op, "_ms", lambda multiply, x, w, ms=ms: times.get(multiply, ms))
-        monkeypatch.setattr(op, "_won", {})
+        monkeypatch.setattr(op, "_is_faster", {})
         assert op._wins(torch.randn(8, 4)) is expected
 
 
 def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "linear", lambda *_: 1 / 0)
-    monkeypatch.setattr(op, "_won", {})
+    monkeypatch.setattr(op, "_is_faster", {})
     assert not op._wins(torch.randn(8, 4))
 
 

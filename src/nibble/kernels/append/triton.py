@@ -21,7 +21,7 @@ from torch import Tensor
 from nibble.kernels.append.naive import Target
 from nibble.kernels.codecs import ENCODERS
 from nibble.kernels.codecs.spans import serves_rows, span, spans_of, store_span
-from nibble.kernels.rotate.triton import rotated
+from nibble.kernels.rotate.triton import rotate_tile
 from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
@@ -80,7 +80,7 @@ def _append_rows(
     if mean_HD is not None:
         x_RD -= _load_rows(mean_HD + head_R * DIM, keep_R, DIM)
     if ROTATE:
-        x_RD = rotated(x_RD, ROTATE)
+        x_RD = rotate_tile(x_RD, ROTATE)
     # --- encode
     scale_R = tl.load(scale_H + head_R, mask=keep_R, other=1.0)
     tiles = ENCODE(x_RD, scale_R[:, None])

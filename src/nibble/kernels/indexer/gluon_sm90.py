@@ -64,14 +64,14 @@ def _find_tile(tile, query, cu_seqlens_q, seq_lens, requests, first_row, rows, N
     live_R = r_R < requests
     row_R = gl.load(cu_seqlens_q + r_R, mask=live_R, other=0) + query
     end_R = gl.load(cu_seqlens_q + 1 + r_R, mask=live_R, other=0)
-    seen_R = gl.load(seq_lens + r_R, mask=live_R, other=0) - end_R + row_R + 1
+    visible_R = gl.load(seq_lens + r_R, mask=live_R, other=0) - end_R + row_R + 1
     scored_R = (row_R < end_R) & (row_R >= first_row) & (row_R < first_row + rows)
-    tiles_R = gl.where(scored_R, (gl.maximum(seen_R, 0) + N - 1) // N, 0)
+    tiles_R = gl.where(scored_R, (gl.maximum(visible_R, 0) + N - 1) // N, 0)
     next_R = gl.associative_scan(tiles_R, 0, add)
     request = gl.sum((next_R <= tile).to(gl.int32), 0)
-    row, seen = _value_of(r_R, request, row_R), _value_of(r_R, request, seen_R)
+    row, visible = _value_of(r_R, request, row_R), _value_of(r_R, request, visible_R)
     end_tile = _value_of(r_R, request, next_R)
-    return gl.sum(tiles_R, 0), request, row, seen, end_tile - _value_of(r_R, request, tiles_R), end_tile
+    return gl.sum(tiles_R, 0), request, row, visible, end_tile - _value_of(r_R, request, tiles_R), end_tile
 
 
 @gluon.jit
@@ -150,13 +150,13 @@ def score_few_sm90_kernel(
     h_H = gl.arange(0, H, layout=COLUMN)
     key_scale = gl.load(global_scale)
     while tile < stop:  # each turn is a request, or what the program has of it
-        _, request, row, seen, first_tile, end_tile = _find_tile(
+        _, request, row, visible, first_tile, end_tile = _find_tile(
             tile, query, cu_seqlens_q, seq_lens, requests, first_row, rows, N, R, REQUESTS
         )
         end_tile = gl.minimum(end_tile, stop)
         pages = page_table + request.to(gl.int64) * page_table_stride
         to = scores + (row - first_row).to(gl.int64) * score_stride
-        start, end = (tile - first_tile) * N, gl.minimum((end_tile - first_tile) * N, seen)
+        start, end = (tile - first_tile) * N, gl.minimum((end_tile - first_tile) * N, visible)
 
         # --- load the first tiles and the queries
         gl.thread_barrier()  # all threads have read what is overwritten now

@@ -1,9 +1,7 @@
 """linear: y = x W^T + b where few rows meet a large weight, which a decode step does hardly anything but read.
 
-Libraries split such products along K and add the parts up in a second kernel; the twin reads the weight once. Which is
-faster depends on shape and GPU, so a trial at load decides for each shape. It is an
-operator, so that a compiler of models leaves the choice to the time of the call, when the number of rows is known. Owns
-the operator and the choice. Must not know of models.
+Libraries split such products along K and add the parts up in a second kernel; linear/triton.py reads the weight once.
+Which is faster depends on shape and GPU, so a trial at load decides for each shape. The torch reference is F.linear.
 
 Shape suffixes: N values of the output, K of the input.
 """
@@ -20,21 +18,19 @@ from torch import Tensor
 from nibble.kernels import triton_present
 
 FEW = 16
-"""Rows up to which the twin computes: the width of one tile of the tensor cores."""
+"""Rows up to which Triton computes: the width of one tile of the tensor cores."""
 LARGE = 1 << 23
 """Bytes of a weight from which on it pays."""
-
-
 ERROR = 0.01
-"""How far the twin may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
+"""How far Triton may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
 TRIALS = 5
 FLUSH = 1 << 28
-"""Bytes written before each timing, so that no weight is found in the GPU's cache."""
-_won: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
+"""Bytes written before each timing, so that no weight is in the GPU's cache."""
+_is_faster: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
 
 
 def serves(weight_NK: Tensor) -> bool:
-    """Whether the twin can compute products with this weight, and is right and faster than the library in a trial."""
+    """Return whether Triton can compute products with this weight, and is right and faster in a trial."""
     n, k = weight_NK.shape
     return (
         weight_NK.is_cuda
@@ -48,59 +44,71 @@ def serves(weight_NK: Tensor) -> bool:
 
 
 def _wins(weight_NK: Tensor) -> bool:
-    """A trial, one for each shape. A twin that fails for whatever reason has lost."""
+    """Return the result of a trial, one for each shape. A kernel that fails for whatever reason does not win."""
     key = weight_NK.device, weight_NK.dtype, weight_NK.shape
-    if key not in _won:
+    if key not in _is_faster:
         x = torch.randn(FEW // 2, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
         try:
-            _won[key] = _right(x, weight_NK) and _ms(_twin, x, weight_NK) < _ms(F.linear, x, weight_NK)
+            _is_faster[key] = _is_right(x, weight_NK) and _ms(_triton_linear, x, weight_NK) < _ms(
+                F.linear, x, weight_NK
+            )
         except Exception:
-            _won[key] = False
-    return _won[key]
+            _is_faster[key] = False
+    return _is_faster[key]
 
 
-def _right(x: Tensor, weight_NK: Tensor) -> bool:
+def _is_right(x: Tensor, weight_NK: Tensor) -> bool:
     expected = F.linear(x, weight_NK).float()
-    return bool((_twin(x, weight_NK, None).float() - expected).norm() <= ERROR * expected.norm())
+    return bool((_triton_linear(x, weight_NK, None).float() - expected).norm() <= ERROR * expected.norm())
 
 
 def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight_NK: Tensor) -> float:
-    """The median time of a product whose weight comes from memory."""
+    """Return the median time of a product whose weight comes from memory."""
     other = torch.empty(FLUSH, dtype=torch.uint8, device=x.device)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
+    times = []
     for _ in range(TRIALS):
-        other.zero_()  # while it runs, the host gets ahead
+        other.zero_()  # while it runs, the host queues what follows
         start.record()
         multiply(x, weight_NK, None)
         stop.record()
         stop.synchronize()
-        found.append(start.elapsed_time(stop))
-    return statistics.median(found)
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x [..., K] -> [..., N], for weights that serves() accepts."""
+    """Compute x W^T + b for a weight that serves() accepts.
+
+    Args:
+        x: [..., K].
+        weight_NK: The weight.
+        bias_N: Added to each row, if there is one.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
     y: Tensor = torch.ops.nibble.linear(x, weight_NK, bias_N)
     return y
 
 
+# An operator, so that a compiler of models leaves the choice to the time of the call, when the number of rows is known.
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     few = x.numel() <= FEW * x.shape[-1]
-    return _twin(x, weight, bias) if few else F.linear(x, weight, bias)
+    return _triton_linear(x, weight, bias) if few else F.linear(x, weight, bias)
 
 
-def _twin(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from nibble.kernels.linear import triton as twin
+def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from nibble.kernels.linear import triton as implementation
 
-    return twin.linear(x, weight, bias)
+    return implementation.linear(x, weight, bias)
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
+_library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::linear", _shape, lib=_library)

@@ -65,11 +65,11 @@ def _assign_split(program, seq_lens, requests, slots, R: gl.constexpr, K: gl.con
 
 @gluon.jit
 def _split_bounds(past, last, split, splits, N: gl.constexpr):
-    """Return a split's share [start, stop) of the latents that are seen. Starts are at whole tiles."""
-    seen = gl.maximum(past + last + 1, 0)
-    each = (seen + N * splits - 1) // (N * splits) * N
+    """Return a split's share [start, stop) of the latents that are visible. Starts are at whole tiles."""
+    visible = gl.maximum(past + last + 1, 0)
+    each = (visible + N * splits - 1) // (N * splits) * N
     start = split * each
-    return start, gl.minimum(start + each, seen)
+    return start, gl.minimum(start + each, visible)
 
 
 @gluon.jit
@@ -135,25 +135,25 @@ def _start_copy(section, buffer, page_table, page, first, stop, N: gl.constexpr,
 
 
 @gluon.jit
-def _start_packed_copy(section, items, codes, page_table, page, first, stop, N: gl.constexpr, WORDS: gl.constexpr,
+def _start_packed_copy(section, items, codes, page_table, page, first, stop, N: gl.constexpr, ITEMS: gl.constexpr,
                        CODES: gl.constexpr):  # fmt: skip
     """Start to copy a tile of packed values: words, and codes of block scales."""
     # Not through registers: the fence that makes decoded values visible would wait for loads, but not for copies.
-    _start_copy(section, items, page_table, page, first, stop, N, WORDS)
+    _start_copy(section, items, page_table, page, first, stop, N, ITEMS)
     if section.EACH:
         at, keep = tile_pointers(section.blocks, page_table, page, first, stop, section.PAGE_SIZE, N, CODES)
         async_copy.async_copy_global_to_shared(codes, at, mask=keep)
 
 
 @gluon.jit
-def _decode(section, items, codes, buffers, WORDS: gl.constexpr, BLOCKS: gl.constexpr):
+def _decode(section, items, codes, buffers, ITEMS: gl.constexpr, BLOCKS: gl.constexpr):
     """Decode a stored tile into shared memory, part by part."""
-    packed, wide = items.load(WORDS), 0
+    packed, wide = items.load(ITEMS), 0
     if section.EACH:
         scales = section.DECODE_SCALE(codes.load(gl.SliceLayout(2, BLOCKS)), section.DTYPE)
         EACH: gl.constexpr = packed.shape[1] // scales.shape[1]
         spread = gl.expand_dims(scales, 2).broadcast_to([scales.shape[0], scales.shape[1], EACH])
-        wide = gl.convert_layout(gl.reshape(spread, packed.shape), WORDS, assert_trivial=True)
+        wide = gl.convert_layout(gl.reshape(spread, packed.shape), ITEMS, assert_trivial=True)
     parts = section.DECODE(packed, wide, section.DTYPE)
     for j in gl.static_range(len(parts)):
         buffers[j].store(parts[j])
@@ -253,13 +253,13 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     q, out, parts, lse, plan, latent, rope, global_scale, page_table, cu_seqlens_q, seq_lens, scale, requests, slots,
     page_table_stride, q_stride_T, q_stride_H, GROUP: gl.constexpr, RANK: gl.constexpr, ROPE_DIM: gl.constexpr,
     ROPE: gl.constexpr, FOLD: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    K: gl.constexpr, REQUESTS: gl.constexpr, MMA: gl.constexpr, WORDS: gl.constexpr, BLOCKS: gl.constexpr,
-    CODES: gl.constexpr, ROPE_WORDS: gl.constexpr, ROPE_BLOCKS: gl.constexpr, ROPE_CODES: gl.constexpr,
+    K: gl.constexpr, REQUESTS: gl.constexpr, MMA: gl.constexpr, ITEMS: gl.constexpr, BLOCKS: gl.constexpr,
+    CODES: gl.constexpr, ROPE_ITEMS: gl.constexpr, ROPE_BLOCKS: gl.constexpr, ROPE_CODES: gl.constexpr,
 ):  # fmt: skip
     """Attend over a split of a request's latents. Grid and arguments are those of mla_kernel in mla/triton.py.
 
     Layouts: REQUESTS of values of each request, MMA of scores and sums; of the latent proper and of rotary values,
-    WORDS of words, BLOCKS of blocks x words, CODES of block scales.
+    ITEMS of words, BLOCKS of blocks x words, CODES of block scales.
     """
     # --- partition
     TOKENS: gl.constexpr = M // GROUP
@@ -302,9 +302,9 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     items, codes, rope_items, rope_codes = tiles, tiles, tiles, tiles
     if PACKED:
         items, codes = _allocate_stored(latent, N)
-        _start_packed_copy(latent, items, codes, page_table, page, start, stop, N, WORDS, CODES)
+        _start_packed_copy(latent, items, codes, page_table, page, start, stop, N, ITEMS, CODES)
     else:
-        _start_copy(latent, tiles.index(0), page_table, page, start, stop, N, WORDS)
+        _start_copy(latent, tiles.index(0), page_table, page, start, stop, N, ITEMS)
     if ROPE != NO_ROPE:
         if ROPE_PACKED:
             rope_decoded = _allocate_parts(rope, rope.PARTS, N, ROPE_SHARED)
@@ -314,19 +314,19 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
         if ROPE_PACKED:
             rope_items, rope_codes = _allocate_stored(rope, N)
             _start_packed_copy(
-                rope, rope_items, rope_codes, page_table, page, start, stop, N, ROPE_WORDS, ROPE_CODES
+                rope, rope_items, rope_codes, page_table, page, start, stop, N, ROPE_ITEMS, ROPE_CODES
             )
         else:
-            _start_copy(rope, rope_tiles.index(0), page_table, page, start, stop, N, ROPE_WORDS)
+            _start_copy(rope, rope_tiles.index(0), page_table, page, start, stop, N, ROPE_ITEMS)
     async_copy.commit_group()
     page = tile_page(page_table, start + N, stop, latent.PAGE_SIZE, N)
 
     # --- load queries
-    row_M, token_M, head_M, live_M = _tile_rows(first_token, group, count, GROUP, M, gl.SliceLayout(1, WORDS))
+    row_M, token_M, head_M, live_M = _tile_rows(first_token, group, count, GROUP, M, gl.SliceLayout(1, ITEMS))
     at_M = (begin + token_M).to(gl.int64) * q_stride_T + head_M * q_stride_H
-    _store_queries(q, at_M, live_M, latent, queries, RANK, WORDS)
+    _store_queries(q, at_M, live_M, latent, queries, RANK, ITEMS)
     if ROPE != NO_ROPE:
-        _store_queries(q + RANK, at_M, live_M, rope, rope_queries, ROPE_DIM, WORDS)
+        _store_queries(q + RANK, at_M, live_M, rope, rope_queries, ROPE_DIM, ITEMS)
 
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     row_M, token_M, head_M, live_M = _tile_rows(first_token, group, count, GROUP, M, COLUMN)
@@ -353,22 +353,22 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
         async_copy.wait_group(0)
         gl.thread_barrier()
         if PACKED:
-            _decode(latent, items, codes, decoded, WORDS, BLOCKS)
+            _decode(latent, items, codes, decoded, ITEMS, BLOCKS)
             if ROPE == ALIKE:
-                _decode(rope, rope_items, rope_codes, rope_decoded, ROPE_WORDS, ROPE_BLOCKS)
+                _decode(rope, rope_items, rope_codes, rope_decoded, ROPE_ITEMS, ROPE_BLOCKS)
             # Decoded values are visible to the tensor cores, and all threads have read the stored tile.
             fence_async_shared()
             gl.thread_barrier()
-            _start_packed_copy(latent, items, codes, page_table, page, first + N, stop, N, WORDS, CODES)
+            _start_packed_copy(latent, items, codes, page_table, page, first + N, stop, N, ITEMS, CODES)
             if ROPE == ALIKE:
                 _start_packed_copy(
-                    rope, rope_items, rope_codes, page_table, page, first + N, stop, N, ROPE_WORDS, ROPE_CODES
+                    rope, rope_items, rope_codes, page_table, page, first + N, stop, N, ROPE_ITEMS, ROPE_CODES
                 )
         else:
-            _start_copy(latent, tiles.index(1 - stage), page_table, page, first + N, stop, N, WORDS)
+            _start_copy(latent, tiles.index(1 - stage), page_table, page, first + N, stop, N, ITEMS)
             if ROPE != NO_ROPE:
                 _start_copy(
-                    rope, rope_tiles.index(1 - stage), page_table, page, first + N, stop, N, ROPE_WORDS
+                    rope, rope_tiles.index(1 - stage), page_table, page, first + N, stop, N, ROPE_ITEMS
                 )
             fence_async_shared()
         async_copy.commit_group()
@@ -406,7 +406,7 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
         fence_async_shared()
         gl.thread_barrier()
         if PACKED and ROPE == APART:  # all threads have waited for the products that read the one buffer
-            _start_copy(rope, rope_tiles.index(0), page_table, page, first + N, stop, N, ROPE_WORDS)
+            _start_copy(rope, rope_tiles.index(0), page_table, page, first + N, stop, N, ROPE_ITEMS)
             async_copy.commit_group()
         page = tile_page(page_table, first + 2 * N, stop, latent.PAGE_SIZE, N)
 
@@ -465,9 +465,9 @@ def section_layouts(section: Section, warps: int) -> tuple[Any, Any, Any]:
     """Return the layouts of a section's words, 16 bytes a thread; of blocks x words; and of codes of block scales."""
     width = section.items.WIDTH.value
     across = min(width // 8, 32)
-    words_layout = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+    items_layout = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
     if not section.EACH.value:
-        return words_layout, words_layout, words_layout
+        return items_layout, items_layout, items_layout
     count, item = section.blocks.WIDTH.value, section.blocks.data.element_size()
     each = width // count
     if each <= 8:
@@ -478,4 +478,4 @@ def section_layouts(section: Section, warps: int) -> tuple[Any, Any, Any]:
     vector = min(count, 16 // item)
     across = count // vector
     codes = gl.BlockedLayout([1, vector], [32 // across, across], [warps, 1], [1, 0])
-    return words_layout, blocks, codes
+    return items_layout, blocks, codes

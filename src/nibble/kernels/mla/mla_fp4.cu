@@ -249,13 +249,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla(
         float m[2][2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-          const float2 known = *(const float2*)&recent[(turn ^ 1) * WARPGROUPS + warpgroup][8 * n + 2 * c];
+          const float2 maximum = *(const float2*)&recent[(turn ^ 1) * WARPGROUPS + warpgroup][8 * n + 2 * c];
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             scores[n][i] = 8 * (i / 2) < tokens_left ? scores[n][i] * score_scale : minus_infinity();
           }
-          m[n][0] = tile < segment.begin + WARPGROUPS ? LOWEST : known.x;
-          m[n][1] = tile < segment.begin + WARPGROUPS ? LOWEST : known.y;
+          m[n][0] = tile < segment.begin + WARPGROUPS ? LOWEST : maximum.x;
+          m[n][1] = tile < segment.begin + WARPGROUPS ? LOWEST : maximum.y;
         }
         store_weights(scores, m, (u32*)(weights + warpgroup * WEIGHT_BYTES + 512 * warp) + lane,
                       maxima[warpgroup][warp], g, c);

@@ -353,12 +353,12 @@ def sparse_mla_sm90_kernel(  # noqa: PLR0915 (most is settled while it is compil
     HEADS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROPE_DIM: gl.constexpr, ROPE: gl.constexpr,
     FOLD: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, L: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr, COLUMNS: gl.constexpr, REGISTERS: gl.constexpr,
-    WORDS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
-    ROPE_WORDS: gl.constexpr, ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
+    ITEMS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
+    ROPE_ITEMS: gl.constexpr, ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Attend over a split of a token's list. Grid and arguments are those of sparse_mla_kernel in sparse_mla/triton.py.
 
-    Layouts, of the latent proper and of rotary values: WORDS of words, PAIRS of pairs of words, BLOCKS of blocks x
+    Layouts, of the latent proper and of rotary values: ITEMS of words, PAIRS of pairs of words, BLOCKS of blocks x
     words.
     """
     # --- partition
@@ -443,8 +443,8 @@ def sparse_mla_sm90_kernel(  # noqa: PLR0915 (most is settled while it is compil
                 stop, GROUP, OUT, PLAIN, SPLIT, M, N, MMA,
             )),
             (produce, (
-                latent, rope, tiles, rope_tiles, index, biases, full, empty, slots, start, stop, ROPE, N, WORDS,
-                PAIRS, BLOCKS, ROPE_WORDS, ROPE_PAIRS, ROPE_BLOCKS,
+                latent, rope, tiles, rope_tiles, index, biases, full, empty, slots, start, stop, ROPE, N, ITEMS,
+                PAIRS, BLOCKS, ROPE_ITEMS, ROPE_PAIRS, ROPE_BLOCKS,
             )),
         ],
         [4, PRODUCER_WARPS],

@@ -149,14 +149,14 @@ def _split_pairs(section, pairs, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _decode_rows(section, rows, tiles, stage, FIRST: gl.constexpr, WORDS: gl.constexpr):
+def _decode_rows(section, rows, tiles, stage, FIRST: gl.constexpr, ITEMS: gl.constexpr):
     """Decode rows of a tile, as _load_rows returned them, into shared memory, part by part."""
-    items, wide = _split_pairs(section, rows[0], WORDS), 0
+    items, wide = _split_pairs(section, rows[0], ITEMS), 0
     if section.EACH:
         scales = section.DECODE_SCALE(rows[1], section.DTYPE)
         EACH: gl.constexpr = items.shape[1] // scales.shape[1]
         spread = gl.expand_dims(scales, 2).broadcast_to([scales.shape[0], scales.shape[1], EACH])
-        wide = gl.convert_layout(gl.reshape(spread, items.shape), WORDS, assert_trivial=True)
+        wide = gl.convert_layout(gl.reshape(spread, items.shape), ITEMS, assert_trivial=True)
     parts = section.DECODE(items, wide, section.DTYPE)
     for j in gl.static_range(len(parts)):
         tiles[j].index(stage).slice(FIRST, parts[j].shape[0], 0).store(parts[j])
@@ -183,8 +183,8 @@ def _store_biases(biases, stage, slot_N):
 @gluon.jit
 def produce(
     latent, rope, tiles, rope_tiles, index, biases, full, empty, slots, start, stop, ROPE: gl.constexpr,
-    N: gl.constexpr, WORDS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
-    ROPE_WORDS: gl.constexpr, ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
+    N: gl.constexpr, ITEMS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
+    ROPE_ITEMS: gl.constexpr, ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Fill the two stages in turn, each when it is empty.
 
@@ -202,40 +202,40 @@ def produce(
         stop: The entry after the last.
         ROPE: NO_ROPE, ALIKE or APART.
         N: Latents of a tile.
-        WORDS: Layout of words of the latent proper.
+        ITEMS: Layout of words of the latent proper.
         PAIRS: Layout of pairs of words.
         BLOCKS: Layout of blocks x words.
-        ROPE_WORDS: WORDS of rotary values.
+        ROPE_ITEMS: ITEMS of rotary values.
         ROPE_PAIRS: PAIRS of rotary values.
         ROPE_BLOCKS: BLOCKS of rotary values.
     """
     if latent.PARTS == 1:
         _produce_plain(
-            latent, rope, tiles, rope_tiles, biases, full, empty, slots, start, stop, ROPE, N, WORDS, ROPE_WORDS
+            latent, rope, tiles, rope_tiles, biases, full, empty, slots, start, stop, ROPE, N, ITEMS, ROPE_ITEMS
         )  # fmt: skip
     else:
         _produce_packed(
-            latent, rope, tiles, rope_tiles, index, biases, full, empty, slots, start, stop, ROPE, N, WORDS,
-            PAIRS, BLOCKS, ROPE_WORDS, ROPE_PAIRS, ROPE_BLOCKS,
+            latent, rope, tiles, rope_tiles, index, biases, full, empty, slots, start, stop, ROPE, N, ITEMS,
+            PAIRS, BLOCKS, ROPE_ITEMS, ROPE_PAIRS, ROPE_BLOCKS,
         )  # fmt: skip
 
 
 @gluon.jit
 def _produce_plain(
     latent, rope, tiles, rope_tiles, biases, full, empty, slots, start, stop, ROPE: gl.constexpr,
-    N: gl.constexpr, WORDS: gl.constexpr, ROPE_WORDS: gl.constexpr,
+    N: gl.constexpr, ITEMS: gl.constexpr, ROPE_ITEMS: gl.constexpr,
 ):  # fmt: skip
     """Copy plain latents. Slots are loaded a tile ahead, so that copies do not wait for them."""
-    slot_N = _load_slots(slots, start, stop, N, gl.SliceLayout(1, WORDS))
+    slot_N = _load_slots(slots, start, stop, N, gl.SliceLayout(1, ITEMS))
     for first in range(start, stop, N):
         turn = (first - start) // N
         stage = turn % 2
-        next_slot_N = _load_slots(slots, first + N, stop, N, gl.SliceLayout(1, WORDS))
+        next_slot_N = _load_slots(slots, first + N, stop, N, gl.SliceLayout(1, ITEMS))
         mbarrier.wait(empty.index(stage), (turn // 2 & 1) ^ 1)
         if ROPE != NO_ROPE:
-            rope_slot_N = _load_slots(slots, first, stop, N, gl.SliceLayout(1, ROPE_WORDS))
-            _start_copy(rope, rope_slot_N, rope_tiles, stage, ROPE_WORDS)
-        _start_copy(latent, slot_N, tiles, stage, WORDS)
+            rope_slot_N = _load_slots(slots, first, stop, N, gl.SliceLayout(1, ROPE_ITEMS))
+            _start_copy(rope, rope_slot_N, rope_tiles, stage, ROPE_ITEMS)
+        _start_copy(latent, slot_N, tiles, stage, ITEMS)
         # Each thread's copies arrive by themselves; one more arrival is for the biases.
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         _store_biases(biases, stage, slot_N)
@@ -247,7 +247,7 @@ def _produce_plain(
 @gluon.jit
 def _produce_packed(
     latent, rope, tiles, rope_tiles, index, biases, full, empty, slots, start, stop, ROPE: gl.constexpr,
-    N: gl.constexpr, WORDS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr, ROPE_WORDS: gl.constexpr,
+    N: gl.constexpr, ITEMS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr, ROPE_ITEMS: gl.constexpr,
     ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Load and decode packed latents."""
@@ -271,17 +271,17 @@ def _produce_packed(
         mbarrier.wait(empty.index(stage), (turn // 2 & 1) ^ 1)
         _store_biases(biases, stage, slot_N)
         if ROPE == APART:  # plain rotary values are copied while the rest is decoded
-            rope_slot_N = index.load(gl.SliceLayout(1, ROPE_WORDS))
-            _start_copy(rope, rope_slot_N, rope_tiles, stage, ROPE_WORDS)
+            rope_slot_N = index.load(gl.SliceLayout(1, ROPE_ITEMS))
+            _start_copy(rope, rope_slot_N, rope_tiles, stage, ROPE_ITEMS)
             async_copy.commit_group()
 
         # --- decode
-        _decode_rows(latent, lower, tiles, stage, 0, WORDS)
+        _decode_rows(latent, lower, tiles, stage, 0, ITEMS)
         index.store(next_slot_N)
         gl.thread_barrier()
         if ROPE == ALIKE:
-            _decode_rows(rope, rope_rows, rope_tiles, stage, 0, ROPE_WORDS)
-        _decode_rows(latent, upper, tiles, stage, HALF, WORDS)
+            _decode_rows(rope, rope_rows, rope_tiles, stage, 0, ROPE_ITEMS)
+        _decode_rows(latent, upper, tiles, stage, HALF, ITEMS)
         if ROPE == APART:
             async_copy.wait_group(0)
         fence_async_shared()
@@ -299,8 +299,8 @@ def _produce_packed(
 
 def producer_layouts(section: Section, warps: int) -> tuple[Any, Any, Any]:
     """Return the layouts of a section's words, of pairs of them, and of blocks x words."""
-    words_layout, blocks, _ = section_layouts(section, warps)
+    items_layout, blocks, _ = section_layouts(section, warps)
     pairs = gl.BlockedLayout(
-        [1, 4], words_layout.threads_per_warp, words_layout.warps_per_cta, words_layout.order
+        [1, 4], items_layout.threads_per_warp, items_layout.warps_per_cta, items_layout.order
     )
-    return words_layout, pairs, blocks
+    return items_layout, pairs, blocks
