@@ -114,10 +114,9 @@ class LLM:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts
-        priorities = _priorities(priority, len(many))
         collectors: list[_Collector] = []
         try:
-            for prompt, rank in zip(many, priorities, strict=True):
+            for prompt, rank in zip(many, _priorities(priority, len(many)), strict=True):
                 collectors.append(self._submit(prompt, _params(params, options), rank))
             self._run(collectors, progress if progress is not None else len(many) > 1 and sys.stderr.isatty())
         except BaseException:
@@ -125,9 +124,9 @@ class LLM:
                 self.engine.abort(collector.handle)
             raise
         outputs = [collector.output() for collector in collectors]
-        answers = [answer for output in outputs for answer in output.completions]
-        if answers and all(answer.error for answer in answers):
-            raise NibbleError(str(answers[0].error))
+        errors = [answer.error for output in outputs for answer in output.completions]
+        if errors and all(errors):
+            raise NibbleError(str(errors[0]))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
@@ -266,7 +265,7 @@ class _Collector:
 
 def as_texts(texts: Sequence[str]) -> Sequence[str]:
     """Return a list of texts, of one where a single text was given."""
-    # A text is a sequence itself: of characters, which nobody means.
+    # A text is itself a sequence of texts, of its characters, which is never meant.
     return [texts] if isinstance(texts, str) else texts
 
 
