@@ -23,7 +23,8 @@ _FLOAT32_MAX = 3.4028234663852886e38
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?$", re.IGNORECASE)
 
 
-def _option(default: Any, doc: str) -> Any:
+def option(default: Any, doc: str) -> Any:
+    """Return a dataclass field with a default and a help text."""
     return field(default=default, metadata={"doc": doc})
 
 
@@ -44,59 +45,59 @@ class Config:
     Paths are taken for names, and a number of bytes for kv_memory; both are stored as text.
     """
 
-    model: str = _option(
+    model: str = option(
         MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
     )
-    kv_format: str = _option(
+    kv_format: str = option(
         "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
     )
-    kv_layers: str = _option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
-    kv_scales: str = _option(
+    kv_layers: str = option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
+    kv_scales: str = option(
         "auto", "Global KV scales: auto (the checkpoint's), a JSON file, calibrate, or one."
     )
-    page_size: int | None = _option(None, "Tokens per page; chosen jointly with the backends if left out.")
-    attention_backend: str = _option("auto", "Attention backend of all phases.")
-    prefill_backend: str | None = _option(None, "Backend of PREFILL and EXTEND, where it differs.")
-    decode_backend: str | None = _option(None, "Backend of DECODE and VERIFY, where it differs.")
-    tuned: bool = _option(
+    page_size: int | None = option(None, "Tokens per page; chosen jointly with the backends if left out.")
+    attention_backend: str = option("auto", "Attention backend of all phases.")
+    prefill_backend: str | None = option(None, "Backend of PREFILL and EXTEND, where it differs.")
+    decode_backend: str | None = option(None, "Backend of DECODE and VERIFY, where it differs.")
+    tuned: bool = option(
         True, "Let `auto` follow the times that `nibble tune` measured on this machine, where there are some."
     )
-    allow_staging: bool = _option(False, "Allow a decode backend that needs pages dequantised first (slow).")
-    dtype: str = _option("auto", "Compute dtype: auto (float32 on a CPU, else the checkpoint's), or a name.")
-    device: str = _option("auto", "auto, cpu or cuda.")
-    kv_memory: str | None = _option(
+    allow_staging: bool = option(False, "Allow a decode backend that needs pages dequantised first (slow).")
+    dtype: str = option("auto", "Compute dtype: auto (float32 on a CPU, else the checkpoint's), or a name.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
     )
-    max_context: int | None = _option(None, "Longest prompt + answer in tokens; the model's own if left out.")
-    max_running: int = _option(256, "Most requests that decode at the same time.")
-    token_budget: int | None = _option(
+    max_context: int | None = option(None, "Longest prompt + answer in tokens; the model's own if left out.")
+    max_running: int = option(256, "Most requests that decode at the same time.")
+    token_budget: int | None = option(
         None,
         "Most tokens computed in one step: 8192 on a GPU, 512 on a CPU; longer prompts are cut into chunks.",
     )
-    index_topk: int | None = _option(
+    index_topk: int | None = option(
         None, "Tokens that each query of sparse attention (DSA) looks at; the model's own if left out."
     )
-    hisparse: str = _option(
+    hisparse: str = option(
         "",
         "Keep the cache of sparse attention (DSA) in host memory, and hot tokens on the device, once that is full: on, "
         "or settings as buffer=4096,host_memory=64GiB,host_format=FORMAT; off if left out.",
     )
-    prefix_cache: bool = _option(True, "Share pages between requests with the same beginning.")
-    compile: bool = _option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
-    graphs: bool = _option(
+    prefix_cache: bool = option(True, "Share pages between requests with the same beginning.")
+    compile: bool = option(True, "On a GPU: compile the model with torch.compile, once for all lengths.")
+    graphs: bool = option(
         True, "On a GPU: record decode steps as CUDA graphs, where the backend can be recorded."
     )
-    watch_fidelity: float = _option(
+    watch_fidelity: float = option(
         0.0,
         "Share of requests, from 0 to 1, whose attention is compared with rows in the model's own precision as they "
         "are served.",
     )
-    fidelity_alert: float | None = _option(
+    fidelity_alert: float | None = option(
         None,
         "Relative error of a layer's attention from which to warn; left out: twice what its format makes of the same "
         "rows.",
     )
-    seed: int = _option(0, "Seed of requests that name none.")
+    seed: int = option(0, "Seed of requests that name none.")
 
     def __post_init__(self) -> None:
         for name in ("model", "kv_scales"):
@@ -247,35 +248,33 @@ class SamplingParams:
     though they may be texts, as JSON has them. None for stop, logit_bias and lists of tokens means none.
     """
 
-    max_tokens: int = _option(128, "Most tokens to generate.")
-    temperature: float = _option(0.0, "0 (or below 1e-6) is greedy; higher is more random.")
-    top_k: int = _option(0, "Keep the k most likely tokens; 0 keeps all.")
-    top_p: float = _option(1.0, "Keep the likeliest tokens whose probabilities sum to p.")
-    min_p: float = _option(0.0, "Drop tokens less likely than min_p times the likeliest.")
-    repetition_penalty: float = _option(
+    max_tokens: int = option(128, "Most tokens to generate.")
+    temperature: float = option(0.0, "0 (or below 1e-6) is greedy; higher is more random.")
+    top_k: int = option(0, "Keep the k most likely tokens; 0 keeps all.")
+    top_p: float = option(1.0, "Keep the likeliest tokens whose probabilities sum to p.")
+    min_p: float = option(0.0, "Drop tokens less likely than min_p times the likeliest.")
+    repetition_penalty: float = option(
         1.0, "Divide (multiply, if negative) logits of tokens seen in prompt or answer."
     )
-    presence_penalty: float = _option(0.0, "Subtract from logits of tokens that the answer holds.")
-    frequency_penalty: float = _option(0.0, "Subtract from logits, per occurrence in the answer.")
+    presence_penalty: float = option(0.0, "Subtract from logits of tokens that the answer holds.")
+    frequency_penalty: float = option(0.0, "Subtract from logits, per occurrence in the answer.")
     logit_bias: Mapping[int, float] = field(
         default_factory=dict, metadata={"doc": "Add to logits, by token id."}
     )
-    seed: int | None = _option(
-        None, "Seed of this request; the same seed gives the same answer in any batch."
-    )
-    stop: tuple[str, ...] = _option((), "Strings that end the answer; not part of it.")
-    stop_token_ids: tuple[int, ...] = _option((), "Tokens that end the answer; not part of it.")
-    ignore_eos: bool = _option(False, "Go on after the model's end-of-text token.")
-    logprobs: int | None = _option(
+    seed: int | None = option(None, "Seed of this request; the same seed gives the same answer in any batch.")
+    stop: tuple[str, ...] = option((), "Strings that end the answer; not part of it.")
+    stop_token_ids: tuple[int, ...] = option((), "Tokens that end the answer; not part of it.")
+    ignore_eos: bool = option(False, "Go on after the model's end-of-text token.")
+    logprobs: int | None = option(
         None, "Return log-probabilities of this many likeliest tokens (0: the chosen one only)."
     )
-    grammar: str | None = _option(
+    grammar: str | None = option(
         None,
         "What the answer must be: json_object:, json_schema:SCHEMA, regex:REGEX, choice:[TEXTS] or lark:GRAMMAR.",
     )
-    skip_special_tokens: bool = _option(True, "Leave special tokens out of the text.")
-    shown_tokens: tuple[int, ...] = _option((), "Special tokens that are text all the same.")
-    n: int = _option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
+    shown_tokens: tuple[int, ...] = option((), "Special tokens that are text all the same.")
+    n: int = option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
 
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:

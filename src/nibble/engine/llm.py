@@ -98,8 +98,6 @@ class LLM:
     ) -> Any:
         """Answer one prompt (-> Output) or many (-> list of Output, in order).
 
-        Where the engine fails in an answer, the answer's `error` says so.
-
         Args:
             prompts: one or many; text or token ids.
             params: of all prompts.
@@ -110,7 +108,7 @@ class LLM:
         Raises:
             RequestError: a prompt or the options cannot be served; nothing is computed then.
             PromptTooLong: a prompt has too many tokens for the cache or the model.
-            NibbleError: the engine failed in all answers.
+            NibbleError: the engine failed in all answers; one answer's failure is its `error`.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts

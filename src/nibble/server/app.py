@@ -130,7 +130,7 @@ class Api:
         return JSONResponse(body, 200 if state is State.READY else 503)
 
     async def live(self) -> dict[str, str]:
-        """Return that the server answers, whatever its engine does."""
+        """Return that the server answers; the engine may not."""
         return {"status": "live"}
 
     async def metrics(self) -> Response:
@@ -198,10 +198,12 @@ class Api:
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), **kwargs: Any
     ) -> list[int]:
         """Return a conversation's tokens; kwargs: for the chat template."""
+        # Templates differ in whether they take a call's arguments as an object or as its text.
         as_text = arguments_as_text(self.tokens.chat_template)
         turns = [message_for_template(message.plain(), as_text=as_text) for message in messages]
         tool_list = tools_for_template(tools)
         size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(tool_list or []))
+        # No token has more characters than the longest, so this is a lower bound.
         self._check_length(size // self.tokens.longest)
         if size > LONG_TEXT:
             return await asyncio.to_thread(self.tokens.chat, turns, tool_list, **kwargs)
@@ -265,6 +267,7 @@ class Api:
     ) -> Choices:
         """Yield choices as they come. timeout: in seconds, with all that the requests wait."""
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        # All prompts of a request have the same parameters.
         grammar = requests[0].params.grammar
         if grammar is not None and self.client.ready:
             async with asyncio.timeout_at(deadline):
@@ -279,8 +282,10 @@ class Api:
                     cached[i] = pieces[-1].cached
                     writer.cached = sum(cached.values())
                     first = i * requests[i].params.n
-                    taken = [writer.take(first + piece.delta.index, _delta_of(piece)) for piece in pieces]
-                    if choices := [choice for choice in taken if choice is not None]:
+                    new_choices = [
+                        writer.take(first + piece.delta.index, _delta_of(piece)) for piece in pieces
+                    ]
+                    if choices := [choice for choice in new_choices if choice is not None]:
                         yield choices
 
     async def _collect(self, writer: Writer, choices: Choices) -> Response:

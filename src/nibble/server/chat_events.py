@@ -1,4 +1,4 @@
-"""What comes of an answer's text: reasoning, text and tool calls, and their shape in OpenAI's API."""
+"""Events of an answer: reasoning, text and tool calls, and their shape in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
 
 def delta_of(events: Sequence[Event]) -> dict[str, Any]:
     """Return a chunk's delta in OpenAI's shape; an empty one where there is nothing to show."""
+    # Merging needs the pieces of a call side by side; sorting is stable, so their order stays.
     pieces = sorted(_pieces(events), key=lambda piece: piece.index)
     calls = [call.openai() for call in _pieces(merge_events(pieces))]
     delta = {"reasoning_content": _text(events, Thought), "content": _text(events, Text), "tool_calls": calls}
@@ -68,6 +69,7 @@ def message_of(events: Sequence[Event]) -> dict[str, Any]:
     """Return the message of a complete answer in OpenAI's shape, from all its events."""
     message = {"role": "assistant", "content": "", "refusal": None, **delta_of(events)}
     if "tool_calls" in message:
+        # OpenAI's message has null beside calls, and calls without an index.
         message["content"] = message["content"] or None
         for call in message["tool_calls"]:
             del call["index"]

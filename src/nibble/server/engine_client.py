@@ -177,6 +177,7 @@ class ProcessClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        # For the sockets, one of each life of the process.
         self._folder = tempfile.TemporaryDirectory(prefix="nibble-")
         self._state_changed = asyncio.Condition()
         self._state, self._failure = State.STARTING, wire.Failed("", "")

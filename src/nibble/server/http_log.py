@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to its last: what is noted on the way, and who reads it when it has ended."""
+"""The log of one HTTP request, and the middleware that writes it and hands it on at the request's end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CLIENT_GONE = 499
 NO_ROUTE = "other"
 """Route of what reached none."""
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:=+/@-]{1,128}")
-"""What an id may be that a client chose: it goes into logs, and back into a header."""
+"""Ids of clients that are accepted: they go into logs, and back into a header."""
 POLLING_METHODS = ("GET", "HEAD")
-"""Asked every few seconds: a line only in a debug log, unless the client made a mistake."""
+"""Requests that are logged as debug lines only, unless the client made a mistake."""
 
 
 @dataclass(slots=True)
 class HttpLog:
-    """What is noted of one HTTP request."""
+    """Notes about one HTTP request."""
 
     id: str
     method: str
@@ -54,7 +54,7 @@ class HttpLog:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Reasons of all answers; one that did not come to its end was aborted, unless it was refused."""
+        """The reasons of all answers; one that did not come to its end was aborted, unless it was refused."""
         reasons = [reason for timer in self.timers for reason in timer.reasons]
         return reasons or (["abort"] if self.operation and self.status < 400 else [])
 
@@ -86,13 +86,14 @@ Sink = Callable[[HttpLog], None]
 
 
 def http_log_of(scope: Scope) -> HttpLog:
-    """Return what is noted of the request that a scope belongs to."""
+    """Return the log of the request that a scope belongs to."""
     http_log: HttpLog = scope[SCOPE_KEY]
     return http_log
 
 
 def access_log(http_log: HttpLog, *, texts: bool) -> None:
     """Log one request that ended. texts: with its body."""
+    # Dashboards poll: their requests would hide all others.
     quiet = http_log.method in POLLING_METHODS and not 400 <= http_log.status < 500
     log_event("request", logging.DEBUG if quiet else logging.INFO, **http_log.summary(texts=texts))
 
@@ -110,6 +111,7 @@ class RequestLogMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        # A client's own id lets it find the request in the log.
         client_id = headers.get(ID_HEADER.decode(), "")
         request_id = client_id if CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex
         scope[SCOPE_KEY] = http_log = HttpLog(request_id, scope["method"], scope["path"], headers)
@@ -137,6 +139,7 @@ class RequestLogMiddleware:
         route = scope.get("route")
         if route is not None:
             return str(route.path)
+        # Paths that no route has are one label in metrics: clients may send any.
         if not self._paths and "app" in scope:
             self._paths = frozenset(getattr(route, "path", "") for route in scope["app"].routes)
         return scope["path"] if scope["path"] in self._paths else NO_ROUTE

@@ -26,6 +26,7 @@ def configure(log_format: str) -> None:
     handler.setFormatter(LineFormatter(as_json if log_format == "json" else as_text))
     for name, level in (("nibble", logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
+        # Without propagation no handler of the root writes a line a second time.
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
 
@@ -55,6 +56,7 @@ def as_json(facts: Mapping[str, Any]) -> str:
 def as_text(facts: Mapping[str, Any]) -> str:
     """Return `TIME LEVEL EVENT key=value ...`; an exception stands below, as Python shows it."""
     rest = dict(facts)
+    # These have no spaces and the same place in each line, so they need no names.
     head = " ".join(str(rest.pop(name)) for name in ("time", "level", "event"))
     exception = rest.pop("exception", None)
     line = " ".join((head, *(f"{name}={_quoted(value)}" for name, value in rest.items())))

@@ -1,4 +1,4 @@
-"""What the server counts and times, as Prometheus reads it. Names are vLLM's, with `nibble:` for `vllm:`.
+"""The metrics of the server, as Prometheus reads them. Names are vLLM's, with `nibble:` for `vllm:`.
 
 Requests are counted as they go by, and HTTP requests at their end; the engine's counts are read when somebody asks.
 """

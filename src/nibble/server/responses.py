@@ -166,6 +166,7 @@ class ChatWriter(Writer):
         first = index not in self._parsers
         if first:
             self._begin(index)
+        # A marker, or a half of one, may stand in several deltas, so each answer has a parser of its own.
         parser = self._parsers[index]
         events = parser.feed(delta.text, last=delta.finish_reason is not None)
         if reason == "stop" and parser.num_calls:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nibble.config import _option as option
-from nibble.config import parse_bytes
+from nibble.config import option, parse_bytes
 from nibble.errors import ConfigError, unknown
 
 PRIORITY = "priority"
@@ -46,6 +45,7 @@ class Settings:
     drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
 
     def __post_init__(self) -> None:
+        # Malformed sizes are refused at the start, not with the first body.
         parse_bytes(self.max_body)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")

@@ -107,6 +107,7 @@ async def _multiple(
             done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise TimeoutError
+            # All that is there goes on before the next wait.
             for task in done:
                 i = tasks.pop(task)
                 try:

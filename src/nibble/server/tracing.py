@@ -44,6 +44,7 @@ class Tracer:
         defaults = Resource({"service.name": NAME, "service.version": nibble.__version__})
         # OTEL_SERVICE_NAME and its like win.
         resource = defaults.merge(OTELResourceDetector().detect())
+        # run.py closes it, when all requests have ended.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(NAME, nibble.__version__)

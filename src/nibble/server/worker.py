@@ -176,6 +176,7 @@ def main(address: str, log_format: str) -> None:
     configure(log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
+    # In milliseconds: the last message may say why the engine could not start.
     socket.linger = 1000
     socket.connect(address)
     config = json.load(sys.stdin)

@@ -9,7 +9,7 @@ import pytest
 
 from nibble.cli.serve import FLAG_ALIASES, VALUE_ALIASES, translate_flags
 from nibble.config import Config
-from nibble.server import reasoning, tools
+from nibble.server.chat_format import CALL_FORMATS, REASONING_FORMATS
 from nibble.server.settings import Settings
 
 
@@ -44,8 +44,8 @@ def test_every_flag_is_told_of() -> None:
 
 
 def test_every_format_stands_for_one_that_is_there() -> None:
-    assert set(VALUE_ALIASES["--tool-format"].values()) <= set(tools.PARSERS)
-    assert set(VALUE_ALIASES["--reasoning-parser"].values()) <= set(reasoning.STYLES)
+    assert set(VALUE_ALIASES["--tool-format"].values()) <= set(CALL_FORMATS)
+    assert set(VALUE_ALIASES["--reasoning-parser"].values()) <= set(REASONING_FORMATS)
     assert translate_flags(["m", "--tool-call-parser", "qwen25", "--enable-auto-tool-choice"]) == [
         "m",
         "--tool-format",
