@@ -126,8 +126,29 @@ def build(
         BackendError: the start-up test failed.
     """
     parts, startup = plan_parts(config, calibrate), StartupReport()
-    engine_plan, tokenizer, scales = parts.plan, parts.tokenizer, parts.scales
+    engine_plan = parts.plan
     startup.notes += filter(None, [engine_plan.warning])
+    model, scales = _load(parts, startup)
+    with explain_out_of_memory(engine_plan.budget):
+        frames, device = engine_plan.budget.frames, engine_plan.hardware.device
+        pool = PagedPool(
+            engine_plan.plan.layout, engine_plan.budget.pages, scales, device, frames=frames, poison=poison
+        )
+        tier = _tier(engine_plan, pool, scales)
+    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier)
+    # It takes its memory before the start checks what is left, and runs only after the start.
+    error_monitor = _error_monitor(engine_plan)
+    warm_up(engine.runner, config, engine_plan.budget, startup, engine.scheduler.limit, test=test)
+    engine.runner.error_monitor = error_monitor
+    startup.notes += staging_warnings(engine_plan.plan, engine_plan.budget.context)
+    engine.startup = startup
+    return engine, engine_plan
+
+
+def _load(parts: EngineParts, startup: StartupReport) -> tuple[nn.Module, KVScales]:
+    """Load the weights, and measure KV scales where there are texts for it."""
+    engine_plan, tokenizer = parts.plan, parts.tokenizer
+    config, scales = engine_plan.config, parts.scales
     with startup.part("weights"):
         model_config = load_config(config.model, config.index_topk)
         model = load(
@@ -137,20 +158,7 @@ def build(
         with startup.part("calibration"):
             prompts = [tokenizer.encode(text) for text in parts.texts]
             scales = measure_scales(engine_plan, model, prompts, engine_plan.budget.step_tokens)
-    with explain_out_of_memory(engine_plan.budget):
-        frames, device = engine_plan.budget.frames, engine_plan.hardware.device
-        pool = PagedPool(
-            engine_plan.plan.layout, engine_plan.budget.pages, scales, device, frames=frames, poison=poison
-        )
-        tier = _tier(engine_plan, pool, scales)
-    engine = _engine(engine_plan, model, pool, scales, tokenizer, tier)
-    # It takes its memory before the start checks what is left, and runs only after the start.
-    error_monitor = _error_monitor(engine_plan)
-    warm_up(engine.runner, config, engine_plan.budget, startup, engine.scheduler.limit, test=test)
-    engine.runner.error_monitor = error_monitor
-    startup.notes += staging_warnings(engine_plan.plan, engine_plan.budget.context)
-    engine.startup = startup
-    return engine, engine_plan
+    return model, scales
 
 
 def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:

@@ -120,34 +120,43 @@ class Engine:
         self.check(prompt, params)
         matcher = matcher or self.matcher(params)
         with self._lock:
-            number, namespace = next(self._ids), f"{self.namespace}/{salt}"
-            ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
-            requests: list[Request] = []
-            for index in range(params.n):
-                requests.append(
-                    Request(
-                        id=f"{number}-{index}",
-                        prompt_token_ids=prompt,
-                        params=_child_params(params, index),
-                        namespace=namespace,
-                        stop_ids=frozenset(params.stop_token_ids) | ends,
-                        waits_for=requests[0] if requests else None,
-                        matcher=matcher.fork() if matcher else None,
-                        priority=priority,
-                    )
-                )
+            requests = self._requests(prompt, params, salt, priority, matcher)
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
+                detokenizer, stop_strings = self._detokenizer(prompt, params), StopStrings(params.stop)
+                # A stop string ends the answer, so its text must be looked at token by token.
+                final = final_only and not params.stop
                 self._streams[request] = OutputStream(
-                    request,
-                    index,
-                    on_output,
-                    self._detokenizer(prompt, params),
-                    StopStrings(params.stop),
-                    # A stop string ends the answer, so its text must be looked at token by token.
-                    final_only and not params.stop,
+                    request, index, on_output, detokenizer, stop_strings, final
                 )
         return RequestHandle(tuple(requests))
+
+    def _requests(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        salt: str,
+        priority: int,
+        matcher: Matcher | None,
+    ) -> list[Request]:
+        """Return one request for each answer; all but the first wait for its prompt, whose pages they share."""
+        number, namespace = next(self._ids), f"{self.namespace}/{salt}"
+        ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
+        requests: list[Request] = []
+        for index in range(params.n):
+            requests.append(
+                Request(
+                    id=f"{number}-{index}",
+                    prompt_token_ids=prompt,
+                    params=_child_params(params, index),
+                    namespace=namespace,
+                    stop_ids=frozenset(params.stop_token_ids) | ends,
+                    waits_for=requests[0] if requests else None,
+                    matcher=matcher.fork() if matcher else None,
+                    priority=priority,
+                )
+            )
+        return requests
 
     def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         visible = frozenset(params.shown_tokens) if params.skip_special_tokens else None

@@ -131,7 +131,7 @@ class ReferenceRows:
             place: of the layer among those of this turn.
             layer: whose rows are read.
             end: tokens that are stored; the query is of the last of them.
-            query: what was asked.
+            query: of the last token.
             out_HD: what was answered.
 
         Returns:

@@ -98,8 +98,6 @@ class LLM:
     ) -> Any:
         """Answer one prompt (-> Output) or many (-> list of Output, in order).
 
-        Where the engine fails in an answer, the answer's `error` says so.
-
         Args:
             prompts: one or many; text or token ids.
             params: of all prompts.
@@ -110,14 +108,13 @@ class LLM:
         Raises:
             RequestError: a prompt or the options cannot be served; nothing is computed then.
             PromptTooLong: a prompt has too many tokens for the cache or the model.
-            NibbleError: the engine failed in all answers.
+            NibbleError: the engine failed in all answers; one answer's failure is its `error`.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts
-        priorities = _priorities(priority, len(many))
         collectors: list[_Collector] = []
         try:
-            for prompt, rank in zip(many, priorities, strict=True):
+            for prompt, rank in zip(many, _priorities(priority, len(many)), strict=True):
                 collectors.append(self._submit(prompt, _params(params, options), rank))
             self._run(collectors, progress if progress is not None else len(many) > 1 and sys.stderr.isatty())
         except BaseException:
@@ -125,9 +122,9 @@ class LLM:
                 self.engine.abort(collector.handle)
             raise
         outputs = [collector.output() for collector in collectors]
-        answers = [answer for output in outputs for answer in output.completions]
-        if answers and all(answer.error for answer in answers):
-            raise NibbleError(str(answers[0].error))
+        errors = [answer.error for output in outputs for answer in output.completions]
+        if errors and all(errors):
+            raise NibbleError(str(errors[0]))
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
@@ -266,7 +263,7 @@ class _Collector:
 
 def as_texts(texts: Sequence[str]) -> Sequence[str]:
     """Return a list of texts, of one where a single text was given."""
-    # A text is a sequence itself: of characters, which nobody means.
+    # A text is itself a sequence of texts, of its characters, which is never meant.
     return [texts] if isinstance(texts, str) else texts
 
 

@@ -34,11 +34,11 @@ LOGITS_PER_DRAW = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """The rows that asked for log-probabilities."""
+    """The rows that need log-probabilities."""
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
-    """How many of the likeliest tokens each of these rows asked for."""
+    """How many of the likeliest tokens each of these rows needs."""
     rows_R: Tensor
     """`rows` on the device."""
 
