@@ -149,7 +149,7 @@ def _number(value: float | None) -> str:
 
 
 def verdict(job: str, results: Sequence[Result]) -> Verdict:
-    auto = next((result for result in results if result.chosen), None)
+    auto = next((result for result in results if result.in_plan), None)
     decode = bool(results) and results[0].phase is Phase.DECODE
     return Verdict(job, auto, fastest(results, recordable=decode), fastest(results))
 
@@ -271,7 +271,7 @@ def cell(result: Result) -> str:
     if result.ms is None:
         return result.failure
     eager = result.phase is Phase.DECODE and not result.captured
-    marks = {"eager": eager, "one call": result.rough, "**auto**": result.chosen}
+    marks = {"eager": eager, "one call": result.rough, "**auto**": result.in_plan}
     notes = [text for text, holds in marks.items() if holds]
     place = "" if result.page == 64 else f"page {result.page}"
     read = [f"{result.read_bytes / result.ms / 1e9:.2f} TB/s"] if result.phase.decodes else []
@@ -345,7 +345,7 @@ def judge(need: str, results: Mapping[str, list[Result]]) -> tuple[str, str, str
     slow = {name: slowness(group, results, need) for name, group in by_name.items() if len(group) == work}
     able = {n: s for n, s in slow.items() if by_name[n][0].graphs or by_name[n][0].phase is not Phase.DECODE}
     best = min(able or slow, key=lambda name: slow[name])
-    auto = next((name for name, group in by_name.items() if group[0].chosen), "not recorded")
+    auto = next((name for name, group in by_name.items() if group[0].in_plan), "not recorded")
     return need, auto, best, slow.get(auto, math.inf) / slow[best]
 
 

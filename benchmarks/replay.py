@@ -27,16 +27,16 @@ Records = dict[tuple[str, str, str | None], dict[int, dict[str, Any]]]
 
 
 def read(paths: list[Path]) -> Records:
-    """Cells that have a time, by job, backend and what was staged, and by page size."""
-    found: Records = {}
+    """Return cells that have a time, by job, backend and what was staged, and by page size."""
+    records: Records = {}
     cells = (cell for path in paths for cell in json.loads(path.read_text())["cells"])
     for cell in (cell for cell in cells if cell["ms"] is not None):
-        found.setdefault((cell["job"], cell["backend"], cell["stage_to"]), {})[cell["page"]] = cell
-    return found
+        records.setdefault((cell["job"], cell["backend"], cell["stage_to"]), {})[cell["page"]] = cell
+    return records
 
 
 def replayed(job: Job, records: Records) -> Iterator[Result]:
-    """The results of a job, with the preferences and the choice of today."""
+    """Yield the results of a job, with the places and the choice of today."""
     for entrant in entrants(job.request, job.plan, job.part, job.work.phase):
         pages = records.get((job.name, *entrant.option.key), {})
         page = entrant.page if entrant.page in pages else next(iter(pages), None)
@@ -55,10 +55,10 @@ def main() -> None:
     options = parser.parse_args()
     records, race = read(options.files), arguments().parse_args([])
     race.only = options.only
-    known, without = {job for job, _, _ in records}, options.without.split(",")
+    names, without = {job for job, _, _ in records}, options.without.split(",")
     table = {name: info for name, info in all_backends().items() if name not in without}
-    found = [job for job in jobs(race, lookup_gpu(options.gpu), table) if job.name in known]
-    results = {job.name: again for job in found if (again := list(replayed(job, records)))}
+    raced = [job for job in jobs(race, lookup_gpu(options.gpu), table) if job.name in names]
+    results = {job.name: again for job in raced if (again := list(replayed(job, records)))}
     if not results:
         parser.error("these files have no time of a need and a backend that are raced today")
     print(by_need(results))

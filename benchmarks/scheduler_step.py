@@ -24,8 +24,7 @@ from report import cpu, report_path
 
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
-from nibble.engine.batch import Batch
-from nibble.engine.request import Request
+from nibble.engine.request import Batch, Request
 from nibble.engine.scheduler import Scheduler
 
 TARGET_MS = 2.0

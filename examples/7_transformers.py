@@ -27,4 +27,4 @@ ids, mask = torch.cat((ids, more.input_ids), 1), inputs.attention_mask
 mask = torch.cat((mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])), 1)
 ids = model.generate(ids, attention_mask=mask, **options, max_new_tokens=16, past_key_values=cache)
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
-print(cache.words)
+print(cache.summary)

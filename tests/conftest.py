@@ -62,7 +62,8 @@ def scalars_bound_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 # The ledger: tests of conformance say what they are about; what no test of a combination disproves goes into it, written
 # once, at the end, by the process that hears of all. A run that was cut short disproves, and confirms nothing.
 
-PROPERTY = "conforms"
+from conformance_report import PROPERTY  # noqa: E402
+
 _heard: dict[bool, list[LedgerEntry]] = {True: [], False: []}
 
 

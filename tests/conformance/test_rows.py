@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import PROPERTY
+from conformance_report import PROPERTY
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_ref import TorchRef

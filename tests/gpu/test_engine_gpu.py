@@ -164,7 +164,9 @@ def test_the_fidelity_watch_changes_no_answer(scheme: str) -> None:
         assert llm.engine.runner.graphs and llm.error_monitor
         print(f"{scheme}: {llm.error_monitor.summary}")
         assert llm.error_monitor.samples > 4 and llm.error_monitor.alerts == 0
-        assert all(reading.error < 2 * reading.own + 0.03 for reading in llm.error_monitor.readings.values())
+        assert all(
+            reading.error < 2 * reading.format_error + 0.03 for reading in llm.error_monitor.readings.values()
+        )
 
 
 LOGITS_OFF = {"deepseek_v3": (0.7, 0.05), "glm_moe_dsa": (0.85, 0.35)}

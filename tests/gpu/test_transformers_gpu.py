@@ -56,7 +56,7 @@ def test_beams_and_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = load("demo", "cuda", torch.bfloat16), ids(2, 60).cuda()
     options = {"num_beams": 4, "max_new_tokens": 80, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(given, past_key_values=nt.NibbleCache(model, kv_memory="64MiB"), **options)
-    monkeypatch.setattr("nibble.transformers.store.FIRST", 64)
+    monkeypatch.setattr("nibble.transformers.store.FIRST_TOKENS", 64)
     cache = nt.NibbleCache(model)
     before = cache.nbytes
     assert torch.equal(model.generate(given, past_key_values=cache, **options), expected)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nibble.engine.reference_rows import BYTES, ReferenceRows
 from test_compile import unpacked
 
 from nibble import LLM, formats
@@ -23,7 +22,7 @@ from nibble.attention.planner.memory import ERROR_MONITOR_BYTES
 from nibble.config import Config, SamplingParams
 from nibble.engine import build
 from nibble.engine.cuda_graphs import Graphs, live
-from nibble.engine.error_monitor import LOOKS
+from nibble.engine.error_monitor import MAX_BYTES, NUM_PROBES, ReferenceRows
 from nibble.errors import ConfigError, NibbleError
 from nibble.hardware import lookup_gpu
 from nibble.models import hook
@@ -117,7 +116,7 @@ def test_the_error_is_that_of_an_independent_computation(
     assert scales, "the right scales are in the file; the engine's pool has them too"
     for layer, reading in llm.error_monitor.readings.items():
         view, wrong, right = llm.engine.runner.pool.view(layer), 0.0, 0.0
-        for look in range(LOOKS):
+        for look in range(NUM_PROBES):
             steps = given[layer][: look + 1]
             k, v = (torch.cat([step[i] for step in steps]).float() for i in (1, 2))
             stored = [_round_trip(view, "k", k), _round_trip(view, "v", v)]
@@ -169,7 +168,7 @@ def test_nothing_is_wrong_with_a_cache_that_loses_nothing(family: str, changes: 
 def test_a_sound_cache_errs_as_its_format_does(kv_format: str, gqa: Path) -> None:
     llm = served(gqa, kv_format)
     for reading in one_by_one(llm, 12).values():
-        assert 0.6 < reading.error / reading.own < 1.6
+        assert 0.6 < reading.error / reading.format_error < 1.6
     assert llm.error_monitor and (llm.error_monitor.samples, llm.error_monitor.alerts) == (12, 0)
 
 
@@ -365,7 +364,7 @@ def test_room_is_bounded_and_all_layers_have_their_turn(gqa: Path) -> None:
     assert rows.tokens == 1024 and rows.nbytes == 4 * 1024 * 128 * 4
     large = ReferenceRows(llm.plan, 1 << 20, torch.device("cpu"))
     assert large.tokens == 4096
-    assert large.nbytes <= BYTES
+    assert large.nbytes <= MAX_BYTES
 
 
 def test_a_gpu_has_the_room_planned() -> None:
@@ -375,7 +374,7 @@ def test_a_gpu_has_the_room_planned() -> None:
         )
         return made.budget.runtime
 
-    assert runtime(0.1) - runtime(0.0) == ERROR_MONITOR_BYTES > 3 * BYTES
+    assert runtime(0.1) - runtime(0.0) == ERROR_MONITOR_BYTES > 3 * MAX_BYTES
 
 
 def test_cached_and_long_requests_are_left_out(gqa: Path) -> None:
@@ -396,7 +395,7 @@ def test_a_request_that_finds_pages_on_its_way_is_left_out(gqa: Path) -> None:
     assert llm.error_monitor
     counts = llm.error_monitor.numbers()
     assert counts["fidelity_samples"] + sum(llm.error_monitor.skipped.values()) == 2
-    assert max(reading.error / reading.own for reading in llm.error_monitor.readings.values()) < 2
+    assert max(reading.error / reading.format_error for reading in llm.error_monitor.readings.values()) < 2
 
 
 def test_books_balance_after_aborts(gqa: Path) -> None:
@@ -412,7 +411,7 @@ def test_books_balance_after_aborts(gqa: Path) -> None:
     assert llm.error_monitor.skipped["ended"] == 2 and llm.error_monitor.samples == 1
     tokens(llm, PROMPTS[:1])
     assert llm.error_monitor.numbers()["fidelity_samples"] == 2
-    assert all(reading.error / reading.own < 2 for reading in llm.error_monitor.readings.values())
+    assert all(reading.error / reading.format_error < 2 for reading in llm.error_monitor.readings.values())
 
 
 def test_preempted_requests_are_compared_right(gqa: Path) -> None:
@@ -440,7 +439,9 @@ def test_a_sample_survives_its_preemption(gqa: Path) -> None:
         llm.engine.step()
     assert llm.error_monitor and other and ticket.requests[0].num_preemptions == 1
     assert llm.error_monitor.numbers()["fidelity_samples"] == 1 and llm.error_monitor.skipped["busy"] == 1
-    assert all(0.4 < reading.error / reading.own < 2 for reading in llm.error_monitor.readings.values())
+    assert all(
+        0.4 < reading.error / reading.format_error < 2 for reading in llm.error_monitor.readings.values()
+    )
 
 
 def test_a_fault_of_the_watch_harms_no_request(
@@ -502,7 +503,7 @@ def test_decode_steps_of_a_sample_are_not_replayed(how: Any, tiny: Path) -> None
         graphs.replay = lambda size: replays.append(size) or replay(size)  # type: ignore[method-assign]
         assert tokens(llm, PROMPTS, 20) == expected
         assert llm.error_monitor and llm.error_monitor.numbers()["fidelity_samples"] == 1
-        assert llm.error_monitor.alerts == 0 and len(replays) == 19 - (LOOKS - 1)
+        assert llm.error_monitor.alerts == 0 and len(replays) == 19 - (NUM_PROBES - 1)
     finally:
         backend()
 
@@ -519,7 +520,9 @@ def test_compiled_models_are_watched(gqa: Path) -> None:
     llm = served(gqa, "nvfp4")
     llm.engine.runner._run = compiled(unpacked(llm), "aot_eager")
     found = one_by_one(llm, 3)
-    assert len(found) == 6 and all(0.4 < reading.error / reading.own < 2 for reading in found.values())
+    assert len(found) == 6 and all(
+        0.4 < reading.error / reading.format_error < 2 for reading in found.values()
+    )
 
 
 def test_a_host_tier_is_watched(dsa: Path) -> None:

@@ -272,7 +272,7 @@ def test_logits_do_not_depend_on_chunks(served: Served) -> None:
 
 
 def test_geometry_is_observed(served: Served) -> None:
-    model_spec, family = served.llm._made.model_spec, served.family
+    model_spec, family = served.llm._engine_plan.model_spec, served.family
     assert sorted({group.window for group in model_spec.groups}, key=str) == sorted(family.windows, key=str)
     assert model_spec.owner == (family.owner or tuple(range(model_spec.layers)))
     assert any(stream.heads == family.heads[0] for group in model_spec.groups for stream in group.streams)

@@ -86,11 +86,15 @@ def test_a_recorded_step_in_two_halves(model: Path, monkeypatch: pytest.MonkeyPa
     """What one half has chosen comes while the other chooses; padding may be all that a half has."""
     asked = prompts(6)
     expected = answers(llm(model, kv_format="fp8_ds_mla"), asked)
-    monkeypatch.setattr(runners, "HALVED", 4)
-    monkeypatch.setattr(runners, "ALIGNED", 2)
+    monkeypatch.setattr(runners, "MIN_SPLIT", 4)
+    monkeypatch.setattr(runners, "SPLIT_MULTIPLE", 2)
     hot = tight(model, kv_format="fp8_ds_mla")
     runner = hot.engine.runner
-    assert (runner._cuts(2), runner._cuts(4), runner._cuts(6)) == ((0, 2), (0, 2, 4), (0, 4, 6))
+    assert (runner._split_points(2), runner._split_points(4), runner._split_points(6)) == (
+        (0, 2),
+        (0, 2, 4),
+        (0, 4, 6),
+    )
     runner.record(Graphs((2, 4, 8), runner.device, live))
     assert answers(hot, asked) == expected
     assert hot.tier and hot.tier.residency.stats.spilled >= 2 and hot.tier.lookup_counts["misses"] > 100

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nibble import LLM
-from nibble.engine.batch import Batch
+from nibble.engine.request import Batch
 from nibble.formats import scheme
 from nibble.model_spec import HEADS, LATENTS
 from tiny import MLA, SPARSE, save_tiny

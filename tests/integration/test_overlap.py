@@ -12,11 +12,10 @@ import torch
 
 from nibble import LLM, SamplingParams
 from nibble.cache.manager import CacheManager
-from nibble.engine.batch import Batch, ScheduledRequest
 from nibble.engine.engine import NOT_A_NUMBER
 from nibble.engine.outputs import Delta
-from nibble.engine.request import Request
-from nibble.engine.sampled_tokens import SampledTokens
+from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.sampler import SampledTokens
 from nibble.engine.scheduler import Scheduler
 from traffic import arrivals, expected, limits, next_token, prompt
 

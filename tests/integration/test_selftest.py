@@ -116,7 +116,7 @@ def test_wrong_bytes_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_can_be_left_out(wrong: type[Wrong], tiny: Path) -> None:
-    build(Config(model=str(tiny), **OPTIONS), tested=False)
+    build(Config(model=str(tiny), **OPTIONS), test=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma2"])

@@ -16,12 +16,11 @@ from nibble.attention.planner.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS, MI
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
-from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniform, uniforms
-from nibble.engine.transfer import ALIGNED, PackedInts
-from nibble.engine.warmup import StartupReport, _largest, check_memory, out_of_memory_explained
+from nibble.engine.transfer import ALIGNED, PackedInts, PageTables
+from nibble.engine.warmup import StartupReport, _longest_prompts, check_memory, explain_out_of_memory
 from nibble.hardware import GIB, lookup_gpu
 from planning import QWEN3_8B, memory_plan
 
@@ -76,7 +75,7 @@ def test_a_pick_knows_how_many_there_will_be() -> None:
     """Steps that run ahead sample a token before the one before it is in the request's list."""
     request = Request("r", [1, 2], SamplingParams(temperature=1.0, seed=4))
     logits, sampler = torch.zeros(1, 1000), Sampler()
-    early = [sampler.pick(logits, [request], [made]).read()[0] for made in range(3)]
+    early = [sampler.launch(logits, [request], [made]).read()[0] for made in range(3)]
     late = []
     for _ in range(3):
         late += sampler.sample(logits, [request])
@@ -89,7 +88,7 @@ def test_what_is_no_number_has_a_token_that_a_step_may_run_on() -> None:
     logits[1] = float("nan")
     requests = [Request(str(i), [1], SamplingParams(temperature=t)) for i, t in enumerate((0.0, 1.0, 1.0))]
     for order in (requests, requests[::-1]):
-        picks = Sampler().pick(logits, order, [0, 0, 0])
+        picks = Sampler().launch(logits, order, [0, 0, 0])
         assert picks.read()[1] is None and all(pick for i, pick in enumerate(picks.read()) if i != 1)
         assert ((picks.tokens_S >= 0) & (picks.tokens_S < 50)).all()
 
@@ -99,7 +98,7 @@ def test_draws_in_parts_are_the_same(params: dict[str, Any], monkeypatch: pytest
     logits = torch.randn(9, 200, generator=torch.Generator().manual_seed(1))
     requests = [Request(str(i), [1], SamplingParams(temperature=1.0, seed=i, **params)) for i in range(9)]
     whole = Sampler().sample(logits, requests)
-    monkeypatch.setattr("nibble.engine.sampler.DRAWN", 500)
+    monkeypatch.setattr("nibble.engine.sampler.LOGITS_PER_DRAW", 500)
     assert Sampler().sample(logits, requests) == whole
 
 
@@ -147,7 +146,7 @@ def test_running_out_of_memory_says_what_would_help() -> None:
     made = gpu_budget()
     with (
         pytest.raises(CapacityError, match=r"does not suffice for the plan .* --token-budget"),
-        out_of_memory_explained(made),
+        explain_out_of_memory(made),
     ):
         raise torch.OutOfMemoryError
 
@@ -155,7 +154,7 @@ def test_running_out_of_memory_says_what_would_help() -> None:
 @pytest.mark.parametrize(("tokens", "longest"), [(10, 1000), (500, 100), (5000, 1000), (7, 3)])
 def test_the_largest_step_is_filled_as_far_as_there_is_room(tokens: int, longest: int, tiny: Path) -> None:
     runner = LLM(str(tiny), kv_format="bf16", kv_memory="1MiB", max_running=4, max_context=512).engine.runner
-    lengths = _largest(runner, tokens, longest)
+    lengths = _longest_prompts(runner, tokens, longest)
     pages = sum(-(-length // runner.plan.page_size) for length in lengths)
     assert max(lengths) <= longest and len(lengths) <= 5 and pages <= runner.pool.pages
     assert sum(lengths) == tokens or len(lengths) == 5 or pages == runner.pool.pages

@@ -32,7 +32,7 @@ from nibble import (
 )
 from nibble.cache.pool import PagedPool
 from nibble.models.hub import quiet
-from nibble.transformers.store import FIRST, Row, Store
+from nibble.transformers.store import FIRST_TOKENS, Row, Store
 from tiny import MLA, SPARSE, save_tiny
 
 PAD = 0
@@ -155,9 +155,9 @@ def test_beams_are_those_of_transformers_and_share_their_past(gemma: Served) -> 
     assert torch.equal(gemma.generate(ids, cache, **options), gemma.generate(ids, **options))
     unshared = sum(-(-row.num_stored_tokens // cache.plan.page_size) for row in cache._rows)
     assert cache.batch_size == 12
-    assert cache._store.held < unshared
+    assert cache._store.num_used_pages < unshared
     cache.reset()
-    assert cache._store.held == 0 and cache.batch_size == -1
+    assert cache._store.num_used_pages == 0 and cache.batch_size == -1
 
 
 def test_drafts_do_not_change_the_answer(gemma: Served) -> None:
@@ -184,16 +184,16 @@ def test_a_copy_shares_its_past_and_nothing_else(gemma: Served) -> None:
     prefix, ids = gemma.cache("nvfp4"), torch.tensor([tokens(20, 1)])
     with torch.no_grad():
         gemma.model(ids, past_key_values=prefix)
-    held = prefix._store.held
+    held = prefix._store.num_used_pages
     for seed in range(2):
         longer = torch.cat((ids, torch.tensor([tokens(5, seed)])), 1)
         copied = deepcopy(prefix)
-        assert prefix._store.held == held
+        assert prefix._store.num_used_pages == held
         assert torch.equal(gemma.generate(longer, copied), gemma.generate(longer, gemma.cache("nvfp4")))
         assert prefix.tokens == 20 and copied.tokens == 40
         del copied
         gc.collect()
-        assert prefix._store.held == held
+        assert prefix._store.num_used_pages == held
 
 
 def test_the_store_keeps_rows_apart(gemma: Served) -> None:
@@ -233,11 +233,11 @@ def test_the_store_keeps_rows_apart(gemma: Served) -> None:
     for row, values in zip(rows, written, strict=True):
         found = store.pool.view(0).streams["k"].gather_reference(torch.tensor([row.pages], dtype=torch.int32))
         assert found[0, : len(values), 0, 0].tolist() == values
-    assert store.pages.num_pages * layout.page_size > FIRST, "it never grew"
+    assert store.pages.num_pages * layout.page_size > FIRST_TOKENS, "it never grew"
 
 
 def test_a_cache_grows_or_says_that_it_is_full(gemma: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nibble.transformers.store.FIRST", 16)
+    monkeypatch.setattr("nibble.transformers.store.FIRST_TOKENS", 16)
     growing, ids = gemma.cache("nvfp4"), padded(PROMPTS)
     before, expected = growing.nbytes, gemma.generate(ids, gemma.cache("nvfp4", kv_memory="4MiB"))
     assert torch.equal(gemma.generate(ids, growing), expected)
@@ -261,7 +261,7 @@ def test_a_call_that_fails_leaves_no_trace(gemma: Served, monkeypatch: pytest.Mo
         patch.setattr(PagedPool, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             gemma.generate(ids, cache)
-    assert cache._store.held == 0 and cache.columns == 0
+    assert cache._store.num_used_pages == 0 and cache.columns == 0
     assert gemma.model.config._attn_implementation == "sdpa"
     assert vars(gemma.model.model.layers[0].self_attn).keys() == before.keys()
     assert torch.equal(gemma.generate(ids, cache), expected)
@@ -362,7 +362,7 @@ def test_what_cannot_be_done_right_is_refused(gemma: Served, name: str) -> None:
 def test_what_contradicts_the_cache_is_refused(gemma: Served) -> None:
     cache, ids = gemma.cache(max_context=64), padded(PROMPTS)
     gemma.generate(ids, cache, count=4)
-    held = cache._store.held
+    held = cache._store.num_used_pages
     more = torch.cat((ids, torch.ones(3, 8, dtype=torch.int64)), 1)
     with pytest.raises(RequestError, match="holds 3 rows"):
         gemma.generate(more[:2], cache)
@@ -379,7 +379,7 @@ def test_what_contradicts_the_cache_is_refused(gemma: Served) -> None:
     with pytest.raises(ConfigError, match=r"model\.eval"):
         gemma.generate(more, cache)
     gemma.model.eval()
-    assert cache._store.held >= held
+    assert cache._store.num_used_pages >= held
     with pytest.raises(RequestError, match="holds 3 rows"):
         gemma.generate(more[:1], cache)
     cache.batch_select_indices(torch.tensor([1]))

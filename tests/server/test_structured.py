@@ -122,7 +122,7 @@ def test_parts_of_a_grammar(tokenizer: Tokenizer, grammars: Grammars) -> None:
 
 
 def test_what_takes_long_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "MOST_S", 0.0)
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
     with pytest.raises(RequestError, match="too complex"):
         grammars.check("regex:[a-z]{5}")
 

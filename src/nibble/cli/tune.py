@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,7 +74,7 @@ def tune(
         raise ConfigError(
             f"{', '.join(names)}: none serves this model here; `nibble plan {model} --explain` says why"
         )
-    hardware, table, before = task.engine_plan.hardware, task.request.backends, task.engine_plan.plan
+    hardware, table = task.engine_plan.hardware, task.request.backends
     path = evidence.save_tuned(hardware, table, times)
     if device_error:
         raise device_error
@@ -96,6 +97,27 @@ nibble tune demo --kv-format nvfp4
 nibble tune ./my-model --kv-format nvfp4 --max-context 32768
 nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
 """
+
+
+def _report(
+    model: str,
+    before: Plan,
+    after: Plan,
+    times: Mapping[str, tuple[Timing, ...]],
+    path: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what `auto` chooses by the new times, and where they are kept."""
+    changes, failed = list(_changes(before, after)), list(_failed(after))
+    if as_json:
+        measured = {subject: [asdict(timing) for timing in entries] for subject, entries in times.items()}
+        print_json({"path": str(path), "measured": measured, "changed": changes, "failed": failed})
+        return
+    print("\n".join(changes) or "auto chooses what it chose before")
+    for line in failed:
+        print(line)
+    print(f"wrote {path}; `nibble plan {model}` shows the choice, --no-tuned leaves it aside")
 
 
 def _lines(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:

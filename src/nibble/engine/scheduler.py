@@ -215,8 +215,8 @@ class Scheduler:
             )
         if length + 1 > self.manager.num_tokens:
             raise PromptTooLong(
-                f"{problem}which exceeds the available context size: the KV cache holds {self.manager.num_tokens}; shorten "
-                "the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
+                f"{problem}which exceeds the available context size: the KV cache holds {self.manager.num_tokens}; "
+                "shorten the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
             )
 
     def _admit(self) -> None:

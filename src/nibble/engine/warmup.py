@@ -134,8 +134,9 @@ def check_memory(budget: MemoryPlan, free: int) -> None:
     if free < MIN_RESERVE_LEFT * budget.reserve:
         used = budget.memory - free - budget.pool
         raise CapacityError(
-            f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of weights and "
-            f"{format_bytes(budget.workspace)} of workspace were planned, and {format_bytes(free)} are left; {_advice(budget)}"
+            f"{format_bytes(used)} of the GPU are in use beside the cache, where {format_bytes(budget.weights)} of "
+            f"weights and {format_bytes(budget.workspace)} of workspace were planned, and {format_bytes(free)} are "
+            f"left; {_advice(budget)}"
         )
 
 

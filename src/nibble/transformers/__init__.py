@@ -5,7 +5,7 @@
     cache = nt.NibbleCache(model, kv_format="k8v4", kv_scales="calibrate")
     model.generate(**inputs, past_key_values=cache)
 
-Owns no code, only the name. How it works is in cache.py; docs/transformers.md is for users.
+docs/transformers.md is for users.
 """
 
 from nibble.transformers.cache import NibbleCache

@@ -1,15 +1,17 @@
 """NibbleCache: what `past_key_values` of Transformers can be, so that generate() runs over Nibble's pages.
 
-A model that is given one computes the call as the engine computes a step (models/forward.py, attention/layer.py):
-tokens without padding, K and V written to the pool and read back from it by the planned backends. The cache keeps the
-books of rows and columns. Owns NibbleCache. Must not know of text, of sampling or of the engine's requests.
+A model that gets one computes the call as the engine computes a step (models/forward.py, attention/layer.py): tokens
+without padding, K and V written to the pool and read back from it by the planned backends. The cache keeps the books of
+rows and columns.
 
-Shape suffixes: B rows of the batch, Q new columns, L columns seen.
+Shape suffixes: B rows of the batch, Q new columns, L columns of the batch so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,21 +19,36 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from nibble.attention import backends
 from nibble.attention.layer import StepContext
-from nibble.attention.planner import explain
+from nibble.attention.planner import evidence, explain
+from nibble.attention.planner.resolve import require_runnable, resolve
+from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
-from nibble.engine.build import adapters
-from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError
-from nibble.hardware import format_bytes
+from nibble.config import Config, configured
+from nibble.engine.build import CHUNK, adapters, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.calibration import builtin_texts
+from nibble.engine.plan import Design
+from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
+from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
 from nibble.models.forward import plain
-from nibble.transformers.design import Prompt, design, scales_for
+from nibble.models.observe import BYTES, observe_skeleton, skeleton
+from nibble.models.refusals import check_config
 from nibble.transformers.patching import attach
-from nibble.transformers.step import Step, counted, pack
+from nibble.transformers.step import Step, count_tokens, pack
 from nibble.transformers.store import Row, Store
 
 IGNORED = frozenset({"cache_position", "use_cache", "return_dict"})
 """Keywords that change nothing in what is computed."""
+OPTIONS = (
+    "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
+    "decode_backend", "allow_staging", "max_context", "tuned",
+)  # fmt: skip
+"""Fields of Config about a cache alone; all other fields are about an engine, or facts of the model."""
+
+Prompt = str | Sequence[int]
+"""Text or token ids."""
 
 
 class NibbleCache(Cache):  # type: ignore[misc]
@@ -40,11 +57,16 @@ class NibbleCache(Cache):  # type: ignore[misc]
         cache = NibbleCache(model, kv_format="mxfp4")
         model.generate(**inputs, past_key_values=cache)
 
-    kv_format: the scheme; None: the engine's default. kv_memory: bytes for pages, as "2GiB", taken at once; None: the
-    cache grows as it fills. calibrate: texts, or lists of token ids, to measure KV scales on. options: kv_layers,
-    kv_scales, page_size, attention_backend, prefill_backend, decode_backend, allow_staging, max_context, as in
-    nibble.Config. Raises ConfigError (Unsupported, ScaleError) where
-    the model or the scheme cannot be had, with the reason.
+    Args:
+        model: a model of Transformers that generates.
+        kv_format: the scheme; None: the engine's default.
+        kv_memory: bytes for pages, as "2GiB", allocated at once; None: the cache grows as it fills.
+        calibrate: texts, or lists of token ids, to measure KV scales on.
+        options: kv_layers, kv_scales, page_size, attention_backend, prefill_backend, decode_backend, allow_staging,
+            max_context and tuned, as in nibble.Config.
+
+    Raises:
+        ConfigError: the model or the scheme cannot be had (Unsupported), or KV scales are missing (ScaleError).
     """
 
     def __init__(
@@ -58,109 +80,116 @@ class NibbleCache(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
-        made = design(model, {"kv_memory": kv_memory, **options})
-        self.model, self.plan, self._limit = model, made.plan, made.model_spec.max_context
-        with attach(model, NibbleCache).lent():
-            self.scales: KVScales = scales_for(made, model, calibrate)
-        self._store = Store(made.plan.layout, self.scales, model.device, made.config.kv_memory_bytes)
-        self._backends = adapters(made.plan)
-        self._forget()
+        design = _plan_cache(model, {"kv_memory": kv_memory, **options})
+        self.model, self.plan, self._limit = model, design.plan, design.model_spec.max_context
+        with attach(model, NibbleCache).patched():
+            self.scales: KVScales = _scales_for(design, model, calibrate)
+        self._store = Store(design.plan.layout, self.scales, model.device, design.config.kv_memory_bytes)
+        self._backends = adapters(design.plan)
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._rows: list[Row] = []
-        self._seen_BL = torch.zeros(0, 0, dtype=torch.bool)
+        self._is_token_BL = torch.zeros(0, 0, dtype=torch.bool)
+        """Which columns are tokens and not padding, on the host."""
 
-    # What it is
+    # Facts
 
     @property
     def columns(self) -> int:
-        """Columns of the batch that it has seen, padding included."""
-        return self._seen_BL.shape[1]
+        """Return the number of columns of the batch so far, padding included."""
+        return self._is_token_BL.shape[1]
 
     @property
     def tokens(self) -> int:
-        """Tokens that its rows have stored; a past that rows share counts for each."""
+        """Return the number of stored tokens; a past that rows share counts for each."""
         return sum(row.num_stored_tokens for row in self._rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated for pages."""
+        """Return the bytes that are allocated for pages."""
         return self._store.pool.nbytes
 
     @property
-    def words(self) -> str:
-        """The plan, what staging costs if there is any, and how full it is, for people."""
+    def summary(self) -> str:
+        """Return the plan, what staging costs if there is any, and how full the cache is, for people."""
         staged = map(str, explain.staging_costs(self.plan, self._limit))
         return "\n".join((explain.as_text(self.plan), *staged, repr(self)))
 
     def __repr__(self) -> str:
-        held, total = self._store.held, self._store.pages.num_pages
-        most = "" if self._store.bounded else ", growing"
+        num_used, total = self._store.num_used_pages, self._store.pages.num_pages
+        growth = "" if self._store.bounded else ", growing"
         schemes = "; ".join(dict.fromkeys(group.scheme for group in self.plan.groups))
         return (
-            f"NibbleCache({schemes}: {self.tokens:,} tokens in {len(self._rows)} rows, {held:,} of {total:,} pages of "
-            f"{self.plan.page_size} tokens held, {format_bytes(self.nbytes)}{most})"
+            f"NibbleCache({schemes}: {self.tokens:,} tokens in {len(self._rows)} rows, {num_used:,} of {total:,} "
+            f"pages of {self.plan.page_size} tokens held, {format_bytes(self.nbytes)}{growth})"
         )
 
     # One call of the model
 
-    def run(self, **given: Any) -> Any:
-        """Computes a call of the model: stores its tokens, and answers with its logits."""
-        ids_BQ, seen_BL = self._checked(given)
+    def run(self, **arguments: Any) -> Any:
+        """Compute a call of the model: store its tokens, and return its logits."""
+        ids_BQ, is_token_BL = self._check(arguments)
         start = self.columns
-        new_BQ = seen_BL[:, start:]
+        new_BQ = is_token_BL[:, start:]
         rows = self._rows or [Row() for _ in ids_BQ]
         self._check_room(rows, new_BQ)
         try:
-            logits = self._computed(self._step(rows, new_BQ, ids_BQ, given))
+            logits = self._compute(self._step(rows, new_BQ, ids_BQ, arguments))
         except BaseException:
             for row in rows:
                 self._store.cut(row, row.num_stored_tokens)
             raise
-        for row, count in zip(rows, counted(new_BQ), strict=True):
+        for row, count in zip(rows, count_tokens(new_BQ), strict=True):
             row.num_stored_tokens += count
-        self._rows, self._seen_BL = rows, seen_BL
+        self._rows, self._is_token_BL = rows, is_token_BL
         out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
-        return out.to_tuple() if given.get("return_dict") is False else out
+        return out.to_tuple() if arguments.get("return_dict") is False else out
 
-    def _step(self, rows: Sequence[Row], new_BQ: Tensor, ids_BQ: Tensor, given: Mapping[str, Any]) -> Step:
-        """The step of new tokens, over pages that are there for them."""
-        self._store.reserve(rows, counted(new_BQ))
-        positions = given.get("position_ids")
+    def _step(
+        self, rows: Sequence[Row], new_BQ: Tensor, ids_BQ: Tensor, arguments: Mapping[str, Any]
+    ) -> Step:
+        """Return the step of new tokens, with pages reserved for them."""
+        self._store.reserve(rows, count_tokens(new_BQ))
+        positions = arguments.get("position_ids")
         return pack(
             rows,
             self.plan.page_size,
             new_BQ,
             ids_BQ,
             None if positions is None else positions.to(ids_BQ.device).expand(ids_BQ.shape),
-            _columns(given.get("logits_to_keep"), new_BQ.shape[1]),
+            _columns(arguments.get("logits_to_keep"), new_BQ.shape[1]),
         )
 
-    def _computed(self, step: Step) -> Tensor:
-        watch = _Layers()
-        ctx = StepContext(self.plan, self._store.pool, self._backends, step.meta, observer=watch)
-        found = plain(self.model)(step.ids_T[None], step.positions_T[None], step.keep_S, ctx)
-        if missing := set(range(len(self.plan.owner))) - watch.seen:
+    def _compute(self, step: Step) -> Tensor:
+        layers = _LayerObserver()
+        ctx = StepContext(self.plan, self._store.pool, self._backends, step.meta, observer=layers)
+        logits_SV = plain(self.model)(step.token_ids_T[None], step.positions_T[None], step.logit_rows_S, ctx)
+        if missing := set(range(len(self.plan.owner))) - layers.observed:
             raise ConfigError(
                 f"{len(missing)} layers of this {type(self.model).__name__} did not ask Nibble for attention: they "
                 "chose theirs when the model was loaded, and it cannot be served from a NibbleCache"
             )
-        return step.unpacked(found)
+        return step.unpack(logits_SV)
 
-    def _checked(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The ids, and which columns are tokens, on the host; raises NibbleError for what cannot be done right."""
+    def _check(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the ids, and which columns are tokens; raise NibbleError for what cannot be done right."""
         self._check_model()
-        if given.get("use_cache") is False:
+        if arguments.get("use_cache") is False:
             raise RequestError("use_cache=False contradicts past_key_values; leave one of them out")
-        known = IGNORED | {"input_ids", "attention_mask", "position_ids", "logits_to_keep"}
-        if others := sorted(
-            name for name, x in given.items() if name not in known and x is not None and x is not False
+        supported = IGNORED | {"input_ids", "attention_mask", "position_ids", "logits_to_keep"}
+        if unsupported := sorted(
+            name
+            for name, x in arguments.items()
+            if name not in supported and x is not None and x is not False
         ):
             raise RequestError(
-                f"a NibbleCache does not honour {', '.join(others)}: it computes logits of input_ids, with "
+                f"a NibbleCache does not honour {', '.join(unsupported)}: it computes logits of input_ids, with "
                 "attention_mask and position_ids of two dimensions"
             )
-        ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        ids, mask, positions = (
+            arguments.get(name) for name in ("input_ids", "attention_mask", "position_ids")
+        )
         if ids is None or ids.dim() != 2 or not ids.numel():
             raise RequestError(
                 "there are no new tokens: input_ids must hold what follows the "
@@ -173,7 +202,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
                 f"the cache holds {len(self._rows)} rows, and the batch has {len(ids)}: reset() it, or repeat or "
                 "select its rows by batch_repeat_interleave() and batch_select_indices()"
             )
-        return ids, self._tokens_of(ids, mask)
+        return ids, self._check_mask(ids, mask)
 
     def _check_model(self) -> None:
         if self.model.training:
@@ -186,94 +215,104 @@ class NibbleCache(Cache):  # type: ignore[misc]
                 f"the model has moved to {self.model.device}, and its cache lies on {device}: make a new NibbleCache"
             )
 
-    def _tokens_of(self, ids_BQ: Tensor, mask: Tensor | None) -> Tensor:
-        """attention_mask as bool [B, L] on the host, checked against what is stored."""
-        past_BL = self._seen_BL if self._rows else self._seen_BL.new_zeros(len(ids_BQ), 0)
-        wanted = (len(ids_BQ), past_BL.shape[1] + ids_BQ.shape[1])
-        if mask is not None and tuple(mask.shape) != wanted:
+    def _check_mask(self, ids_BQ: Tensor, mask: Tensor | None) -> Tensor:
+        """Return attention_mask as bool [B, L] on the host, checked against what is stored."""
+        past_BL = self._is_token_BL if self._rows else self._is_token_BL.new_zeros(len(ids_BQ), 0)
+        shape = (len(ids_BQ), past_BL.shape[1] + ids_BQ.shape[1])
+        if mask is not None and tuple(mask.shape) != shape:
             raise RequestError(
-                f"attention_mask must be {list(wanted)}: the {past_BL.shape[1]} columns in the cache and the "
+                f"attention_mask must be {list(shape)}: the {past_BL.shape[1]} columns in the cache and the "
                 f"{ids_BQ.shape[1]} new ones, not {list(mask.shape)}"
             )
-        seen_BL = (
-            past_BL.new_ones(wanted) if mask is None else (mask != 0).cpu()
-        )  # no mask: no padding, says generate()
-        if not torch.equal(seen_BL[:, : past_BL.shape[1]], past_BL):
+        # generate() leaves the mask out where there is no padding.
+        is_token_BL = past_BL.new_ones(shape) if mask is None else (mask != 0).cpu()
+        if not torch.equal(is_token_BL[:, : past_BL.shape[1]], past_BL):
             raise RequestError(
                 "attention_mask (all ones, if left out) says otherwise than before of columns in the cache: tokens "
                 "cannot be hidden once they are stored; crop() or reset() the cache"
             )
-        if not bool(seen_BL[:, past_BL.shape[1] :].any()):
+        if not bool(is_token_BL[:, past_BL.shape[1] :].any()):
             raise RequestError("all new columns are padding; there is nothing to compute")
-        if bool((seen_BL.any(1) & ~seen_BL[:, -1]).any()):
+        if bool((is_token_BL.any(1) & ~is_token_BL[:, -1]).any()):
             raise RequestError(
                 "a row ends in padding, where the next token would follow: pad on the left "
                 '(tokenizer.padding_side = "left")'
             )
-        return seen_BL
+        return is_token_BL
 
     def _check_room(self, rows: Sequence[Row], new_BQ: Tensor) -> None:
-        longest = max(row.num_stored_tokens + count for row, count in zip(rows, counted(new_BQ), strict=True))
+        longest = max(
+            row.num_stored_tokens + count for row, count in zip(rows, count_tokens(new_BQ), strict=True)
+        )
         if longest > self._limit:
             raise PromptTooLong(
                 f"a row would have {longest} tokens, and the cache was made for {self._limit} (max_context, or the "
                 "model's own limit)"
             )
 
-    # What Transformers asks of a cache
+    # What Transformers calls
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns so far."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return the most tokens of a row."""
         return self._limit
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the columns of an attention mask, and its offset."""
         return self.columns + query_length, 0
 
     def update(self, *_: Any, **__: Any) -> Any:
+        """Raise ConfigError: only a foreign model writes to the cache by itself."""
         raise ConfigError(
             f"this NibbleCache was made for another model than the one that uses it, a {type(self.model).__name__}; "
             "make one for each"
         )
 
     def reset(self) -> None:
-        """Forgets everything; pages are free, and their memory is kept for what comes."""
+        """Drop all tokens; pages are free, and their memory is kept for the next call."""
         for row in self._rows:
             self._store.cut(row, 0)
-        self._forget()
+        self._clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last columns, as many as a negative number says; a positive one says how many to keep."""
+        """Drop the last columns, as many as a negative number says; a positive one says how many to keep."""
         keep = (
             self.columns + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.columns)
         )
-        self._seen_BL = self._seen_BL[:, : max(keep, 0)]
-        for row, count in zip(self._rows, counted(self._seen_BL), strict=True):
+        self._is_token_BL = self._is_token_BL[:, : max(keep, 0)]
+        for row, count in zip(self._rows, count_tokens(self._is_token_BL), strict=True):
             self._store.cut(row, count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows become those of beam_idx; what they have in common is stored once."""
+        """Replace rows by those of beam_idx; what they have in common is stored once."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row; the past is stored once."""
         self.batch_select_indices(torch.arange(len(self._rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Replace rows by those of `indices`; what they have in common is stored once."""
         if not self._rows:
             return
-        chosen = torch.arange(len(self._rows))[indices.cpu()]
-        found, before = [self._store.fork(self._rows[i]) for i in chosen.tolist()], self._rows
-        self._rows, self._seen_BL = found, self._seen_BL[chosen]
-        for row in before:
+        selected = torch.arange(len(self._rows))[indices.cpu()]
+        old_rows = self._rows
+        self._rows = [self._store.fork(old_rows[i]) for i in selected.tolist()]
+        self._is_token_BL = self._is_token_BL[selected]
+        for row in old_rows:
             self._store.cut(row, 0)
 
     @property
     def batch_size(self) -> int:
+        """Return the number of rows, -1 before the first call."""
         return len(self._rows) or -1
 
     @property
     def is_initialized(self) -> bool:
+        """Return whether there are rows."""
         return bool(self._rows)
 
     def __len__(self) -> int:
@@ -282,34 +321,127 @@ class NibbleCache(Cache):  # type: ignore[misc]
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NibbleCache:
-        """A cache with the same past, which is stored once: what is written to one is not seen in the other."""
-        found = type(self).__new__(type(self))
-        found.__dict__.update(self.__dict__)
-        found._rows = [self._store.fork(row) for row in self._rows]
-        return found
+        """Return a cache with the same past, which is stored once until one of them writes."""
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._rows = [self._store.fork(row) for row in self._rows]
+        return copy
 
     def __reduce__(self) -> Any:
         raise NibbleError("a NibbleCache cannot be pickled: its pages belong to this process")
 
     def __del__(self) -> None:
         if "_rows" in self.__dict__:
-            self._store.leave(self._rows)
+            self._store.release_later(self._rows)
 
 
-class _Layers:
-    """Which layers asked for attention."""
+class _LayerObserver:
+    """Records which layers called attention."""
 
     def __init__(self) -> None:
-        self.seen: set[int] = set()
+        self.observed: set[int] = set()
 
     def observe(
         self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams, out_THD: Tensor
     ) -> None:
-        self.seen.add(layer)
+        self.observed.add(layer)
 
 
 def _columns(keep: Any, width: int) -> Tensor:
-    """logits_to_keep as columns: the last so many, 0 or None for all, or a tensor of them."""
+    """Return logits_to_keep as columns: the last so many, 0 or None for all, or a tensor of them."""
     if isinstance(keep, Tensor):
         return torch.arange(width)[keep.cpu()]
     return torch.arange(width)[-keep:] if keep else torch.arange(width)
+
+
+def _plan_cache(model: Any, options: dict[str, Any]) -> Design:
+    """Plan a cache for `model`, or raise ConfigError (Unsupported) with the reason."""
+    config = _config(model, options)
+    hardware = probe(config.device)
+    check_config(model.config)
+    # skeleton() changes the config that it gets.
+    bare: Any = skeleton(deepcopy(model.config))
+    # A wrapped or patched class may attend differently from what was observed.
+    if type(bare) is not type(model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, and Nibble can only judge what Transformers makes of its config, "
+            f"a {type(bare).__name__}; give that model itself, as AutoModelForCausalLM loads it"
+        )
+    model_spec = observe_skeleton(bare, config.model, config.dtype, config.max_context)
+    table = backends.available_backends()
+    times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
+    plan = resolve(config, model_spec, hardware, table, measured=times)
+    require_runnable(plan)
+    return Design(config, hardware, model_spec, plan)
+
+
+def _config(model: Any, options: dict[str, Any]) -> Config:
+    of_engines = {option.name for option in fields(Config)} - set(OPTIONS)
+    if unsupported := sorted(of_engines & options.keys()):
+        raise ConfigError(
+            f"{', '.join(unsupported)} is an option of Nibble's engine, not of a cache; options here: "
+            f"{', '.join(OPTIONS)}"
+        )
+    return configured(model=_name(model), dtype=_dtype(model), device=_device(model), **options)
+
+
+def _name(model: Any) -> str:
+    if not hasattr(model, "generate") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"a NibbleCache is made for a model of Transformers that generates, not for a {type(model).__name__}; of a "
+            "wrapped model (PEFT, torch.compile) give the inner one"
+        )
+    return str(getattr(model, "name_or_path", "") or type(model).__name__)
+
+
+def _dtype(model: Any) -> str:
+    name = str(model.dtype).removeprefix("torch.")
+    if name not in BYTES:
+        raise ConfigError(f"the model computes in {name}; a NibbleCache needs one of {', '.join(BYTES)}")
+    return name
+
+
+def _device(model: Any) -> str:
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        raise ConfigError(
+            f"the model lies on {', '.join(sorted(devices))}; a NibbleCache needs all of it on one device "
+            "(from_pretrained without device_map='auto', or with one GPU visible)"
+        )
+    kind = torch.device(devices.pop()).type
+    if kind not in {"cpu", "cuda"}:
+        raise ConfigError(f"the model lies on {kind}, and Nibble runs on cpu and cuda; move it there first")
+    return kind
+
+
+def _scales_for(design: Design, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
+    """Return KV scales of the plan, or raise ScaleError where some are missing.
+
+    Args:
+        design: the plan, and the model that it is for.
+        model: with Nibble's attention.
+        calibrate: texts or token ids to measure on.
+    """
+    source = design.config.kv_scales
+    if calibrate is None and source == "calibrate":
+        calibrate = builtin_texts()
+    if calibrate is not None:
+        return measure_scales(design, model, _encode(design, calibrate), CHUNK)
+    # A model without a name has no checkpoint to look at.
+    has_checkpoint = bool(getattr(model, "name_or_path", ""))
+    scales = resolve_scales(design, source) if has_checkpoint or source != "auto" else kv_scales.NONE
+    kv_scales.require(design.plan.layout, scales)
+    return scales
+
+
+def _encode(design: Design, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+    if isinstance(prompts, str):
+        raise ScaleError("calibrate must be a list of texts, or of lists of token ids, not one text")
+    if not any(isinstance(prompt, str) for prompt in prompts):
+        return list(prompts)  # type: ignore[arg-type]
+    tokenizer = tokenizer_of(design.config.model)
+    if tokenizer is None:
+        raise ScaleError(
+            f"calibration on text needs a tokenizer, and {design.config.model} has none; give calibrate=[token ids]"
+        )
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

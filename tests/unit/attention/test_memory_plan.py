@@ -14,7 +14,7 @@ from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.config import Config
 from nibble.engine.cuda_graphs import Buffers
-from nibble.engine.page_tables import PageTables
+from nibble.engine.transfer import PageTables
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.model_spec import ModelSpec
@@ -149,7 +149,7 @@ def test_buffers_of_decode_steps_are_planned() -> None:
     config, machine = Config(model="m", max_running=64), lookup_gpu("h200")
     planner = memory_planner(config, QWEN3_8B, machine, resolve(config, QWEN3_8B, machine))
     buffers = Buffers(planner.graph_sizes[-1], torch.device("cpu"))
-    size = buffers.inputs.nbytes + buffers.starts.nbytes + buffers.rows.nbytes
+    size = buffers.inputs.nbytes + buffers.cu_seqlens_q.nbytes + buffers.rows.nbytes
     assert planner.graph_sizes[-1] * GRAPH_ROW_BYTES == size - 4, "all but the end of the last request"
     assert planner.table_bytes > size
 

@@ -83,10 +83,10 @@ def test_one_failure_is_its_own_and_nobody_wrong_is_timed() -> None:
         "nan": backend("nan", changed(lambda x: x.index_fill(0, torch.tensor([0]), float("nan")))),
         "right": backend("right", TorchRef),
     })  # fmt: skip
-    assert found["broken"].failure == "RuntimeError: no such kernel at all" and found["broken"].chosen
+    assert found["broken"].failure == "RuntimeError: no such kernel at all" and found["broken"].in_plan
     assert "a wrong answer has no speed" in found["wrong"].failure and found["wrong"].ms is None
     assert "relative error inf" in found["nan"].failure
-    assert found["right"].ms and not found["right"].failure and not found["right"].chosen
+    assert found["right"].ms and not found["right"].failure and not found["right"].in_plan
     assert found["right"].read_bytes == 2 * 40 * 2 * 2 * 32 * 4
     assert fastest(list(found.values())) == found["right"]
 
@@ -199,5 +199,5 @@ def test_who_may_enter() -> None:
 def test_an_entrant_gets_pages_that_it_reads() -> None:
     odd = backend("odd", TorchRef, page=frozenset({48}), packing=frozenset({"nhd"}))
     found = raced({"first": backend("first", TorchRef, Origin.OWN), "odd": odd}, EXTEND)
-    assert (found["odd"].page, found["odd"].packing) == (48, "nhd") and not found["odd"].chosen
-    assert found["first"].page == 16 and found["first"].chosen and found["odd"].ms
+    assert (found["odd"].page, found["odd"].packing) == (48, "nhd") and not found["odd"].in_plan
+    assert found["first"].page == 16 and found["first"].in_plan and found["odd"].ms

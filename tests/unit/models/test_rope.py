@@ -110,7 +110,7 @@ def test_long_contexts_are_those_of_sequences_as_long(checkpoint: Path) -> None:
 def test_dynamic_serves_up_to_its_factor_and_no_further(tmp_path: Path) -> None:
     family, options = FAMILIES["dynamic"]
     folder = save_model(tmp_path, family, **options)
-    assert serve(folder, 4 * ORIGINAL)._made.model_spec.max_context == 4 * ORIGINAL
+    assert serve(folder, 4 * ORIGINAL)._engine_plan.model_spec.max_context == 4 * ORIGINAL
     with pytest.raises(ConfigError, match=f"more than the {4 * ORIGINAL} tokens"):
         serve(folder, 4 * ORIGINAL + 1)
 

@@ -72,12 +72,12 @@ def all_backends() -> Mapping[str, BackendInfo]:
 
 def missing_requirement(info: BackendInfo) -> str | None:
     """What the backend needs and this machine lacks, with the cure; None where it can run."""
-    away = [import_problem(package) for package in info.packages]
-    if away and all(away):
-        why = " or ".join(dict.fromkeys(filter(None, away)))
+    problems = [import_problem(package) for package in info.packages]
+    if problems and all(problems):
+        why = " or ".join(dict.fromkeys(filter(None, problems)))
         return f"the package {' or '.join(info.packages)}, which {why}: {info.install}"
-    trouble = info.unavailable_reason() if info.unavailable_reason else None
-    return f"{trouble}: {info.install}" if trouble else None
+    reason = info.unavailable_reason() if info.unavailable_reason else None
+    return f"{reason}: {info.install}" if reason else None
 
 
 def available_backends() -> Mapping[str, BackendInfo]:
@@ -85,13 +85,13 @@ def available_backends() -> Mapping[str, BackendInfo]:
 
     What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
     """
-    found = {
+    infos = {
         name: (info, missing_requirement(info) if info.runnable else None)
         for name, info in all_backends().items()
     }
     return {
-        name: replace(info, adapter=None, missing=lack) if lack else info
-        for name, (info, lack) in found.items()
+        name: replace(info, adapter=None, missing=missing) if missing else info
+        for name, (info, missing) in infos.items()
     }
 
 

@@ -13,10 +13,10 @@ from types import ModuleType
 from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, plain_rows
 from nibble.attention.planner.support import ALL, HOPPER, BackendInfo, Origin
 
-OWN = "flash_attn_interface"
+OWN_BUILD = "flash_attn_interface"
 PARTS = ("PAGEDKV", "LOCAL", "SOFTCAP", "SPLIT", "FP16")
 """What a build may leave out, and rows promise."""
-HELD = 128 << 20
+WORKSPACE = 128 << 20
 """Partial results of split contexts."""
 
 
@@ -25,7 +25,7 @@ def _fault(kernels: ModuleType) -> str | None:
         return f"has no FA3 ({kernels.FA3_UNAVAILABLE_REASON})"
     if not (hasattr(kernels, "flash_attn_with_kvcache") or hasattr(kernels, "FA3_AVAILABLE")):
         return "has no flash_attn_with_kvcache"
-    if kernels.__name__ == OWN:
+    if kernels.__name__ == OWN_BUILD:
         return _left_out()
     return None
 
@@ -41,7 +41,7 @@ def _left_out() -> str | None:
 
 
 KERNELS = KernelPackages(
-    modules=(OWN, "sgl_kernel.flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"),
+    modules=(OWN_BUILD, "sgl_kernel.flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"),
     install="pip install sglang-kernel, or vllm, or build hopper/ of Dao-AILab/flash-attention from source",
     incompatibility=_fault,
     import_alone=frozenset({"vllm"}),
@@ -62,11 +62,11 @@ BACKEND = BackendInfo(
     support=(
         *plain_rows(
             phase=ALL, kind={"mha"}, packing={"nhd"}, arch=HOPPER, page=PAGES, dim={64, 96, 128, 192, 256},
-            workspace_bytes=HELD, source="FlashAttention hopper/, paged KV; benchmarks/backends.py on one H200",
+            workspace_bytes=WORKSPACE, source="FlashAttention hopper/, paged KV; benchmarks/backends.py on one H200",
         ),
         *plain_rows(
             **LATENT_FACTS, phase=ALL, arch=HOPPER, page=PAGES, group=set(range(1, 129)),
-            workspace_bytes=HELD, source="FlashAttention hopper/, qv; benchmarks/backends.py on one H200",
+            workspace_bytes=WORKSPACE, source="FlashAttention hopper/, qv; benchmarks/backends.py on one H200",
         ),
     ),
 )  # fmt: skip

@@ -39,9 +39,9 @@ def import_flashinfer(name: str = PACKAGE) -> ModuleType:
 
 def unavailable_reason() -> str | None:
     """What the package needs and this machine lacks: a version, a CUDA build of torch, or something that compiles."""
-    lack = outdated(DISTRIBUTION, OLDEST) or without_cuda()
-    if lack or _compiles():
-        return lack
+    reason = outdated(DISTRIBUTION, OLDEST) or without_cuda()
+    if reason or _compiles():
+        return reason
     return f"its kernels compiled, which takes nvcc or the package {_CACHE}, and neither is here"
 
 

@@ -17,7 +17,7 @@ from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, TOKEN, Back
 
 HEADS = (64, 128)
 """What the sparse kernels are built for."""
-HELD = 128 << 20
+WORKSPACE = 128 << 20
 """Partial results of a call: 128 heads of 512 floats for each of 256 requests and 132 parts of the chip."""
 
 
@@ -64,7 +64,7 @@ BACKEND = BackendInfo(
     graphs=True,
     support=(
         *plain_rows(
-            **LATENT_FACTS, phase=TOKEN, arch=HOPPER, page={64}, group=set(range(1, 129)), workspace_bytes=HELD,
+            **LATENT_FACTS, phase=TOKEN, arch=HOPPER, page={64}, group=set(range(1, 129)), workspace_bytes=WORKSPACE,
             source=f"{README}: dense decoding, SM90",
         ),
         Support(
@@ -72,7 +72,7 @@ BACKEND = BackendInfo(
             source=f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
         ),
         Support(
-            **SPARSE | {"packing": {"record"}}, phase=TOKEN, format={"fp8_ds_mla"}, workspace_bytes=HELD,
+            **SPARSE | {"packing": {"record"}}, phase=TOKEN, format={"fp8_ds_mla"}, workspace_bytes=WORKSPACE,
             source=f"{README}: sparse decoding, FP8 in records of 656 bytes; one H200: 128 x 128 heads in 0.182 ms",
         ),
     ),

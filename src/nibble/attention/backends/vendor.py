@@ -31,33 +31,35 @@ WIDTH = RANK + ROPE
 
 @dataclass(frozen=True, slots=True)
 class KernelPackages:
-    """Kernels that several packages bring. modules: where they are, best first. install: for people. fault: what the
-    version at hand of a module lacks, if anything. aside: packages of which only that module is imported.
-    """
+    """Kernels that several packages bring."""
 
     modules: tuple[str, ...]
+    """Where they are, best first."""
     install: str
+    """How a user gets one of them."""
     incompatibility: Callable[[ModuleType], str | None]
+    """Returns what the version at hand of a module lacks, if anything."""
     import_alone: frozenset[str] = frozenset()
+    """Packages of which only that module is imported."""
 
     @property
     def packages(self) -> tuple[str, ...]:
+        """The packages, each once."""
         return tuple(dict.fromkeys(name.partition(".")[0] for name in self.modules))
 
     def unavailable_reason(self) -> str | None:
-        """What keeps all of those that are here from working; None if one does."""
-        lack = without_cuda()
-        if lack:
-            return lack
-        found, faults = self._search()
-        return None if found else f"kernels that work here, and {'; '.join(faults)}"
+        """Return what keeps all of those that are here from working; None if one does."""
+        if reason := without_cuda():
+            return reason
+        module, faults = self._search()
+        return None if module else f"kernels that work here, and {'; '.join(faults)}"
 
     def load(self) -> ModuleType:
-        """The first module that does, or a BackendError."""
-        found, faults = self._search()
-        if found is None:
+        """Return the first module that does; raises BackendError where none does."""
+        module, faults = self._search()
+        if module is None:
             raise BackendError(f"{'; '.join(faults)}: {self.install}")
-        return found
+        return module
 
     def _search(self) -> tuple[ModuleType | None, list[str]]:
         faults = []
@@ -68,7 +70,7 @@ class KernelPackages:
                     faults.append(f"{package} {why}")
                 continue
             try:
-                with _aside(package) if package in self.import_alone else nullcontext():
+                with _without_init(package) if package in self.import_alone else nullcontext():
                     module = import_package(name, self.install)
             except BackendError as error:
                 faults.append(str(error).removesuffix(f": {self.install}"))
@@ -87,7 +89,7 @@ class KernelPackages:
 
 
 @contextmanager
-def _aside(package: str) -> Iterator[None]:
+def _without_init(package: str) -> Iterator[None]:
     """Within, modules of a package can be imported and its own `__init__` does not run: an engine's changes how torch
     compiles, and the environment, which is no business of somebody who wants a kernel. Afterwards the package is as if
     nobody had imported it.
@@ -105,7 +107,7 @@ def _aside(package: str) -> Iterator[None]:
 
 
 def import_package(name: str, install: str) -> ModuleType:
-    """A module of a package, or a BackendError that says why it cannot be imported."""
+    """Return a module of a package, or raise a BackendError that says why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # what a package's import may do is its own business
@@ -115,7 +117,7 @@ def import_package(name: str, install: str) -> ModuleType:
 
 
 def without_cuda() -> str | None:
-    """What is lacking where PyTorch was built for no GPU."""
+    """Return what is lacking where PyTorch was built for no GPU."""
     import torch
 
     if torch.version.cuda is None:
@@ -124,14 +126,14 @@ def without_cuda() -> str | None:
 
 
 def outdated(distribution: str, oldest: str) -> str | None:
-    """What is lacking where a distribution is older. A copy that nobody installed is taken as it is."""
+    """Return what is lacking where a distribution is older. A copy that nobody installed is taken as it is."""
     try:
-        found = metadata.version(distribution)
+        installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-    if Version(found) >= Version(oldest):
+    if Version(installed) >= Version(oldest):
         return None
-    return f"{distribution} {oldest} or later, and {found} is installed"
+    return f"{distribution} {oldest} or later, and {installed} is installed"
 
 
 LATENT_FACTS: dict[str, Any] = {

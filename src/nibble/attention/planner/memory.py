@@ -40,7 +40,7 @@ GRAPH_BYTES = 16 << 20
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
 """Default for the most tokens of a step. A GPU reaches its arithmetic rate with some thousands."""
 ERROR_MONITOR_BYTES = 256 << 20
-"""What the error monitor takes on a GPU: reference rows (engine/reference_rows.py), and float32 copies of one layer's
+"""What the error monitor takes on a GPU: reference rows (engine/error_monitor.py), and float32 copies of one layer's
 while they are compared."""
 CPU_SHARE = 0.25
 """Largest part of a CPU's memory that a pool takes by default; the machine has other work to do."""
@@ -313,7 +313,7 @@ class MemoryPlanner:
 
     @cached_property
     def table_bytes(self) -> int:
-        """Page tables (engine/page_tables.py), a step's copy of them, its buffers and its sampling parameters."""
+        """Page tables (engine/transfer.py), a step's copy of them, its buffers and its sampling parameters."""
         rows = self.spec.max_running + 2  # one for the self-test, one for padding
         # A recorded step is padded to the next size.
         step_rows = max((self.step.max_decodes, *self.graph_sizes[-1:]))

@@ -3,8 +3,8 @@
 The entrants are the resolver's own options (planner/options.py), staged ones included; each is called as an engine
 calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
 its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
-everything else with the host ahead of the GPU. Nobody is timed whose answer is not that of the reference. One entrant's
-failure is its own. Must not know of any one backend or format.
+everything else with the host ahead of the GPU. A backend whose answer is not the reference's is not timed, and one
+entrant's failure ends nothing.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends import torch_ref
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import options
@@ -28,7 +27,7 @@ from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import Option, PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES
-from nibble.attention.planner.support import Phase
+from nibble.attention.planner.support import Origin, Phase
 from nibble.cache import packing as packings
 from nibble.errors import NibbleError
 from nibble.evals.tuning import timing as clock
@@ -58,8 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How an entrant did. ms: a call, None where it failed; error: relative; failure: why it did not finish. captured:
-    in a CUDA graph. chosen: whether the plan has it. rough: timed by one call. read_bytes: of the cache, at least."""
+    """How an entrant did."""
 
     backend: str
     stage_to: str | None
@@ -69,13 +67,20 @@ class Result:
     workload: str
     place: float
     graphs: bool
-    chosen: bool = False
+    in_plan: bool = False
+    """Whether the plan has it."""
     ms: float | None = None
+    """Of a call; None where it failed."""
     error: float | None = None
+    """Relative to the reference."""
     captured: bool = False
+    """Whether it was timed in a CUDA graph."""
     rough: bool = False
+    """Whether it was timed by one call."""
     read_bytes: int = 0
+    """Of the cache, at least."""
     failure: str = ""
+    """Why it did not finish."""
 
     @property
     def name(self) -> str:
@@ -88,25 +93,29 @@ def entrants(
 ) -> tuple[Candidate, ...]:
     """Return all that may serve a part, best first, on the plan's storage where they read it.
 
-    names: only these backends. The reference is what others are checked against; on a GPU it does not race, unless
-    it is named or alone.
+    The reference is what others are checked against; on a GPU it does not race, unless it is named or alone.
+
+    Args:
+        request: What is planned.
+        plan: Whose page size and packing come first.
+        part: The layers.
+        phase: What a step asks of them.
+        names: Only these backends; all if empty.
     """
-    found: dict[tuple[str, str | None], Candidate] = {}
+    by_key: dict[tuple[str, str | None], Candidate] = {}
     for option in options.serving(request, part, phase):
         page, packing = _place(request, plan, option)
         entrant = Candidate(option, page, packing)
         if not names or option.backend.name in names:
-            found.setdefault(entrant.option.key, entrant)
-    everybody = tuple(found.values())
+            by_key.setdefault(entrant.option.key, entrant)
+    candidates = tuple(by_key.values())
     if names or request.hardware.is_cpu:
-        return everybody
-    return (
-        tuple(e for e in everybody if e.option.backend.adapter != torch_ref.BACKEND.adapter) or everybody[:1]
-    )
+        return candidates
+    return tuple(c for c in candidates if c.option.backend.origin is not Origin.REFERENCE) or candidates[:1]
 
 
 def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
-    """The plan's page size and packing, or the first of the usual ones that the option reads."""
+    """Return the plan's page size and packing, or the first of the usual ones that the option reads."""
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     sizes = [plan.page_size, *usual, *sorted(option.pages or ())]
     packs = [plan.layout.packing, *packings.names(), *sorted(option.packings or ())]
@@ -116,18 +125,29 @@ def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
 def bench_backends(
     request: PlanRequest, plan: Plan, part: SchemeGroup, workload: Workload, names: Collection[str] = ()
 ) -> Iterator[Result]:
-    """Runs all entrants one after the other, those that share pages together. Raises what broke the device itself."""
+    """Run all entrants one after the other, those that share pages together.
+
+    Args:
+        request: What is planned.
+        plan: Whose page size and packing come first.
+        part: The layers.
+        workload: The requests.
+        names: Only these backends; all if empty.
+
+    Raises:
+        DeviceLostError: A kernel broke the device itself.
+    """
     field = entrants(request, plan, part, workload.phase, names)
     best: float | None = None
     for place in dict.fromkeys((entrant.page, entrant.packing) for entrant in field):
-        judge: _Judge | None = None
+        judge: _Reference | None = None
         for entrant in (entrant for entrant in field if (entrant.page, entrant.packing) == place):
             result = blank(plan, part, entrant, workload)
             try:  # kernels and their compilers fail in all manners, which is their own business
-                judge = judge or _Judge(request, part, workload, entrant)
+                judge = judge or _Reference(request, part, workload, entrant)
                 result = _run(request, judge, entrant, result, best)
             except Exception as error:
-                result = replace(result, failure=_in_words(error))
+                result = replace(result, failure=_summary(error))
             _require_device(request, result)
             if result.ms is not None:
                 best = min(result.ms, best or result.ms)
@@ -137,7 +157,14 @@ def bench_backends(
 
 
 def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload) -> Result:
-    """What is known of an entrant before it runs."""
+    """Return an entrant's result before it runs.
+
+    Args:
+        plan: Which may have it.
+        part: The layers.
+        entrant: The backend, and where it is timed.
+        workload: The requests.
+    """
     option, phase = entrant.option, workload.phase
     group = next(group for group in plan.groups if (group.group, group.layers) == (part.group, part.layers))
     routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
@@ -148,9 +175,9 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
 
 
 def _run(
-    request: PlanRequest, judge: _Judge, entrant: Candidate, result: Result, best: float | None
+    request: PlanRequest, judge: _Reference, entrant: Candidate, result: Result, best: float | None
 ) -> Result:
-    scene, option = judge.scene, entrant.option
+    fixture, option = judge.fixture, entrant.option
     adapter, stage_to = backends.create(option.backend), option.stage_to
 
     def begin_step() -> PreparedBatch:
@@ -170,8 +197,8 @@ def _run(
     if once > hopeless:
         once = min(once, _once_ms(request, lambda: attend(0, prepared)))
     if once > hopeless:
-        return replace(result, ms=once, error=error, rough=True, read_bytes=scene.read_bytes)
-    calls = _calls(scene, once)
+        return replace(result, ms=once, error=error, rough=True, read_bytes=fixture.read_bytes)
+    calls = _calls(fixture, once)
 
     def step() -> list[Tensor]:
         prepared = begin_step()
@@ -184,9 +211,9 @@ def _run(
     took = clock.time_calls(
         step, calls, graph=recorded, queue_ahead=not decode, device=device, spend_ms=SPEND_MS, fewest=FEWEST
     )
-    if took.captured:  # a graph may hold something else than what was called
-        error = max(error, judge.error((calls - 1) % scene.layers, took.outputs[-1]))
-    return replace(result, ms=took.ms, error=error, captured=took.captured, read_bytes=scene.read_bytes)
+    if timed.captured:  # a graph may hold something else than what was called
+        error = max(error, judge.error((calls - 1) % fixture.layers, timed.outputs[-1]))
+    return replace(result, ms=timed.ms, error=error, captured=timed.captured, read_bytes=fixture.read_bytes)
 
 
 class _Judge:
@@ -196,33 +223,35 @@ class _Judge:
         self, request: PlanRequest, part: SchemeGroup, workload: Workload, entrant: Candidate
     ) -> None:
         where = entrant.page, entrant.packing, request.dtype, request.hardware.device
-        self.scene: Fixture = make_fixture(part, workload, *where)
+        self.fixture: Fixture = make_fixture(part, workload, *where)
         self._bound = BOUNDS[getattr(torch, request.dtype)]
-        self._known: dict[int, list[Tensor]] = {}
+        self._outputs: dict[int, list[Tensor]] = {}
 
     def error(self, layer: int, out_THD: Tensor) -> float:
-        """The relative error of a layer's answer; raises where it is wrong."""
-        pairs = zip(self.scene.samples, self._wanted(layer), strict=True)
-        error = max(_relative(out_THD[rows], wanted) for (rows, _), wanted in pairs)
+        """Return the relative error of a layer's answer; raises WrongAnswerError where it is too large."""
+        pairs = zip(self.fixture.samples, self._expected(layer), strict=True)
+        error = max(_relative(out_THD[rows], expected_THD) for (rows, _), expected_THD in pairs)
         if error > self._bound:
             raise WrongAnswerError(
                 f"relative error {error:.1e}, and {self._bound:g} is the most: a wrong answer has no speed"
             )
         return error
 
-    def _wanted(self, layer: int) -> list[Tensor]:
-        if layer not in self._known:
-            scene, reference = self.scene, TorchRef()
-            self._known[layer] = [
-                reference.attend(scene.queries[layer][rows].float(), scene.view(layer), segment, scene.spec)
-                for rows, segment in scene.samples
+    def _expected(self, layer: int) -> list[Tensor]:
+        if layer not in self._outputs:
+            fixture, reference = self.fixture, TorchRef()
+            self._outputs[layer] = [
+                reference.attend(
+                    fixture.queries[layer][rows].float(), fixture.view(layer), segment, fixture.spec
+                )
+                for rows, segment in fixture.samples
             ]
-        return self._known[layer]
+        return self._outputs[layer]
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||; infinite where it is not a number."""
-    error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """Return ||actual - expected|| / ||expected||; infinite where it is not a number."""
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
     return math.inf if math.isnan(error) else error
 
 
@@ -231,7 +260,7 @@ class WrongAnswerError(NibbleError):
 
 
 def _once_ms(request: PlanRequest, call: Callable[[], object]) -> float:
-    """One call, once it has been called before, on the wall's clock."""
+    """Return the wall-clock time of one call, once it has been called before."""
     _synchronise(request)
     start = time.perf_counter()
     call()
@@ -239,10 +268,10 @@ def _once_ms(request: PlanRequest, call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _calls(scene: Fixture, once_ms: float) -> int:
-    """Calls of a step, given how long one takes."""
+def _calls(fixture: Fixture, once_ms: float) -> int:
+    """Return the calls of a step, given how long one takes."""
     few = 1 if once_ms > LONG_MS else FEW
-    return max(min(max(int(STEP_MS / max(once_ms, 1e-3)), few), clock.CALLS), scene.layers)
+    return max(min(max(int(STEP_MS / max(once_ms, 1e-3)), few), clock.CALLS), fixture.layers)
 
 
 def _synchronise(request: PlanRequest) -> None:
@@ -251,12 +280,12 @@ def _synchronise(request: PlanRequest) -> None:
 
 
 def _require_device(request: PlanRequest, result: Result) -> None:
-    """A kernel that ran into memory that is not its own takes the whole device with it: nobody can go on."""
+    """Raise DeviceLostError where a kernel ran into memory that is not its own: nothing more can run."""
     try:
         _synchronise(request)
     except Exception as error:
         raise DeviceLostError(
-            f"{result.name} broke the device in {result.phase} {result.workload}: {_in_words(error)}"
+            f"{result.name} broke the device in {result.phase} {result.workload}: {_summary(error)}"
         ) from error
 
 
@@ -269,13 +298,13 @@ def _free(request: PlanRequest) -> None:
         torch.cuda.empty_cache()
 
 
-def _in_words(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def fastest(results: Sequence[Result], *, recordable: bool = False) -> Result | None:
-    """The fastest of those that finished. recordable: of those that an engine can record, if any of them can."""
+    """Return the fastest of those that finished. recordable: of those that an engine can record, if any of them can."""
     finished = [result for result in results if result.ms is not None]
     if recordable:
         finished = [result for result in finished if result.graphs] or finished

@@ -1,4 +1,4 @@
-"""A scene: requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
+"""Requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
 
 Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the error of a
 format is not counted when what is read is judged.
@@ -36,15 +36,16 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Fixture:
-    """Requests in a pool, and what they ask. samples: rows whose answers are checked, each with a segment of their own.
-    read_bytes: what one call must read of the cache."""
+    """Requests in a pool, and their queries."""
 
     pool: PagedPool
     segment: AttentionBatch
     queries: tuple[Tensor, ...]
     spec: AttentionParams
     samples: tuple[tuple[slice, AttentionBatch], ...]
+    """Rows whose answers are checked, each with a batch of their own."""
     read_bytes: int
+    """What one call must read of the cache."""
 
     @property
     def layers(self) -> int:
@@ -59,8 +60,20 @@ class Fixture:
 def make_fixture(
     part: SchemeGroup, workload: Workload, page: int, packing: str, dtype: str, device: str
 ) -> Fixture:
-    """A scene of `workload` for the layers of `part`."""
-    group, work = part.group, workload
+    """Return requests of `workload` for the layers of `part`.
+
+    Args:
+        part: The layers, with what they store.
+        workload: The requests.
+        page: Tokens of a page.
+        packing: Of the pages.
+        dtype: Of queries.
+        device: Where all of it lies.
+
+    Raises:
+        ConfigError: Attention is sparse.
+    """
+    group, load = part.group, workload
     if group.top_k:
         raise ConfigError("sparse attention is not timed: its indexer chooses what it reads")
     rng = torch.Generator(device).manual_seed(SEED)
@@ -72,26 +85,26 @@ def make_fixture(
     query_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
     layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + query_bytes)), 1), clock.CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
-    pages = -(-work.stored // page)
-    pool = PagedPool(layout, work.requests * pages, ONE, device)
+    pages = -(-load.stored // page)
+    pool = PagedPool(layout, load.requests * pages, ONE, device)
     for layer in range(layers):
         _fill(pool, layer, getattr(torch, dtype), rng)
-    order = torch.randperm(work.requests * pages, generator=rng, device=device).int()
-    page_table_BN = order.view(work.requests, pages)
-    shape = (work.requests * work.new, group.q_heads, group.head_dim)
+    order = torch.randperm(load.requests * pages, generator=rng, device=device).int()
+    page_table_BN = order.view(load.requests, pages)
+    shape = (load.requests * load.new, group.q_heads, group.head_dim)
     queries = tuple(
         torch.randn(shape, generator=rng, dtype=getattr(torch, dtype), device=device) for _ in range(layers)
     )
     sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
     spec = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
     segment = AttentionBatch.from_lens(
-        work.phase, 0, [work.new] * work.requests, [work.stored] * work.requests, page_table_BN
+        load.phase, 0, [load.new] * load.requests, [load.stored] * load.requests, page_table_BN
     )
-    return Fixture(pool, segment, queries, spec, _samples(work, page_table_BN), read)
+    return Fixture(pool, segment, queries, spec, _samples(load, page_table_BN), read)
 
 
 def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Writes random tokens to every slot of a layer."""
+    """Write random tokens to every slot of a layer."""
     slots, device = pool.pages * pool.layout.page_size, pool.device
     entries = pool.layout.layers[layer].streams
     for start in range(0, slots, CHUNK):

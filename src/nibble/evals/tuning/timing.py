@@ -32,11 +32,14 @@ LEAD, MOST_LEAD_MS, CYCLES = 1.5, 200.0, 2_000_000
 
 @dataclass(frozen=True)
 class Timed:
-    """ms: median time of one call. outputs: what the replays wrote. captured: False where it could not be a graph."""
+    """A measurement."""
 
     ms: float
+    """Median time of one call."""
     outputs: Sequence[Tensor]
+    """What the replays wrote."""
     captured: bool
+    """False where it could not be a graph."""
 
 
 def time_calls(
@@ -49,10 +52,18 @@ def time_calls(
     spend_ms: float = SPEND_MS,
     fewest: int = FEWEST,
 ) -> Timed:
-    """The time of one of `calls` calls. Outputs are poisoned before the last replay, so that what is not written shows.
+    """Return the time of one of `calls` calls. On a CPU nothing is captured.
 
-    graph: False for steps that talk to the host, whose time then counts too; ahead: only where the GPU waits for it.
-    Nothing is captured on a CPU.
+    Outputs are poisoned before the last replay, so that what is not written shows.
+
+    Args:
+        step: Makes the calls.
+        calls: How many it makes.
+        graph: False for steps that talk to the host, whose time then counts too.
+        host_ahead: Count the host's time only where the GPU waits for it.
+        device: The torch device type; this machine's if None.
+        spend_ms: What all replays may take together.
+        fewest: Replays to make at least.
     """
     if (device or here()) == "cpu":
         outputs, replay, captured = _eager(step)
@@ -88,7 +99,7 @@ def _eager(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]:
 
 
 def _lead_ms(step: Step) -> float:
-    """What the GPU is to sleep so that a whole step is queued behind it."""
+    """Return how long the GPU is to sleep so that a whole step is queued behind it."""
     torch.cuda.synchronize()
     return min(LEAD * _cpu_ms(step), MOST_LEAD_MS)
 
@@ -110,10 +121,10 @@ def _cpu_ms(replay: Callable[[], object]) -> float:
 
 
 def here() -> str:
-    """The torch device type of this machine."""
+    """Return the torch device type of this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def l2_bytes(device: str | None = None) -> int:
-    """The size of the L2 cache; on a CPU, where caches are not outgrown, next to nothing."""
+    """Return the size of the L2 cache; on a CPU, where caches are not outgrown, next to nothing."""
     return torch.cuda.get_device_properties(0).L2_cache_size if (device or here()) == "cuda" else 1

@@ -19,13 +19,15 @@ DRAFTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one phase. new, stored: tokens of each request; the stored ones include the new ones."""
+    """Requests of one phase."""
 
     phase: Phase
     name: str
     requests: int
     new: int
+    """New tokens of each request."""
     stored: int
+    """Tokens of each request, the new ones included."""
 
     @property
     def tokens(self) -> int:
@@ -51,7 +53,7 @@ ON_CPU: Mapping[Phase, tuple[str, ...]] = {
 
 
 def parse(phase: Phase, text: str) -> Workload:
-    """A workload of `phase`; raises ConfigError."""
+    """Return a workload of `phase`; raises ConfigError where the text is none."""
     if phase is Phase.EXTEND:
         new, plus, before = text.strip().partition("+")
         if plus:
@@ -68,7 +70,7 @@ def parse(phase: Phase, text: str) -> Workload:
 
 
 def tokens(text: str) -> int:
-    """`8K` -> 8192; raises ConfigError."""
+    """Return 8192 for `8K`; raises ConfigError."""
     match = re.fullmatch(r"([1-9]\d*)(K?)", text.strip(), re.IGNORECASE)
     if not match:
         raise ConfigError(f"cannot read {text!r} as a number of tokens; write it as 512 or 8K")
@@ -76,7 +78,7 @@ def tokens(text: str) -> int:
 
 
 def usual(on_cpu: bool) -> tuple[Workload, ...]:
-    """The workloads that stand for their phases on such a machine."""
+    """Return the workloads that stand for their phases on such a machine."""
     table = ON_CPU if on_cpu else ON_GPU
     return tuple(parse(phase, text) for phase, texts in table.items() for text in texts)
 
@@ -110,5 +112,5 @@ def _renamed(workload: Workload, **changed: int) -> Workload:
 
 
 def _short(count: int) -> str:
-    """8192 -> `8K`."""
+    """Return `8K` for 8192."""
     return str(count) if count % 1024 else f"{count // 1024}K"
