@@ -443,7 +443,7 @@ def test_log_probabilities_name_special_tokens() -> None:
     tokens = Tokenizer(str(Path(__file__).parents[2] / "models/demo"))
     api = Api(FakeEngine(), tokens, "m", Settings())
     for token in tokens.eos_ids:
-        assert api._word([token]) and not tokens.decode([token])
+        assert api._token_text([token]) and not tokens.decode([token])
 
 
 def test_models_plan_and_tokens() -> None:

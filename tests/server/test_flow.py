@@ -146,7 +146,7 @@ class DyingEngine(ProcessClient):
 
     async def _run(self, generation: int) -> bool:
         self.lives += 1
-        await self._become(State.READY)
+        await self._set_state(State.READY)
         await asyncio.sleep(0)
         return True
 

@@ -34,7 +34,7 @@ STOP_S = 5.0
 """Given to a process to end by itself."""
 log = logging.getLogger("nibble.server")
 T = TypeVar("T")
-LOST = "the engine's process ended; this request is lost"
+PROCESS_ENDED = "the engine's process ended; this request is lost"
 
 
 class State(StrEnum):
@@ -242,7 +242,7 @@ class ProcessClient:
             # Without a process at the other end, send() would wait until the socket is closed.
             await self._socket.send(wire.encode(command), zmq.NOBLOCK)
         except zmq.ZMQError:
-            raise EngineDiedError(LOST) from None
+            raise EngineDiedError(PROCESS_ENDED) from None
 
     async def _supervise(self) -> None:
         """Run the process again and again."""
@@ -250,7 +250,7 @@ class ProcessClient:
         for generation in itertools.count():
             served = await self._run(generation)
             self.stats = {}
-            error = EngineDiedError(LOST)
+            error = EngineDiedError(PROCESS_ENDED)
             for queue in self._open.values():
                 queue.fail(error)
             # A config that cannot start at first will not start later.
