@@ -23,8 +23,8 @@ TORCH_FREE = (
     "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
     "attention/planner/plan", "attention/planner/resolve", "attention/planner/needs", "attention/planner/options", "attention/planner/refusal",
     "attention/planner/explain", "attention/planner/cells", "engine/plan", "models/observations", "cli/plan", "attention/planner/memory", "attention/planner/capture",
-    "attention/planner/offload", "attention/planner/evidence", "engine/request", "engine/batch", "engine/scheduler",
-    "engine/outputs", "engine/output_stream",
+    "attention/planner/offload", "attention/planner/evidence", "engine/request", "engine/scheduler",
+    "engine/outputs",
 )  # fmt: skip
 BOOKS = (
     "nibble.attention.planner.resolve",
