@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from nibble.engine.page_tables import PageTables
 
 from nibble import LLM, CapacityError
 from nibble.attention.planner.capture import graph_sizes
