@@ -133,7 +133,7 @@ def test_no_circles_between_files() -> None:
             pytest.fail(" -> ".join([*trail[trail.index(module) :], module]))
         if module in done:
             return
-        for other in sorted(graph.get(module, ()) - {module}):
+        for other in sorted(graph.get(module, set()) - {module}):
             visit(other, [*trail, module])
         done.add(module)
 

@@ -98,7 +98,11 @@ def make_fixture(
     sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
     spec = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
     segment = AttentionBatch.from_lens(
-        workload.phase, 0, [workload.new] * workload.requests, [workload.stored] * workload.requests, page_table_BN
+        workload.phase,
+        0,
+        [workload.new] * workload.requests,
+        [workload.stored] * workload.requests,
+        page_table_BN,
     )
     return Fixture(pool, segment, queries, spec, _samples(workload, page_table_BN), read)
 
