@@ -1,6 +1,7 @@
 """What the GPU benchmarks share: the copy bandwidth, the clock, the machine, options, and how results are published.
 
-Times are taken by nibble.evals.tuning.timing. On a CPU a step is just run, which checks the benchmark and measures nothing.
+Times are taken by nibble.evals.tuning.timing. On a CPU a step is just run, which checks the benchmark and measures
+nothing.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
         [--top-k 2048] [--tiny] [--out FOLDER] [--report]
 
 64 index heads of 128 values, pages of 64 tokens in random order, one query token a request; a prefill is one request
-whose last tokens are queries. What is timed is kernels/indexer/__init__.py, as a layer calls it: all its launches. Each time is
-the median replay of a CUDA graph of several calls, divided by their number; the calls go round several layers where one
-would fit into the L2 cache. Gate: outputs of the last replay, poisoned before; rows are judged by float64 scores over
-the dequantised keys: positions ascend, and no score that was left out is above one that was chosen, but for rounding.
+whose last tokens are queries. What is timed is kernels/indexer/__init__.py, as a layer calls it: all its launches.
+Each time is the median replay of a CUDA graph of several calls, divided by their number; the calls go round several
+layers where one would fit into the L2 cache. Gate: outputs of the last replay, poisoned before; rows are judged by
+float64 scores over the dequantised keys: positions ascend, and no score that was left out is above one that was
+chosen, but for rounding.
 
 Of the byte limit: the time in which the keys alone could be read at copy bandwidth, over the time taken. A prefill
 counts operations instead: 2 x heads x values for each key that a query sees.

@@ -3,11 +3,12 @@
     python benchmarks/mla_decode.py [--heads 16,64,128] [--shapes 64x8K] [--formats bf16,nvfp4_ds_mla]
         [--backends flashmla] [--no-peers] [--tiny] [--out FOLDER] [--report]
 
-Latents of 512 values and 64 rotary ones, pages of 64 tokens in random order. Nibble's side is kernels/mla/__init__.py, as a
-backend calls it, and the adapters of --backends; FlashInfer (optional) reads the bf16 pages in place, and its host
-planning is not timed. Each time is the median replay of a CUDA graph of several calls, divided by their number; the
-calls go round several layers where one would fit into the L2 cache. Gate: outputs of the last replay, poisoned before,
-against float64 over the dequantised latents, at most twice the error of torch in bfloat16.
+Latents of 512 values and 64 rotary ones, pages of 64 tokens in random order. Nibble's side is
+kernels/mla/__init__.py, as a backend calls it, and the adapters of --backends; FlashInfer (optional) reads the bf16
+pages in place, and its host planning is not timed. Each time is the median replay of a CUDA graph of several calls,
+divided by their number; the calls go round several layers where one would fit into the L2 cache. Gate: outputs of the
+last replay, poisoned before, against float64 over the dequantised latents, at most twice the error of torch in
+bfloat16.
 
 TB/s counts the bytes that must be read: tokens x bytes of a latent, once, however many heads there are.
 """

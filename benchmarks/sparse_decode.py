@@ -4,10 +4,10 @@
         [--top-k 2048] [--packings nhd,record] [--pool 4096K] [--backends flashmla] [--tiny] [--out FOLDER] [--report]
 
 Latents of 512 values and 64 rotary ones, pages of 64 tokens. One query token a request, each with top-k slots of its
-own, random ones of the whole pool. Nibble's side is kernels/sparse_mla/__init__.py, as a backend calls it, and the adapters of
---backends. Each time is the median replay of a CUDA graph of several calls, divided by their number; the calls go round
-several lists, which do not all fit into the L2 cache. Gate: outputs of the last replay, poisoned before, against
-float64 over the dequantised latents, at most twice the error of torch in bfloat16.
+own, random ones of the whole pool. Nibble's side is kernels/sparse_mla/__init__.py, as a backend calls it, and the
+adapters of --backends. Each time is the median replay of a CUDA graph of several calls, divided by their number; the
+calls go round several lists, which do not all fit into the L2 cache. Gate: outputs of the last replay, poisoned
+before, against float64 over the dequantised latents, at most twice the error of torch in bfloat16.
 
 TFLOP/s counts 2 x heads x (576 + 512) operations a chosen token; TB/s its bytes, once, however many heads there are.
 """

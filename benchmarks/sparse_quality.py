@@ -103,7 +103,8 @@ def measure(todo: Plan, scheme: str, attention: str) -> Result:
     away = looked.get("hits", 0) + looked.get("misses", 0)
     spilled = tier.residency.stats.spilled if tier else 0
     return Result(
-        scheme, attention, plan.layout.without_index.bytes_per_token, plan.tier.layout.bytes_per_token if plan.tier else 0,
+        scheme, attention, plan.layout.without_index.bytes_per_token,
+        plan.tier.layout.bytes_per_token if plan.tier else 0,
         perplexity.value, found, looked["hits"] / away if away else None, spilled,
     )  # fmt: skip
 

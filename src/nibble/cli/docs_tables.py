@@ -104,9 +104,9 @@ def _matrix(
 
 def _formats(rows: Iterable[Support]) -> list[str]:
     """Return the formats that rows name, in the formats' own order, then pairs; `any` for a row that takes all."""
-    named = {fmt for row in rows for fmt in row.format or ("any",)}
+    row_formats = {fmt for row in rows for fmt in row.format or ("any",)}
     order = [*formats.names(), "any"]
-    return sorted(named, key=lambda fmt: (order.index(fmt) if fmt in order else len(order), fmt))
+    return sorted(row_formats, key=lambda fmt: (order.index(fmt) if fmt in order else len(order), fmt))
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -117,8 +117,8 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _archs(table: Mapping[str, BackendInfo]) -> list[int]:
-    named = {arch for info in table.values() for row in info.support for arch in row.arch or ()}
-    return sorted(named | {CPU_ARCH} | {gpu.arch for gpu in GPUS.values()})
+    row_archs = {arch for info in table.values() for row in info.support for arch in row.arch or ()}
+    return sorted(row_archs | {CPU_ARCH} | {gpu.arch for gpu in GPUS.values()})
 
 
 def _gpu(arch: int) -> str:

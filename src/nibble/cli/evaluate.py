@@ -41,7 +41,7 @@ PlotOption = Annotated[
 @takes(
     "config", Config, "Model and cache", without=("model", "kv_format", "kv_layers", "prefix_cache", "seed")
 )
-@takes("given", Sizes, "What is measured", unset=True)
+@takes("evaluation", Sizes, "What is measured", unset=True)
 def evaluate(
     model: ModelArgument = "demo",
     schemes: SchemesArgument = None,
@@ -52,7 +52,7 @@ def evaluate(
     as_json: JsonOption = False,
     *,
     config: Options,
-    given: Options,
+    evaluation: Options,
 ) -> None:
     """Measure what cache schemes cost in quality.
 
@@ -61,7 +61,7 @@ def evaluate(
     those that the model cannot take are listed with the reason. Scales that the checkpoint lacks are
     measured once, on text that is not scored.
     """
-    evaluation, served = sizes(quick, given), Config(model=model, **config)
+    measured, served = sizes(quick, evaluation), Config(model=model, **config)
     quiet(model)
     from nibble.evals import plot as plots
     from nibble.evals.run import evaluate as measure
@@ -69,7 +69,7 @@ def evaluate(
     if plot:
         plots.require()
     with _bar() as bar:
-        report = measure(served, schemes or (), evaluation, text, _Bar(bar))
+        report = measure(served, schemes or (), measured, text, _Bar(bar))
     _show(report, as_json)
     if markdown:
         markdown.write_text(report.as_markdown() + "\n", encoding="utf-8")

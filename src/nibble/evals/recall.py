@@ -65,7 +65,7 @@ class Form:
         entry: one key and its value.
         tail: text between the last entry and the first question.
         again: text before the second and every later question.
-        ask: the question, up to the answer.
+        question: the question, up to the answer.
         answer: the answer.
         close: what follows the answer.
         block: whether values are blocks of several lines rather than single words.
@@ -127,7 +127,7 @@ ruby sail salt sand shadow shell silver sky smoke snow south spark spider spring
 sugar summer sun swan table temple thunder tiger timber tower train trail tulip turtle valley velvet
 violet walnut water wave west whale wheat willow wind winter wolf wood zebra
 """
-WORDS = tuple(_WORD_LIST.split())
+KEY_WORDS = tuple(_WORD_LIST.split())
 HEX = "0123456789abcdef"
 DIGITS = "0123456789"
 PREFIXES = ("k_", "id_", "key_", "item_", "node_", "cfg_", "user_", "x_")
@@ -229,7 +229,7 @@ def _padding(rng: random.Random, room: int, count: Count) -> str:
     """Draws comment lines of at most `room` tokens."""
     lines = ""
     while True:
-        line = f"# see {rng.choice(WORDS)} and {rng.choice(WORDS)}\n"
+        line = f"# see {rng.choice(KEY_WORDS)} and {rng.choice(KEY_WORDS)}\n"
         if count(lines + line) + 2 > room:
             return lines
         lines += line
@@ -260,7 +260,7 @@ def _verbatim(rng: random.Random, length_tokens: int, count: Count) -> list[Span
 def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
     """Chooses a style of keys; the result draws that many distinct keys, shuffled, in families."""
     style = rng.choice(("hex", "digits", "words"))
-    alphabet = {"hex": HEX, "digits": DIGITS, "words": WORDS}[style]
+    alphabet = {"hex": HEX, "digits": DIGITS, "words": KEY_WORDS}[style]
     prefix = rng.choice(PREFIXES)
     size = rng.randint(3, 5) if style == "words" else rng.randint(6, 14)
     family = rng.choice(FAMILIES)
@@ -299,7 +299,7 @@ def _value_maker(rng: random.Random, block: bool) -> Callable[[], str]:
 
     def word() -> str:
         if style == "words":
-            return f"{rng.choice(WORDS)}-{rng.choice(WORDS)}-{rng.randrange(10, 100)}"
+            return f"{rng.choice(KEY_WORDS)}-{rng.choice(KEY_WORDS)}-{rng.randrange(10, 100)}"
         return "".join(rng.choice(alphabet) for _ in range(size))
 
     if not block:

@@ -1,8 +1,9 @@
 """Linear layers for the CPU whose result for a token does not depend on the number of tokens.
 
 Plain float32 products sum in another order for 1 token than for 8. Quantised K and V can turn such a last-bit
-difference into a whole step, and an answer would depend on the batch. oneDNN products over weights packed for small batches do not
-have that, except for a single row, and are 2 to 3 times faster from 2 tokens on. Without oneDNN, layers stay unchanged.
+difference into a whole step, and an answer would depend on the batch. oneDNN products over weights packed for small
+batches do not have that, except for a single row, and are 2 to 3 times faster from 2 tokens on. Without oneDNN,
+layers stay unchanged.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Which layers do is observed: the model runs once without weights, and records which linear layers get the same tensor.
 One wide product reads its weights faster than several narrow ones, and a decode step is hardly more than reading
-weights. Modules keep their places and names; the first that is called computes for all. Other large layers use the same kernel
-for few rows.
+weights. Modules keep their places and names; the first that is called computes for all. Other large layers use the
+same kernel for few rows.
 """
 
 from __future__ import annotations

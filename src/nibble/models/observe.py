@@ -35,10 +35,10 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
-            named = architecture_class(config)
+            model_class = architecture_class(config)
             make = (
-                named._from_config
-                if named
+                model_class._from_config
+                if model_class
                 else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
             )
             model: nn.Module = make(config, attn_implementation=hook.NAME, dtype=torch.bfloat16)

@@ -204,14 +204,16 @@ def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
         return (request.spec.page_size,)
     # The usual sizes come first, as of equally good ones the first is taken.
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
-    named = {page for choice in choices.values() for option in choice for page in option.pages or ()}
-    return (*usual, *sorted(named - set(usual)))
+    row_pages = {page for choice in choices.values() for option in choice for page in option.pages or ()}
+    return (*usual, *sorted(row_pages - set(usual)))
 
 
 def _packings(choices: Options) -> Iterable[str]:
     """Return the packings to try: those that the pool knows, then those that only rows name."""
-    named = {name for choice in choices.values() for option in choice for name in option.packings or ()}
-    return (*packings.names(), *sorted(named - set(packings.names())))
+    row_packings = {
+        name for choice in choices.values() for option in choice for name in option.packings or ()
+    }
+    return (*packings.names(), *sorted(row_packings - set(packings.names())))
 
 
 def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str) -> GroupPlan:

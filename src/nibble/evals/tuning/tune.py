@@ -100,7 +100,7 @@ def _timing(results: Sequence[Result]) -> Timing:
 
 def _workloads(plan: EnginePlan, part: SchemeGroup, phase: Phase) -> tuple[Workload, ...]:
     """Return the phase's usual workloads, as far as the model and this machine's memory go."""
-    usual = (work for work in workloads.usual(plan.hardware.is_cpu) if work.phase is phase)
+    usual = (entry for entry in workloads.usual(plan.hardware.is_cpu) if entry.phase is phase)
     size = part.stored_layer(0).bytes_per_token
     return workloads.within(usual, plan.model_spec.max_context, max(int(_cache_bytes(plan) // size), 64))
 
