@@ -1,7 +1,4 @@
-"""What a model's layers cache and ask of attention, with no idea how it is stored.
-
-Owns Stream, LayerGroup and ModelSpec. Must not know of formats, backends, torch or any model family.
-"""
+"""What a model's layers cache and ask of attention, with no idea how it is stored."""
 
 from __future__ import annotations
 

@@ -64,6 +64,7 @@ class Perplexity:
     count: int = 0
 
     def add(self, logits_TV: Tensor, window: Window) -> None:
+        """Add the losses of one window, logits_TV [T, V]."""
         self.nats += float(losses(logits_TV, window).double().sum())
         self.count += window.scored
 

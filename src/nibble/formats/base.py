@@ -1,7 +1,5 @@
 """What a KV format is: planes of bytes per token, and the definition of its encoding in torch.
 
-A format file must not know of pages, attention or models.
-
 Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes.
 """
 

@@ -25,6 +25,8 @@ ROWS, KEYS = (32, 16), (64, 32, 16)
 Request = tuple[int, int]
 """Stored tokens before the new ones, and new ones."""
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def dense(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, causal: bool) -> Part:
     """The last rows of as many keys, if causal."""
@@ -142,7 +144,7 @@ def test_few_tokens_go_together() -> None:
 def test_merging_is_the_same_everywhere(dim: int, dtype: torch.dtype) -> None:
     """The twin against the reference, and both against attention over all keys at once."""
     rng = torch.Generator().manual_seed(dim)
-    q, k, v = (torch.randn(7, heads, dim, generator=rng) for heads in (6, 2, 2))
+    q, k, v = (torch.randn(7, heads, dim, generator=rng).to(DEVICE) for heads in (6, 2, 2))
     q[0], k[5:] = 30 * q[0], 3 * k[5:]  # one part may hold next to nothing
     a, b, both = (dense(q, k[s], v[s], False) for s in (slice(0, 5), slice(5, 7), slice(0, 7)))
     a = Part(a.values_THD.transpose(0, 1).contiguous().transpose(0, 1), a.lse_HT.T.contiguous().T)

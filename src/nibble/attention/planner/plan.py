@@ -1,7 +1,6 @@
 """What was decided: the routes of every layer group and phase, with page size and packing. All of it frozen.
 
-Owns Route, GroupPlan and Plan. How they are chosen is in resolve.py. Must not know of torch or of any one
-backend.
+How they are chosen is in resolve.py.
 """
 
 from __future__ import annotations
@@ -102,9 +101,11 @@ class Plan:
 
     @property
     def page_size(self) -> int:
+        """Return the tokens of a page."""
         return self.layout.page_size
 
     def group_of(self, layer: int) -> GroupPlan:
+        """Return the group of attention layer `layer`."""
         return next(group for group in self.groups if layer in group.layers)
 
     def route(self, layer: int, phase: Phase) -> Route:
