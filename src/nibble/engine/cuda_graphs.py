@@ -103,6 +103,7 @@ class CudaGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record `run` and return what replays it."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # What happens the first time only, loading and tuning of kernels, must not be recorded.

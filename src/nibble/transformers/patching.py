@@ -52,6 +52,7 @@ class PatchedForward:
         self.__setstate__({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model for one call of generate()."""
         arguments = kwargs
         if args:
             arguments = inspect.signature(self.plain).bind_partial(*args).arguments | kwargs
