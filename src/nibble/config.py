@@ -194,7 +194,7 @@ def parse_bytes(text: str) -> int:
 
 def format_size(size: int) -> str:
     """Return `size` bytes as an option takes them, exactly: `2GiB`, `1536MiB`, `2500000`."""
-    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+    for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         count, remainder = divmod(size, 1024**exponent)
         if count and not remainder:
             return f"{count}{unit}"

@@ -255,8 +255,8 @@ def test_a_wrong_kernel_is_found(
 ) -> None:
     llm = served(request.getfixturevalue(kind), "fp8_e4m3")
     assert not any(reading.is_over for reading in one_by_one(llm).values())
-    attend = TorchRef.attend
-    monkeypatch.setattr(TorchRef, "attend", lambda *given: attend(*given).roll(1, dims=1))
+    attend = TorchRef.forward
+    monkeypatch.setattr(TorchRef, "forward", lambda *given: attend(*given).roll(1, dims=1))
     assert all(reading.is_over for reading in one_by_one(llm, seed=1).values())
     assert llm.error_monitor and llm.error_monitor.alerts == 1
 
@@ -272,8 +272,8 @@ def test_a_limit_may_be_given(gqa: Path, caplog: pytest.LogCaptureFixture) -> No
 
 def test_what_is_no_number_is_over_any_limit(gqa: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = served(gqa, "fp8_e4m3", fidelity_alert=9e9)
-    attend = TorchRef.attend
-    monkeypatch.setattr(TorchRef, "attend", lambda *given: attend(*given) * float("nan"))
+    attend = TorchRef.forward
+    monkeypatch.setattr(TorchRef, "forward", lambda *given: attend(*given) * float("nan"))
     with pytest.raises(NibbleError, match="not finite"):
         tokens(llm, PROMPTS[:1], 3)
     assert llm.error_monitor and llm.error_monitor.numbers()["fidelity_alert"] == 1
@@ -469,7 +469,7 @@ def test_a_step_that_fails_leaves_no_false_alert(gqa: Path, monkeypatch: pytest.
         raise RuntimeError("a kernel died")
 
     with monkeypatch.context() as broken:
-        broken.setattr(TorchRef, "attend", fails)
+        broken.setattr(TorchRef, "forward", fails)
         output = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=4), lambda _: None)
         llm.engine.step()
     assert output.requests[0].is_finished and llm.error_monitor

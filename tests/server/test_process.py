@@ -141,7 +141,7 @@ def test_a_start_that_fails_says_why(options: tuple[str, ...], code: int, says: 
 
 def test_a_server_waits_for_neither_torch_nor_transformers_before_it_starts_its_engine() -> None:
     code = (
-        "import sys, nibble.server.run, nibble.models.hub as places; places.find('demo');"
+        "import sys, nibble.server.run, nibble.models.hub as hub; hub.locate('demo');"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,7 +6,7 @@ A field's doc is its command-line help, as in config.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nibble.config import Config, default_of
@@ -72,11 +72,11 @@ QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tok
 
 
 def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes:
-    """The full or the quick sizes, with the values that were given (None is not given)."""
+    """Return the full or the quick sizes, with `values` in their place; None and empty values do not count."""
     base = QUICK if quick else Sizes()
-    values = {option.name: getattr(base, option.name) for option in fields(Sizes)}
-    values |= {name: value for name, value in (values or {}).items() if value not in (None, (), [])}
-    return Sizes(**values)
+    return replace(
+        base, **{name: value for name, value in (values or {}).items() if value not in (None, (), [])}
+    )
 
 
 @dataclass(frozen=True, slots=True)
