@@ -57,6 +57,7 @@ class LayerLayout:
     @property
     def format_key(self) -> str:
         """Return the formats of the streams that attention reads, as support tables name them: one name, or `k:v`."""
+        # dict.fromkeys() drops duplicates and keeps the order: K before V.
         return ":".join(dict.fromkeys(entry.format for entry in self.without_index.streams))
 
 
@@ -99,4 +100,5 @@ class CacheLayout:
     @property
     def fingerprint(self) -> str:
         """Return 16 hex digits that differ if the meaning of a page's bytes differs; part of every prefix key."""
+        # Not hash(): Python salts the hashes of strings, so they differ from process to process.
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

@@ -135,7 +135,9 @@ class CacheManager:
         """
         if self.residency is None:
             return 0
+        # One frame more than the tokens fill: the next token may begin a page.
         needed = self.pages_for(tokens) + 1
+        # A decoding lease gets by with its hot buffer, the page that it writes, and one to grow into.
         return min(needed, self.residency.frames_per_hot_buffer + 2) if decodes else needed
 
     def open(
@@ -161,8 +163,10 @@ class CacheManager:
             OutOfFrames: the prefix cannot be loaded back to the device now; nothing has changed.
         """
         sharing = self.prefix_cache and not private
+        # The last token is always computed: its logits give the first new token.
         prefix = self._radix.match(namespace, tokens, len(tokens) - 1) if sharing else []
         if spare_pages is not None:
+            # Idle pages of the prefix are about to be in use, so they cannot be evicted for new pages.
             available = self.num_available_pages - self._radix.num_idle_of(prefix)
             needed = self.pages_for(len(tokens)) - len(prefix)
             if needed + spare_pages > available:
@@ -172,6 +176,7 @@ class CacheManager:
             if reserved_frames:  # a lease that is alone fits onto the device if it fits into the pool
                 self._check_frames(self.min_frames(len(tokens), False) + reserved_frames)
         if self.residency:
+            # Before the lease exists: this raises if the prefix does not fit onto the device.
             self.residency.retain(prefix)
         lease = Lease(namespace, is_sharing=sharing)
         self._leases.add(lease)
@@ -220,6 +225,7 @@ class CacheManager:
         if needed <= 0:
             return
         assert lease in self._leases, "the lease is not open"
+        # All checks come before the first change, so that an error leaves nothing half done.
         short = needed - self._allocator.num_free
         if short > self._radix.num_idle:
             total = self._allocator.num_pages
@@ -235,6 +241,7 @@ class CacheManager:
         if self.residency:
             self.residency.allocate(pages)
             if lease.hot_frames:
+                # Only the newest page is written; the pages before it are read through the hot buffer.
                 self._mark_offloadable(lease)
 
     def offload(self, leases: Iterable[Lease]) -> bool:
@@ -249,6 +256,7 @@ class CacheManager:
         frames_per_buffer, users, num_freed = self.residency.frames_per_hot_buffer, Counter[int](), 0
         candidates: list[Lease] = []
         for lease in leases:
+            # A lease this small would not need fewer frames with a hot buffer.
             if lease.hot_frames or len(lease.pages) <= frames_per_buffer + 1:
                 continue
             candidates.append(lease)
@@ -256,6 +264,7 @@ class CacheManager:
             for page in lease.pages[:-1]:
                 users[page] += 1
                 num_freed += users[page] == self.residency.num_users(page)
+            # The buffers take frames themselves, so only what goes beyond them is gained.
             if num_freed > frames_per_buffer * len(candidates):
                 self._give_hot_buffers(candidates)
                 return True
@@ -263,6 +272,7 @@ class CacheManager:
 
     def _give_hot_buffers(self, leases: Sequence[Lease]) -> None:
         assert self.residency
+        # All leases give up their pages before the first buffer is allocated: it takes frames of those.
         for lease in leases:
             self._mark_offloadable(lease)
         for lease in leases:
@@ -280,6 +290,7 @@ class CacheManager:
         if self.residency and not lease.hot_frames:
             full = lease.pages[: lease.num_stored_tokens // self.page_size]
             self.residency.release(full)
+            # Evicting plans saves and retaining plans loads; the next step applies them in that order.
             self.residency.evict(full)
             self.residency.retain(full)
 
@@ -295,6 +306,7 @@ class CacheManager:
             f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} tokens, {len(lease.pages)} pages"
         )
         lease.num_stored_tokens = upto
+        # A page that is not full will be written again, so it stays private.
         full = upto // self.page_size
         while lease.is_sharing and lease.num_shared_pages < full:
             self._share_next_page(lease, tokens)
@@ -303,12 +315,14 @@ class CacheManager:
         """Close `lease`; its pages are free unless other leases or the tree hold them."""
         self._leases.remove(lease)
         if self.residency:
+            # The residency comes first: a page must have no users there when the allocator frees it.
             self.residency.release(
                 reversed(lease.resident_pages)
             )  # the beginning of a prefix is evicted last
             self.residency.release_hot_buffer(lease.hot_frames)
             lease.hot_frames, lease.num_offloadable = [], 0
         shared, private = lease.pages[: lease.num_shared_pages], lease.pages[lease.num_shared_pages :]
+        # In reverse, so that the stack of free pages hands them out in their old order.
         self._allocator.release(reversed(private))
         self._radix.release(shared)
         lease.pages, lease.num_stored_tokens, lease.num_shared_pages = [], 0, 0
@@ -318,11 +332,13 @@ class CacheManager:
         """Empty the prefix cache. Open leases keep their pages, which are private from now on."""
         self._radix.clear()
         for lease in self._leases:
+            # Pages that left the tree cannot be parents in it, so these leases share no more.
             lease.num_shared_pages, lease.is_sharing = 0, False
         self.num_releases += 1
 
     def check_integrity(self) -> None:
         """Assert that a recount of all pages, from the open leases and the tree, agrees with the books."""
+        # The tree itself is one user of each of its pages.
         counts = [int(page in self._radix) for page in range(self._allocator.num_pages)]
         for lease in self._leases:
             for page in lease.pages:
@@ -350,6 +366,8 @@ class CacheManager:
         """Insert the first page that is not in the tree yet, unless an equal one is there."""
         start = lease.num_shared_pages * self.page_size
         page, page_tokens = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
+        # If another request shared an equal page first, this lease keeps its own copy and shares no more:
+        # a shared page must lie below pages of the tree that the lease itself holds.
         lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
         lease.num_shared_pages += lease.is_sharing
 
@@ -367,6 +385,7 @@ class CacheManager:
         )
         for page in pages[num_shared:]:
             assert page not in self._radix, f"page {page} is in the tree, but its lease takes it for private"
+        # A page that can still be written must have one user, or another request would read half of it.
         for page in pages[lease.num_stored_tokens // self.page_size :]:
             assert self._allocator.ref_count(page) == 1, (
                 f"page {page} can be written by {self._allocator.ref_count(page)} users"

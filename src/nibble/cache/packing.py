@@ -52,6 +52,7 @@ class Packing:
 
         empty = empty or torch.empty
         if self.record:
+            # All planes have the same heads, so a record has equally many bytes for each head.
             width = sum(plane.bytes_per_token for plane in planes) // planes[0].shape[0]
             shape = (pages, page_size, planes[0].shape[0], width)
             return tuple(_columns(planes, empty(shape, dtype=torch.uint8, device=device)))
@@ -67,6 +68,7 @@ class Packing:
 
     def gather(self, storage: Tensor, page_table_BN: Tensor) -> Tensor:
         """Read whole pages: integer page_table_BN -> [B, N * page_size, H, ...]."""
+        # As integers: index_select() is not defined for float8 everywhere.
         values = raw(storage).index_select(0, page_table_BN.flatten()).view(storage.dtype)
         if self.heads_first:
             values = values.transpose(1, 2)
@@ -77,7 +79,9 @@ def _columns(planes: Sequence[Plane], records_PSHB: Tensor) -> Iterator[Tensor]:
     heads = planes[0].shape[0]
     widths = [plane.bytes_per_token // heads for plane in planes]
     for plane, column in zip(planes, records_PSHB.split(widths, -1), strict=True):
+        # A column is a view: what is written to the plane lands in the records.
         values = column.view(plane.torch_dtype)
+        # A plane of one item a head, such as a scale, has no dimension for items.
         yield values if len(plane.shape) > 1 else values.squeeze(-1)
 
 

@@ -44,6 +44,7 @@ class PageAllocator:
         remaining = len(self._free) - n
         if remaining < 0:
             raise OutOfPages(f"{n} pages are needed, {len(self._free)} of {self.num_pages} are free")
+        # From the top of the stack down, as so many single pops would give them.
         pages = self._free[remaining:][::-1]
         del self._free[remaining:]
         for page in pages:
@@ -52,6 +53,7 @@ class PageAllocator:
 
     def grow(self, n: int) -> None:
         """Add `n` pages, all of them free."""
+        # Below the stack: pages that were in use before are handed out first.
         self._free[:0] = range(self.num_pages + n - 1, self.num_pages - 1, -1)
         self._ref_counts += [0] * n
         self.num_pages += n

@@ -75,9 +75,11 @@ class PagedPool:
 
     def _stream(self, entry: StreamLayout, scale: float | tuple[float, ...]) -> StreamView:
         packing = packings.get(self.layout.packing_of(entry))
+        # Index keys are never offloaded, because every step scores all of them.
         pages = self.pages if entry.stream.name == INDEX else self.frames
         planes = packing.allocate(entry.codec.planes(entry.stream), pages, self.layout.page_size, self.device)
         value = torch.tensor(scale, dtype=torch.float32, device=self.device)
+        # A scale per head, [H], becomes [H, 1] and so broadcasts over the values of a head.
         return StreamView(
             entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value
         )
@@ -120,6 +122,7 @@ class PagedPool:
 def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:
     """Yield the writers of a layer, each with the first of the streams that it writes together."""
     targets = _targets(view)
+    # An index key has a writer of its own, because it comes before keys and values of its layer.
     index = targets.pop(INDEX, None)
     yield next(iter(targets)), append.prepare(targets, view.joint_scale)
     if index is not None:
@@ -136,6 +139,7 @@ def _targets(view: KVView) -> dict[str, append.Target]:
 
 def _joint_scale(streams: tuple[StreamView, ...]) -> Tensor | None:
     """Return float32 [streams, 1, 1, 1] if all streams are alike and have a single scale each, else None."""
+    # Only streams of one format and shape can be stacked and encoded at once.
     kinds = {(entry.format.name, entry.stream.heads, entry.stream.dim) for entry in streams}
     if len(kinds) > 1 or any(entry.scale.dim() for entry in streams):
         return None

@@ -3,8 +3,7 @@
 Each node is a page: the tokens of that page are its edge. The root is a namespace (a string), and namespaces never mix.
 
 A user of a page also holds all pages above it; the manager sees to that. So nothing below an idle page (one that only
-the tree holds) is in use. A request's pages become idle in the order last to first, so an idle page stands behind all
-pages below it in the idle queue: the page that has been idle longest is always a leaf, and eviction takes that one.
+the tree holds) is in use, and eviction takes leaves only: release() orders the queue of idle pages for that.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class RadixCache:
 
     def key(self, parent: Node, page_tokens: Sequence[int]) -> Key:
         """Return the key of the page with `page_tokens`, the tokens of one full page, below `parent`."""
+        # Each token takes 8 bytes, so the name of the parent begins at a fixed offset.
         return self._page_tokens.pack(*page_tokens) + _name(parent)
 
     def match(self, node: Node, tokens: Sequence[int], limit: int, start: int = 0) -> list[int]:
@@ -65,6 +65,7 @@ class RadixCache:
         """
         pages_by_key, key, size = self._pages_by_key, self.key, self._page_size
         pages: list[int] = []
+        # Only full pages are in the tree, so the search ends before a page that `limit` cuts.
         for end in range(start + size, limit + 1, size):
             page = pages_by_key.get(key(node, tokens[end - size : end]))
             if page is None:
@@ -82,6 +83,7 @@ class RadixCache:
             page: the page that stores them, which is not in the tree yet.
         """
         key = self.key(parent, page_tokens)
+        # The first page with these tokens stays: other requests may read it already.
         owner = self._pages_by_key.setdefault(key, page)
         if owner == page:
             assert page not in self._keys_by_page, f"page {page} is in the tree already"
@@ -89,6 +91,7 @@ class RadixCache:
                 f"page {parent} is not in the tree"
             )
             self._keys_by_page[page] = key
+            # The tree is a user of its own, so the page outlives its request.
             self._allocator.retain((page,))
         return owner
 
@@ -100,10 +103,12 @@ class RadixCache:
 
     def release(self, pages: Sequence[int]) -> None:
         """Remove a user from each of `pages`, a path down the tree; pages without other users become idle."""
+        # A page enters the idle queue behind all pages below it, so the front of the queue is always a leaf.
         lowest_first = pages[::-1]
         self._allocator.release(lowest_first)
         ref_count = self._allocator.ref_count
         for page in lowest_first:
+            # The one user left is the tree.
             if ref_count(page) == 1:
                 self._idle[page] = None
 
@@ -113,6 +118,7 @@ class RadixCache:
 
     def evict(self, n: int) -> int:
         """Free up to `n` idle pages, the longest unused first, and return how many there were."""
+        # From the front of the queue, where there are only leaves: no page loses its parent.
         evicted = [self._idle.popitem(last=False)[0] for _ in range(min(n, len(self._idle)))]
         for page in evicted:
             del self._pages_by_key[self._keys_by_page.pop(page)]

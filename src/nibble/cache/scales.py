@@ -46,6 +46,7 @@ class StreamScale:
         """Return the global scale of `fmt`."""
         if self.limit is None or fmt.max_value is None or self.limit == fmt.max_value:
             return self.value
+        # The amax that was measured, value * limit, must become the largest value of the other format.
         ratio = self.limit / fmt.max_value
         return tuple(v * ratio for v in self.value) if isinstance(self.value, tuple) else self.value * ratio
 
@@ -85,6 +86,7 @@ class KVScales:
         """
         if not fmt.needs_scale or self.unit:
             return 1.0
+        # Only K is transformed, and each transform changes its amax.
         key = "+".join((stream, *transforms)) if stream == "k" else stream
         by_stream = self.layers.get(layer, LayerScales({})).streams
         # Checkpoints of latent models have scales of keys only.
@@ -108,6 +110,7 @@ class KVScales:
     @property
     def version(self) -> str:
         """Return 16 hex digits that change with any scale; part of every prefix key."""
+        # Sorted: the same scales in another order are the same version.
         layers = [
             (n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())
         ]
@@ -165,12 +168,14 @@ def _require_mean(mean: Mean, stream: Stream, where: str) -> None:
             f"{where}: the mean of K has the shape {shape}, and the model needs ({stream.heads}, {stream.dim}); "
             "measure it with --kv-scales calibrate or `nibble calibrate`"
         )
+    # Written this way round, the comparison is false for NaN too.
     if not all(abs(x) <= FLOAT32_MAX for head in mean for x in head):
         raise ScaleError(f"{where}: the mean of K must be finite; measure it again with `nibble calibrate`")
 
 
 def check_scale(value: Any, where: str) -> float:
     """Return `value` as a float; raise ScaleError unless it is a normal FP32 number above 0."""
+    # NaN fails both comparisons and is refused with the rest. bool is an int, but `true` is no scale.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and FLOAT32_TINY <= value <= FLOAT32_MAX):
         raise ScaleError(
@@ -224,6 +229,7 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
             f"{path} has scales for kv_cache.dtype {dtype!r}, and Nibble reads those for "
             f"{' and '.join(_PEER_LIMITS)}; measure others with --kv-scales calibrate"
         )
+    # These files have one scale a layer, for K and V alike.
     both = {layer: StreamScale(check_scale(value, f"{path}, layer {layer}"), limit) for layer, value in items}
     return {layer: LayerScales({"k": scale, "v": scale}) for layer, scale in both.items()}
 
@@ -241,6 +247,7 @@ def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
 
 
 def _parse_layer(entry: dict[str, Any], where: str) -> LayerScales:
+    # The file holds amax itself, which is a scale with the limit 1.
     streams = {
         key: StreamScale(check_scale(amax, f"{where}, {key}"), 1.0) for key, amax in entry["amax"].items()
     }
@@ -273,5 +280,6 @@ def save(scales: KVScales, path: Path) -> None:
 
 
 def _amax(scale: StreamScale) -> float:
+    # The file has one number a stream, so the largest head decides.
     value = max(scale.value) if isinstance(scale.value, tuple) else scale.value
     return value * (scale.limit or 1.0)

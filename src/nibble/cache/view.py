@@ -36,6 +36,7 @@ class StreamView:
     """The same as kernels take it."""
 
     def __post_init__(self) -> None:
+        # Kernels address [page, head, slot] by strides, so a transposed view is enough and nothing is copied.
         planes_PHS = tuple(p if self.packing.heads_first else p.transpose(1, 2) for p in self.planes)
         object.__setattr__(self, "paged", Paged(self.format, self.stream.dim, planes_PHS, self.scale))
 
@@ -73,6 +74,7 @@ class KVView:
 
     def query(self, q_THD: Tensor) -> Tensor:
         """Return the query after the counterpart of the transforms of the stored keys."""
+        # Only a rotation needs a counterpart: a subtracted mean shifts all scores of a query alike.
         return rotate(q_THD) if any(transform.rotates for transform in self.transforms) else q_THD
 
     def dequantize_heads(
@@ -122,6 +124,7 @@ def _heads(
         x_BLH = raw(entry.packing.gather(plane, page_table_BN))
         filled = x_BLH.new_empty(len(counts), x_BLH.shape[2], length, *x_BLH.shape[3:])
         filled[:, :, :longest] = x_BLH[:, first : first + longest].transpose(1, 2)
+        # Slots after the last token may hold anything, NaN included, which a mask alone would not remove.
         for row, count in zip(filled, counts, strict=True):
             if count < length:
                 row[:, count:] = 0

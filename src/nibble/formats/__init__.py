@@ -16,6 +16,7 @@ _registry: dict[str, KVFormat] = {}
 
 def register(fmt: KVFormat) -> KVFormat:
     """Adds a format under its name; a second one of the same name is a ConfigError."""
+    # An equal type is no error: a module that is imported again registers its formats again.
     if fmt.name in _registry and type(_registry[fmt.name]) is not type(fmt):
         raise ConfigError(f"a format called {fmt.name!r} is registered already")
     return _registry.setdefault(fmt.name, fmt)
@@ -49,6 +50,7 @@ def _discover() -> None:
         importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__)
     )
     discovered = [fmt for module in modules for fmt in getattr(module, "FORMATS", ())]
+    # A sample, because bytes depend on the stream; the order is the same for all usual heads.
     sample = Stream("k", heads=1, dim=128)
     for fmt in sorted(discovered, key=lambda fmt: (-fmt.bytes_per_token(sample), fmt.name)):
         register(fmt)

@@ -23,6 +23,7 @@ _RAW = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `name`."""
+    # Imported here: a plan of memory needs formats, but not torch.
     import torch
 
     dtype = getattr(torch, name)
@@ -51,6 +52,7 @@ class Plane:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes, planned without torch: a dtype's name begins with its kind and its bits."""
+        # By its name, so that a plan of memory needs no torch.
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
         assert bits, f"dtype {self.dtype} does not say how many bits it has"
         return int(bits[1]) // 8 * prod(self.shape)

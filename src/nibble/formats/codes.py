@@ -32,6 +32,8 @@ def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
     import torch
 
     middle = torch.tensor(_MIDPOINTS, dtype=torch.float32)
+    # bucketize() puts a value on a threshold into the lower bucket. One float below the midpoint,
+    # the threshold sends the midpoint itself up.
     below = torch.nextafter(middle, torch.zeros(()))
     return torch.where(torch.tensor(up), below, middle).to(device)
 
@@ -43,15 +45,23 @@ def _pairs(device: torch.device) -> Tensor:
 
     values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), dtype=torch.float32)
     byte = torch.arange(256)
+    # The low half of a byte is the even value. Both values together are the 8 bytes of one int64.
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
     return pairs.view(torch.int64).flatten().to(device)
 
 
 def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> Tensor:
-    """float32 [..., D] -> uint8 [..., P]: nearest codes of |x|, saturating at 6, with the signs of `negative_D`."""
+    """float32 [..., D] -> uint8 [..., P]: nearest codes of |x|, saturating at 6, with the signs of `negative_D`.
+
+    Args:
+        x_D: Values, already divided by their scale.
+        negative_D: Bool, which codes get the sign bit.
+        up: For each midpoint, whether a value on it goes to the upper code.
+    """
     import torch
 
     codes_D = torch.bucketize(x_D.abs(), _thresholds(up, x_D.device), out_int32=True)
+    # Callers differ in whether -0.0 has a sign, so they say what is negative.
     codes_D += negative_D.to(torch.int32) << 3
     return (codes_D[..., 0::2] + (codes_D[..., 1::2] << 4)).to(torch.uint8)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TILE = 128
+# A tile of zeros needs a scale above 0 too.
 LEAST = 1e-4
 
 
@@ -36,6 +37,7 @@ class _Latent(KVFormat):
     """Rotary values at the end of what is encoded; known to a format that is bound to a stream."""
 
     def bound(self, stream: Stream) -> KVFormat:
+        # A copy: the registered format serves streams of every size.
         bound = copy(self)
         bound.rope = stream.rope
         return bound
@@ -54,12 +56,14 @@ class _Latent(KVFormat):
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         import torch
 
+        # The first two planes hold the latent proper, in both formats.
         values = self._decode(planes[:2], scale)
         return torch.cat((values, planes[2].float()), -1) if len(planes) > 2 else values
 
     def refuses(self, stream: Stream) -> str | None:
         if stream.name != LATENT:
             return f"{self.name} stores the latent of MLA, which {stream.name} is not"
+        # Only the latent proper must divide into blocks; rotary values are stored as they are.
         return super().refuses(_without_rope(stream))
 
     @abstractmethod

@@ -26,7 +26,9 @@ def scaled_e4m3(x_BD: Tensor, least: float) -> tuple[Tensor, Tensor]:
 
     x_BD = x_BD.float()
     ideal = (x_BD.abs().amax(-1) / E4M3_MAX).clamp(min=least, max=MOST)
+    # Up, and not to the nearest: a smaller power of two would saturate the largest value.
     scales_B = torch.exp2(ideal.log2().ceil())
+    # What exceeds the limit, such as an infinity, would become NaN by the cast alone.
     codes = (x_BD / scales_B.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
     return codes.to(torch.float8_e4m3fn), scales_B
 
@@ -45,6 +47,7 @@ class FP8(KVFormat):
         """Encode [T, H, D] / scale by a saturating cast."""
         limit = self.max_value
         assert limit is not None
+        # torch's cast does not saturate: beyond the limit it gives NaN in E4M3, infinity in E5M2.
         return ((x_THD.float() / scale).clamp_(-limit, limit).to(torch_dtype(self.dtype)),)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:

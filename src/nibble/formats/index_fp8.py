@@ -16,6 +16,7 @@ from nibble.model_spec import INDEX, Stream
 if TYPE_CHECKING:
     from torch import Tensor
 
+# DeepSeek bounds amax by 1e-4; the bound here is on the scale.
 LEAST = 1e-4 / E4M3_MAX
 
 

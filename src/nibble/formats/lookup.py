@@ -14,6 +14,7 @@ def look_up(codes: Tensor, table: Tensor) -> Tensor:
     """One-byte codes [...] and table [256] -> table's values [...]."""
     import torch
 
+    # As int32, because index_select() takes no 8-bit indices.
     return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 

@@ -49,8 +49,10 @@ class MX(KVFormat):
 
         x = x_THD.float().unflatten(-1, (-1, self.block))
         amax = x.abs().amax(-1, keepdim=True)
+        # frexp() leaves the exponent of NaN and infinity open. NaN returns in the next line.
         exponent = self.exponent(amax.nan_to_num()).clamp_(E_MIN, E_MAX)
         stored = torch.where(amax.isnan(), NAN_CODE, exponent + BIAS).to(torch.uint8)
+        # A power of two scales without rounding, so pack() rounds the value itself.
         scaled = torch.ldexp(x, -exponent).flatten(-2)
         return e2m1.pack(scaled, scaled < 0, self.ties), stored.squeeze(-1)
 
@@ -75,6 +77,7 @@ class MXFP4(MX):
         import torch
 
         exponent = torch.frexp(amax)[1] - 1  # floor(log2(amax))
+        # frexp(0) has the exponent of 0.5, so a block of zeros needs a case of its own.
         return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
 
 

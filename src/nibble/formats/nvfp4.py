@@ -44,20 +44,24 @@ class NVFP4(KVFormat):
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Encode [T, H, D]; values are divided by the rounded block scale."""
         x = x_THD.float().unflatten(-1, (-1, BLOCK))
+        # The scale is per block here, one dimension more than per value: [H, 1] becomes [H, 1, 1].
         scale = scale.unsqueeze(-1) if scale.dim() else scale
         ideal = x.abs().amax(-1, keepdim=True) / (e2m1.MAX * scale)
         rounded = ideal.clamp_(max=SCALE_MAX).to(torch_dtype("float8_e4m3fn"))
+        # Of the rounded scale, because decoding multiplies by that one.
         inverse = (rounded.float() * scale).reciprocal_()
         inverse.nan_to_num_(
             nan=math.nan, posinf=0.0
         )  # a block whose scale is zero is stored as (signed) zeros
         scaled = (x * inverse).flatten(-2)
+        # By the sign bit and not by x < 0, so that -0.0 keeps its sign.
         return e2m1.pack(scaled, x_THD.signbit()), rounded.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         """Decode to float32 [..., H, D]."""
         data, block_scale = planes
         values = e2m1.unpack(data).unflatten(-1, (-1, BLOCK))
+        # Both scales first: that is one product per block in place of one per value.
         return values.mul_((to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
 
 

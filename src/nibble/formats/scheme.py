@@ -42,6 +42,7 @@ class Scheme:
     def format_of(self, stream: Stream) -> KVFormat:
         """The format of `stream`."""
         name = MIXED[self.base][stream.name] if self.base in MIXED else self.base
+        # An unquantised scheme keeps index keys unquantised too.
         if stream.name in COMPANIONS and formats.get(name).plain is None:
             name = COMPANIONS[stream.name]
         return formats.get(name).bound(stream)
@@ -75,8 +76,10 @@ def parse(text: str) -> Scheme:
     if base not in names():
         raise ConfigError(unknown("KV format", base, names()))
     for name in transforms:
+        # Only for its error: an unknown transform is refused before any other check.
         transform.get(name)
     if len(set(transforms)) != len(transforms):
         raise ConfigError(f"{text!r} names a transform twice")
+    # In the order of application, whatever the order of the text: one meaning has one name.
     ordered = tuple(sorted(transforms, key=transform.names().index))
     return Scheme("+".join((base, *ordered)), base, ordered)

@@ -57,6 +57,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    # Divided by its root, the matrix is orthogonal; being symmetric too, it is its own inverse.
     return (matrix / size**0.5).to(device)
 
 
@@ -73,6 +74,7 @@ def _subtract(x_THD: Tensor, mean_HD: Tensor | None) -> Tensor:
     return x_THD.float() - mean_HD
 
 
+# The order is the order of application: the mean is that of unrotated keys.
 _TABLE = {
     entry.name: entry
     for entry in (

@@ -60,6 +60,7 @@ def cubin(source: Path, arch: int | str, macros: Mapping[str, str | int]) -> byt
     text, headers = source.read_text(encoding="utf-8"), _headers(source.parent)
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in macros.items())]
     version = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    # The key covers all that decides the machine code, the compiler's version included.
     key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()
     path = cache_folder() / CUBINS / f"{source.stem}-sm{arch}-{key[:24]}.cubin"
     # A file that was cut off, by a full disk for example, is compiled anew.
@@ -102,6 +103,7 @@ def _store(path: Path, code: bytes) -> None:
     """Write a file of the cache, all or nothing. A cache that cannot be written is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, because replace() is atomic only within one file system.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             complete = Path(folder) / path.name
             complete.write_bytes(code)
@@ -127,6 +129,7 @@ class Kernel:
         torch.cuda.current_stream()  # makes torch's context current
         self._module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
         self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()), name)
+        # A kernel must request more than 48 KiB of dynamic shared memory before its launch.
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(
             driver.cuFuncSetAttribute(self._function, attribute, shared), f"{shared} bytes of shared memory"

@@ -14,9 +14,11 @@ PREFILL_WORKSPACE = 32768
 
 def cdiv(n: int, size: int) -> int:
     """Return how many parts of `size` make up n; the last may be smaller."""
+    # Floor division of the negated number rounds up, in integers alone.
     return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is n or more; n is positive."""
+    # Of n - 1, so that a power of two stays what it is.
     return 1 << (n - 1).bit_length()

@@ -93,6 +93,7 @@ def split_bounds(past, first, last, split, splits, WINDOW: tl.constexpr, N: tl.c
         start = tl.maximum(past + first + 1 - WINDOW, 0) // N * N
         inner = tl.cdiv(tl.maximum(past + last + 1 - WINDOW, 0), N) * N
     outer = tl.maximum(past + first + 1, 0) // N * N
+    # A whole number of tiles, so that only the last split has a partial one.
     each = tl.cdiv(stop - start, N * splits) * N
     start += split * each
     stop = tl.minimum(start + each, stop)
@@ -144,6 +145,7 @@ def store_tile(
             0, M
         )
         store_rows(parts + part_M * DIM, sums, factor_M, live_M, DIM)
+        # A log-sum-exp of -inf gives this part no weight in combine_kernel.
         lse_M = tl.where(empty_M, float("-inf"), peak_M + tl.log2(total_M))
         tl.store(lse + part_M, lse_M, mask=live_M)
 
@@ -187,6 +189,7 @@ def combine_kernel(
         peak = top
 
     # --- store
+    # A row that sees no key at all becomes zeros, not NaN.
     mean_D /= tl.where(total == 0.0, 1.0, total)
     out_row = (begin + token).to(tl.int64) * tl.num_programs(1) + query_head
     tl.store(out + out_row * DIM + d_D, mean_D.to(out.dtype.element_ty), mask=d_D < DIM)

@@ -75,7 +75,15 @@ class AttentionBatch:
         seq_lens: Sequence[int],
         page_table_BN: Tensor,
     ) -> AttentionBatch:
-        """Return the batch of requests whose first row is `start`, with lengths copied to the table's device."""
+        """Return the batch of requests whose first row is `start`, with lengths copied to the table's device.
+
+        Args:
+            phase: The phase of all requests.
+            start: First row of the batch in the step.
+            query_lens: New tokens of each request.
+            seq_lens: Stored tokens of each request, the new ones included.
+            page_table_BN: int32 pages of each request.
+        """
         starts = tuple(accumulate(query_lens, initial=0))
         device = page_table_BN.device
         return cls(

@@ -68,7 +68,9 @@ def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: st
 
 def prepare_model(model: nn.Module, max_context: int) -> nn.Module:
     """Prepare a loaded model for serving, in place, and return it."""
+    # First, because it needs the plain weight of kv_b_proj, which merging and packing replace.
     adapt(model)
+    # Before tabulate_rope(), which computes its tables with these frequencies.
     fix_rope(model, max_context)
     if next(model.parameters()).is_cuda:
         tabulate_rope(model, max_context)

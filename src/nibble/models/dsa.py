@@ -52,15 +52,26 @@ class Indexer(nn.Module):
             source.weights_proj,
         )
         self.heads, self.rope, self.top_k = source.n_heads, source.qk_rope_head_dim, source.index_topk
+        # Scores are linear in the weights, so both factors are applied to the weights, once a query.
         self.layer, self.scale = source.layer_idx, source.softmax_scale * source.n_heads**-0.5
         self.rotate = _rotation(type(source))
 
     def forward(
         self, x: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
     ) -> Selection:
-        """Project and rotate the index queries and keys."""
+        """Project and rotate the index queries and keys.
+
+        Args:
+            x: hidden states [1, T, hidden size].
+            q_resid: compressed queries [1, T, rank].
+            position_embeddings: cosines and sines of the positions.
+
+        Returns:
+            The inputs of the scores; nothing is selected yet.
+        """
         q_1THD = self.wq_b(q_resid).unflatten(-1, (self.heads, -1))
         k_1T1D = self.k_norm(self.wk(x)).unsqueeze(2)
+        # Rotary values come first in a head of the indexer; in a latent they come last.
         q_rope, k_rope = self.rotate(
             q_1THD[..., : self.rope], k_1T1D[..., : self.rope], *position_embeddings, unsqueeze_dim=2
         )
@@ -72,6 +83,7 @@ class Indexer(nn.Module):
 
 def _rotation(indexer: type) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the rotation function of a family's indexer."""
+    # Families pair rotary values in two ways, and no attribute says which: only the code does.
     names = inspect.unwrap(indexer.forward).__code__.co_names  # type: ignore[attr-defined]
     rotation = next(name for name in ROTATIONS if name in names)
     rotate: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[indexer.__module__], rotation)

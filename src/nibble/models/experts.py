@@ -39,6 +39,7 @@ def _packable(module: Any) -> bool:
         getattr(module, name) for name in _WEIGHTS if isinstance(getattr(module, name, None), nn.Parameter)
     ]
     return (
+        # Transformers gives _apply_gate to the classes whose experts a registered function may compute.
         hasattr(type(module), "_apply_gate")
         and bool(weights)
         and all(w.dim() == 3 and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)
@@ -48,7 +49,9 @@ def _packable(module: Any) -> bool:
 def _pack(module: Any, name: str) -> list[Tensor]:
     """Return the packed weights of each expert and free the plain ones."""
     weights = getattr(module, name).detach()
+    # The module lets go of the plain weights: both forms together would take twice the memory.
     setattr(module, name, None)
+    # Some families store [in, out], and packing takes [out, in].
     return [linear.pack(w.T.contiguous() if module.is_transposed else w) for w in weights]
 
 
@@ -64,6 +67,7 @@ def _forward(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) ->
         y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
         y_NH = linear.packed_linear(y, packed["down_proj"][expert], _bias(self, "down_proj", expert))
         out_TKH[tokens, places] = self.post_expert_norm(y_NH) if normed else y_NH
+    # One sum over K, in the order of the token's own experts: other tokens do not change it.
     return (out_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 

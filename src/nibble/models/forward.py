@@ -46,6 +46,7 @@ def compiled(model: nn.Module, backend: str = "inductor") -> Forward:
     Raises:
         ConfigError: at the first call, if the model cannot be compiled.
     """
+    # One object for all calls: a new context at each step would make torch compile again.
     step = Step()
     # torch checks the outputs of custom operators for aliases, and under that check no backend could vmap or compile.
     torch._functorch.config.check_custom_op_aliasing = False
@@ -103,7 +104,9 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
         input_ids=ids,
         position_ids=positions,
         attention_mask=attention_mask_for(model, ids),
+        # Keys and values go to Nibble's pages, so a cache of Transformers would be a second copy.
         use_cache=False,
+        # A row of logits is as wide as the vocabulary, so only rows that are sampled are computed.
         logits_to_keep=rows_S,
         **{CONTEXT: ctx},
     ).logits[0]

@@ -95,6 +95,7 @@ def check_masks(
     """
     checked: set[tuple[int, int | None]] = set()
     for layer, rule, window in masks:
+        # A few rules serve all layers, and each check takes time in proportion to the context.
         if rule is None or (id(rule), window) in checked:
             continue
         checked.add((id(rule), window))
@@ -110,17 +111,20 @@ def _is_causal(rule: MaskRule, window: int | None, max_context: int) -> bool:
     """Return whether `rule` is causal attention within `window`, judged by the rows where it could differ."""
     last = max_context - 1
     edge = window or last
+    # Only rows where a window or chunk could show: all rows would be max_context^2 comparisons.
     rows = {row for row in (0, 1, last // 2, last, edge - 1, edge, edge + 1) if 0 <= row <= last}
     keys = torch.arange(max_context)
     zero = torch.tensor(0)
     for row in sorted(rows):
         expected = keys <= row
         if window is not None:
+            # A window includes the query's own token.
             expected &= keys > row - window
         try:
             visible = torch.as_tensor(rule(zero, zero, torch.tensor(row), keys)).expand_as(keys)
         except (RuntimeError, TypeError, IndexError):
             return False  # the rule reads tensors of the batch, not positions alone
+        # A rule that captured a tensor of the skeleton yields no values, so it cannot be judged.
         if visible.is_meta or not torch.equal(visible.bool(), expected):
             return False
     return True

@@ -61,9 +61,12 @@ def _attend(
     """Attend: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None)."""
     ctx: StepContext | Step | Observer | None = rest.pop(CONTEXT, None)
     rule = getattr(attention_mask, _RULE, None)
+    # An empty mask is that of attention_mask_for(), which hides nothing.
     built = attention_mask if rule is None and attention_mask is not None and attention_mask.numel() else None
     check_keywords(module, built, rest)
+    # Before the query is absorbed: the default belongs to the family's head size, not to the latent's.
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # Families pass their sinks by either name.
     spec = AttentionParams(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
     absorbed: AbsorbedProjections | None = getattr(module, latent.NAME, None)
     if absorbed is None:
@@ -93,6 +96,7 @@ def attend(ctx: StepContext | Step, call: Call) -> Tensor:
     spec, selection = call.params, call.selection
     if selection:
         spec = replace(spec, topk_indices_TK=_topk_indices(ctx, selection), index_layer=selection.layer)
+    # Under a compiler attention is a custom operator, which it calls without looking inside.
     if isinstance(ctx, Step):
         return attention_op(ctx, call.layer, q_THD, streams, call.width, spec)
     return attention(ctx, call.layer, q_THD, streams, spec)
@@ -128,6 +132,7 @@ def check_keywords(module: nn.Module, mask: Tensor | None, rest: dict[str, Any])
         rest: the remaining keywords.
     """
     unknown = sorted(name for name, value in rest.items() if name not in HARMLESS and value is not None)
+    # HARMLESS has is_causal, but False would let queries see later tokens.
     if rest.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unknown.append("is_causal=False")
     if mask is not None:

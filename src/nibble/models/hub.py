@@ -22,6 +22,7 @@ def locate(model: str) -> str:
 
 def _bundled(name: str) -> Path:
     package = Path(nibble.__file__).parent
+    # An installed package has its models inside, a source checkout has them two folders up.
     for folder in (package / "_models" / name, package.parents[1] / "models" / name):
         if (folder / "config.json").exists():
             return folder
@@ -46,6 +47,7 @@ def quiet() -> Iterator[None]:
     bars = transformers_logging.is_progress_bar_enabled()
     loggers = [logging.getLogger(name) for name in _LOUD]
     transformers_logging.disable_progress_bar()
+    # Filters and not levels: other warnings of these loggers still appear.
     for logger in loggers:
         logger.addFilter(_no_report)
     try:

@@ -60,6 +60,7 @@ def read(folder: Path) -> KVScales:
 
 def _scale_tensors(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
     """Yield (layer, stream, value) of every scale tensor; no other tensor is read."""
+    # In a fixed order: if two tensors scale one stream, the same one wins on every machine.
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -77,6 +78,7 @@ def _read(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[flo
     if match := _NAME.search(name):
         values = tensors.get_tensor(name).tolist()
         yield int(match["layer"]), match["stream"] or match["of"], _value(values, name)
+    # Zero points that are all zero are common and change nothing.
     elif _ZERO_POINT.search(name) and tensors.get_tensor(name).any():
         raise ScaleError(
             f"{name} is not zero: the checkpoint's KV scales are for values with an offset, which no format "
@@ -106,11 +108,13 @@ def _limit(folder: Path) -> float:
     ):
         if scheme:
             return _LIMITS[_declared_format(scheme)]
+    # Checkpoints that declare nothing have FP8 scales: the other kinds always declare theirs.
     return _LIMITS["FP8"]
 
 
 def _declared_format(scheme: Any) -> str:
     """Return the key of _LIMITS that a declaration means; raise ScaleError for others."""
+    # A dict is a scheme of compressed-tensors, which has bits and a type, but no name.
     if isinstance(scheme, dict):
         name = {4: "NVFP4", 8: "INT8" if scheme.get("type") == "int" else "FP8"}.get(
             scheme.get("num_bits", 8), ""
@@ -128,6 +132,7 @@ def _declared_format(scheme: Any) -> str:
 def _layers(folder: Path) -> int:
     """How many layers the model has, as far as config.json says."""
     config = _read_json(folder / "config.json")
+    # Without a count in the config any layer number must pass.
     return int(
         config.get("num_hidden_layers")
         or (config.get("text_config") or {}).get("num_hidden_layers")

@@ -99,6 +99,7 @@ class PackedWeight(Tensor):
             and args[0].dtype == torch.float32
         ):
             return packed_linear(args[0], args[1].packed, args[2] if len(args) > 2 else kwargs.get("bias"))
+        # Without this, func() would come back to this method.
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         # A cast to the same dtype gives the same values, and must not lose the packed form.
@@ -128,6 +129,7 @@ def pack_linears(model: nn.Module) -> int:
     """Pack the float32 linear layers of a CPU model in place; return their number."""
     if not is_available():
         return 0
+    # A list first, because replacing a layer changes what named_children() walks over.
     children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
     packed = [_replace(parent, name, child) for parent, name, child in children]
     return sum(packed)
@@ -135,16 +137,21 @@ def pack_linears(model: nn.Module) -> int:
 
 def _replace(parent: nn.Module, name: str, child: nn.Module) -> bool:
     """Pack one module if it is a linear layer; return whether it was."""
+    # From _parameters, because `weight` may also be a property, as PackedLinear's is.
     weight = child._parameters.get("weight")
     if weight is None or weight.dim() != 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
         return False
+    # Exactly this class: a subclass may compute something else.
     if type(child) is nn.Linear:
         setattr(parent, name, PackedLinear(weight, child.bias))
+    # Conv1D, the layer of GPT-2, stores [in, out].
     elif isinstance(child, Conv1D):
         setattr(parent, name, PackedLinear(weight.T, child.bias))
+    # An embedding is looked up, not multiplied.
     elif isinstance(child, (nn.Embedding, nn.Linear)):
         return False
     else:
+        # torch refuses a plain tensor under a name that belongs to a parameter.
         del child.weight
         child.weight = PackedWeight.from_weight(weight)
     return True

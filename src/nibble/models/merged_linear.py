@@ -36,7 +36,9 @@ class _Product:
         self.num_unread = 0
 
     def __call__(self, x: Tensor, start: int, stop: int) -> Tensor:
+        # Identity is enough: these layers get the very same tensor.
         if self.x is not x or self.y is None:
+            # An old result is freed first, so that two never exist at once.
             self.x = self.y = None
             self.y = self.multiply(x, self.weight, self.bias)
             self.x, self.num_unread = x, self.parts
@@ -53,6 +55,7 @@ class MergedLinear(nn.Module):
     def __init__(self, product: _Product, start: int, stop: int) -> None:
         super().__init__()
         self.product, self.start, self.stop = product, start, stop
+        # A view of the product's weight: families that read a layer's weight find it, and it takes no memory.
         self.weight = nn.Parameter(product.weight[start:stop], requires_grad=False)
         self.bias = (
             None if product.bias is None else nn.Parameter(product.bias[start:stop], requires_grad=False)
@@ -115,6 +118,7 @@ def linears_by_input(model: Any) -> list[tuple[str, ...]]:
 
     for name, module in bare.named_modules():
         if type(module) is nn.Linear:
+            # name=name binds the name of this turn; the bare variable would be the last name for all hooks.
             module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     context = {hook.CONTEXT: hook.Observer()}
@@ -126,6 +130,7 @@ def linears_by_input(model: Any) -> list[tuple[str, ...]]:
             use_cache=False,
             **context,
         )
+    # A layer that is called twice may get other inputs at the other call.
     called = [name for names in calls.values() for name in names]
     return [
         tuple(names)

@@ -40,6 +40,7 @@ class AbsorbedProjections(nn.Module):
         super().__init__()
         up_k, up_v = weight.detach().unflatten(0, (heads, -1)).tensor_split([nope], 1)
         self.up_k_HNR = nn.Parameter(up_k, requires_grad=False)
+        # Transposed, so that output() multiplies from the right as query() does.
         self.up_v_HRV = nn.Parameter(up_v.transpose(1, 2), requires_grad=False)
         self.nope, self.rope = nope, rope
 
@@ -78,6 +79,7 @@ def absorb_latents(model: nn.Module) -> int:
     layers = _mla_layers(model)
     for module in layers:
         setattr(module, NAME, _absorbed_projections(module).contiguous())
+        # The two factors replace it: attention over the latent never expands keys and values.
         del module.kv_b_proj
         module.expand_kv = _keep_latent
     return len(layers)

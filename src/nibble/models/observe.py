@@ -41,6 +41,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
                 if model_class
                 else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
             )
+            # Any dtype serves: nothing is computed, and weights are counted in the compute dtype.
             model: nn.Module = make(config, attn_implementation=hook.NAME, dtype=torch.bfloat16)
     except KeyError as error:
         raise ConfigError(
@@ -72,7 +73,17 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
 
 
 def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
-    """Return what the model that skeleton() gave needs of attention; see observe()."""
+    """Return what the model that skeleton() gave needs of attention; see observe().
+
+    Args:
+        model: from skeleton().
+        name: what the model is called.
+        dtype: the compute dtype.
+        max_context: the longest context in tokens, None for the model's own.
+
+    Raises:
+        ConfigError: the model cannot be served, or the context is too long for it.
+    """
     config = model.config
     text = config.get_text_config()
     limit = _limit(text)
@@ -105,6 +116,7 @@ def _limit(text: PretrainedConfig) -> int:
 def _run(
     model: nn.Module, text: PretrainedConfig, max_context: int
 ) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
+    # The skeleton must be what runs, so its frequencies are fixed as at load.
     fix_rope(model, max_context)
     family = text.model_type
     check_modules(decoder_of(model), family)

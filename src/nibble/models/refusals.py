@@ -66,6 +66,7 @@ def load_config(model: str, index_topk: int | None = None) -> PretrainedConfig:
         config = _read(path)
     except Exception as error:  # every family checks its values in its own way
         raise _unreadable(model, local, error) from error
+    # Before the quantisation entry is removed: a refusal may rest on it.
     check_config(config, local if local.exists() else _cached_modelopt_folder(path))
     if index_topk is not None:
         if not hasattr(config, "index_topk"):
@@ -84,6 +85,7 @@ def _read(path: str) -> PretrainedConfig:
     family = ALIASES.get(raw.get("model_type", ""))
     if family is None:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    # These two name the checkpoint's own code, which is never run.
     values = {name: value for name, value in raw.items() if name not in {"model_type", "auto_map"}}
     return AutoConfig.for_model(family, **values)
 
@@ -153,6 +155,7 @@ def architecture_class(config: PretrainedConfig) -> Any:
         return None
     names = [name for name in getattr(config, "architectures", None) or () if name.endswith("ForCausalLM")]
     classes = (getattr(transformers, name, None) for name in names)
+    # A class of that name for another config would read this one wrongly.
     return next((cls for cls in classes if cls is not None and cls.config_class is type(config)), None)
 
 
@@ -179,6 +182,7 @@ def _quantizes_kv_only(config: PretrainedConfig) -> bool:
     """Return whether the quantisation entry is about the KV cache only."""
     quant = _quantization(config)
     method = quant.get("quant_method")
+    # ModelOpt's entry is about the KV cache alone here: check_config() has refused its weights.
     return method == MODELOPT or (method == "compressed-tensors" and not quant.get("config_groups"))
 
 

@@ -53,8 +53,10 @@ def _fix_module(module: Any, max_context: int, layer_type: str | None) -> bool:
     extra = {} if layer_type is None else {"layer_type": layer_type}
     device = torch.device("cpu") if buffer.is_meta else buffer.device
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](module.config, device, seq_len=max_context, **extra)
+    # Not persistent: frequencies are computed, and no checkpoint has them.
     setattr(module, f"{prefix}inv_freq", nn.Buffer(inv_freq.to(buffer.device), persistent=False))
     setattr(module, f"{prefix}attention_scaling", scaling)
+    # Without this, forward() would compute frequencies for the batch's largest position again.
     if layer_type is None:
         module.rope_type = _FIXED
     else:
@@ -83,7 +85,13 @@ class RopeTable(nn.Module):
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [1, T, D] in the dtype of `x`."""
+        """Return cosines and sines [1, T, D] in the dtype of `x`.
+
+        Args:
+            x: only its dtype is used.
+            position_ids: int64 positions [1, T].
+            layer_type: which tables, in models with several.
+        """
         name = self.names[layer_type]
         cos, sin = getattr(self, f"{name}_cos"), getattr(self, f"{name}_sin")
         return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
@@ -114,6 +122,7 @@ def _is_rotary(module: Any) -> bool:
 def _tables(module: Any, length: int, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
     """Return tables [length, D] by layer type, none if the module returns something else."""
     device = next(module.buffers()).device
+    # Rotary modules read only the dtype and the device of x.
     x, positions = torch.zeros(1, 1, 1, dtype=dtype, device=device), torch.arange(length, device=device)[None]
     tables = {}
     with torch.no_grad():

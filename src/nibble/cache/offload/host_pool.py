@@ -1,7 +1,7 @@
 """Latents of all pages in host memory, in the device's format or a smaller one.
 
 A token is one record, whatever the packing of the device's pool, so that fetching it is one read. Kernels read and
-write this memory in place (kernels/offload/). Index keys stay on the device, where every step scores all of them.
+write this memory in place (kernels/offload/).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class HostPool:
         self.layout = layout
         self._views: dict[int, StreamView] = {}
         for layer in layout.layers:
+            # A latent is the only stream here, because index keys stay on the device.
             (entry,) = layer.streams
             scale = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
             self._views[layer.layer] = self._stream(entry, pages, scale, device)
@@ -42,6 +43,7 @@ class HostPool:
         self, entry: StreamLayout, pages: int, scale: float | tuple[float, ...], device: torch.device
     ) -> StreamView:
         packing, size = packings.get(self.layout.packing), self.layout.page_size
+        # Kernels of a GPU read and write this memory in place, which ordinary memory does not allow.
         empty = torch.empty if device.type == "cpu" else host_memory.empty
         try:
             planes = packing.allocate(entry.codec.planes(entry.stream), pages, size, device, empty)

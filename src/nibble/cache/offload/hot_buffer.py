@@ -85,6 +85,7 @@ class HotBuffers:
         self._buffers_RF = self._full(rows, residency.frames_per_hot_buffer)
         self._tokens = self._full(len(index_layers), rows, size)
         self._fresh = torch.arange(size, dtype=torch.int32, device=self.device)
+        # Any order serves an empty buffer: all of its slots are equally old.
         self._order = self._fresh.repeat(len(index_layers), rows, 1)
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._hot = {
@@ -100,7 +101,13 @@ class HotBuffers:
         return torch.full(shape, PAD_INDEX, dtype=torch.int32, device=self.device)
 
     def round_trip(self, layer: int, source: int, target: int) -> None:
-        """Copy frame `source` of a layer to the host's first page, and from there into frame `target`."""
+        """Copy frame `source` of a layer to the host's first page, and from there into frame `target`.
+
+        Args:
+            layer: a stored layer.
+            source: frame that is read.
+            target: frame that is written.
+        """
         device, host = self.stores[layer]
         host_page, source_slots, target_slots = (
             self._slots(torch.tensor([number], device=self.device)) for number in (0, source, target)
@@ -123,6 +130,7 @@ class HotBuffers:
         changed = {
             row: lease.hot_frames
             for row, lease in leases.items()
+            # Identity, not equality: a later lease may get the same frames, in which other tokens lie.
             if self._frames_on_device.get(row) is not lease.hot_frames
         }
         no_frames = [PAD_INDEX] * self.residency.frames_per_hot_buffer
@@ -143,6 +151,7 @@ class HotBuffers:
             sent: int64, the step's numbers on the device.
             updates: from take_updates().
         """
+        # A frame that changes hands may still be read by a save of an earlier step.
         if updates.moves.freed and self._save_stream:
             torch.cuda.current_stream().wait_stream(self._save_stream)
         # A step that raised midway may have left copies running.
@@ -151,7 +160,9 @@ class HotBuffers:
         saved, loaded, (pages, frames) = (
             (sent[pages], sent[frames]) for pages, frames in (updates.saves, updates.loads, updates.places)
         )
+        # Saves before loads: a load may overwrite the frame of a page that is saved here.
         self._save(*saved)
+        # Marked at once: if what follows raises, the saves must not run again on frames with other contents.
         self.residency.mark_saves_launched()
         self._load(*loaded)
         if len(pages):
@@ -159,8 +170,10 @@ class HotBuffers:
         rows = sent[updates.rows]
         if len(rows):
             self._buffers_RF.index_copy_(0, rows, sent[updates.buffers].int().view(len(rows), -1))
+            # A buffer with new frames holds no token yet.
             self._tokens.index_fill_(1, rows, PAD_INDEX)
             self._order.index_copy_(1, rows, self._fresh.expand(len(self._order), len(rows), -1))
+        # Marked last, so that a step that raised before this point gets the same updates again.
         self._frames_on_device.update(updates.hot_frames)
         self.residency.mark_applied()
 
@@ -185,6 +198,7 @@ class HotBuffers:
 
     def frame_slots(self, slot_mapping_T: Tensor) -> Tensor:
         """Return the slots of the frames that hold these slots of pages; PAD_INDEX where there is none."""
+        # Negative slots must not index the table; the last line masks their result.
         frame_T = self.frames_P[(slot_mapping_T // self.page_size).clamp(min=0)].long()
         frame_slot_mapping_T = frame_T * self.page_size + slot_mapping_T % self.page_size
         return torch.where((slot_mapping_T < 0) | (frame_T < 0), PAD_INDEX, frame_slot_mapping_T)
@@ -211,6 +225,7 @@ class HotBuffers:
         """
         if self._fetch_stream is None:
             return self._lookup(layer, topk_indices_TK, page_table_TN, rows_T)
+        # The lookup reads the selection, which the step's own stream computes.
         self._fetch_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._fetch_stream):
             fetch, ready = self._lookup(layer, topk_indices_TK, page_table_TN, rows_T), torch.cuda.Event()
@@ -262,6 +277,7 @@ class HotBuffers:
                 offers.append((lease, full))
         if copies:
             self._save_async(tuple(copies.items()))
+        # Marked after the launch: if it raised, the same pages are offered again.
         for lease, full in offers:
             lease.num_saved = full
 
@@ -270,9 +286,12 @@ class HotBuffers:
         if self._save_stream is None:
             self._save(numbers[:, 0], numbers[:, 1])
         else:
+            # From pinned memory: a copy from pageable memory would make the host wait.
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+            # The step that was launched last still writes these pages.
             self._save_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._save_stream):
+                # The allocator must not reuse this memory while the save stream reads it.
                 numbers.record_stream(self._save_stream)
                 self._save(numbers[:, 0], numbers[:, 1], programs=SAVE_PROGRAMS)
         self.residency.mark_saved(copies)

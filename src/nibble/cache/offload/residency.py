@@ -143,12 +143,14 @@ class Residency:
         """Evict those of `pages` that have no users, at once."""
         for page in pages:
             if page in self._idle:
+                # To the front of the queue, where _evict_oldest() takes it.
                 self._idle.move_to_end(page, last=False)
                 self._free.append(self._evict_oldest())
 
     def free(self, page: int) -> None:
         """Forget what `page` held: it is free in the allocator."""
         assert not self._users[page], f"page {page} is free, but has users"
+        # The number will stand for other tokens, which the host does not hold.
         self._saved[page] = False
         self.num_releases += 1
         if self._frame[page] != NOT_RESIDENT:
@@ -210,6 +212,7 @@ class Residency:
         )
         buffers = [frame for frames in hot for frame in frames]
         assert len(buffers) == self._hot_frames, f"{len(buffers)} hot frames, in the books {self._hot_frames}"
+        # Every frame is exactly one of these: free, a page's, or a hot buffer's.
         assert sorted([*self._free, *resident.values(), *buffers]) == list(range(self.num_frames)), (
             "frames are off"
         )
@@ -232,6 +235,7 @@ class Residency:
         """Evict the page that has been without users for longest and return its frame; the page is saved first."""
         page, _ = self._idle.popitem(last=False)
         if not self._saved[page]:
+            # Nothing is copied now: the next step saves this frame before anything writes it.
             self._saves.append((page, self._frame[page]))
             self._saved[page] = True
             self._num_saves += 1

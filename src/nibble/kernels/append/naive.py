@@ -92,6 +92,7 @@ def _writer(storage_PHS: Tensor) -> Callable[[Tensor, Tensor], None]:
     def to_pages(slot_mapping_T: Tensor, values: Tensor) -> None:
         storage[slot_mapping_T // size, :, slot_mapping_T % size] = values
 
+    # A slot is the number of a row only where pages hold token after token.
     if not (tokens := storage.transpose(1, 2)).is_contiguous():
         return to_pages
     rows = tokens.flatten(0, 1)

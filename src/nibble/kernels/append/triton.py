@@ -77,6 +77,7 @@ def _append_rows(
     """Append some heads of a token of one stream to their rows, which are counted over a whole plane."""
     # --- load and transform
     x_RD = _load_rows(x + head_R * stride, keep_R, DIM)
+    # The mean is that of keys before their rotation, so it is subtracted first.
     if mean_HD is not None:
         x_RD -= _load_rows(mean_HD + head_R * DIM, keep_R, DIM)
     if ROTATE:
@@ -145,6 +146,7 @@ def _serves(pages: Paged) -> bool:
         pages.format.name in ENCODERS
         and pages.dim % 16 == 0
         and all(_has_dense_rows(plane) for plane in pages.planes_PHS)
+        # Rows are counted in 32 bits.
         and all(prod(plane.shape[:3]) < 1 << 31 for plane in pages.planes_PHS)
     )
 
@@ -174,6 +176,7 @@ def _widths(pages: Paged) -> tuple[int, ...]:
 
 
 def _scale(pages: Paged) -> Tensor:
+    # One scale for each head, so that the kernel has a single case.
     return pages.scale.flatten().expand(pages.heads).contiguous()
 
 
@@ -198,6 +201,7 @@ def _rotation(target: Target) -> int:
 def append_rows_kernel(x, slots, spans, tokens, stride, R: tl.constexpr):
     """Append R tokens of a stream of one head, span by span. Grid: tiles of tokens."""
     token_R = tl.program_id(0) * R + tl.arange(0, R)
+    # Tokens behind the last get a negative slot, for which nothing is stored.
     slot_R = tl.load(slots + token_R, mask=token_R < tokens, other=-1).to(tl.int64)
     row_R = x + token_R.to(tl.int64) * stride
     for i in tl.static_range(len(spans)):

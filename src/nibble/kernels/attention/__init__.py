@@ -15,7 +15,13 @@ __all__ = ["PartialAttention", "merge_lse"]
 
 
 def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> PartialAttention:
-    """Merge attention over different keys; see naive.py."""
+    """Merge attention over different keys; see naive.py.
+
+    Args:
+        a: Attention over some keys.
+        b: Attention of the same queries over other keys.
+        dtype: Dtype of the values returned.
+    """
     if a.lse_HT.is_cuda and triton_present():
         from nibble.kernels.attention.triton import merge_lse as fast
 

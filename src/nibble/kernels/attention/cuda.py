@@ -74,7 +74,16 @@ def tokens_of_tile(key: Format) -> int:
 
 
 def tile_bytes(key: Format, value: Format, dim: int) -> int:
-    """Return the shared memory of a warp: a tile of keys and values, and two barriers."""
+    """Return the shared memory of a warp: a tile of keys and values, and two barriers.
+
+    Args:
+        key: The format of keys.
+        value: The format of values.
+        dim: Values of a head.
+
+    Returns:
+        Bytes.
+    """
     return tokens_of_tile(key) * (key.token_bytes(dim) + value.token_bytes(dim)) + 16
 
 
@@ -91,6 +100,7 @@ def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: i
         columns: Query rows of a KV head, 8 or 16.
         shared: Bytes of shared memory that a block can have.
     """
+    # For the largest batch, so that one variant serves all batches.
     available = shared - RESERVED - 4 * (MAX_BATCH + 1)
     most = 1024 // dim if key.bits == 16 else 8 if dim * columns > 1024 else 12
     tile = tile_bytes(key, value, dim)
@@ -197,6 +207,7 @@ class Decode:
             page_table_BN, *kv_scales, sinks_H, self._workspace(variant), self._counters,
         )  # fmt: skip
         arguments = (
+            # A null pointer tells the kernel that there is no such argument.
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
             scale,
             softcap or 0.0,

@@ -59,6 +59,7 @@ def _dense(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, params: AttentionParams)
     if params.softcap:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     key = torch.arange(length, device=scores.device)
+    # Queries are the last tokens of their request.
     query = key[length - n :, None]
     hidden = (key > query) | (key <= query - (params.window or length))
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -78,6 +79,7 @@ def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> P
     Returns:
         Attention over all of the keys.
     """
+    # exp(a) / (exp(a) + exp(b)), written so that no exponential can overflow.
     share_TH1 = torch.sigmoid(a.lse_HT - b.lse_HT).T.unsqueeze(-1)
     values_THD = torch.lerp(b.values_THD.float(), a.values_THD.float(), share_TH1)
     return PartialAttention(values_THD.to(dtype), torch.logaddexp(a.lse_HT, b.lse_HT))

@@ -62,6 +62,7 @@ class QueryBlock:
 
 def serves(k: Paged, v: Paged) -> bool:
     """Return whether there are kernels for these pages."""
+    # Limits of torch's flash kernel.
     if k.dim != v.dim or k.dim > 256 or k.dim % 8 or not triton_present():
         return False
     from nibble.kernels.attention import triton as short
@@ -95,6 +96,7 @@ def _block(
         return _short(q_THD, k, v, plan, params)
     total = _tile(q_THD, k, v, plan[0], params.scale)
     for tile in plan[1:]:
+        # Merged parts stay in float32, and only the last merge rounds.
         dtype = q_THD.dtype if tile is plan[-1] else torch.float32
         total = merge_lse(total, _tile(q_THD, k, v, tile, params.scale), dtype)
     return total.values_THD
@@ -175,6 +177,7 @@ def _rows(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[in
         end = length - query_len
         for count in _cut(query_len, sizes):
             end += count
+            # Only what is left after the cut has another size, and that is short.
             yield _Rows(i, row, count, end, count not in sizes)
             row += count
 
@@ -193,6 +196,7 @@ def _key_tiles(part: _Rows, page_table_BN: Tensor, page_size: int, cudnn: bool) 
     for keys in (*_cut(part.length - part.count, sizes), part.count):
         stop, first = start + keys, start // page_size
         causal = stop == part.length
+        # Whole pages are dequantised, so the slice leaves out what else the first and the last page hold.
         yield KeyTile(
             page_table_BN[part.request : part.request + 1, first : cdiv(stop, page_size)],
             slice(start - first * page_size, stop - first * page_size),

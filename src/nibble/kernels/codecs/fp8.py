@@ -24,6 +24,7 @@ from nibble.kernels.codecs.small_floats import (
 def _encode(x_RD, scale_R1, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
     y_RD = tl.div_rn(x_RD, tl.broadcast_to(scale_R1, x_RD.shape))
     _, code = round_bits(magnitude(y_RD), LARGEST, MANTISSA, LOWEST)
+    # round_bits() makes the largest value of a NaN, so NaN is put back.
     code = tl.where(magnitude(y_RD) > INF_BITS, NAN_FP8, code)
     return ((code | (bits_of(x_RD) >> 24) & 0x80).to(tl.uint8),)
 

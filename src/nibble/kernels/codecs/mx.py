@@ -37,6 +37,7 @@ def _encode(x_RBS, amax, stored, TIES_AWAY: tl.constexpr):
         bits |= 1  # what lies midway is above it now; all else stays on its side
     _, code = round_bits(bits, MAX_E2M1, 1, 0)
     stored = tl.where(amax > INF_BITS, NAN_E8M0, stored)
+    # By value and not by the sign bit: -0.0 is stored as 0, as formats/mx.py does.
     return pack_e2m1(code | tl.where(scaled < 0, 8, 0)), to_rows(stored).to(tl.uint8)
 
 
@@ -51,6 +52,7 @@ def encode_mxfp4(x_RD, scale_R1):
     """Encode rows in blocks of 32; a scale is the largest power of two within amax / 4."""
     x_RBS = to_blocks(x_RD, 32)
     amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
+    # The exponent bits of amax are the E8M0 code of its power of two; E2M1 itself reaches 2^2, hence -2.
     return _encode(x_RBS, amax, (_finite(amax) >> 23) - 2, False)
 
 
@@ -61,6 +63,7 @@ def encode_fp4_mx16(x_RD, scale_R1):
     amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
     largest = float_of(_finite(amax))
     ideal = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)), 1e-10)
+    # All bits of the mantissa are added, so the exponent grows by one unless the value is a power of two.
     return _encode(x_RBS, amax, (bits_of(ideal) + 0x7FFFFF) >> 23, True)
 
 
@@ -75,6 +78,7 @@ def decode(items, scale, DTYPE: tl.constexpr):
 def e8m0_scale(codes, DTYPE: tl.constexpr):
     """Decode powers of two; 0 is 2^-127, 255 is NaN."""
     bits = codes.to(tl.int32) << 23
+    # 2^-127 is half of the smallest normal number: no exponent, and the first bit of the mantissa.
     bits = tl.where(codes == 0, 1 << 22, tl.where(codes == 255, 0x7FC00000, bits))
     scale = bits.to(tl.float32, bitcast=True)
     if tl.bfloat16 == DTYPE:  # float16 has no room for unpack_e2m1's factor, so for it they stay in float32

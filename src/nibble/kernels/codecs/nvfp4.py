@@ -47,6 +47,7 @@ def encode(x_RD, scale_R1):
     scaled = to_rows(float_of(magnitude(x_RBS)) * inverse)
     _, code = round_bits(bits_of(scaled), MAX_E2M1, 1, 0)
     stored = tl.where(damaged, NAN_FP8, stored)
+    # Bit 31, the sign, becomes bit 3 of the code.
     return pack_e2m1(code | (bits_of(x_RD) >> 28) & 8), to_rows(stored).to(tl.uint8)
 
 

@@ -71,6 +71,7 @@ def cut(first: int, stop: int, undivided: bool) -> Iterator[tuple[int, int]]:
     while first < stop:
         count = stop - first
         below = 1 << count.bit_length() - 1
+        # What fills 7/8 of its power of two or less is cut at the power of two below.
         if not undivided and count <= below * 7 // 4:
             count = below
         yield first, count
@@ -124,6 +125,7 @@ def _share(plane: Tensor, rank: int, first: int, count: int) -> Tensor:
 def store_span(span, x_RD, slot_R):
     """Encode and store values of a span in rows' slots (int64); nothing where negative. Padding may hold anything."""
     keep_R = slot_R >= 0
+    # 32 bits divide faster; offsets into a pool need 64.
     slot_R = slot_R.to(tl.uint32)
     page_R = (slot_R // span.PAGE_SIZE).to(tl.int64)
     offset_R = (slot_R % span.PAGE_SIZE).to(tl.int64)

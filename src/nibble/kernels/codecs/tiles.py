@@ -38,7 +38,13 @@ _memo: WeakKeyDictionary[Paged, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def once_per_stream(stream: Paged, key: Hashable, make: Callable[[], _T]) -> _T:
-    """Return make() of an earlier call with this stream and key, else of this one: launches must not wait for it."""
+    """Return make() of an earlier call with this stream and key, else of this one: launches must not wait for it.
+
+    Args:
+        stream: The stream; results live as long as it does.
+        key: What the result depends on beside the stream.
+        make: Computes the result.
+    """
     memo = _memo.setdefault(stream, {})
     if key not in memo:
         memo[key] = make()
@@ -285,6 +291,7 @@ def pages_of(table, start, n_N, stop, PAGE_SIZE: tl.constexpr):
         page = tl.load(table + start // PAGE_SIZE, mask=start < stop, other=0)
     else:
         page = tl.load(table + (start + n_N) // PAGE_SIZE, mask=start + n_N < stop, other=0)
+    # A page times its stride can exceed 32 bits.
     return page.to(tl.int64)
 
 
@@ -292,6 +299,7 @@ def pages_of(table, start, n_N, stop, PAGE_SIZE: tl.constexpr):
 def slots_of(start, n_N, PAGE_SIZE: tl.constexpr):
     """Return where in their pages tokens start + n_N lie."""
     if PAGE_SIZE % n_N.shape[0] == 0:
+        # All tokens are in one page, so one division serves them all.
         slot_N = start - start // PAGE_SIZE * PAGE_SIZE + n_N
     else:
         slot_N = (start + n_N) % PAGE_SIZE
@@ -362,6 +370,7 @@ def _bytes(items, EACH: tl.constexpr, AXIS: tl.constexpr):
     if EACH == 1:
         codes = items
     elif AXIS == 0:
+        # The lowest byte of an integer comes first in memory.
         split = items[:, None, :] >> (8 * tl.arange(0, EACH))[None, :, None]
         codes = tl.reshape(split, [items.shape[0] * EACH, items.shape[1]])
     else:
@@ -398,6 +407,7 @@ def interleave(parts, PARTS: tl.constexpr):
     elif PARTS == 2:
         joined = tl.join(parts[0], parts[1])
     else:
+        # Each join() adds a last dimension, so parts 0 and 1 become neighbours, with 2 and 3 after them.
         joined = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
     return tl.reshape(joined, [parts[0].shape[0], parts[0].shape[1] * PARTS])
 

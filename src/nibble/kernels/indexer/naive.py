@@ -77,10 +77,12 @@ def largest(scores_nL: Tensor, first: int, top_k: int) -> Tensor:
     n, length = scores_nL.shape
     tokens = torch.arange(length, device=scores_nL.device)
     visible_nL = tokens <= first + torch.arange(n, device=scores_nL.device)[:, None]
+    # A stable sort: of equal scores the first tokens win, and topk() promises no order.
     ranked = (
         scores_nL.masked_fill(~visible_nL, float("-inf")).sort(dim=1, descending=True, stable=True).indices
     )
     top_nK = ranked[:, :top_k]
+    # What is not visible sorts to the end, behind all tokens.
     top_nK = torch.where(visible_nL.gather(1, top_nK), top_nK, length).sort(dim=1).values
     top_nK = top_nK.masked_fill(top_nK == length, PAD_INDEX).int()
     return torch.nn.functional.pad(top_nK, (0, top_k - top_nK.shape[1]), value=PAD_INDEX)

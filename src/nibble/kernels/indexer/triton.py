@@ -72,10 +72,12 @@ def _find_tile(
     live_R = r_R < requests
     row_R = tl.load(cu_seqlens_q + r_R, mask=live_R, other=0) + turn
     end_R = tl.load(cu_seqlens_q + 1 + r_R, mask=live_R, other=0)
+    # A query sees all stored tokens but those of the queries after it.
     visible_R = tl.load(seq_lens + r_R, mask=live_R, other=0) - end_R + row_R + 1
     in_rows_R = (row_R < end_R) & (row_R >= first_row) & (row_R < first_row + rows)
     tiles_R = tl.where(in_rows_R, tl.cdiv(tl.maximum(visible_R, 0), N), 0)
     next_R = tl.cumsum(tiles_R)
+    # As many requests as end at or before this tile come before the one that has it.
     request = tl.sum((next_R <= tile).to(tl.int32))
     row, visible, upto = (
         _entry(r_R, request, row_R), _entry(r_R, request, visible_R), _entry(r_R, request, next_R)
@@ -251,12 +253,14 @@ def topk_kernel(
     r_R, n_N = tl.arange(0, R), tl.arange(0, N)
     end_R = tl.load(cu_seqlens_q + 1 + r_R, mask=r_R < requests, other=1 << 30)
     request = tl.sum((end_R <= row).to(tl.int32))
+    # Rows behind the last request are padding, which sees nothing.
     length = tl.load(seq_lens + request, mask=request < requests, other=0)
     visible = tl.where(length > 0, length - _entry(r_R, request, end_R) + row + 1, 0)
     topk_indices += row.to(tl.int64) * TOP_K
 
     # --- the least score that is selected, 8 bits at a time
     least, need = tl.zeros([], tl.int64), tl.full([], TOP_K, tl.int32)
+    # Where all tokens fit, the least rank stays 0 and all of them are selected.
     if visible > TOP_K:
         for digit in tl.static_range(4):
             least, need = _narrow(scores, visible, least, need, 24 - 8 * digit, N)
@@ -322,6 +326,7 @@ def select_topk(
     """
     topk_indices_TK = torch.empty(len(q_THD), top_k, dtype=torch.int32, device=q_THD.device)
     capacity = batch.page_table_BN.shape[1] * keys.page_size
+    # Whole float4s in each row, which topk.cu reads.
     width = cdiv(max(min(max_seq_len or capacity, capacity), 1), 128) * 128
     step = max(1, min(WORKSPACE // (4 * width), len(q_THD)))
     scores_SL = torch.empty(step, width, dtype=torch.float32, device=q_THD.device)

@@ -37,6 +37,7 @@ def serves(weight_NK: Tensor) -> bool:
         and weight_NK.dtype in {torch.bfloat16, torch.float16}
         and weight_NK.is_contiguous()
         and weight_NK.nbytes >= LARGE
+        # Whole tiles only: the kernel has no masks along the weight.
         and n % 64 == k % 256 == 0
         and triton_present()
         and _wins(weight_NK)

@@ -32,6 +32,7 @@ def _linear_kernel(x, weight, bias, out, rows, x_stride, N, K: tl.constexpr, M: 
     for start in tl.range(0, K, BK, num_stages=STAGES):
         # The weight is read once: it must not push x out of the cache.
         weight_NK = tl.load(weight_at + start, eviction_policy="evict_first")
+        # The weight is on the left, where its rows fill a tile; the few rows of x are the narrow side.
         sum_NM = tl.dot(weight_NK, tl.load(x_at + start, mask=live, other=0.0), sum_NM)
     if bias is not None:
         sum_NM += tl.load(bias + n)[:, None].to(tl.float32)

@@ -128,6 +128,7 @@ def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -
         scale,
         batch_size,
         batch.page_table_BN.stride(0),
+        # Pages are powers of two, so the kernel shifts by this in place of dividing.
         latents.page_size.bit_length() - 1,
         heads,
         q_THD.stride(0),

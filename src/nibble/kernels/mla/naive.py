@@ -51,6 +51,7 @@ def dense(q_nHD: Tensor, latents_LD: Tensor, rope: int, scale: float) -> Tensor:
     """
     n, length = len(q_nHD), len(latents_LD)
     token = torch.arange(length, device=q_nHD.device)
+    # Queries are the last tokens of the request, and each sees the tokens up to its own.
     hidden = token > token[length - n :, None, None]
     scores = (q_nHD @ latents_LD.T * scale).masked_fill(hidden, float("-inf"))
     return scores.softmax(-1) @ latents_LD[:, : latents_LD.shape[1] - rope]

@@ -113,8 +113,10 @@ def mla_kernel(
     request, split, splits = program, 0, 1
     if SPLIT:
         request, split, splits = assign_split(program, seq_lens, requests, slots, 1 << 30, R, K)
+        # The grid has room for any division into splits, so some programs have nothing to do.
         if request >= requests:
             return
+        # One program of each request tells combine_kernel where its parts are.
         if split == 0:
             tl.store(plan + 2 * request, program)
             tl.store(plan + 2 * request + 1, splits)
@@ -140,6 +142,7 @@ def mla_kernel(
     # --- accumulate: only the last tiles need masks
     _, inner, outer, stop = split_bounds(past, first, last, split, splits, 0, N)
     table += request.to(tl.int64) * table_stride
+    # Scores are in powers of two, because exp2() is what the hardware computes.
     latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * LOG2E
     unit = rope_unit * latent_scale
     state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, inner, outer, unit, rope_unit,
@@ -292,6 +295,7 @@ def mla_attention(
         splittable = max_seq_len > MIN_KEYS_PER_SPLIT.value
         slots = shape.programs * gpu.processors // (tiles * groups) if splittable else 0
     split = slots > 1
+    # The bound of _split_counts(): lengths stand on the device, and the grid depends on none.
     programs = count + SHARE_SIZES // 2 * slots if split else count
     out = q_THD.new_empty(tokens, heads, rank)
     parts, lse, plan = (

@@ -60,6 +60,7 @@ def reachable(tensor: Tensor, device: torch.device) -> bool:
     """Return whether kernels on `device` can read and write `tensor`, which may lie in the host's memory."""
     if tensor.device.type == device.type:
         return True
+    # The driver knows an address of the host only if its memory is managed or pinned.
     kind = ctypes.c_uint()
     pointer = ctypes.c_uint64(tensor.data_ptr())
     return (
@@ -86,6 +87,7 @@ def _managed(size: int, index: int) -> Tensor | None:
     if driver.cuMemAllocManaged(ctypes.byref(pointer), length, ATTACH_GLOBAL):
         return None
     bytes_ = (ctypes.c_uint8 * size).from_address(pointer.value)
+    # At exit the driver frees it by itself, and may be unloaded before this would run.
     weakref.finalize(bytes_, driver.cuMemFree_v2, pointer).atexit = False
     failed = (
         driver.cuMemAdvise(pointer, length, PREFERRED_LOCATION, HOST)

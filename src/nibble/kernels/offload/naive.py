@@ -126,6 +126,7 @@ def resident_slots(
     Returns:
         Int32 [T, K]; PAD_INDEX where no token is selected, or its page has no frame.
     """
+    # PAD_INDEX would count from the end; the last line masks it.
     token_TK = topk_indices_TK.clamp(min=0).long()
     frame_TK = page_table_TN.gather(1, token_TK // page_size)
     if frames_P is not None:
@@ -181,12 +182,14 @@ def _place(positions_M: Tensor, hot: HotBuffer, row: int) -> tuple[Tensor, Tenso
     """Return the place of each token in its hot buffer, and whether it has to be copied there."""
     tokens_B, lru_B = hot.tokens_RB[row], hot.lru_RB[row]
     same_MB = tokens_B == positions_M[:, None]
+    # argmax() gives the slot of the match. Rows without a match get another slot below.
     missed_M, places_M = ~same_MB.any(1), same_MB.int().argmax(1).int()
     used_B = same_MB.any(0)[lru_B.long()]
     stale = lru_B[~used_B]
     count = int(missed_M.sum())
     assert count <= len(stale), "a hot buffer is smaller than what is looked at"
     evicted = stale[:count]
+    # Oldest first: slots that stay unused, slots that are filled now, slots that were hit.
     lru_B.copy_(torch.cat((stale[count:], evicted, lru_B[used_B])))
     places_M[missed_M] = evicted
     tokens_B[evicted.long()] = positions_M[missed_M]

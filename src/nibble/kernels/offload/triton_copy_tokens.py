@@ -95,7 +95,13 @@ _plans: WeakKeyDictionary[Paged, WeakKeyDictionary[Paged, _Plan]] = WeakKeyDicti
 
 
 def plan_of(source: Paged, target: Paged, device: torch.device) -> _Plan:
-    """Return how rows go from one store to the other, None where the kernels cannot; settled by the first call."""
+    """Return how rows go from one store to the other, None where the kernels cannot; settled by the first call.
+
+    Args:
+        source: Pages that are read.
+        target: Pages that are written.
+        device: The GPU that copies.
+    """
     plans = _plans.setdefault(source, WeakKeyDictionary())
     if target not in plans:
         plans[target] = _plan(source, target, device)
@@ -105,6 +111,7 @@ def plan_of(source: Paged, target: Paged, device: torch.device) -> _Plan:
 def _plan(source: Paged, target: Paged, device: torch.device) -> _Plan:
     if not all(reachable(plane, device) for pages in (source, target) for plane in pages.planes_PHS):
         return None
+    # Slots are numbers of 32 bits in the kernels.
     if source.heads != 1 or max(_slots(source), _slots(target)) >= 1 << 31:
         return None
     if alike(source, target):
@@ -119,6 +126,7 @@ def _slots(pages: Paged) -> int:
 def _byte_copy(source: Paged, target: Paged) -> ByteCopy:
     pairs = [(_items(a), _items(b)) for a, b in zip(source.planes_PHS, target.planes_PHS, strict=True)]
     numbers = {number for pair in pairs for plane in pair for number in (plane.data_ptr(), *_sizes(plane))}
+    # The widest unit that divides everything, so that a thread moves as much as it can at a time.
     unit = next(size for size in _UNIT_DTYPES if all(number % size == 0 for number in numbers))
     runs, first = list[Run](), 0
     for i, (a, b) in enumerate(pairs):
@@ -157,6 +165,7 @@ def _recode(source: Paged, target: Paged, device: torch.device) -> Recode | None
         return None
     rank = _rank(source)
     spans = list(spans_of(target, rank))
+    # A block of 0 means one scale for a whole row, which several spans cannot share.
     if ROW_ENCODERS[target.format.name].block == 0 and len(spans) > 1:
         return None
     if not all(first >= rank or kind.decoder.serves(count) for first, count in spans):
@@ -225,6 +234,7 @@ def copy_kernel(
         # --- where units are read
         page_N, slot_N = _place(from_N, FROM_SIZE)
         source_N = _source(runs[0], page_N, slot_N, unit_N, WIDTH)
+        # Runs are in order, so the last one that begins at or before a unit has it.
         for i in tl.static_range(1, len(runs)):
             other_N = _source(runs[i], page_N, slot_N, unit_N, WIDTH)
             source_N = tl.where(unit_N >= runs[i].FIRST, other_N, source_N)
@@ -298,7 +308,13 @@ def _values(piece, items, codes):
 
 
 def serves(source: Paged, target: Paged, device: torch.device) -> bool:
-    """Return whether the kernels can copy rows between these stores, and `device` reaches both."""
+    """Return whether the kernels can copy rows between these stores, and `device` reaches both.
+
+    Args:
+        source: Pages that are read.
+        target: Pages that are written.
+        device: The GPU that copies.
+    """
     return plan_of(source, target, device) is not None
 
 

@@ -65,6 +65,7 @@ def _use_hits(
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """Give tokens that are in the hot buffer their slots, and note in `used` which of its slots these are."""
+    # Other threads of the program stored `slots`, and must be done before they are read.
     tl.debug_barrier()
     token_B = tl.load(tokens + b_B, mask=b_B < SLOTS, other=PAD_INDEX)
     at_B = _bisect(selected, token_B, TOP_K, STEPS)
@@ -74,6 +75,7 @@ def _use_hits(
         tl.load(slots + at_B, mask=hit_B, other=0) < 0
     )  # a token may have come back with its page
     frame_B = tl.load(hot_frames + b_B // PAGE, mask=b_B < SLOTS, other=0)
+    # All threads have read `slots` before any of them changes it.
     tl.debug_barrier()
     tl.store(slots + at_B, frame_B * PAGE + b_B % PAGE, mask=hit_B)
     tl.store(used + b_B, hit_B.to(tl.int32), mask=b_B < SLOTS)
@@ -92,6 +94,7 @@ def _reorder(lru, used, missed, b_B, SLOTS: tl.constexpr):
     stale = tl.sum(stale_B.to(tl.int32), 0)
     place_B = tl.where(rank_B < missed, stale - missed + rank_B, rank_B - missed)
     place_B = tl.where(stale_B, place_B, stale + b_B - rank_B - 1)
+    # Slots move within one list, so all are read before any is stored.
     tl.debug_barrier()
     tl.store(lru + place_B, slot_B, mask=b_B < SLOTS)
     tl.debug_barrier()
@@ -137,6 +140,7 @@ def lookup_kernel(
     # --- store
     tl.store(tokens + evicted_K, token_K, mask=missed_K)
     tl.store(slots + k_K, to_K, mask=missed_K)
+    # The programs of all requests append to one list, so each reserves its part of it.
     first = tl.atomic_add(count, missed)
     tl.store(sources + first + nth_K, page_K * PAGE + token_K % PAGE, mask=missed_K)
     tl.store(targets + first + nth_K, to_K, mask=missed_K)
@@ -199,6 +203,7 @@ def lookup_hot(
         topk_indices_TK, rows_T, page_table_TN, frames_P, hot.frames_RF, hot.tokens_RB, hot.lru_RB, hot.counts,
         topk_slots_TK, from_M, to_M, count, used, page_table_TN.stride(0),
         top_k, size, page_size, next_power_of_2(top_k), next_power_of_2(size),
+        # As many steps as halve top_k places down to one.
         top_k.bit_length(), num_warps=max(1, min(16, wide // 128)),
     )  # fmt: skip
     return HotLookup(topk_slots_TK, from_M, to_M, count)

@@ -25,6 +25,7 @@ def rotate_tile(x_RD, BLOCK: tl.constexpr):
     y = x_RD
     for step in tl.static_range(STEPS):
         y = _butterfly(y, 1 << step)
+    # One factor in the end makes the matrix orthogonal, in place of one in each step.
     return tl.reshape(y, x_RD.shape) * BLOCK**-0.5
 
 

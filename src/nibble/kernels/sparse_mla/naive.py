@@ -39,6 +39,7 @@ def sparse_mla_attention(
     for start in range(0, len(q_THD), step):
         rows = slice(start, start + step)
         slots_nK = topk_slots_TK[rows]
+        # Padding reads slot 0, and dense() hides what is read there.
         latents_nKD = dequantize_tokens(latents, slots_nK.clamp(min=0).long()).squeeze(-2)
         out_THR[rows] = dense(q_THD[rows].float(), latents_nKD, slots_nK < 0, rank, scale).to(q_THD.dtype)
     return out_THR
@@ -58,10 +59,12 @@ def dense(q_nHD: Tensor, latents_nKD: Tensor, hidden_nK: Tensor, rank: int, scal
         [n, H, R].
     """
     heads, padding_n = q_nHD.shape[1], hidden_nK.all(1)
+    # A weight of 0 does not remove a NaN, so what is hidden becomes zeros too.
     latents_nKD = latents_nKD.masked_fill(hidden_nK.unsqueeze(-1), 0.0)
     q_nHD = F.pad(q_nHD, (0, 0, 0, max(MIN_ROWS - heads, 0)))
     scores_nHK = (q_nHD @ latents_nKD.transpose(1, 2) * scale).masked_fill(
         hidden_nK.unsqueeze(1), float("-inf")
     )
+    # The softmax of a row of -inf is NaN.
     weights_nHK = scores_nHK.softmax(-1).masked_fill(padding_n[:, None, None], 0.0)
     return (weights_nHK @ latents_nKD[..., :rank])[:, :heads]
