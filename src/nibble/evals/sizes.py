@@ -44,6 +44,7 @@ class Sizes:
     seed: int = _option(0, "Seed of the recall questions.")
 
     def __post_init__(self) -> None:
+        # Callers may give a list, and a frozen dataclass is to be hashable.
         object.__setattr__(self, "recall_lengths", tuple(self.recall_lengths))
         for name, least in (
             ("tokens", 2),
@@ -75,6 +76,7 @@ def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes
     """The full or the quick sizes, with the values that were given (None is not given)."""
     base = QUICK if quick else Sizes()
     values = {option.name: getattr(base, option.name) for option in fields(Sizes)}
+    # A repeatable option that was left out is an empty list, not None.
     values |= {name: value for name, value in (values or {}).items() if value not in (None, (), [])}
     return Sizes(**values)
 
