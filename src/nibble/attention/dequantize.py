@@ -48,7 +48,13 @@ def cut_parts(batch: AttentionBatch, page_size: int, window: int | None) -> tupl
 
 
 def dequantize_pages(view: KVView, part: PagePart, target: str) -> KVView:
-    """Return a view of the part's pages in the plain format `target`."""
+    """Return a view of the part's pages in the plain format `target`.
+
+    Args:
+        view: the layer's pages in the pool.
+        part: the requests, with their pages.
+        target: the plain format.
+    """
     assert part.stored_BN is not None
     streams = {
         name: _dequantize_stream(stream, part.stored_BN, view.page_size, target)
@@ -84,6 +90,7 @@ def _within_window(batch: AttentionBatch, page_size: int, window: int | None) ->
 def _parts(batch: AttentionBatch, page_size: int) -> Iterator[PagePart]:
     count, width = batch.page_table_BN.shape
     step = max(1, MAX_STAGED_TOKENS // max(width * page_size, 1))
+    # Staged pages are numbered in the order in which they are dequantised.
     staged_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=batch.page_table_BN.device)
     staged_BN = staged_BN.view(-1, width)
     if step >= count:

@@ -1,7 +1,6 @@
 """One attention layer of one step: write, (dequantize pages), attend. The only writer of the cache.
 
-Attention sees what is stored: K and V are written first and read back from the pool, the newest tokens too, so an
-answer depends neither on how a prompt was cut nor on whether its prefix was cached.
+Attention sees what is stored: K and V are written first and read back from the pool.
 
 `nibble::attention` and `nibble::select` are the same as operators that a compiler of models calls and does not look
 into. What a step stores and reads does not pass through the compiled model: the operator is given a number that is a
@@ -73,7 +72,14 @@ class AttentionBackend:
         raise NotImplementedError
 
     def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
-        """Prepare and run one layer, for callers that have no step."""
+        """Prepare and run one layer, for callers that have no step.
+
+        Args:
+            q_THD: the batch's rows.
+            view: the layer's pages.
+            batch: the requests.
+            params: what the layer asks for.
+        """
         return self.forward(q_THD, view, batch, params, self.prepare(q_THD, view, batch, params))
 
 
@@ -206,6 +212,7 @@ class StepStates:
         return prepared
 
     def _cut(self, batch: AttentionBatch, page_size: int, window: int | None) -> tuple[PagePart, ...]:
+        # Layers with the same window share the cut, whatever their backends.
         if (batch, window) not in self._parts:
             self._parts[batch, window] = cut_parts(batch, page_size, window)
         return self._parts[batch, window]
@@ -250,15 +257,20 @@ def attention(
     """
     owner, meta = ctx.plan.owner[layer], ctx.meta
     slot_mapping_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
+    # Padding rows have no slot. They are the last rows, so they are cut off.
     if owner == layer:
         ctx.pool.write(layer, {name: x[: len(slot_mapping_T)] for name, x in streams.items()}, slot_mapping_T)
+    # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
+    # whether its prefix was cached.
     view = ctx.pool.view(owner)
+    # Keys may be stored rotated, and then the query is rotated alike.
     rotated_THD = view.query(q_THD)
     outputs: list[Tensor] = []
     for batch, topk_slots_TK in zip(meta.batches, _lookup_topk_slots(ctx, layer, params), strict=True):
         outputs += _attend_batch(ctx, layer, rotated_THD, view, batch, params, topk_slots_TK)
     padding = len(q_THD) - sum(map(len, outputs))
     if padding:
+        # The model expects a row of output for each row of input.
         outputs.append(outputs[0].new_zeros(padding, *outputs[0].shape[1:]))
     out_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if ctx.observer is not None:
@@ -306,6 +318,7 @@ def select_topk(
     slot_mapping_T = ctx.meta.slot_mapping_T
     ctx.pool.write(layer, {INDEX: key_T1D[: len(slot_mapping_T)]}, slot_mapping_T)
     keys = ctx.pool.view(layer).streams[INDEX].paged
+    # Padding rows belong to no batch, and choose nothing.
     topk_indices_TK = torch.full((len(q_THD), top_k), PAD_INDEX, dtype=torch.int32, device=q_THD.device)
     fetches: list[PendingFetch] = []
     for batch in ctx.meta.batches:
@@ -327,6 +340,7 @@ def _start_fetch(
     if ctx.tier is None:
         return PendingFetch(_resident(topk_indices_TK, batch, ctx.pool.layout.page_size))
     page_table_TN = page_table_by_token(batch)
+    # Only decoding requests have hot buffers; the pages of others are on the device.
     if batch.phase is not Phase.DECODE:
         return ctx.tier.lookup_resident(topk_indices_TK, page_table_TN)
     assert batch.rows_B is not None
@@ -368,6 +382,7 @@ def page_table_by_token(batch: AttentionBatch) -> Tensor:
 
 SEPARATOR = ","
 _numbers = itertools.count()
+# Weak: a compiled model knows the number alone, so a Step goes with its owner.
 _steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
 
 
@@ -406,7 +421,16 @@ def attention_op(
 def select_topk_op(
     step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
 ) -> Tensor:
-    """Call select_topk() by way of an operator: the same arguments, but for the step -> int32 [T, top_k]."""
+    """Call select_topk() by way of the operator -> int32 [T, top_k].
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        q_THD: the indexer's query.
+        key_T1D: its new keys.
+        weights_TH: weights of its heads.
+        top_k: tokens to choose.
+    """
     topk_indices_TK: Tensor = torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
     return topk_indices_TK
 

@@ -70,6 +70,7 @@ def bench(
     if find_spec("guidellm") is None:
         raise ConfigError(f"a load test needs GuideLLM, which is not installed: {INSTALL}")
     rest = rest or []
+    # The address may be left out, and then the first argument is an option.
     has_url = bool(rest) and not rest[0].startswith("-")
     url, options = _server_root(rest[0] if has_url else LOCAL_SERVER), rest[has_url:]
     key = api_key or os.environ.get("NIBBLE_API_KEY")
@@ -91,9 +92,11 @@ def bench(
         tokenizer = locate(model or _served_model(url, key))
         defaults["--tokenizer"] = {"kind": "huggingface_auto", "model": tokenizer}
     arguments = ["run", *options]
+    # What the user says of a flag replaces the default in full.
     for flag, value in defaults.items():
         if not _names(flag, options):
             arguments += [flag, json.dumps(value)]
+    # A profile has one level; several are runs of GuideLLM's own.
     if "," in levels and not _names("--profile", options):
         arguments += ["--override", f"profile.{field}", levels]
     _run_guidellm(arguments)

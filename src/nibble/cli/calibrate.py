@@ -37,6 +37,7 @@ def calibrate(
 
     A file called kv_scales.json in a checkpoint's folder is found by itself.
     """
+    # Before the imports below, which bring Transformers: it reads its verbosity then.
     quiet(model)
     from nibble.engine.calibration import builtin_texts
     from nibble.engine.llm import LLM

@@ -32,6 +32,7 @@ def chat(
     """
     from nibble.engine.llm import LLM
 
+    # Both sets of options are checked before the weights load.
     sampling_params = sampling(**params)
     served = Config(model=model, **config)
     quiet(model)
@@ -67,6 +68,7 @@ def _converse(llm: LLM, params: SamplingParams, as_json: bool) -> None:
             answer = _json_turn(llm, messages, params) if as_json else _turn(llm, messages, params)
         except CapacityError as error:
             err().print(f"{error}\n{RESET} begins a new conversation", style="red", markup=False)
+            # The question did not fit, and must not stand in the way of a shorter one.
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": answer})
@@ -97,6 +99,7 @@ def _turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
+        # Closing frees the request's pages; what was written stays in the conversation.
         pieces.close()
         sys.stdout.write(" (stopped)")
     sys.stdout.write("\n")
@@ -117,5 +120,6 @@ def _json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
         "cached_tokens": output.cached_tokens,
         "answer_tokens": len(answer.token_ids),
     }
+    # Flushed, because a program at the other end waits for the line before it goes on.
     print(json.dumps(message, ensure_ascii=False), flush=True)
     return answer.text

@@ -54,6 +54,7 @@ def pages(folder: Path) -> Mapping[str, str]:
 
     other_engines = folder / peers.PEERS.name
     return {
+        # A folder without peers.json gets the pages that need no such input.
         **({"kv4.md": peers.page(other_engines)} if other_engines.exists() else {}),
         "capabilities.md": tables.capability_table(path=folder / tables.LEDGER.name),
         "formats.md": tables.formats_table(),

@@ -140,12 +140,14 @@ def _cell(
         source = _evidence(backend, kind, fmt, arch, phase, evidence)
         mark = f"verified{_note(source, notes)}" if source else "declared"
         by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
+    # A cell that serves nothing needs no letters, only the reason.
     if missing := "".join(LETTERS[phase] for phase in Phase if phase not in served):
         by_evidence[f"-{_note(_refused(fmt, rows, served), notes)}"] = missing if served else ""
     return "; ".join(f"{letters} {mark}".strip() for mark, letters in by_evidence.items())
 
 
 def _note(text: str, notes: dict[str, int]) -> str:
+    # Cells with the same note share its number.
     return f"[^{notes.setdefault(text, len(notes) + 1)}]"
 
 

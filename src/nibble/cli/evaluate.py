@@ -67,6 +67,7 @@ def evaluate(
     from nibble.evals.run import evaluate as measure
 
     if plot:
+        # A missing package is reported before hours of measuring, not after them.
         plots.require()
     with _bar() as bar:
         report = measure(served, schemes or (), measured, text, _Bar(bar))
@@ -93,6 +94,7 @@ def _show(report: Report, as_json: bool) -> None:
 
     table = _table(report)
     console = Console(highlight=False)
+    # The table may be wider than the terminal: a number that is cut off is a wrong number.
     least = console.measure(table, options=console.options.update(max_width=1000)).minimum
     Console(width=max(console.width, least), highlight=False).print(table)
     console.print(report.caption(), style="dim", markup=False)
@@ -106,6 +108,7 @@ def _table(report: Report) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, title in enumerate(report.header()):
+        # A title may break between its words, never within one.
         longest = max(map(len, title.split()))
         table.add_column(title, justify="right" if index else "left", no_wrap=not index, min_width=longest)
     for row in report.rows():

@@ -23,6 +23,7 @@ EXIT_CODES = {
     REFUSED: "refused: no backend serves this combination; the message names the nearest command that works",
     INTERRUPTED: "interrupted with Ctrl-C",
 }
+# The first match counts. Unsupported is a ConfigError, so it stands before it.
 _KINDS: tuple[tuple[type[NibbleError], int], ...] = (
     (Unsupported, REFUSED),
     (ConfigError, USAGE),
@@ -56,6 +57,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             print("\ninterrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
         except (NibbleError, OSError) as error:
+            # A reader that has gone (`| head`) is no error; typer then ends without a message.
             if debug or isinstance(error, BrokenPipeError):
                 raise
             print(f"error: {error}", file=sys.stderr)
@@ -71,11 +73,21 @@ def add_parameters(
     added: list[inspect.Parameter],
     without: str | None = None,
 ) -> None:
-    """Gives `wrapper` the signature of `function`, less one parameter, plus others: typer reads it."""
+    """Give `wrapper` the signature of `function`, less one parameter, plus others: typer reads it.
+
+    Args:
+        wrapper: the function that typer gets.
+        function: the command.
+        added: further parameters.
+        without: the parameter of `function` to leave out.
+    """
+    # eval_str: annotations are strings in the commands' files, and typer needs the types.
     own_parameters = [
         p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without
     ]
+    # Options of output come last in every help. The sort is stable, so the others keep their order.
     ordered = sorted((*own_parameters, *added), key=_is_output)
+    # Keyword-only parameters may lack a default wherever they stand.
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in ordered]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}

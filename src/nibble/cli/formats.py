@@ -49,6 +49,7 @@ def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
     return {
         "formats": {stream: codec.name for stream, codec in codecs.items()},
         "bytes_per_token": size,
+        # 2 bytes a value: the same streams in 16 bits.
         "ratio": round(2 * sum(stream.values for stream in streams) / size, 2),
         "needs_scales": any(codec.needs_scale for codec in distinct.values()),
         "head_dim_multiple": max(codec.block for codec in distinct.values()),

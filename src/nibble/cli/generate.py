@@ -114,10 +114,12 @@ def generate(
     quiet(model)
     from nibble.engine.build import preflight
 
+    # A refusal of the last cache must not come after the answers of the first.
     preflight(caches, texts, sampling_params)
     if len(caches) == 1 and len(texts) == sampling_params.n == 1 and not as_json:
         _stream(_llm(caches[0]), texts[0], sampling_params)
         return
+    # One engine after the other: the weights are not in memory twice.
     runs = [_batch(cache, texts, sampling_params) for cache in caches]
     if as_json:
         print_json({"model": model, "runs": [run.as_dict() for run in runs]})

@@ -36,6 +36,7 @@ app = typer.Typer(
     epilog=CODES,
     no_args_is_help=True,
     add_completion=False,
+    # Local variables may hold keys and prompts.
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )

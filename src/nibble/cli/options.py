@@ -24,10 +24,16 @@ Options = dict[str, Any]
 def takes(
     parameter: str, kind: type, panel: str, *, without: Iterable[str] = (), unset: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces the `parameter` of a command, a dict of values, by one option for each field of a dataclass.
+    """Replace a parameter of a command, a dict of values, by one option for each field of a dataclass.
 
-    without: fields that the command sets itself. unset: leave out what was not given.
+    Args:
+        parameter: the name of the dict.
+        kind: the dataclass.
+        panel: the heading of these options in the help.
+        without: fields that the command sets itself.
+        unset: leave out of the dict what the command line leaves out.
     """
+    # A field's own type is a string, because annotations are not evaluated.
     hints = get_type_hints(kind)
     entries = [entry for entry in fields(kind) if entry.name not in set(without)]
 
@@ -47,6 +53,7 @@ def takes(
 def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
     """The parameter that typer turns into an option."""
     usual = None if entry.default in (MISSING, ()) else entry.default
+    # With `unset` None says that an option was left out, and the help still shows the usual value.
     default, kind = None if unset else usual, _display_type(hint)
     kind = kind | None if default is None else kind
     show_default = str(usual) if unset and usual is not None else True
@@ -81,6 +88,7 @@ def _parse(options: Options, hints: Mapping[str, Any]) -> Options:
     """What was given, in the dataclass's own types. None stays only where it is a value."""
     parsed: Options = {}
     for name, value in options.items():
+        # typer gives an empty list for a repeatable option that was left out.
         if value is None or (value == [] and not isinstance(hints[name], type)):
             continue
         if _is_mapping(hints[name]):

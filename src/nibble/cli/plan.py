@@ -60,6 +60,7 @@ def plan(
             Config(model=model, **config), lookup_gpu(gpu) if gpu else None, declared=declared
         )
     except Unsupported as error:
+        # For people a refusal is an error like others; programs get its reasons as data.
         if not as_json:
             raise
         print_json({"model": model, "refused": error.refusal.as_dict()})

@@ -59,6 +59,7 @@ class Entry:
         names = ", ".join(f"`{name}`" for name in self.names)
         default = self.info.show_default if isinstance(self.info.show_default, str) else self.default
         default = "" if default in (None, False, "") else "on" if default is True else f"`{default}`"
+        # A bar would end the cell.
         text = " ".join((self.info.help or "").split()).replace("|", "/")
         return f"| {names} | {self.kind} | {default} | {text} |"
 
@@ -69,6 +70,7 @@ def _tables(run: Callable[..., Any]) -> Iterator[str]:
     for parameter in inspect.signature(run).parameters.values():
         entry = _entry(parameter)
         panels.setdefault(entry.panel, []).append(entry)
+    # To the end, where the terminal's help has it too.
     panels[OUTPUT] = panels.pop(OUTPUT)
     for panel, entries in panels.items():
         if entries:
@@ -90,6 +92,7 @@ def _entry(parameter: inspect.Parameter) -> Entry:
 
 def _kind(display: Any) -> str:
     """A type in a reader's words; nothing for a switch."""
+    # `X | None`: None says only that the option may be left out.
     if get_origin(display) in (types.UnionType, Union):
         display = next(part for part in get_args(display) if part is not type(None))
     if get_origin(display) is list:

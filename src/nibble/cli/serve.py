@@ -63,6 +63,7 @@ def translate_flags(arguments: Sequence[str]) -> list[str]:
         flags = FLAG_ALIASES.get(flag, flag).split()
         if equals and flags:
             result += [*flags[:-1], f"{flags[-1]}={VALUE_ALIASES.get(flags[-1], {}).get(value, value)}"]
+        # The argument is the value of the flag before it, as in `--dtype half`.
         elif result and result[-1] in VALUE_ALIASES:
             result.append(VALUE_ALIASES[result[-1]].get(argument, argument))
         else:
@@ -71,6 +72,7 @@ def translate_flags(arguments: Sequence[str]) -> list[str]:
         flag, equals, value = argument.partition("=")
         if flag in MODEL_FLAGS:
             end = i + (1 if equals else 2)
+            # Here the model is an argument and not an option, so it loses its flag.
             return [*([value] if equals else result[i + 1 : end]), *result[:i], *result[end:]]
     return result
 
@@ -96,6 +98,7 @@ def serve(
     """
     served = Config(model=model, **config)
     server_settings = Settings(**settings)
+    # A key in the environment is not seen in the list of processes.
     if server_settings.api_key is None:
         server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet(model)
@@ -107,6 +110,7 @@ def serve(
         run(served, server_settings, locate(model), _say_json if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
+        # The engine's process sends the name of its error, so the exit code is that of the cause.
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 

@@ -29,6 +29,7 @@ def out() -> Console:
     """The console of results."""
     from rich.console import Console
 
+    # Wrapped lines would break what scripts read.
     return Console(highlight=False, soft_wrap=True)
 
 
@@ -48,15 +49,18 @@ def quiet(model: str) -> None:
     """Keeps Transformers from talking in between; downloads keep their bars. For before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    # Threads of tokenizers and a fork do not go together: the package warns, or hangs.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Bars are for downloads, and a local model has none.
     if model in BUNDLED or Path(model).exists() or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def utf8(read: Callable[[], str], what: str) -> str:
-    """What `read` gives; raises RequestError where it is not UTF-8 (what the system reads so has surrogates)."""
+    """What `read` gives; raises RequestError where it is not UTF-8."""
     try:
         text = read()
+        # What the system read from other bytes has surrogates, which cannot be encoded.
         text.encode()
     except UnicodeError as error:
         raise RequestError(f"{what} is not UTF-8 ({error}); convert it, as with iconv") from None

@@ -77,6 +77,7 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
     require_runnable(engine_plan.plan)
     tokenizer = tokenizer_of(config.model)
     texts = builtin_texts() if calibrate is None and config.kv_scales == "calibrate" else calibrate
+    # Texts come before every other source: scales are measured on them once the weights are loaded.
     scales = kv_scales.NONE if texts is not None else resolve_scales(engine_plan, config.kv_scales)
     if texts is None:
         for store in engine_plan.plan.stores:
@@ -96,6 +97,7 @@ def preflight(configs: Sequence[Config], prompts: Sequence[str], params: Samplin
         prompts: texts to be answered.
         params: of all prompts.
     """
+    # All configs are of one model, so the first one's tokenizer and vocabulary check the prompts.
     parts = [plan_parts(config) for config in configs]
     vocab_size, tokenizer = parts[0].plan.model_spec.vocab_size, require_tokenizer(parts[0].tokenizer)
     for prompt in prompts:
@@ -164,6 +166,7 @@ def _load(parts: EngineParts, startup: StartupReport) -> tuple[nn.Module, KVScal
 def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuffers | None:
     """Return the host tier of the plan with its pages, if it has one."""
     tier = engine_plan.plan.tier
+    # Without bytes on the host the device has room for all pages, and a tier would have nothing to hold.
     if tier is None or not engine_plan.budget.host:
         return None
     residency = Residency(pool.pages, pool.frames, tier.buffer // engine_plan.plan.page_size)
@@ -210,9 +213,11 @@ def _engine(
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
+        # Pages of another layout or of other scales must never be shared.
         namespace=f"{plan.layout.fingerprint}/{scales.version}",
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
+        # A CPU computes a step while it is launched, so there is nothing to overlap with.
         overlap=not hardware.is_cpu,
     )
 
@@ -254,6 +259,7 @@ def resolve_scales(design: Design, source: str) -> KVScales:
 
 def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
     eos_ids: set[int] = set(tokenizer.eos_ids if tokenizer else ())
+    # Some models name a further end token, that of a turn, in generation_config alone.
     for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
         eos_ids |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
@@ -275,16 +281,19 @@ def measure_scales(
         ScaleError: there are too few tokens.
     """
     plain_format = formats.plain(design.plan.dtype).name
+    # Ranges are the model's own only if the cache that they are measured over rounds nothing.
     config = replace(design.config, kv_format=plain_format, kv_layers="", hisparse="")
     plan = resolve(config, design.model_spec, design.hardware, backends.available_backends())
     length = min(design.model_spec.max_context, CALIBRATION_TOKENS)
     pages = -(-length // plan.page_size)
     recorder = Recorder(plan.layout, pages, design.hardware.device)
     runner = ModelRunner(model, plan, recorder, adapters(plan), PageTables(1, pages, design.hardware.device))
+    # The recorder sees writes, and a page from the prefix cache is not written again.
     manager = CacheManager(pages, plan.page_size, prefix_cache=False)
     num_tokens = 0
     for prompt in prompts:
         ids = prompt[: CALIBRATION_TOKENS - num_tokens]
+        # A text that is longer than the context is measured as several prompts.
         for start in range(0, len(ids), length):
             run_prompt(runner, manager, ids[start : start + length], step_tokens)
         num_tokens += len(ids)
@@ -307,6 +316,7 @@ def run_prompt(
     # The logits of all tokens of a step are computed at once.
     chunk = min(chunk, CHUNK)
     request = Request("score", ids)
+    # The logits of every token are needed, so no page may come from the prefix cache.
     request.lease = manager.open(request.token_ids, "", private=True)
     logits = []
     try:

@@ -35,6 +35,7 @@ class _Range:
 
     def add(self, x_THD: Tensor) -> None:
         x_THD = x_THD.float()
+        # A float32 sum over thousands of tokens would cost the mean its last digits.
         low, high, total = x_THD.amin(0), x_THD.amax(0), x_THD.double().sum(0)
         if self.count:
             low, high, total = self.low.minimum(low), self.high.maximum(high), self.total + total
@@ -58,9 +59,16 @@ class Recorder(PagedPool):
         self._ranges: dict[tuple[int, str], _Range] = {}
 
     def write(self, layer: int, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
-        """Record the values, and store them."""
+        """Record the values, and store them.
+
+        Args:
+            layer: whose values these are.
+            streams: [T, H, D] by name.
+            slot_mapping_T: where they are stored.
+        """
         for name, x_THD in streams.items():
             self._ranges.setdefault((layer, name), _Range()).add(x_THD)
+            # The largest value of rotated keys does not follow from that of keys, so both are recorded.
             if name == "k":
                 rotated = transform.get("rot").key(x_THD, None)
                 self._ranges.setdefault((layer, "k+rot"), _Range()).add(rotated)
@@ -73,6 +81,7 @@ class Recorder(PagedPool):
             ScaleError: nothing was written, or nothing but zeros.
         """
         layers = {layer: self._layer(layer) for layer, name in self._ranges if name == "k"}
+        # Transforms are for keys alone, so a latent has one scale.
         latents = {
             layer: LayerScales(_scales({LATENT: values.amax()}, layer))
             for (layer, name), values in self._ranges.items()
@@ -88,6 +97,7 @@ class Recorder(PagedPool):
             "v": v.amax(),
             "k+rot": rotated.amax(),
             "k+kmean": k.amax(mean_HD),
+            # A rotation is linear, so the rotated mean is the mean of rotated keys.
             "k+kmean+rot": rotated.amax(transform.get("rot").key(mean_HD, None)),
         }
         return LayerScales(_scales(amax, layer), tuple(tuple(head) for head in mean_HD.tolist()))

@@ -42,6 +42,7 @@ class Buffers:
     def clear(self, size: int) -> None:
         """Set the inputs of a step of `size` rows to padding."""
         self.inputs.zero_()
+        # Positions are the second third. They must be -1, since 0 is a real token's position.
         self.inputs[size : 2 * size] = -1
 
     def store_logits(self, logits_BV: Tensor) -> None:
@@ -82,6 +83,7 @@ class Graphs:
             self.buffers.clear(size)
             try:
                 self._replays[size] = self._record(partial(decode, size, self.buffers))
+            # The start explains it by the memory plan (explain_out_of_memory).
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a kernel does that a graph cannot hold
@@ -104,11 +106,13 @@ class CudaGraphs:
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record `run` and return what replays it."""
+        # The buffers were filled on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # What happens the first time only, loading and tuning of kernels, must not be recorded.
             run()
         graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may call CUDA in the meantime.
         with torch.cuda.graph(
             graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
         ):

@@ -141,6 +141,7 @@ class Engine:
     ) -> list[Request]:
         """Return one request for each answer; all but the first wait for its prompt, whose pages they share."""
         number, namespace = next(self._ids), f"{self.namespace}/{salt}"
+        # A grammar that is complete allows the end token alone, so that one cannot be ignored.
         ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
         requests: list[Request] = []
         for index in range(params.n):
@@ -152,6 +153,7 @@ class Engine:
                     namespace=namespace,
                     stop_ids=frozenset(params.stop_token_ids) | ends,
                     waits_for=requests[0] if requests else None,
+                    # A matcher keeps one answer's place in the grammar, so each answer has its own.
                     matcher=matcher.fork() if matcher else None,
                     priority=priority,
                 )
@@ -187,6 +189,7 @@ class Engine:
                 raise RequestError(
                     "this uses the whole cache: finish or abort the requests that are open first"
                 )
+            # The prefix cache's pages count too: the caller may need all of them.
             self.scheduler.manager.clear()
             yield
 
@@ -207,7 +210,9 @@ class Engine:
             # Penalties and grammars need the sampled token on the host before the next step is scheduled.
             self._collect(max_in_flight=0 if self._needs_host_tokens() else 1)
             batch = self.scheduler.schedule()
+            # The step before is read only now, while the device computes the new one.
             self._collect(max_in_flight=1 if batch and self._launch(batch) else 0)
+            # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
 
@@ -224,6 +229,7 @@ class Engine:
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
         check_request(prompt, params, self.vocab_size, self.tokenizer)
+        # check_length() counts one token of an answer, which scoring does not have.
         self.scheduler.check_length(len(prompt) - (not answer))
 
     def _needs_host_tokens(self) -> bool:
@@ -236,13 +242,16 @@ class Engine:
         requests = tuple(item.request for item in sampling)
         try:
             logits = self.runner.forward(batch)
+            # From positions: the host's own count lacks the tokens that are in flight.
             num_output_tokens = [item.end - len(item.request.prompt_token_ids) for item in sampling]
             sampled = self.sampler.launch(logits, requests, num_output_tokens) if sampling else None
+            # Without overlap the host knows the tokens before the next step, and sends them itself.
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
             self._fail(batch, error)
             return False
+        # Only a step that was launched counts as in flight; one that failed is scheduled no further.
         self.scheduler.launch(batch)
         self._in_flight.append(InFlightStep(batch, requests, sampled))
         return True
@@ -270,6 +279,7 @@ class Engine:
                     request, "abort", f"the grammar cannot be followed on: {request.matcher.error}", 400
                 )
         token_ids = {request.id: token.token for request, token in sampled.items() if token is not None}
+        # After the ends above, because commit() passes over finished requests.
         ended = set(self.scheduler.commit(batch, token_ids))
         errors: list[Exception] = []
         for request, token in sampled.items():
@@ -279,6 +289,7 @@ class Engine:
                 except Exception as error:  # of whoever takes the answer: the other requests go on
                     self._discard(request)
                     errors.append(error)
+        # Raised last, so that all other requests have their tokens.
         if errors:
             raise errors[0]
 
@@ -288,6 +299,7 @@ class Engine:
         if piece is None:
             return
         if piece.finish_reason:
+            # The scheduler knows stop tokens and lengths; it does not know of stop strings.
             self.scheduler.finish(stream.request, piece.finish_reason)
             del self._streams[stream.request]
         stream.on_output(piece)
@@ -316,5 +328,6 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     """Return the parameters of answer `index`: one answer, and a seed of its own."""
     if params.n == 1:
         return params
+    # The first answer keeps the seed, so that it is the same as with n = 1.
     seed = params.seed if params.seed is None or not index else hash((params.seed, index)) % (1 << 64)
     return replace(params, n=1, seed=seed)

@@ -85,6 +85,7 @@ class ReferenceRows:
 
     def __init__(self, plan: Plan, max_tokens: int, device: torch.device) -> None:
         self._groups = {layer: group.group for group in plan.groups for layer in group.layers}
+        # The owner of a layer's KV stores it: on the device, and with a host tier in a second layout.
         self._layouts = {
             layer: tuple(entry for store in plan.stores for entry in store.layers if entry.layer == owner)
             for layer, owner in enumerate(plan.owner)
@@ -95,6 +96,7 @@ class ReferenceRows:
         widest = max(sum(prod(shape) for shape in _shapes(group).values()) for group in self._groups.values())
         self.tokens = min(MAX_TOKENS, max_tokens, MAX_BYTES // (num_layers * widest * dtype.itemsize))
         """Tokens of the longest request that fits."""
+        # The layers of a turn change, and with them the shapes: each place is as large as the widest needs.
         self._memory = torch.empty(num_layers, self.tokens * widest, dtype=dtype, device=device)
 
     @property
@@ -141,6 +143,7 @@ class ReferenceRows:
         rows, rope = {name: rows[:end] for name, rows in self._rows(place, layer).items()}, self._rope(layer)
         expected_HD = _attend(query, rows, rope)
         quantised_HD = _attend(*self._quantise(layer, query, rows), rope)
+        # Squares of norms can be added up over tokens and requests; norms and ratios cannot.
         parts = (out_HD.float() - expected_HD, quantised_HD - expected_HD, expected_HD)
         return torch.stack([part.double().square().sum() for part in parts])
 
@@ -159,6 +162,7 @@ class ReferenceRows:
             result["k"] = entry.key(result["k"], None)
         for layout in layouts:
             result = {name: _round_trip(_codec(layout, name), x_LGD) for name, x_LGD in result.items()}
+        # Scores are the same where query and keys are rotated alike.
         if any(entry.rotates for entry in transforms):
             query = replace(query, q_HD=rotate(query.q_HD[None])[0])
         return query, result
@@ -197,6 +201,7 @@ def _attend(query: Query, rows: Rows, rope: int) -> Tensor:
     """Return softmax(scale * q . k) @ v -> float32 [H, D]."""
     params, topk_indices_K = query.params, query.topk_indices_K
     k_LGD = rows[LATENT] if LATENT in rows else rows["k"]
+    # A latent is key and value in one; its rotary part belongs to the key alone.
     v_LGD = k_LGD[..., : k_LGD.shape[-1] - rope] if LATENT in rows else rows["v"]
     is_padding_K: Tensor | None = None
     if topk_indices_K is not None:
@@ -204,6 +209,7 @@ def _attend(query: Query, rows: Rows, rope: int) -> Tensor:
         k_LGD, v_LGD = (x[topk_indices_K.clamp(min=0).long()] for x in (k_LGD, v_LGD))
         is_padding_K = topk_indices_K < 0
     elif params.window is not None:
+        # The query is of the last token, so its window is the last rows.
         k_LGD, v_LGD = k_LGD[-params.window :], v_LGD[-params.window :]
     length, heads, _ = k_LGD.shape
     q_GRD = query.q_HD.float().unflatten(0, (heads, -1))
@@ -213,6 +219,7 @@ def _attend(query: Query, rows: Rows, rope: int) -> Tensor:
     if is_padding_K is not None:
         scores_GRL = scores_GRL.masked_fill(is_padding_K, float("-inf"))
     if params.sinks_H is not None:
+        # A sink takes weight and has no value: its column is cut off after the softmax.
         scores_GRL = torch.cat((scores_GRL, params.sinks_H.float().view(heads, -1, 1)), -1)
     weights_GRL = scores_GRL.softmax(-1)[..., :length]
     return (weights_GRL @ v_LGD.float().transpose(0, 1)).flatten(0, 1)
@@ -270,7 +277,15 @@ class Probe:
     def observe(
         self, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], spec: AttentionParams, out_THD: Tensor
     ) -> None:
-        """Store a layer's new rows, and compare the answer to the last query where a token is sampled."""
+        """Store a layer's new rows, and compare the answer to the last query where a token is sampled.
+
+        Args:
+            layer: the layer's index.
+            q_THD: its query, of the whole step.
+            streams: its new tokens, of the whole step.
+            spec: what it asked for.
+            out_THD: what attention returned.
+        """
         sample, item = self._sample, self._item
         if sample.failure or layer not in sample.layers:
             return
@@ -281,6 +296,7 @@ class Probe:
             if item.samples_token:
                 topk_indices_K = None if spec.topk_indices_TK is None else spec.topk_indices_TK[last]
                 query = Query(q_THD[last], spec, topk_indices_K)
+                # The sums stay on the device, because to read them here would make every step wait.
                 sample.sums[place] += self._rows.compare(place, layer, item.end, query, out_THD[last])
         except Exception:  # whatever it is, the request must not suffer
             log.warning("the fidelity watch failed; this sample is lost", exc_info=True)
@@ -335,6 +351,7 @@ class ErrorMonitor:
     _num_turns: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        # A generator of its own: the same seed draws the same requests, whatever else uses random numbers.
         self._random = random.Random(self.seed)
 
     def probe(self, scheduled: Sequence[ScheduledRequest]) -> Probe | None:
@@ -410,10 +427,12 @@ class ErrorMonitor:
         sample = self._sample
         if sample and sample.is_over:
             self._sample = None
+            # With all probes left nothing was compared: the request ended before its prompt was read.
             if sample.failure or sample.num_probes_left == NUM_PROBES:
                 self.skipped[sample.failure or "ended"] += 1
             else:
                 self._pending.append(_PendingSums.from_sample(sample))
+        # Copies complete in the order in which they began.
         while self._pending and self._pending[0].is_complete:
             pending = self._pending.pop(0)
             sums = dict(zip(pending.layers, pending.sums.tolist(), strict=True))
@@ -428,6 +447,7 @@ class ErrorMonitor:
         for layer, new in sums.items():
             old = self._sums.get(layer, (0.0, 0.0, 0.0))
             pooled = [DECAY * x + y for x, y in zip(old, new, strict=True)]
+            # A NaN would stay in the sums for ever, so they begin anew after one.
             is_finite = all(map(isfinite, pooled))
             self._sums[layer] = tuple(pooled) if is_finite else (0.0, 0.0, 0.0)
             error, format_error = (sqrt(x / pooled[2]) if is_finite else inf for x in pooled[:2])

@@ -110,6 +110,7 @@ class LLM:
             PromptTooLong: a prompt has too many tokens for the cache or the model.
             NibbleError: the engine failed in all answers; one answer's failure is its `error`.
         """
+        # A list of integers is one prompt, and an empty list is no prompts at all.
         single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
         many: Sequence[Any] = [prompts] if single else prompts
         collectors: list[_Collector] = []
@@ -118,11 +119,13 @@ class LLM:
                 collectors.append(self._submit(prompt, _params(params, options), rank))
             self._run(collectors, progress if progress is not None else len(many) > 1 and sys.stderr.isatty())
         except BaseException:
+            # After Ctrl-C too: requests that nobody waits for would keep their pages.
             for collector in collectors:
                 self.engine.abort(collector.handle)
             raise
         outputs = [collector.output() for collector in collectors]
         errors = [answer.error for output in outputs for answer in output.completions]
+        # One answer's failure is its own; where all failed, the engine is at fault.
         if errors and all(errors):
             raise NibbleError(str(errors[0]))
         return outputs[0] if single else outputs
@@ -151,6 +154,7 @@ class LLM:
         ids, _ = self._encode(prompt)
         self.engine.check(ids, SamplingParams(), answer=False)
         with self.engine.exclusive():
+            # run_prompt() goes past the scheduler, so no request may be open meanwhile.
             manager = self.engine.scheduler.manager
             return torch.cat(run_prompt(self.engine.runner, manager, ids, self.budget.step_tokens))
 
@@ -174,6 +178,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Collector:
         ids, text = self._encode(prompt)
         collector = _Collector(ids, text, params)
+        # The caller gets complete answers, so each is detokenized once, at its end.
         collector.handle = self.engine.submit(ids, params, collector.add, priority=priority, final_only=True)
         return collector
 
@@ -212,6 +217,7 @@ class Stream(Iterator[Delta]):
             self._engine.step()
         piece = self._pieces.popleft()
         self._num_open -= piece.finish_reason is not None
+        # An exception ends the iterator, so the prompt's other answers have no taker any more.
         if piece.error:
             self.close()
             raise NibbleError(piece.error)
@@ -224,6 +230,7 @@ class Stream(Iterator[Delta]):
         self._pieces.clear()
 
     def __del__(self) -> None:
+        # An object whose __init__ failed is deleted too, and has no attributes.
         if getattr(self, "_num_open", 0):
             self.close()
 

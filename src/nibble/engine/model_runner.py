@@ -79,16 +79,19 @@ class ModelRunner:
             return self._forward(batch.scheduled, every)
         except BaseException:
             if self.tier:
+                # The step raised midway, so nobody knows what these hot buffers hold.
                 self.tier.invalidate(self._rows(batch.scheduled))
             raise
 
     def _forward(self, scheduled: Sequence[ScheduledRequest], every: bool) -> Tensor:
+        # `every` is for scoring and calibration, whose prompts are no requests of a client.
         probe = self.error_monitor.probe(scheduled) if self.error_monitor and not every else None
         if self.graphs and not every and all(item.phase is Phase.DECODE for item in scheduled):
             logits = self._replay(scheduled, self.graphs, probe)
         else:
             logits = self._step(scheduled, every, probe)
         if self.tier:
+            # After the launch, so that pages are saved while the step runs.
             self.tier.backup((item.request.lease, item.end) for item in scheduled if item.request.lease)
         return logits
 
@@ -113,6 +116,7 @@ class ModelRunner:
             packed.add(self._pad_rows(token_ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
             packed.add(self._pad_rows(row_of_token)),
+            # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
             packed.add(self._pad_rows(logit_rows or [0])),
             packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),
         )
@@ -121,7 +125,9 @@ class ModelRunner:
         step = StepTensors(*(sent[part] for part in slices))
         token_ids_T = step.token_ids_T
         if ON_DEVICE in token_ids:
+            # A negative id stands for the token that the step before has sampled for this row.
             token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[step.rows_T], token_ids_T)
+        # The model computes padding rows too, but they have no slot and attention does not see them.
         count = len(token_ids)
         meta = self._metadata(sent, groups, step.rows_T[:count], step.positions_T[:count])
         self._sampled_rows_S = step.sampled_rows_S
@@ -204,6 +210,7 @@ class ModelRunner:
         size = graphs.size_for(len(scheduled))
         padding = size - len(scheduled)
         packed = PackedInts()
+        # In the order in which _decode() takes them apart: rows, positions, token ids.
         inputs = packed.add(
             (
                 *self._rows(scheduled), *[self.tables.padding_row] * padding,
@@ -212,7 +219,9 @@ class ModelRunner:
             )
         )  # fmt: skip
         sent = self._send(packed, scheduled)
+        # A decode always samples, so these are the first rows, without padding.
         self._sampled_rows_S = sent[inputs][: len(scheduled)]
+        # A graph reads from fixed addresses, so its inputs are copied there.
         graphs.buffers.inputs[: 3 * size].copy_(sent[inputs])
         if probe:
             # A replay calls no Python, so the same step over the same buffers is computed.
@@ -228,9 +237,11 @@ class ModelRunner:
         page_size, tables = self.plan.page_size, self.tables
         token_ids_B = torch.where(sent_ids_B < 0, tables.latest_R[rows_B], sent_ids_B)
         page_table_BN = tables.table_RN.index_select(0, rows_B)
+        # Padding reads as position 0, and is stored nowhere (slot -1).
         valid_B = positions_B.clamp(min=0)
         pages_B = page_table_BN.gather(1, (valid_B // page_size)[:, None])[:, 0].long()
         slot_mapping_B = torch.where(positions_B < 0, -1, pages_B * page_size + valid_B % page_size)
+        # The host knows no lengths of a replayed step: it gives a bound; kernels read them on the device.
         max_seq_len, seq_lens_B = page_table_BN.shape[1] * page_size, (positions_B + 1).int()
         batches = [
             AttentionBatch(
@@ -271,6 +282,7 @@ def _group_by_phase(
 ) -> list[_PhaseGroup]:
     """Group neighbours of one phase."""
     groups, first = [], 0
+    # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
     for _, items in groupby(scheduled, key=lambda item: item.phase):
         group = tuple(items)
         groups.append(_PhaseGroup(group, rows[first : first + len(group)], packed))
@@ -283,6 +295,7 @@ def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
     token_ids: list[int] = []
     for item in scheduled:
         ids = item.request.token_ids[item.start : item.end]
+        # The list ends with the last token that the host knows, so a slice may be one short.
         token_ids += ids if len(ids) == item.num_tokens else [*ids, ON_DEVICE]
     return token_ids
 

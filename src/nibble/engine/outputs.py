@@ -104,18 +104,26 @@ class OutputStream:
         return self._piece(self.request.finish_reason if is_last else None)
 
     def end(self, reason: FinishReason, error: str | None = None, status: int = 500) -> Delta:
-        """Return the last piece of an answer that ends before its time."""
+        """Return the last piece of an answer that ends before its time.
+
+        Args:
+            reason: why it ends.
+            error: the message, where it failed.
+            status: the HTTP status of the error.
+        """
         return self._piece(reason, error, status)
 
     def _piece(self, reason: FinishReason | None, error: str | None = None, status: int = 500) -> Delta:
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()
+        # Bytes of an unfinished character are held back until the answer ends.
         new_text = self._detokenize(ids, is_last=reason in {"stop", "length"} or self.final_only)
         text, is_stopped = self.stop_strings.add(new_text)
         if is_stopped:
             reason = "stop"
         elif reason in {"stop", "length"}:
+            # Text that could have begun a stop string was held back, and is part of the answer after all.
             text += self.stop_strings.finish()
         return Delta(self.index, text, ids, reason, logprobs, error, status)
 

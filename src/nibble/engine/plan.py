@@ -64,6 +64,7 @@ def plan_engine(
     model_spec = observe_model(
         config.model, spec.compute_dtype(hardware), config.max_context, config.index_topk
     )
+    # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)

@@ -113,11 +113,13 @@ class Request:
     @property
     def can_start(self) -> bool:
         """Return whether the request that this one waits for has stored its prompt, or has ended."""
+        # A first output token means that the whole prompt is stored.
         return self.waits_for is None or self.waits_for.is_finished or self.waits_for.num_output_tokens > 0
 
     @property
     def is_decoding(self) -> bool:
         """Return whether all tokens but the last are stored, or will be."""
+        # Not at 0: a prompt of one token is a prefill.
         return 0 < self.num_computed_tokens == self.num_tokens - 1
 
 
@@ -162,6 +164,7 @@ class Batch:
     @classmethod
     def from_scheduled(cls, scheduled: Iterable[ScheduledRequest]) -> Batch:
         """Return the batch of `scheduled`, which keep their order within a phase."""
+        # The sort is stable, so priority stays the order within a phase.
         return cls(tuple(sorted(scheduled, key=lambda item: PHASE_ORDER.index(item.phase))))
 
     @property

@@ -58,6 +58,7 @@ class SampledTokens:
     ) -> None:
         self.tokens_S = tokens_S
         self._logprobs = logprobs
+        # The host sees which rows failed; the device keeps valid ids for the step that runs already.
         self._host_tokens_S = to_host(tokens_S.masked_fill(invalid_S, INVALID_TOKEN))
         if logprobs:
             values, ids = _top_logprobs(
@@ -135,6 +136,7 @@ class Sampler:
 
     def __init__(self, default_seed: int = 0) -> None:
         self.default_seed = default_seed
+        # Weak, because nobody tells the sampler when a request ends.
         self._past_tokens: WeakKeyDictionary[Request, tuple[int, set[int]]] = WeakKeyDictionary()
         self._params: _BatchParams | None = None
 
@@ -155,6 +157,7 @@ class Sampler:
         """
         params = self._params_of(requests, logits_SV.device)
         adjusted_SV = self._adjust(logits_SV, requests, params)
+        # One pass gives the greedy tokens and finds NaN, which max() passes on.
         peaks_S, tokens_S = adjusted_SV.max(-1)
         for rows in params.random:
             drawn_R = _draw(adjusted_SV[rows.index_R], rows, [num_output_tokens[i] for i in rows.index])
@@ -163,6 +166,7 @@ class Sampler:
 
     def _params_of(self, requests: Sequence[Request], device: torch.device) -> _BatchParams:
         """Return the parameters of a batch; they are sent to the device again only where it has changed."""
+        # Decode batches stay the same for many steps, and a request's parameters never change.
         if self._params is None or self._params.requests != tuple(requests):
             self._params = _BatchParams(requests, [self._seed(request) for request in requests], device)
         return self._params
@@ -171,6 +175,7 @@ class Sampler:
         """Apply penalties, bias and grammars to a copy; return `logits_SV` itself where no request has any."""
         if not params.adjusted:
             return logits_SV
+        # A copy, because log-probabilities are of the model's own logits.
         logits_SV = logits_SV.to(torch.float32, copy=True)
         for i in params.adjusted:
             _adjust_row(logits_SV[i], requests[i], self._tokens_to_penalise(requests[i]))
@@ -212,6 +217,7 @@ class _RandomRows:
         self.seeds_R = to_device([_signed(seeds[i]) for i in index], torch.int64, device)
         self.temperature_R1 = column((p.temperature for p in row_params), torch.float32)
         self.has_filters = any(map(_has_filters, row_params))
+        # Without top_k the limit is one that no vocabulary reaches.
         self.top_k_R1 = column((p.top_k or _MASK >> 1 for p in row_params), torch.int64)
         self.top_p_R1 = column((p.top_p for p in row_params), torch.float64)
         self.min_p_R1 = column((p.min_p for p in row_params), torch.float32)
@@ -226,6 +232,7 @@ class _BatchParams:
         self.adjusted = [i for i, p in enumerate(params) if needs_output_tokens(p) or p.logit_bias]
         """Rows with penalties, bias or a grammar."""
         random = [i for i, p in enumerate(params) if p.temperature > 0]
+        # Only rows with filters need sorted logits, so the others are drawn apart.
         kinds = ([i for i in random if _has_filters(params[i]) is kind] for kind in (False, True))
         self.random = [_RandomRows(index, params, seeds, device) for index in kinds if index]
         """Rows that are not greedy."""
@@ -247,6 +254,7 @@ def _adjust_row(row_V: Tensor, request: Request, past_tokens: Sequence[int]) -> 
     if past_tokens:
         ids = to_device(past_tokens, torch.int64, device)
         logits, penalty = row_V[ids], params.repetition_penalty
+        # By sign, so that a penalty above 1 lowers negative logits too.
         row_V[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
     if request.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
         ids, counts = (
@@ -292,6 +300,7 @@ def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Ten
 
 def _invert_cdf(probs_RV: Tensor, target_R1: Tensor) -> Tensor:
     """Return [R, 1]: the place where the cumulated probabilities pass a target in [0, 1) of their total."""
+    # In float32 the rounding of a long sum would move the borders between tokens.
     cumulated_RV = probs_RV.double().cumsum(-1)
     total_R1 = cumulated_RV[:, -1:]
     # Rounding must not lead past the last token with a probability.
@@ -305,8 +314,10 @@ def _filter(sorted_RV: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, min_p_R1: Ten
     """Return probabilities, not normalised, of descending logits: zero where top_k, top_p or min_p drops a token."""
     rank_V = torch.arange(sorted_RV.shape[-1], device=sorted_RV.device)
     probs_RV = sorted_RV.masked_fill(rank_V >= top_k_R1, float("-inf")).softmax(-1)
+    # Of the tokens before it: the token that passes top_p is kept.
     before_RV = probs_RV.double().cumsum(-1) - probs_RV.double()
     keep_RV = before_RV < top_p_R1
     keep_RV &= probs_RV >= probs_RV[:, :1] * min_p_R1
+    # The likeliest token stays whatever the filters say, or nothing could be drawn.
     keep_RV[:, 0] = True
     return probs_RV * keep_RV

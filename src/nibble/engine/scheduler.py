@@ -151,6 +151,7 @@ class Scheduler:
         self._admit()
         num_tokens = self._split_budget()
         scheduled = []
+        # A copy, because a reservation may preempt requests out of the list.
         for request in tuple(self.running):
             count = num_tokens.get(request)
             # A request that was preempted for one before it has no lease any more.
@@ -222,11 +223,13 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting requests in order, up to the first one whose pages do not fit."""
         room = max(self.max_running - len(self.running), 0)
+        # Answers that wait for another's prompt do not hold up those behind them.
         candidates = list(islice((request for request in self.waiting if request.can_start), room))
         frames = sum(map(self._min_frames, self.running)) if self.manager.residency else 0
         # Trying takes time by the prompt's length, so it is not repeated before something has become free.
         if not candidates or self._last_refusal == self._admission_state(candidates[0], frames):
             return
+        # Pages that running requests take soon are not given away, or one would be preempted for it at once.
         spare_pages = sum(map(self._num_pages_to_come, self.running))
         for request in candidates:
             if not self._start(request, spare_pages, frames):
@@ -256,10 +259,12 @@ class Scheduler:
                     request.token_ids, request.namespace, spare_pages=spare_pages, reserved_frames=frames
                 )
             except OutOfPages as error:
+                # Decoding requests that move to hot buffers free their frames, so it is tried again.
                 if isinstance(error, OutOfFrames) and self._offload():
                     continue
                 self._last_refusal = self._admission_state(request, frames)
                 return False
+        # A reference would keep the other request's tokens alive.
         request.waits_for, request.state = None, State.RUNNING
         request.start_time = request.start_time or time.monotonic()
         self._count_hit(request, request.lease.num_hit_tokens)
@@ -274,6 +279,7 @@ class Scheduler:
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in self.running:
+            # The token in flight ends the answer whatever it is, so one more would be dropped.
             if request.in_flight and self._is_last(request.in_flight):
                 continue
             (decodes if request.is_decoding else prompts).append(request)
@@ -288,6 +294,7 @@ class Scheduler:
         demand = {
             request: min(request.num_tokens - request.num_computed_tokens, self.chunk) for request in prompts
         }
+        # Decodes come first, up to the share that is reserved for prompts and that they can use.
         split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
         room = self.token_budget - len(split)
         selected = self._select_prompts(prompts, demand, room)
@@ -304,6 +311,7 @@ class Scheduler:
         selected: list[Request] = []
         pending_keys = {self._next_page(request) for request in self.running if request.in_flight} - {None}
         part = max(self.token_budget // SLICES, 1)
+        # Of equal priority, those that are nearly done come first: their answers begin sooner.
         rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
         for request in (prompts[0], *rest):
             page_key = self._next_page(request)
@@ -337,8 +345,10 @@ class Scheduler:
                 self.manager.reserve(request.lease, upto)
                 return True
             except OutOfPages as error:
+                # To move the longest requests to hot buffers is milder than to preempt the last one.
                 if isinstance(error, OutOfFrames) and self._offload():
                     continue
+                # Always the last in order, so that the first one makes progress.
                 last = self.running[-1]
                 self._preempt(last)
                 if last is request:
@@ -407,6 +417,7 @@ class Scheduler:
 def divide(demand: Sequence[int], room: int) -> list[int]:
     """Return shares of `room`, as even as `demand` allows; an odd rest goes to the largest demands."""
     shares = [0] * len(demand)
+    # What a small demand leaves over is divided among the larger ones.
     smallest_first = sorted(range(len(demand)), key=demand.__getitem__)
     for place, i in enumerate(smallest_first):
         shares[i] = min(demand[i], room // (len(demand) - place))

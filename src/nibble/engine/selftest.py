@@ -84,6 +84,7 @@ def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
             tier.round_trip(layer, 0, 1)
             both_pages = torch.tensor([[0], [1]], device=tier.device)
             expected_LD, actual_LD = stream.gather_reference(both_pages).flatten(1, 2)
+        # A host format of fewer bits rounds the page, so the expected values are rounded alike.
         if not alike(device, host):
             codes = host.format.encode(expected_LD[:, None], host.scale)
             again = device.format.encode(host.format.decode(codes, host.scale), device.scale)
@@ -103,6 +104,7 @@ def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
     for lens in REQUESTS:
         needed = -(-sum(lens) // pool.layout.page_size)
         if needed <= len(free):
+            # From both ends in turn, so that a kernel that takes pages for neighbours fails.
             pages[lens] = [free.pop(-1 if i % 2 else 0) for i in range(needed)]
     return pages
 
@@ -172,6 +174,7 @@ class _GroupTest:
         ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slot_mapping_T, (batch,)))
         params = self.params
         if self.group.group.top_k:
+            # Positions only: attention() looks up the slots, as in an engine's step.
             params = replace(params, topk_indices_TK=self._topk_indices(query_lens, seq_lens))
         actual_THD = attention(ctx, self.layer, q_THD, streams, params)
         for name, x_THD in streams.items():
@@ -182,6 +185,7 @@ class _GroupTest:
                 params.topk_indices_TK, page_table_by_token(batch), None, self.plan.page_size
             )
             params = replace(params, topk_slots_TK=topk_slots_TK)
+        # Over the same pool, so that the format's error is in both answers and does not count.
         expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, batch, params)
         limit = ATTENTION_TOLERANCE.get(self.plan.dtype, ATTENTION_TOLERANCE_16_BITS)
         self._compare(actual_THD, expected_THD, limit, route, "attends")

@@ -50,6 +50,7 @@ class Matcher:
 
         Where the answer is complete, only its end may follow.
         """
+        # Only what is new: the inner matcher keeps its place from step to step.
         self._inner.consume_tokens(list(answer[self._num_consumed :]))
         self._num_consumed = len(answer)
         mask: bytes = self._inner.compute_bitmask()
@@ -76,6 +77,7 @@ class Grammars:
         Raises:
             RequestError: the grammar cannot be followed.
         """
+        # A fork, because the cached matcher must stay at its beginning.
         return self._cached(grammar).fork()
 
     def prepare(self) -> None:
@@ -92,6 +94,7 @@ class Grammars:
         """
         start = time.monotonic()
         matcher = self.matcher(grammar)
+        # The first mask is part of what the engine would wait for.
         matcher.allowed(())
         seconds = time.monotonic() - start
         if matcher.error:
@@ -139,6 +142,7 @@ def _to_llguidance(grammar: str) -> str:
         if kind == "json_object":
             return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
         if kind == "json_schema":
+            # Parsed here first, so that malformed JSON is reported as such.
             return str(LLMatcher.grammar_from_json_schema(json.dumps(json.loads(body))))
         if kind == "choice":
             return str(LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(body)))))

@@ -28,6 +28,7 @@ class PackedInts:
 
     def add(self, values: Iterable[int]) -> slice:
         """Append a list, and return where it lies."""
+        # Triton compiles a kernel anew for pointers that are not on a grid of 16 bytes.
         self._ints += (0,) * (-len(self._ints) % ALIGNED)
         start = len(self._ints)
         self._ints += values
@@ -53,9 +54,16 @@ class StepTensors:
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a list of numbers as a tensor; the host does not wait until it has arrived."""
+    """Return a list of numbers as a tensor; the host does not wait until it has arrived.
+
+    Args:
+        values: the numbers.
+        dtype: of the tensor.
+        device: where it is to be.
+    """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
+    # The host can go on during a copy only if that reads from pinned memory.
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 

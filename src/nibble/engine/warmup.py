@@ -83,8 +83,10 @@ def warm_up(
             _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
         with startup.part("graphs"):
             _record(runner, config, budget, startup)
+        # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
+            # An error of the device shows only where it is waited for.
             torch.cuda.synchronize()
     check_memory(budget, torch.cuda.mem_get_info()[0])
 

@@ -31,15 +31,19 @@ class Prediction:
         """What to remember of logits."""
         log_SV = rows_SV.float().log_softmax(-1)
         log_SK, tokens_SK = log_SV.topk(min(KEEP, log_SV.shape[-1]))
+        # A vocabulary of at most KEEP tokens is remembered in full, and has no rest.
         rest = _rest(log_SK) if log_SV.shape[-1] > KEEP else None
+        # int32, because the predictions of all windows are kept until the last scheme is measured.
         return cls(tokens_SK.int(), log_SK.clone(), rest)
 
     def kl(self, rows_SV: Tensor) -> Tensor:
         """KL(yardstick || rows) [S] at each position."""
+        # Normalised over the full vocabulary before the yardstick's tokens are taken.
         log_SK = rows_SV.float().log_softmax(-1).gather(-1, self.tokens.long())
         kl_S = (self.log.exp() * (self.log - log_SK)).sum(-1)
         if self.rest is not None:
             kl_S += self.rest.exp() * (self.rest - _rest(log_SK))
+        # Rounding leaves tiny negative values where the two are the same.
         return kl_S.clamp_min(0.0)
 
     def same(self, rows_SV: Tensor) -> Tensor:

@@ -43,11 +43,12 @@ class Shadow(hook.Observer):
         for name, context in self._schemes.items():
             output = hook.attend(context, call)
             self.errors[name][call.layer] = relative_error(output, expected)
+        # The model goes on with the yardstick's answer, so no layer's input has the error of one before it.
         return expected[None]
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
-    """||found - wanted|| / ||wanted||, over all tokens and heads."""
+    """Return ||output - expected|| / ||expected||, over all tokens and heads."""
     return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -64,7 +65,14 @@ def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) ->
 def attention_errors(
     model: nn.Module, ids: Sequence[int], yardstick: Side, schemes: Mapping[str, Side]
 ) -> dict[str, tuple[float, ...]]:
-    """Relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme."""
+    """Return the relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme.
+
+    Args:
+        model: with Nibble's attention.
+        ids: the prompt.
+        yardstick: the plan and scales that the others are compared with.
+        schemes: plan and scales by name.
+    """
     device = next(model.parameters()).device
     shadow = Shadow(yardstick, schemes, len(ids), device)
     positions = torch.arange(len(ids), device=device)[None]
@@ -75,6 +83,7 @@ def attention_errors(
         position_ids=positions,
         attention_mask=attention_mask_for(model, tokens),
         use_cache=False,
+        # Nobody reads the logits, so only one row of them is computed.
         logits_to_keep=last,
         **{hook.CONTEXT: shadow},
     )

@@ -33,13 +33,21 @@ class Window:
 
     def predictions(self, logits_TV: Tensor) -> Tensor:
         """The rows [S, V] of the window's logits that foretell the scored tokens."""
+        # Row t foretells token t + 1, so rows lie one before their targets.
         return logits_TV[-self.scored - 1 : -1]
 
 
 def windows(ids: Sequence[int], size: int, stride: int | None = None) -> tuple[Window, ...]:
-    """The windows of a text; stride is below size, and size - 1 if left out."""
+    """Return the windows of a text.
+
+    Args:
+        ids: the tokens of the text.
+        size: tokens of a window.
+        stride: tokens between the starts of two windows, below `size`; None: size - 1.
+    """
     stride = size - 1 if stride is None else stride
     assert 0 < stride < size, f"stride {stride} of windows of {size} tokens"
+    # Nothing foretells the first token of the text, so it counts as done.
     result, done = [], 1
     for start in range(0, len(ids), stride):
         if done >= len(ids):
@@ -65,6 +73,7 @@ class Perplexity:
 
     def add(self, logits_TV: Tensor, window: Window) -> None:
         """Add the losses of one window, logits_TV [T, V]."""
+        # float64, because the sum is over many thousands of tokens.
         self.nats += float(losses(logits_TV, window).double().sum())
         self.count += window.scored
 

@@ -31,12 +31,14 @@ def plot(report: Report, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = 2 if report.lengths else 1
+    # Not pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(4.6 * panels + 2.4, 4.2), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     _kl(axes[0], report)
     if report.lengths:
         _recall(axes[1], report)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    # Without a date and random ids the same report gives the same file.
     stable = {"Date": None} if path.suffix == ".svg" else {}
     with matplotlib.rc_context({"svg.hashsalt": report.model}):
         try:
@@ -50,6 +52,7 @@ def _kl(axes: Any, report: Report) -> None:
     divergences = [result.kl for result in report.results if result.kl > 0]
     floor = min(divergences, default=1e-6) / 2
     _points(axes, report, [max(result.kl, floor) for result in report.results])
+    # The divergences of 8 and 4 bits differ by orders of magnitude.
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
     _label(axes, f"KL from {report.yardstick}, nats per token", "Next-token predictions: lower is better")
@@ -61,6 +64,7 @@ def _recall(axes: Any, report: Report) -> None:
     )
     first, last = report.lengths[0], report.lengths[-1]
     span = f"{first:,} to {last:,}" if first != last else f"{first:,}"
+    # A little beyond 0 and 100, so that marks there are not cut.
     axes.set_ylim(-3, 103)
     _label(axes, "exact answers, %", f"Recall over {span} tokens: higher is better")
 

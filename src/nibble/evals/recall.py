@@ -155,15 +155,24 @@ def lookup_case(
     """
     kind = kind or rng.choice(LOOKUP_KINDS)
     spans = _document(rng, length_tokens, count, kind, 1, filler or code_filler)
+    # The last two spans are the answer and what closes it.
     return RecallCase("".join(span.text for span in spans[:-2]), spans[-2].text, kind)
 
 
 def cases(
     seed: int, number: int, length_tokens: int, count: Count, kinds: Sequence[str] = KINDS
 ) -> list[RecallCase]:
-    """Draws `number` evaluation cases that go round `kinds` in turn; `seed` lies below `TRAINING_SEEDS`.
+    """Draw evaluation cases that go round `kinds` in turn.
 
-    The kind "chat" spells the demo model's special tokens (`<|user|>` and so on); leave it out for other models.
+    Args:
+        seed: below `TRAINING_SEEDS`.
+        number: how many cases.
+        length_tokens: upper bound on prompt plus answer, in tokens.
+        count: measures a text in tokens.
+        kinds: of `KINDS`. "chat" spells the demo model's special tokens; leave it out for other models.
+
+    Raises:
+        ValueError: the seed belongs to training.
     """
     if not 0 <= seed < TRAINING_SEEDS:
         raise ValueError(f"evaluation seeds lie in [0, {TRAINING_SEEDS}); got {seed}")
@@ -174,7 +183,14 @@ def cases(
 def training_document(
     rng: random.Random, length_tokens: int, count: Count, filler: Filler | None = None
 ) -> list[Span]:
-    """Draws a document of at most `length_tokens` with several questions, or one long verbatim copy."""
+    """Draw a document of at most `length_tokens` with several questions, or one long verbatim copy.
+
+    Args:
+        rng: the source of every choice.
+        length_tokens: upper bound, in tokens.
+        count: measures a text in tokens.
+        filler: draws the blocks between scattered entries; `code_filler` when left out.
+    """
     if rng.random() < 0.12:
         return _verbatim(rng, length_tokens, count)
     kind = rng.choice(KINDS)
@@ -195,9 +211,11 @@ def _document(
         pairs = [(key, values()) for key in keys(number)]
         return pairs, [_entry(rng, form, key, value, filler) for key, value in pairs]
 
+    # A first draw tells the size of an entry; the second one has enough entries for the length.
     pairs, entries = entries_of(16)
     per_entry = count("".join(entries)) / len(entries)
     pairs, entries = entries_of(math.ceil(1.1 * length_tokens / per_entry) + 2)
+    # Drawn once, so that fitting the number of entries does not change which are asked for.
     order = rng.sample(range(len(pairs)), len(pairs))
 
     def render(number: int, padding: str = "") -> tuple[list[Span], int]:
@@ -213,6 +231,8 @@ def _document(
     while True:
         attempts += 1
         room = length_tokens - total
+        # The size of an entry is a mean. Too long is cut until it fits; too short is filled up twice at most,
+        # so that the loop ends.
         if room < 0 and number > 1:
             number = max(1, number - math.ceil(-room / per_entry))
         elif room >= 2 * per_entry and number < len(pairs) and attempts <= 2:
@@ -230,6 +250,7 @@ def _padding(rng: random.Random, room: int, count: Count) -> str:
     lines = ""
     while True:
         line = f"# see {rng.choice(KEY_WORDS)} and {rng.choice(KEY_WORDS)}\n"
+        # Two tokens are left over: a tokenizer may split the text otherwise where padding is put before it.
         if count(lines + line) + 2 > room:
             return lines
         lines += line
@@ -249,6 +270,7 @@ def _verbatim(rng: random.Random, length_tokens: int, count: Count) -> list[Span
     """A random text and its repetition, which is all to be learnt."""
     values = _value_maker(rng, block=True)
     sample = values()
+    # The text stands there twice, and headings need some room.
     lines = max(1, int(0.45 * length_tokens / (count(sample) + 1)))
     text = "\n".join(values() for _ in range(lines))
     while lines > 1 and 2 * count(text) + 16 > length_tokens:
@@ -281,6 +303,7 @@ def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
             base = [rng.choice(alphabet) for _ in range(size)]
             members = [base, *(neighbour(base) for _ in range(family - 1))]
             spelled.update(dict.fromkeys(map(spell, members)))
+        # Cut before they are shuffled: families stay complete, so that keys have their neighbours.
         keys = list(spelled)[:number]
         rng.shuffle(keys)
         return keys

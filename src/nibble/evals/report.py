@@ -121,6 +121,7 @@ class Report:
     def _skipped(self) -> Iterator[str]:
         if self.skipped:
             yield "\nSkipped:\n"
+            # The first line says what is refused; the reasons of every backend follow it.
             yield from (f"- {name}: {reason.splitlines()[0]}" for name, reason in self.skipped.items())
 
 
@@ -130,5 +131,6 @@ def _length(tokens: int) -> str:
 
 def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(header)} |"
+    # Numbers stand on the right, the name of the scheme on the left.
     yield "|---|" + "---:|" * (len(header) - 1)
     yield from (f"| {' | '.join(row)} |" for row in rows)

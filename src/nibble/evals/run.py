@@ -52,7 +52,13 @@ class Progress(Protocol):
         ...
 
     def advance(self, scheme: str, what: str, tokens: int) -> None:
-        """`tokens` more of it are done; `scheme` and `what` are being measured."""
+        """Add what is done since the last call.
+
+        Args:
+            scheme: the scheme that is being measured.
+            what: the measurement, in words.
+            tokens: how many more are done.
+        """
         ...
 
 
@@ -117,6 +123,7 @@ def evaluate(
     A scheme that was named and cannot be served raises its error; a default one is skipped, and reported.
     """
     content = text.read(path, config.model)
+    # Every scheme is planned before the first engine starts: a refusal must not come after an hour.
     candidates, skipped = candidates_of(config, parse(names), parse([sizes.yardstick])[0])
     with tempfile.TemporaryDirectory() as temporary:
         run = _Run(sizes, content, progress or Silent(), Path(temporary) / "kv_scales.json")
@@ -200,10 +207,12 @@ class _Run:
         started = time.perf_counter()
         candidate = self._with_scales(candidate)
         llm = LLM(**{option: getattr(candidate.config, option) for option in Config.__slots__})
+        # The first candidate is the yardstick, and its engine prepares what all schemes share.
         if self.parts is None:
             self._prepare(llm, all_candidates)
         perplexity, agreement = self._text(llm, candidate)
         accuracies = {length: self._recall(llm, candidate, length) for length in self.cases}
+        # The next engine needs this one's memory, which reference cycles would hold for longer.
         del llm
         gc.collect()
         assert self.parts is not None
@@ -213,6 +222,7 @@ class _Run:
             kv_layers=candidate.entry.kv_layers,
             bytes_per_token=candidate.bytes_per_token,
             ratio=self.yardstick_bytes / candidate.bytes_per_token,
+            # The file is temporary, so a report does not name it.
             scales="measured" if candidate.kv_scales == str(self.scales_file) else candidate.kv_scales,
             perplexity=perplexity.value,
             bits_per_byte=perplexity.bits_per_byte(self.parts.bytes_per_token),
@@ -235,6 +245,7 @@ class _Run:
         """Draws text and questions, and does what the yardstick does for all schemes."""
         tokenizer, limit = llm.tokenizer, candidates[0].plan.model_spec
         self.parts = text.split(self.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode)
+        # Logits are float32: 4 bytes each.
         size = self.sizes.window or min(
             limit.max_context, max(LEAST_WINDOW, LOGIT_BYTES // (4 * limit.vocab_size))
         )
@@ -246,6 +257,7 @@ class _Run:
         self.cases = self._questions(llm, limit.max_context)
         self.yardstick_bytes = candidates[0].bytes_per_token
         self.progress.start(self._total_tokens() * len(candidates))
+        # Now, because the errors by layer and all later engines read the file.
         if any(candidate.kv_scales == MEASURED for candidate in candidates):
             llm.measure_scales([self.parts.calibration], save=self.scales_file)
         self._layers(llm, candidates)
@@ -259,6 +271,7 @@ class _Run:
 
         lengths = self.sizes.lengths(max_context)
         number, seed = self.sizes.recall_cases, self.sizes.seed
+        # A seed for each length, so that a longer context does not repeat the questions of a shorter one.
         return {length: recall.cases(seed + length, number, length, count) for length in lengths}
 
     def _total_tokens(self) -> int:
@@ -285,6 +298,7 @@ class _Run:
             self.progress.advance(candidate.entry.name, "perplexity", 0)
             logits_TV = llm.logits(window.ids)
             perplexity.add(logits_TV, window)
+            # Only the yardstick comes here. It is then compared with itself, which gives 0.
             if index == len(self.predictions):
                 self.predictions.append(Prediction.of(window.predictions(logits_TV)))
             agreement.add(window.predictions(logits_TV), self.predictions[index])

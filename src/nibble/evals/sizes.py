@@ -44,6 +44,7 @@ class Sizes:
     seed: int = _option(0, "Seed of the recall questions.")
 
     def __post_init__(self) -> None:
+        # Callers may give a list, and a frozen dataclass is to be hashable.
         object.__setattr__(self, "recall_lengths", tuple(self.recall_lengths))
         for name, least in (
             ("tokens", 2),
@@ -74,6 +75,7 @@ QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tok
 def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes:
     """Return the full or the quick sizes, with `values` in their place; None and empty values do not count."""
     base = QUICK if quick else Sizes()
+    # A repeatable option that was left out is an empty list, not None.
     return replace(
         base, **{name: value for name, value in (values or {}).items() if value not in (None, (), [])}
     )

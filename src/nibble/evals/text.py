@@ -57,8 +57,10 @@ def split(
     ids = encode(text)
     if len(ids) < 2:
         raise ConfigError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")
+    # The parts do not overlap: scales that are measured on the scored text would flatter a scheme.
     scored, rest = ids[:tokens], ids[tokens : tokens + CALIBRATION_TOKENS]
     calibration = decode(rest) if len(rest) >= LEAST_CALIBRATION else builtin_texts()[0]
     size = len(decode(scored).encode())
+    # Reports can be compared only where this is the same.
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Parts(tuple(scored), calibration, max(size, 1) / len(scored), digest)

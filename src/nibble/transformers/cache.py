@@ -82,6 +82,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         options |= {} if kv_format is None else {"kv_format": kv_format}
         design = _plan_cache(model, {"kv_memory": kv_memory, **options})
         self.model, self.plan, self._limit = model, design.plan, design.model_spec.max_context
+        # Calibration runs the model over a pool, for which it needs Nibble's attention.
         with attach(model, NibbleCache).patched():
             self.scales: KVScales = _scales_for(design, model, calibrate)
         self._store = Store(design.plan.layout, self.scales, model.device, design.config.kv_memory_bytes)
@@ -138,8 +139,10 @@ class NibbleCache(Cache):  # type: ignore[misc]
             logits = self._compute(self._step(rows, new_BQ, ids_BQ, arguments))
         except BaseException:
             for row in rows:
+                # Pages that the failed call reserved; what was stored before it stays.
                 self._store.cut(row, row.num_stored_tokens)
             raise
+        # Only a call that has succeeded counts as stored.
         for row, count in zip(rows, count_tokens(new_BQ), strict=True):
             row.num_stored_tokens += count
         self._rows, self._is_token_BL = rows, is_token_BL
@@ -300,6 +303,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
             return
         selected = torch.arange(len(self._rows))[indices.cpu()]
         old_rows = self._rows
+        # Before the old rows are cut, or a page that stays would be free for a moment.
         self._rows = [self._store.fork(old_rows[i]) for i in selected.tolist()]
         self._is_token_BL = self._is_token_BL[selected]
         for row in old_rows:
@@ -323,6 +327,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> NibbleCache:
         """Return a cache with the same past, which is stored once until one of them writes."""
         copy = type(self).__new__(type(self))
+        # Model, plan and pool are shared; only the books of rows are the copy's own.
         copy.__dict__.update(self.__dict__)
         copy._rows = [self._store.fork(row) for row in self._rows]
         return copy
@@ -331,6 +336,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
         raise NibbleError("a NibbleCache cannot be pickled: its pages belong to this process")
 
     def __del__(self) -> None:
+        # __init__ may have raised before there were rows.
         if "_rows" in self.__dict__:
             self._store.release_later(self._rows)
 

@@ -37,6 +37,7 @@ class Step:
 
     def unpack(self, logits_SV: Tensor) -> Tensor:
         """Return logits as Transformers has them -> [B, C, V]; zeros for padding."""
+        # Without padding the logits lie as they should already.
         if len(logits_SV) == self.token_at_BC.numel():
             return logits_SV.view(*self.token_at_BC.shape, -1)
         logits_BCV = logits_SV.new_zeros(*self.token_at_BC.shape, logits_SV.shape[-1])
@@ -75,6 +76,7 @@ def pack(
     """
     counts, width, device = count_tokens(new_BQ), new_BQ.shape[1], ids_BQ.device
     phases = [_phase_of(row.num_stored_tokens, count) for row, count in zip(rows, counts, strict=True)]
+    # A row whose new columns are all padding has no part in the step.
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: PHASE_ORDER.index(phases[i]))
     places_T = torch.cat([new_BQ[i].nonzero()[:, 0] + i * width for i in order])
     positions = [
@@ -116,6 +118,7 @@ def _batches(
         start = batches[-1].stop if batches else 0
         pages = [rows[i].pages for i in members]
         width = max(map(len, pages))
+        # Triton compiles a kernel anew for rows that are not on a grid of 16 bytes.
         stride = -(-width // ALIGNED) * ALIGNED
         table = torch.tensor([row + [0] * (stride - len(row)) for row in pages], dtype=torch.int32)
         page_table_BN = table.to(device)[:, :width]

@@ -126,6 +126,7 @@ class Store:
                 "free; a larger kv_memory (or none: it then grows), a kv_format with fewer bytes, shorter answers or "
                 "a smaller batch would help, and reset() frees what is held"
             )
+        # Twice as many, so that growing pools are copied rarely.
         new_total = max(2 * total, total - free + needed)
         pool = self._allocate(new_total)
         old_pages = range(total)
@@ -148,6 +149,7 @@ class Store:
 
     def fork(self, row: Row) -> Row:
         """Return another row with the same past."""
+        # Pages that are reserved and empty must not be shared.
         self.cut(row, row.num_stored_tokens)
         self.pages.retain(row.pages)
         return Row(list(row.pages), row.num_stored_tokens)
@@ -161,6 +163,7 @@ class Store:
 
     def release_later(self, rows: Iterable[Row]) -> None:
         """Release rows before the next step. May be called at any time: a garbage collector does, amid anything."""
+        # Only noted: to release pages here could fall into the midst of another release.
         self._dropped.extend(rows)
 
     def _release_dropped(self) -> None:

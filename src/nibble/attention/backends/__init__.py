@@ -55,6 +55,7 @@ def create(info: BackendInfo) -> Any:
         BackendError: the package cannot be imported, or is one that the adapter cannot call.
     """
     adapter = info.adapter
+    # A name of a class, so that reading a backend's facts imports nothing.
     if isinstance(adapter, str):
         module, _, name = adapter.partition(":")
         adapter = getattr(importlib.import_module(module), name)
@@ -73,6 +74,7 @@ def all_backends() -> Mapping[str, BackendInfo]:
 def missing_requirement(info: BackendInfo) -> str | None:
     """What the backend needs and this machine lacks, with the cure; None where it can run."""
     problems = [import_problem(package) for package in info.packages]
+    # Several packages may bring the same kernels, and one is enough.
     if problems and all(problems):
         why = " or ".join(dict.fromkeys(filter(None, problems)))
         return f"the package {' or '.join(info.packages)}, which {why}: {info.install}"

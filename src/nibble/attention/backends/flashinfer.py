@@ -40,6 +40,7 @@ def import_flashinfer(name: str = PACKAGE) -> ModuleType:
 def unavailable_reason() -> str | None:
     """What the package needs and this machine lacks: a version, a CUDA build of torch, or something that compiles."""
     reason = outdated(DISTRIBUTION, OLDEST) or without_cuda()
+    # Kernels are compiled at their first use, unless a package brings them compiled.
     if reason or _compiles():
         return reason
     return f"its kernels compiled, which takes nvcc or the package {_CACHE}, and neither is here"

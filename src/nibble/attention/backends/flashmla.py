@@ -27,6 +27,7 @@ def _fault(kernels: ModuleType) -> str | None:
     options = signature(kernels.flash_mla_with_kvcache).parameters
     if "use_legacy" in options:
         try:
+            # True asks for the legacy half, which has the kernels for Hopper and for these formats.
             kernels.get_ops(True)
         except RuntimeError as error:
             return f"was built without its legacy half ({error})"

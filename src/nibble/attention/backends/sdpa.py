@@ -36,6 +36,7 @@ BACKEND = BackendInfo(
             arch=HOPPER | BLACKWELL,
             dim=set(range(16, CUDNN_DIM + 1, 8)),
             dtype=HALF_DTYPES,
+            # A window needs a mask, and the fused kernels take none.
             window=NEVER,
             softcap=NEVER,
             sinks=NEVER,
@@ -49,6 +50,7 @@ BACKEND = BackendInfo(
             packing={"nhd", "hnd"},
             softcap=NEVER,
             sinks=NEVER,
+            # torch's function knows no pages, so they are copied into one tensor first.
             gathers=True,
             source="tests/conformance",
         ),

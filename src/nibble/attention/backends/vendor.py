@@ -66,6 +66,7 @@ class KernelPackages:
         for name in self.modules:
             package = name.partition(".")[0]
             if why := import_problem(package):
+                # A package that is not installed is no fault; one that is broken is.
                 if why != MISSING:
                     faults.append(f"{package} {why}")
                 continue
@@ -98,6 +99,7 @@ def _without_init(package: str) -> Iterator[None]:
     if package in sys.modules or spec is None or spec.submodule_search_locations is None:
         yield
         return
+    # It has the package's path, so its modules are found, and none of its code has run.
     hollow = importlib.util.module_from_spec(spec)
     sys.modules[package] = hollow
     try:
@@ -144,4 +146,5 @@ LATENT_FACTS: dict[str, Any] = {
 
 def plain_rows(**facts: Any) -> tuple[Support, ...]:
     """Return a row each for BF16 and FP16, for kernels that want pages in the query's dtype."""
+    # One row would allow BF16 pages under FP16 queries too, since a row is a product of its values.
     return tuple(Support(format={fmt}, dtype={dtype}, **facts) for fmt, dtype in PLAIN)

@@ -106,6 +106,7 @@ def update_ledger(
         disproved: Combinations that failed in some case.
     """
     wrong = {entry.key for entry in disproved}
+    # Read and written under one lock, or two runs at a time would lose each other's entries.
     with files.exclusive_lock(path.parent):
         entries = {entry.key: entry for entry in (*read_ledger(path), *confirmed)}
         content = {
@@ -229,8 +230,10 @@ def _fastest_first(timings: Iterable[Timing]) -> tuple[Timing, ...]:
     best = {name: min(t.ms[name] for t in entries if name in t.ms) for name in workloads}
 
     def slowness(timing: Timing) -> float:
+        # A backend that lacks a workload cannot be compared by the others.
         if timing.failure or timing.ms.keys() != best.keys():
             return math.inf
+        # Logarithms give a factor the same weight in short and in long workloads.
         return sum(math.log(timing.ms[name] / best[name]) for name in best)
 
     return tuple(sorted(entries, key=slowness))
@@ -293,6 +296,7 @@ def load_tuned(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> Ranki
             {name: content[name] for name in _identity(hardware, {})},
             _identity(hardware, backends),
         )
+        # Other versions or backends have other kernels, so these times say nothing about them.
         if recorded != here:
             return _unused(path, _difference(recorded, here))
         return Rankings(_entries(content))
@@ -322,6 +326,7 @@ def save_tuned(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.exclusive_lock(path.parent):
+            # A file about another machine or other versions loads as empty, so its times are dropped here.
             older = {entry.match["subject"]: entry.order for entry in load_tuned(hardware, backends).entries}
             merged = older | {name: _merge(timings, older.get(name, ())) for name, timings in times.items()}
             head = {**_identity(hardware, backends), "date": datetime.date.today().isoformat()}
@@ -356,6 +361,7 @@ def _merge(new: tuple[Timing, ...], old: tuple[Timing, ...]) -> tuple[Timing, ..
     """Return new timings, and old ones of other backends that can be compared with them."""
     keys, workloads = {timing.key for timing in new}, {name for timing in new for name in timing.ms}
     rest = (timing for timing in old if timing.key not in keys)
+    # Times of other workloads cannot be compared with the new ones. A failure needs no comparison.
     return (*new, *(t for t in rest if not workloads or t.failure or t.ms.keys() == workloads))
 
 
@@ -398,6 +404,7 @@ def _fingerprint(backends: Mapping[str, BackendInfo]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    # A set has no order, and the hash must be the same in every process.
     return sorted(map(str, value)) if isinstance(value, frozenset) else value
 
 
@@ -443,6 +450,7 @@ def versions(backends: Iterable[BackendInfo]) -> dict[str, str]:
 
 def _version(distribution: str) -> str | None:
     try:
+        # What stands behind a + is the build, and CUDA is listed by itself.
         return metadata.version(distribution).split("+")[0]
     except metadata.PackageNotFoundError:
         return None

@@ -223,7 +223,14 @@ def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:
 
 
 def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, packing: str) -> Iterator[str]:
-    """Yield a line for each thing that was left to `auto`, that is staged, or that cannot run."""
+    """Yield a line for each thing that was left to `auto`, that is staged, or that cannot run.
+
+    Args:
+        request: What is planned.
+        groups: The routes that were chosen.
+        page: Tokens of a page.
+        packing: How planes lie in a page.
+    """
     if request.spec.dtype is None:
         why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
         yield f"dtype {request.dtype}: {why}"
@@ -364,6 +371,7 @@ def staging_costs(plan: Plan, tokens: int) -> Iterator[StagedRoute]:
     for group in plan.groups:
         for route in (group.route(phase) for phase in PRICED_PHASES):
             if route.stage_to:
+                # A layer that shares KV stages the pages of its owner.
                 one = staging_cost(group.group, stored[plan.owner[group.layers[0]]], route.stage_to, tokens)
                 sums = (len(group.layers) * size for size in (one.staged, one.direct, one.plain))
                 yield StagedRoute(group.group.name, group.scheme, route, StagingCost(tokens, *sums))

@@ -382,6 +382,7 @@ class MemoryPlanner:
             limits.append((useful * self.cache_plan.layout.bytes_per_token, reason))
         if self.device.is_cpu:
             limits.append((int(self.device.memory * CPU_SHARE), f"{CPU_SHARE:.0%} of memory"))
+        # Pairs compare by bytes first, and the reason comes along.
         return min(limits)
 
     def _requested_room(self, requested: int) -> int:

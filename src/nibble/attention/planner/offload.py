@@ -33,7 +33,13 @@ PLACE_BYTES = 4
 
 
 def check_model(spec: CacheSpec, model: str, parts: tuple[SchemeGroup, ...]) -> None:
-    """Raise ConfigError where a host tier is requested, and `model` cannot have one."""
+    """Raise ConfigError where a host tier is requested, and `model` cannot have one.
+
+    Args:
+        spec: What is requested.
+        model: The model's name, for the message.
+        parts: All of its layers, by scheme.
+    """
     dense = [part for part in parts if part.group.kind != "dsa"]
     if spec.offload and dense:
         layers = format_layers(layer for part in dense for layer in part.layers)
@@ -46,7 +52,13 @@ def check_model(spec: CacheSpec, model: str, parts: tuple[SchemeGroup, ...]) -> 
 def plan_tier(
     offload: OffloadSpec | None, parts: tuple[SchemeGroup, ...], layout: CacheLayout
 ) -> Tier | None:
-    """Return the host tier that is requested, None if none is; raise ConfigError where it cannot work."""
+    """Return the host tier that is requested, None if none is; raise ConfigError where it cannot work.
+
+    Args:
+        offload: What is requested of a tier, if one is.
+        parts: All layers, by scheme.
+        layout: What the device stores.
+    """
     if offload is None:
         return None
     top_k = max(part.group.top_k for part in parts)
@@ -86,7 +98,16 @@ class PageSplit:
 
 
 def hot_buffer_bytes(layout: CacheLayout, tier: Tier | None, rows: int) -> int:
-    """Return what the device keeps about the hot buffers of `rows` requests."""
+    """Return what the device keeps about the hot buffers of `rows` requests.
+
+    Args:
+        layout: What the device stores.
+        tier: The host tier, if there is one.
+        rows: Requests that may have a hot buffer.
+
+    Returns:
+        Bytes; 0 without a tier.
+    """
     if tier is None:
         return 0
     index_layers = sum(entry.stream.name == INDEX for layer in layout.layers for entry in layer.streams)

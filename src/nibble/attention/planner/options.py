@@ -159,7 +159,13 @@ Options = Mapping[GroupPhase, tuple[Option, ...]]
 
 
 def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Option, ...]:
-    """Return all options of a layer group in one phase, best first; ties go by the backend's name, then by its rows."""
+    """Return all options of a layer group in one phase, best first; ties go by the backend's name, then by its rows.
+
+    Args:
+        request: What is planned.
+        part: The layers, with what they store.
+        phase: What a step asks of them.
+    """
     need, subject = request.need(part, phase), evidence.subject(part, phase, request.dtype)
     staged = request.staged(need) if request.may_stage(phase) else None
     rankings = (
@@ -204,6 +210,7 @@ def _over_plain_pages(
         row: One of its rows.
         need: What it serves, in the plain format.
     """
+    # A ranking of the stored format that names staged pages says that dequantising pays.
     if ranking and not row.gathers and (places := ranking.places(info.name, staged=True)):
         return Option(info, row, places[0][0], row.page, None, need.format, True, ranking.source)
     place = min(option.place for option in _direct(plain_ranking, info, row))
@@ -227,12 +234,16 @@ def _as_measured(
     if measured is None or request.spec.backend_for(phase.decodes) is not None:
         return options
     page = request.spec.page_size
+    # A time on one page size says nothing of another that is asked for.
     times = {timing.key: timing for timing in measured.order if page in {None, timing.page}}
+    # Reversed, so that of options with one key the best one stays.
     best = {option.key: option for option in reversed(options) if option.key in times}
+    # The sort is stable, and measured.order has the fastest first.
     ranked = sorted(
         (key for key in times if key in best),
         key=lambda key: (bool(times[key].failure), _delays_graphs(request, phase, best[key])),
     )
+    # The measured ones deal out their own places, so that all others keep theirs.
     places = dict(zip(ranked, sorted(option.place for option in best.values()), strict=True))
     renewed = [_renew(option, places, times) for option in options]
     return tuple(

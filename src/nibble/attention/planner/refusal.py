@@ -146,6 +146,7 @@ def single_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterato
 
 def double_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterator[Config]]:
     """Yield kinds of configs with two edits, the mildest first; one of them may be of a scheme, unless it is kept."""
+    # Lists, because each kind is part of several pairs.
     kinds = [list(kind) for kind in (*_edits(request), *(() if keep_scheme else _scheme_edits(request.spec)))]
     for pair in itertools.combinations(kinds, 2):
         yield (second(first(request.config)) for first, second in itertools.product(*pair))
@@ -194,6 +195,7 @@ def command(config: Config, hardware: Hardware, *, declared: bool = False) -> st
 def _arguments(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
+    # A value that begins with a dash would be read as an option.
     return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
 
 
@@ -208,6 +210,7 @@ def _is_named(hardware: Hardware) -> bool:
 def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
     """Yield kinds of edits that keep the scheme, the mildest first."""
     spec, names = request.spec, tuple(request.backends)
+    # Another backend for one phase is the mildest: storage and the other phase may stay as they are.
     yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
     yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
     # The nearest sizes come first; an open page size was tried with all of them already.

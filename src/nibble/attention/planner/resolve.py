@@ -52,12 +52,22 @@ def resolve(
     measured: Rankings = NO_RANKINGS,
     rankings: Rankings | None = None,
 ) -> Plan:
-    """The plan; raises ConfigError, or Unsupported with each backend's reasons and a command that works.
+    """Return the plan.
 
-    declared: let `auto` also choose backends that this version knows but cannot run yet.
-    verify: whether draft tokens will come: refuse where VERIFY cannot be served, and serve it by the best. Otherwise
-    such a plan has no VERIFY route, and a note says so, and no backend holds memory for VERIFY alone. measured: times
-    of this machine (evidence.load_tuned), which `auto` follows first. rankings: in place of those that are shipped.
+    Args:
+        config: What is requested.
+        model_spec: The model.
+        hardware: The machine.
+        backends: By name; None for all that this version knows.
+        declared: Let `auto` also choose backends that this version knows but cannot run yet.
+        verify: Refuse where draft tokens cannot be served. Otherwise such a plan has no VERIFY route, a note says so,
+            and no backend holds memory for VERIFY alone.
+        measured: Times of this machine (evidence.load_tuned), which `auto` follows first.
+        rankings: In place of those that are shipped.
+
+    Raises:
+        Unsupported: No backend serves it; with each backend's reasons and a command that works.
+        ConfigError: The config is malformed, or the model cannot be stored so.
     """
     # Sorted, so that ties between options do not depend on the order of registration.
     table = dict(sorted((all_backends() if backends is None else backends).items()))
@@ -75,7 +85,14 @@ def resolve(
 def attempt(
     config: Config, model_spec: ModelSpec, hardware: Hardware, *, declared: bool = False
 ) -> Plan | None:
-    """Return the plan, or None where there is none, with no search for what would work; see resolve()."""
+    """Return the plan, or None where there is none, with no search for what would work; see resolve().
+
+    Args:
+        config: What is requested.
+        model_spec: The model.
+        hardware: The machine.
+        declared: Let `auto` also choose backends that cannot run yet.
+    """
     try:
         return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared, False))
     except ConfigError:
@@ -110,6 +127,7 @@ def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edit
             best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
             if not refusal.uses_reference(request, best[1]):
                 return best
+            # Kept for the case that no kind of edit avoids plain torch on a GPU.
             slow = slow or best
     return slow
 
@@ -179,6 +197,7 @@ def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
     for page in _pages(request, choices):
         for packing in _packings(choices):
             cost = _storage_cost(request, choices, page, packing)
+            # Only a lower cost wins, so the order of pages and packings is an order of preference.
             if cost is not None and (best is None or cost < best[0]):
                 best = (cost, page, packing)
     if best is None:

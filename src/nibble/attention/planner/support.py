@@ -92,6 +92,7 @@ class Support:
         for name in _FIELDS:
             allowed = getattr(self, name)
             if allowed is not None:
+                # Rows are written with plain sets, and a frozen dataclass is to be hashable.
                 object.__setattr__(self, name, frozenset(allowed))
 
     def refuses(self, need: Need) -> tuple[str, ...]:

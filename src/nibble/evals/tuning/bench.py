@@ -107,6 +107,7 @@ def entrants(
         page, packing = _place(request, plan, option)
         entrant = Candidate(option, page, packing)
         if not names or option.backend.name in names:
+            # Rows of one backend share their code, so the one with the best place races for all.
             by_key.setdefault(entrant.option.key, entrant)
     candidates = tuple(by_key.values())
     if names or request.hardware.is_cpu:
@@ -139,6 +140,7 @@ def bench_backends(
     """
     field = entrants(request, plan, part, workload.phase, names)
     best: float | None = None
+    # A fixture is large and depends on page size and packing alone, so entrants that agree share one.
     for place in dict.fromkeys((entrant.page, entrant.packing) for entrant in field):
         judge: _Reference | None = None
         for entrant in (entrant for entrant in field if (entrant.page, entrant.packing) == place):
@@ -148,10 +150,12 @@ def bench_backends(
                 result = _run(request, judge, entrant, result, best)
             except Exception as error:
                 result = replace(result, failure=_summary(error))
+            # A broken device shows at the next wait, and would be blamed on the next entrant.
             _require_device(request, result)
             if result.ms is not None:
                 best = min(result.ms, best or result.ms)
             yield result
+        # Before the next fixture is made: two may not fit.
         judge = None
         _free(request)
 
@@ -192,8 +196,10 @@ def _run(
     # What is prepared once a step is so at the first call, and no layer's time.
     prepared = begin_step()
     error = judge.error(0, attend(0, prepared))
+    # 1 ms more, because among very short calls a factor says little.
     hopeless = math.inf if best is None else HOPELESS * best + 1
     once = _once_ms(request, lambda: attend(0, prepared))
+    # The first call may have compiled something more, so a second one decides.
     if once > hopeless:
         once = min(once, _once_ms(request, lambda: attend(0, prepared)))
     if once > hopeless:
@@ -203,6 +209,7 @@ def _run(
     def step() -> list[Tensor]:
         prepared = begin_step()
         for i in range(calls):
+            # Layer after layer, so that no call finds its bytes in the L2 cache.
             out = attend(i % fixture.layers, prepared)
         return [out]
 
@@ -241,6 +248,7 @@ class _Reference:
         if layer not in self._outputs:
             fixture, reference = self.fixture, TorchRef()
             self._outputs[layer] = [
+                # float32, so that the reference's own rounding is no part of the error.
                 reference.attend(
                     fixture.queries[layer][rows].float(), fixture.view(layer), segment, fixture.spec
                 )

@@ -79,16 +79,19 @@ def make_fixture(
     rng = torch.Generator(device).manual_seed(SEED)
     entries = tuple(StreamLayout(stream, part.scheme.format_of(stream).name) for stream in group.streams)
     size = sum(entry.bytes_per_token for entry in entries)
+    # With a window, the first new token reaches back the furthest.
     num_attended = min(workload.stored, workload.new + group.window) if group.window else workload.stored
     read = workload.requests * num_attended * size
     shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
     query_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    # As many layers as outgrow the L2 cache, so that no call reads from it what another has left there.
     layers = min(max(-(-clock.L2_TIMES * clock.l2_bytes(device) // (read + query_bytes)), 1), clock.CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
     pages = -(-workload.stored // page)
     pool = PagedPool(layout, workload.requests * pages, ONE, device)
     for layer in range(layers):
         _fill(pool, layer, getattr(torch, dtype), rng)
+    # The pages of a request that is served are not neighbours either.
     order = torch.randperm(workload.requests * pages, generator=rng, device=device).int()
     page_table_BN = order.view(workload.requests, pages)
     shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
@@ -111,6 +114,7 @@ def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator)
     """Write random tokens to every slot of a layer."""
     slots, device = pool.pages * pool.layout.page_size, pool.device
     entries = pool.layout.layers[layer].streams
+    # All tokens at once would take more memory than the pool that stores them in fewer bits.
     for start in range(0, slots, CHUNK):
         slot_mapping_T = torch.arange(start, min(start + CHUNK, slots), device=device)
         random = {
@@ -132,6 +136,7 @@ def _samples(workload: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, At
     starts = list(accumulate([workload.new] * workload.requests, initial=0))
     rows = min(ROWS, workload.new)
     samples = []
+    # Wrong offsets and bounds show at the first and at the last request.
     for request in sorted({0, workload.requests - 1}):
         for first in sorted({0, workload.new - rows}):
             begin, stored = starts[request] + first, workload.stored - workload.new + first + rows

@@ -72,6 +72,7 @@ def time_calls(
         outputs, replay, captured = _captured(step) if graph else _eager(step)
         lead_ms = _lead_ms(step) if queue_ahead and not captured else 0.0
         once_ms = partial(_replay_ms, lead_ms=lead_ms)
+    # The number of repeats follows from one replay; 1e-3 ms stands for a time that is too short to divide by.
     repeats = min(max(int(spend_ms / max(once_ms(replay), 1e-3)), fewest), MOST)
     ms = statistics.median(once_ms(replay) for _ in range(repeats)) / calls
     if captured:
@@ -106,6 +107,7 @@ def _lead_ms(step: Step) -> float:
 
 def _replay_ms(replay: Callable[[], object], lead_ms: float) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # While the GPU sleeps the host queues the calls, so that its own time does not count.
     torch.cuda._sleep(int(lead_ms * CYCLES))
     start.record()
     replay()

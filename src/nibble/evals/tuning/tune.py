@@ -56,11 +56,13 @@ class Tuning:
 
 def tuning(config: Config) -> Tuning:
     """Return what `config` leaves to choose on this machine; raises ConfigError where nothing can be timed."""
+    # Earlier times must not decide which page size and packing the race is on.
     plan = plan_engine(config, by_times=False)
     table = backends.available_backends()
     request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, False, False)
     trials = []
     for part in needs.scheme_groups(request.spec, plan.model_spec):
+        # Sparse attention reads what an indexer chooses, and random tokens do not stand for that.
         for phase in ROUTED if not part.group.top_k else ():
             subject = evidence.subject(part, phase, request.dtype)
             trials.append(Trial(part, phase, _workloads(plan, part, phase), subject))

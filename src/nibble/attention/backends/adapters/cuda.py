@@ -24,6 +24,7 @@ class Cuda(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
         """Call the kernel over pages in their own bytes."""
+        # Its counters and workspace lie on the queries' device, which only a call tells.
         if self._decode is None:
             self._decode = Decode(q_THD.device)
         k, v = view.streams["k"], view.streams["v"]

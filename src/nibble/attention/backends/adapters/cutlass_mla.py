@@ -1,9 +1,7 @@
 """cutlass_mla: the CUTLASS kernel for MLA on big Blackwell, by way of FlashInfer. A query of one token, of 128 heads.
 
-Draft tokens are requests of their own, each as long as it sees. Fewer heads are filled up with zeros. The kernel has
-DeepSeek's scale of scores built in, 1 / sqrt(192), so a query is multiplied by what another scale differs by. A wrapper
-is planned for a number of requests, once; lengths and pages are given to each run, on the device, so a CUDA graph may
-hold a decode step, whose first run is not recorded.
+Draft tokens are requests of their own, each as long as it sees. Fewer heads are filled up with zeros. Lengths and pages
+are given to each run, on the device, so a CUDA graph may hold a decode step, whose first run is not recorded.
 
 Shape suffixes: T tokens, N pages of a request, H query heads, D values of a head.
 """
@@ -59,6 +57,7 @@ class CutlassMla(AttentionBackend):
     ) -> Tensor:
         """Fill the heads up to those of the kernel, and call it."""
         latent, heads = check_latents(view, "CUTLASS's MLA kernel"), q_THD.shape[1]
+        # The kernel scales scores by SCALE, so the query takes what another scale differs by.
         query = q_THD if math.isclose(params.scale, SCALE, rel_tol=1e-5) else q_THD * (params.scale / SCALE)
         if heads < HEADS:
             query = torch.nn.functional.pad(query, (0, 0, 0, HEADS - heads))

@@ -66,6 +66,7 @@ class FA3(AttentionBackend):
             "max_seqlen_q": max(batch.query_lens),
             "softmax_scale": params.scale,
             "causal": True,
+            # Theirs does not count the present token.
             "window_size": (-1, -1) if params.window is None else (params.window - 1, 0),
             "softcap": params.softcap or 0.0,
             "return_softmax_lse": params.sinks_H is not None,

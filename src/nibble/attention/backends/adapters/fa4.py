@@ -36,6 +36,7 @@ class FA4(AttentionBackend):
             "page_table": batch.page_table_BN,
             "softmax_scale": params.scale,
             "causal": True,
+            # Theirs does not count the present token.
             "window_size": (None, None) if params.window is None else (params.window - 1, 0),
             # The package takes no other dtype.
             "learnable_sink": None if params.sinks_H is None else params.sinks_H.bfloat16(),

@@ -2,7 +2,7 @@
 
 A wrapper of the package is planned for a batch, once for all layers of a step that ask the same of it; planning
 happens on the host, so a CUDA graph cannot hold it. On SM90 FA3 serves prompts over 16-bit caches, and MLA; FA2 does
-the rest: over one query token FA3 takes four times as long, and it reads no cache narrower than the query.
+the rest.
 
 Shape suffixes: T tokens, B requests, N pages of a request, P pages of all requests in order, H query heads, G KV heads,
 S slots of a page, D values of a head.
@@ -114,6 +114,7 @@ class FlashInfer(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _State
     ) -> Tensor:
         """Run the wrapper that is planned for this batch."""
+        # Another state of the step may have taken the wrapper over.
         if state.wrapper is None or state.wrapper.state is not state:
             self._plan(state)
         assert state.wrapper is not None
@@ -131,6 +132,7 @@ class FlashInfer(AttentionBackend):
         if k.format.needs_scale:
             options |= {"k_scale": self._scales.of(k), "v_scale": self._scales.of(v)}
         if len(k.planes) > 1:
+            # The second plane of FP4 formats has their block scales.
             options["kv_cache_sf"] = (k.planes[1], v.planes[1])
         return wrapper.run(q_THD, (k.planes[0], v.planes[0]), **options)
 
@@ -141,6 +143,7 @@ class FlashInfer(AttentionBackend):
         if free is None and len(wrappers) < COPIES:
             free = _Wrapper(self._make_wrapper(state.kind, state.batch.page_table_BN.device))
         elif free is None:
+            # The wrapper that was planned first: where its state is still needed, forward() plans again.
             free = wrappers.pop(0)
         else:
             wrappers.remove(free)
@@ -233,6 +236,7 @@ def _pages(batch: AttentionBatch, page_size: int) -> tuple[Tensor, Tensor, Tenso
     last_B = torch.tensor([(length - 1) % page_size + 1 for length in batch.seq_lens], dtype=torch.int32)
     total, device = int(indptr[-1]), batch.page_table_BN.device
     counts_B = torch.tensor(counts, device=device)
+    # With output_size the host need not wait for the device to count.
     owners_P = torch.repeat_interleave(counts_B, output_size=total)
     columns_P = torch.arange(total, device=device) - (counts_B.cumsum(0) - counts_B)[owners_P]
     return indptr, batch.page_table_BN[owners_P, columns_P], last_B

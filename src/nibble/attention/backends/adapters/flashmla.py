@@ -85,6 +85,7 @@ class FlashMLA(AttentionBackend):
         if state.row_T is None:
             q_BnHD = q_THD.reshape(count, longest, *q_THD.shape[1:])
         else:
+            # The dense kernel takes one number of tokens for all requests.
             q_BnHD = q_THD.new_zeros(count, longest, *q_THD.shape[1:])
             q_BnHD.flatten(0, 1)[state.row_T] = q_THD
         out_BnHD, _ = self._kernels.flash_mla_with_kvcache(
@@ -109,12 +110,14 @@ class FlashMLA(AttentionBackend):
         record = codes_PS1.stride(1)
         out_T1HD, _ = self._kernels.flash_mla_with_kvcache(
             q=q_THD[:, None],
+            # The plane is a view of the codes; the kernel takes each record with its scales behind them.
             k_cache=codes_PS1.as_strided((*codes_PS1.shape[:3], record), codes_PS1.stride()),
             block_table=None,
             cache_seqlens=None,
             head_dim_v=RANK,
             tile_scheduler_metadata=state.schedule,
             softmax_scale=scale,
+            # The tokens are chosen, and none of them lies after its query.
             causal=False,
             is_fp8_kvcache=True,
             indices=topk_slots_T1K,

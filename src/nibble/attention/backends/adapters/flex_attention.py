@@ -156,6 +156,7 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
     first_Q = torch.arange(0, most, BLOCK, device=device)
     positions_BQ = before_B[:, None] + first_Q
     last_BQ = torch.minimum(positions_BQ + BLOCK, lens_B[:, None]) - 1
+    # A block of padding still needs one block of keys; the mask hides all of it.
     last_BQ = torch.maximum(last_BQ, torch.zeros_like(last_BQ))
     start_BQ = torch.minimum((positions_BQ - reach + 1).clamp(min=0), last_BQ) // BLOCK
     counts_BQ = last_BQ // BLOCK - start_BQ + 1

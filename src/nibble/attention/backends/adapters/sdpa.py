@@ -31,6 +31,7 @@ class SDPA(AttentionBackend):
         """Return whether cuDNN's kernel is used; None where a mask is needed."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
         fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
+        # A window needs a mask, which the fused kernels do not take; and they are made for prompts.
         if not fused or params.window is not None or batch.phase.decodes:
             return None
         return _has_cudnn(q_THD)

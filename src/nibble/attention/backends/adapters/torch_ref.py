@@ -134,6 +134,7 @@ def _spans(
     positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, _pad_rows(rows) - rows))[
         :, None, :, None
     ]
+    # Down to a tile's start: tiles lie at the same keys in every batch.
     first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
     step = max(1, SPAN_VALUES // (len(lens) * values) // TILE) * TILE
     for start in range(first, max(lens), step):
@@ -178,6 +179,7 @@ def _tiles(
         scores = params.softcap * torch.tanh(scores / params.softcap)
     scores.masked_fill_(span.hidden, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
+    # The peak of a tile that a query cannot see is -inf, and -inf less -inf would be NaN.
     weights = scores.sub_(peak.clamp(min=-1e30)).exp_()
     return peak.squeeze(-1), weights.sum(-1), weights @ v_BGLD.unflatten(2, (tiles, TILE))
 

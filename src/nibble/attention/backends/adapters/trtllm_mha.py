@@ -1,7 +1,6 @@
 """Call TensorRT-LLM's MHA kernels by way of FlashInfer: trtllm-gen on big Blackwell, XQA on SM90 and SM120.
 
-Both read lengths and page tables on the device, so a CUDA graph may hold a decode step. K's global scale goes into what
-scores are multiplied with, V's into what results are.
+Both read lengths and page tables on the device, so a CUDA graph may hold a decode step.
 
 Shape suffixes: T tokens, B requests, N pages of a request, H query heads, D values of a head, W 16-bit words of a mask.
 """
@@ -60,6 +59,7 @@ class TrtllmMha(AttentionBackend):
             # It may be recorded in a CUDA graph, where lengths are known to the device alone.
             return _State(page_table_BN, *clamp_lens(lens_B))
         if batch.phase is Phase.VERIFY:
+            # XQA is given the mask of draft tokens; trtllm-gen takes none.
             mask_TW = None if _is_gen(q_THD) else _causal_mask(batch.query_lens).to(q_THD.device)
             return _State(page_table_BN, lens_B, mask_TW=mask_TW)
         starts_B1 = torch.nn.functional.pad(lens_B.cumsum(0, dtype=torch.int32), (1, 0))
@@ -76,6 +76,7 @@ class TrtllmMha(AttentionBackend):
             "workspace_buffer": self._workspace.on(q_THD.device),
             "block_tables": state.page_table_BN,
             "seq_lens": state.lens_B,
+            # The global scale of K is a factor of the scores, that of V one of the results.
             "bmm1_scale": params.scale * self._scales.of(k),
             "bmm2_scale": self._scales.of(v),
             # Theirs does not count the present token.
