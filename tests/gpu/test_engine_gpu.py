@@ -1,6 +1,6 @@
 """The engine on a GPU, with the bundled model: answers do not depend on how steps are run, and no step waits for the host.
 
-Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/on_gpu
+Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """nibble.transformers on a GPU: the same cache, written and read by the kernels that are planned there.
 
-Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/on_gpu
+Skipped where there is no GPU, or it is not asked for: NIBBLE_TEST_GPU=1 pytest tests/gpu
 """
 
 from __future__ import annotations
