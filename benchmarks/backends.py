@@ -30,18 +30,17 @@ from report import markdown
 
 import gpu
 from nibble.attention import backends
-from nibble.attention.planner import needs
-from nibble.attention.planner.needs import SchemeGroup
+from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Phase
+from nibble.attention.planner.support import BackendInfo, Phase, SchemeGroup
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.evals.tuning import bench as race
-from nibble.evals.tuning import workloads
+from nibble.evals.tuning import fixtures
 from nibble.evals.tuning.bench import Result, fastest
-from nibble.evals.tuning.workloads import Workload
+from nibble.evals.tuning.fixtures import Workload
 from nibble.hardware import Hardware, probe
 from nibble.model_spec import LATENT, LayerGroup, ModelSpec, Stream
 
@@ -156,7 +155,7 @@ def verdict(job: str, results: Sequence[Result]) -> Verdict:
 
 def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, BackendInfo]) -> Iterator[Job]:
     """Everything to measure on a machine with these backends, in an order in which neighbours are alike."""
-    works = small_works() if options.tiny or options.small else workloads.usual(hardware.is_cpu)
+    works = small_works() if options.tiny or options.small else fixtures.usual(hardware.is_cpu)
     phases = set(options.phases.split(","))
     for model_spec in geometries(options):
         latents = model_spec.groups[0].streams[0].name == LATENT
@@ -168,7 +167,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
                 print(f"{model_spec.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
                 continue
             request = PlanRequest(config, model_spec, hardware, table, False, False)
-            for part in needs.scheme_groups(request.spec, model_spec):
+            for part in support.scheme_groups(request.spec, model_spec):
                 for work in works:
                     job = Job(model_spec.model if len(plan.groups) == 1 else f"{model_spec.model} {part.group.name}",
                               name, request, plan, part, work)  # fmt: skip
@@ -178,7 +177,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
 
 def small_works() -> list[Workload]:
     texts = {Phase.PREFILL: "1x40", Phase.EXTEND: "8+33", Phase.DECODE: "3x40", Phase.VERIFY: "2x40"}
-    return [workloads.parse(phase, text) for phase, text in texts.items()]
+    return [fixtures.parse(phase, text) for phase, text in texts.items()]
 
 
 def wanted(job: Job, only: str | None) -> bool:

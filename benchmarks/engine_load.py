@@ -22,8 +22,7 @@ import torch
 
 from nibble import LLM, SamplingParams
 from nibble.cache.manager import CacheManager
-from nibble.engine.outputs import Delta
-from nibble.engine.request import Batch, Request
+from nibble.engine.request import Batch, Delta, Request
 from nibble.engine.scheduler import Scheduler
 
 STEPS, WARMUP = 24, 4

@@ -29,7 +29,7 @@ import gpu
 from nibble import formats
 from nibble.attention.planner.support import Phase
 from nibble.kernels import indexer as op
-from nibble.kernels.gather.naive import dequantize_pages
+from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.types import AttentionBatch, Paged
 from nibble.model_spec import INDEX, Stream
 

@@ -9,8 +9,8 @@ import torch
 from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import Need, Phase
-from nibble.cache import packing as packings
-from nibble.cache.view import KVView, StreamView
+from nibble.cache import layout as packings
+from nibble.cache.pool import KVView, StreamView
 from nibble.hardware import probe
 from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream

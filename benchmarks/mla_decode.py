@@ -30,7 +30,7 @@ import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Phase
-from nibble.kernels.gather.naive import dequantize_pages
+from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.mla import mla_attention, naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream

@@ -25,10 +25,9 @@ from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Need, Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
-from nibble.cache.packing import names as packings
-from nibble.cache.pool import PagedPool
+from nibble.cache.layout import names as packings
+from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
-from nibble.cache.view import KVView
 from nibble.formats import scheme as schemes
 from nibble.hardware import probe
 from nibble.kernels.types import AttentionBatch, AttentionParams

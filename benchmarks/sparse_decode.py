@@ -29,7 +29,7 @@ from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
-from nibble.kernels.gather.naive import dequantize_tokens
+from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.sparse_mla import naive, sparse_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import LATENT, Stream

@@ -27,9 +27,8 @@ import gpu
 from nibble import LLM
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
-from nibble.evals import grading as ask
-from nibble.evals import recall, text
-from nibble.evals.perplexity import Perplexity, windows
+from nibble.evals import recall
+from nibble.evals.perplexity import Perplexity, read, split, windows
 
 FORMATS = "bf16,fp8_e4m3,fp8_ds_mla,nvfp4_ds_mla,nvfp4,fp4_mx16"
 HOST = "nvfp4_ds_mla"
@@ -94,7 +93,7 @@ def tight(made: dict[str, Any]) -> dict[str, Any]:
 def measure(todo: Plan, scheme: str, attention: str) -> Result:
     llm = LLM(**config(todo, scheme, attention))
     tier, plan = llm.engine.runner.tier, llm.plan
-    parts = text.split(text.read(None, todo.model), todo.tokens, llm.tokenizer.encode, llm.tokenizer.decode)
+    parts = split(read(None, todo.model), todo.tokens, llm.tokenizer.encode, llm.tokenizer.decode)
     perplexity = Perplexity()
     for window in windows(parts.scored, todo.window):
         perplexity.add(llm.logits(window.ids), window)
@@ -116,12 +115,12 @@ def share(llm: LLM, length: int, number: int) -> float:
         return len(llm.tokenizer.encode(piece))
 
     cases = recall.cases(length, number, length, count)
-    judged = (hot_answers if llm.tier else ask.grade)(llm, cases)
+    judged = (hot_answers if llm.tier else recall.grade)(llm, cases)
     return sum(judged) / number
 
 
 def hot_answers(llm: LLM, cases: Sequence[recall.RecallCase]) -> Iterator[bool]:
-    """ask.judged(), with every answer decoded from a hot buffer, all full pages of its prompt on the host alone."""
+    """recall.judged(), with every answer decoded from a hot buffer, all full pages of its prompt on the host alone."""
     engine, manager = llm.engine, llm.engine.scheduler.manager
     assert manager.residency
     streams = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nibble.config import Config, SamplingParams
     from nibble.engine.llm import LLM
-    from nibble.engine.outputs import Completion, Output
+    from nibble.engine.request import Completion, Output
     from nibble.errors import (
         BackendError,
         CapacityError,
@@ -29,8 +29,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "nibble.engine.llm",
-    "Completion": "nibble.engine.outputs",
-    "Output": "nibble.engine.outputs",
+    "Completion": "nibble.engine.request",
+    "Output": "nibble.engine.request",
     "Config": "nibble.config",
     "SamplingParams": "nibble.config",
     **dict.fromkeys(

@@ -30,9 +30,8 @@ from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, ver
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Phase, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
-from nibble.cache.pool import PagedPool
+from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
-from nibble.cache.view import KVView
 from nibble.formats import scheme
 from nibble.hardware import probe
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nibble.attention import backends
-from nibble.attention.planner import cells, evidence
-from nibble.attention.planner.cells import Cell, Status
+from nibble.attention.planner import evidence, explain
 from nibble.attention.planner.evidence import LedgerEntry, update_ledger
+from nibble.attention.planner.explain import Cell, Status
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
@@ -35,11 +35,11 @@ def found(model_spec: ModelSpec, gpu: str, **options: Any) -> tuple[list[Cell], 
         Config(model="m", **options), model_spec, lookup_gpu(gpu), backends.all_backends(), True, False
     )
     plan = resolve(request.config, model_spec, request.hardware, declared=True)
-    mine = list(cells.cells(request, plan))
+    mine = list(explain.cells(request, plan))
     for group in plan.groups:
         chosen = {(cell.need.phase, cell.backend) for cell in mine if cell.planned and cell.group is group}
         assert chosen == {(route.phase, route.backend) for route in group.routes}
-    return mine, list(cells.as_lines(mine, request))
+    return mine, list(explain.as_lines(mine, request))
 
 
 def test_a_cell_is_verified_declared_staged_or_refused() -> None:

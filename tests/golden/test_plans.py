@@ -14,10 +14,9 @@ from nibble.attention import backends
 from nibble.attention.backends import all_backends
 from nibble.attention.planner.evidence import LedgerEntry, read_ledger, update_ledger
 from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.needs import format_layers
 from nibble.attention.planner.resolve import require_runnable, resolve
-from nibble.attention.planner.support import BackendInfo, Phase, Support
-from nibble.cli import docs_tables as tables
+from nibble.attention.planner.support import BackendInfo, Phase, Support, format_layers
+from nibble.cli import docs as tables
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, Hardware, lookup_gpu

@@ -17,7 +17,7 @@ import torch
 
 from nibble import LLM, SamplingParams
 from nibble.attention import backends
-from nibble.engine.outputs import Delta, Output
+from nibble.engine.request import Delta, Output
 from nibble.hardware import probe
 from tiny import MLA, SPARSE, save_tiny
 

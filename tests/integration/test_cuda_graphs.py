@@ -15,8 +15,8 @@ import torch
 
 from nibble import LLM, BackendError
 from nibble.attention import backends
-from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
-from nibble.engine.cuda_graphs import Graphs, live
+from nibble.attention.planner.plan import cuda_graph_blocker, graph_sizes
+from nibble.engine.model_runner import Graphs, live
 from nibble.errors import NibbleError
 from tape import record
 from toys import graph_backend

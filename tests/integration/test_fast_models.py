@@ -11,7 +11,7 @@ from test_families import FAMILIES, make
 from torch import nn
 
 from nibble.models.merged_linear import MergedLinear, linears_by_input, merge_linears
-from nibble.models.rope import RopeTable, fix_rope, tabulate_rope
+from nibble.models.mla import RopeTable, fix_rope, tabulate_rope
 
 IDS = torch.randint(1, 300, (1, 40), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.cat((torch.arange(25), torch.arange(15)))[None]
@@ -64,7 +64,7 @@ def test_layers_of_two_kinds_have_two_tables() -> None:
 
 
 def test_tables_that_would_be_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nibble.models.rope.LARGEST_TABLES", 1000)
+    monkeypatch.setattr("nibble.models.mla.LARGEST_TABLES", 1000)
     model = model_of("qwen3")
     assert tabulate_rope(model, CONTEXT) == []
     assert not isinstance(model.model.rotary_emb, RopeTable)

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
-from nibble.cache.offload.hot_buffer import HotBuffers
+from nibble.cache.hot_buffer import HotBuffers
 from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
-from nibble.engine.cuda_graphs import Graphs, live
+from nibble.engine.model_runner import Graphs, live
 from nibble.engine.plan import plan_engine
 from nibble.errors import BackendError, CapacityError, ConfigError
 from nibble.formats import scheme

@@ -13,8 +13,7 @@ import torch
 from nibble import LLM, SamplingParams
 from nibble.cache.manager import CacheManager
 from nibble.engine.engine import NOT_A_NUMBER
-from nibble.engine.outputs import Delta
-from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.request import Batch, Delta, Request, ScheduledRequest
 from nibble.engine.sampler import SampledTokens
 from nibble.engine.scheduler import Scheduler
 from traffic import arrivals, expected, limits, next_token, prompt

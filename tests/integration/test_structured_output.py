@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nibble import LLM, RequestError, SamplingParams
-from nibble.engine.outputs import Delta
+from nibble.engine.request import Delta
 from nibble.engine.structured_output import Matcher
 
 PROMPT = "The answer is "

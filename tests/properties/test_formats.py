@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from nibble import formats
 from nibble.errors import ConfigError
 from nibble.formats import KVFormat, scheme
-from nibble.formats import codes as e2m1
+from nibble.formats import base as e2m1
 from nibble.model_spec import HEADS, Stream
 
 ALL = [formats.get(name) for name in scheme.fitting(*HEADS) if name in formats.names()]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from nibble import formats
-from nibble.cache import packing
-from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout, names
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.errors import ConfigError
@@ -80,7 +79,7 @@ def test_every_packing_holds_the_same(kv_format: str) -> None:
     x, index = latents(40), latents(40, LATENTS[1])
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:40]
     seen = []
-    for name in packing.names():
+    for name in names():
         layout = CacheLayout((LayerLayout(0, entries),), 16, name)
         pool = PagedPool(layout, 4, ONE, poison=True)
         pool.write(0, {LATENT: x, INDEX: index}, slots)

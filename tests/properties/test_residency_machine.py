@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nibble.cache.manager import CacheManager, Lease
-from nibble.cache.offload.residency import NOT_RESIDENT, Residency
+from nibble.cache.residency import NOT_RESIDENT, Residency
 from nibble.errors import OutOfFrames, OutOfPages
 
 PAGE, HOT = 2, 2

@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nibble.attention.planner.needs import SchemeGroup, scheme_groups
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Phase, SchemeGroup, Support, scheme_groups
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
 from nibble.hardware import GIB, Hardware

@@ -20,10 +20,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from nibble.engine.outputs import Delta
+from nibble.engine.request import Delta
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
-from nibble.server import messages as wire
+from nibble.server import worker as wire
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, Piece, State
 
 

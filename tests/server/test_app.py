@@ -12,16 +12,16 @@ import httpx
 import pytest
 
 from conftest import FakeEngine, FakeTokens  # type: ignore[attr-defined]
-from nibble.engine.outputs import Delta, Logprob
+from nibble.engine.request import Delta, Logprob
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError
-from nibble.server import messages as wire
+from nibble.server import worker as wire
 from nibble.server.app import Api, make_app
 from nibble.server.chat_parser import AnswerParser
 from nibble.server.engine_client import State
 from nibble.server.middleware import BodyLimit
 from nibble.server.responses import ChatWriter, TextWriter
-from nibble.server.settings import Settings
+from nibble.server.run import Settings
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}

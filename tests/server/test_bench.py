@@ -12,7 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from nibble.cli import bench, exits
+from nibble.cli import bench, command
 from nibble.cli.main import app
 
 Calls = list[list[str]]
@@ -120,21 +120,21 @@ def test_a_tokenizer_by_its_model(calls: Calls, served: list[Any]) -> None:
 
 def test_servers_that_name_no_model(calls: Calls, served: list[Any]) -> None:
     result = run("serve", "http://empty")
-    assert result.exit_code == exits.USAGE and "give --model" in result.stderr
+    assert result.exit_code == command.USAGE and "give --model" in result.stderr
 
 
 def test_a_server_that_is_not_there(calls: Calls) -> None:
     result = run("serve", "localhost:1")
-    assert result.exit_code == exits.FAILED and "http://localhost:1 does not answer" in result.stderr
+    assert result.exit_code == command.FAILED and "http://localhost:1 does not answer" in result.stderr
     assert not calls
 
 
 def test_without_guidellm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     result = run("serve")
-    assert result.exit_code == exits.USAGE and "pip install 'nibble-llm[bench]'" in result.stderr
+    assert result.exit_code == command.USAGE and "pip install 'nibble-llm[bench]'" in result.stderr
 
 
 def test_servers_only(calls: Calls) -> None:
     result = run("kernels")
-    assert result.exit_code == exits.USAGE and "'kernels'" in result.stderr
+    assert result.exit_code == command.USAGE and "'kernels'" in result.stderr

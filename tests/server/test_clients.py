@@ -21,9 +21,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
-from nibble.server import messages as wire
+from nibble.server import worker as wire
 from nibble.server.app import make_app
-from nibble.server.settings import Settings
+from nibble.server.run import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 HELLO = [{"role": "user", "content": "Hello"}]

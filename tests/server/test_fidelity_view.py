@@ -11,11 +11,11 @@ import pytest
 from test_metrics import STATS, WATCH, meters_of, read
 
 from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-defined]
-from nibble.server import messages as wire
+from nibble.server import worker as wire
 from nibble.server.app import make_app
 from nibble.server.engine_client import State
-from nibble.server.settings import Settings
-from nibble.server.views import fidelity_warning
+from nibble.server.responses import fidelity_warning
+from nibble.server.run import Settings
 
 ABOUT: dict[str, Any] = {
     "groups": [{"layers": [0, 1], "scheme": "fp8_e4m3"}, {"layers": [12], "scheme": "nvfp4"}]

@@ -12,8 +12,8 @@ import zmq
 
 from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import Config, SamplingParams
-from nibble.engine.outputs import Delta
-from nibble.server import messages as wire
+from nibble.engine.request import Delta
+from nibble.server import worker as wire
 from nibble.server.engine_client import (
     EngineDiedError,
     GenerationRequest,

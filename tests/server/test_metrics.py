@@ -18,7 +18,7 @@ from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, State
-from nibble.server.http_log import HttpLog, RequestLogMiddleware
+from nibble.server.logging import HttpLog, RequestLogMiddleware
 from nibble.server.metrics import COUNTERS, GAUGES, Metrics
 
 STATS = {

@@ -15,11 +15,11 @@ import pytest
 from fastapi import FastAPI
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
-from nibble.server import messages as wire
 from nibble.server import page as pages
+from nibble.server import worker as wire
 from nibble.server.app import make_app
-from nibble.server.settings import Settings
-from nibble.server.views import cache_view
+from nibble.server.responses import cache_view
+from nibble.server.run import Settings
 
 ABOUT: dict[str, Any] = {
     "hardware": {"name": "cpu", "memory": 1 << 30},

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from test_tools import WEATHER, cut, everywhere, hermes, texts
 
 from nibble.errors import ConfigError
-from nibble.server.chat_events import CallDelta, Text, Thought, delta_of, message_of
 from nibble.server.chat_format import CALL_FORMATS, REASONING_FORMATS, find_format, guess_format
 from nibble.server.chat_parser import AnswerParser
+from nibble.server.streaming import CallDelta, Text, Thought, delta_of, message_of
 
 
 def guess_reasoning_format(template: str | None) -> str | None:

@@ -14,7 +14,7 @@ from nibble.engine import structured_output as grammar
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
-from nibble.server.structured import GrammarCheck, StructuredFields
+from nibble.server.tools import GrammarCheck, StructuredFields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from nibble.errors import ConfigError
 from nibble.server import chat_format
-from nibble.server.chat_events import CallDelta, Event, Text, merge_events, message_of
 from nibble.server.chat_format import CALL_FORMATS
 from nibble.server.chat_parser import AnswerParser
+from nibble.server.streaming import CallDelta, Event, Text, merge_events, message_of
 from nibble.server.tool_arguments import LiteralScan, to_json
 
 Calls = list[tuple[str, str]]

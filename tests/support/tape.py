@@ -51,7 +51,7 @@ class Tape(TorchDispatchMode):
 
 
 def record(run: Callable[[], None]) -> Callable[[], None]:
-    """As engine/cuda_graphs.py records: once to warm up, once to record."""
+    """As engine/model_runner.py records: once to warm up, once to record."""
     run()
     with Tape() as tape:
         run()

@@ -20,23 +20,23 @@ LAYERS = (
 )  # fmt: skip
 BASE = {"model_spec", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
-    "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager", "cache/offload/residency", "attention/planner/support",
-    "attention/planner/plan", "attention/planner/resolve", "attention/planner/needs", "attention/planner/options", "attention/planner/refusal",
-    "attention/planner/explain", "attention/planner/cells", "engine/plan", "models/observations", "cli/plan", "attention/planner/memory", "attention/planner/capture",
-    "attention/planner/offload", "attention/planner/evidence", "engine/request", "engine/scheduler",
-    "engine/outputs",
+    "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager",
+    "cache/layout", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
+    "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
+    "attention/planner/evidence", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
+    "kernels/sizes",
 )  # fmt: skip
 BOOKS = (
     "nibble.attention.planner.resolve",
-    "nibble.attention.planner.cells",
-    "nibble.cli.docs_tables",
+    "nibble.attention.planner.explain",
+    "nibble.cli.docs",
     "nibble.cli.docs_peers",
     "nibble.engine.plan",
     "nibble.models.observations",
     "nibble.spec",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
-    "nibble.engine.outputs",
+    "nibble.engine.request",
     "nibble.config",
     "nibble.model_spec",
 )

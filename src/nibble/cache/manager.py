@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nibble.cache.offload.residency import Residency, TierStats
 from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.radix_cache import Key, Node, RadixCache
+from nibble.cache.residency import Residency, TierStats
 from nibble.errors import OutOfPages
 
 

@@ -7,20 +7,20 @@ from typing import Annotated
 import typer
 
 import nibble
-from nibble.cli import bench, calibrate, chat, docs, evaluate, formats, generate, plan, serve, tune
-from nibble.cli.exits import COMMANDS, EXIT_CODES, Command, command
+from nibble.cli import bench, docs, evaluate, generate, plan, serve
+from nibble.cli.command import COMMANDS, EXIT_CODES, Command, command
 
 COMMANDS += (
-    Command("generate", generate.generate, generate),
-    Command("chat", chat.chat, chat),
-    Command("serve", serve.serve, serve),
-    Command("bench", bench.bench, bench),
-    Command("plan", plan.plan, plan),
-    Command("tune", tune.tune, tune),
-    Command("formats", formats.formats, formats),
-    Command("eval", evaluate.evaluate, evaluate),
-    Command("calibrate", calibrate.calibrate, calibrate),
-    Command("docs", docs.docs, docs),
+    Command("generate", generate.generate, generate.GENERATE_EXAMPLES),
+    Command("chat", generate.chat, generate.CHAT_EXAMPLES),
+    Command("serve", serve.serve, serve.SERVE_EXAMPLES, serve.ServeCommand),
+    Command("bench", bench.bench, bench.BENCH_EXAMPLES, bench.PassThrough),
+    Command("plan", plan.plan, plan.PLAN_EXAMPLES),
+    Command("tune", bench.tune, bench.TUNE_EXAMPLES),
+    Command("formats", plan.formats, plan.FORMATS_EXAMPLES),
+    Command("eval", evaluate.evaluate, evaluate.EVAL_EXAMPLES),
+    Command("calibrate", evaluate.calibrate, evaluate.CALIBRATE_EXAMPLES),
+    Command("docs", docs.docs, docs.DOCS_EXAMPLES),
 )
 
 HELP = """Serve language models from a KV cache that is kept in 4 and 8 bits.
@@ -58,5 +58,4 @@ def main(
 
 
 for _entry in COMMANDS:
-    _class = getattr(_entry.module, "CLASS", None)
-    app.command(_entry.name, cls=_class, help=_entry.help, epilog=CODES)(command(_entry.run))
+    app.command(_entry.name, cls=_entry.group, help=_entry.help, epilog=CODES)(command(_entry.run))

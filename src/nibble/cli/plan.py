@@ -1,15 +1,17 @@
-"""`nibble plan`: what would be done with a model on a GPU, before anything is loaded; or why it cannot be."""
+"""`nibble plan`: what would be done with a model on a GPU, before anything is loaded; or why it cannot be.
+
+`nibble formats`: the schemes that --kv-format takes, with their bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nibble.cli.exits import REFUSED, JsonOption
-from nibble.cli.options import Options, takes
+from nibble.cli.command import REFUSED, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, print_json, quiet
 from nibble.config import Config
 from nibble.errors import Unsupported
@@ -17,6 +19,96 @@ from nibble.errors import Unsupported
 if TYPE_CHECKING:
     from nibble.attention.planner.options import PlanRequest
     from nibble.engine.plan import EnginePlan
+    from nibble.formats import KVFormat
+    from nibble.model_spec import Stream
+
+HEAD_DIM = 128
+
+
+def formats(as_json: JsonOption = False) -> None:
+    """List the cache schemes, with bytes per token, what they save, and whose bytes they agree with."""
+    table = {"head_dim": HEAD_DIM, "schemes": list(_schemes()), "transforms": list(_transforms())}
+    if as_json:
+        print_json(table)
+    else:
+        _show(table)
+
+
+FORMATS_EXAMPLES = """
+nibble formats
+nibble formats --json
+"""
+
+
+def _schemes() -> Iterator[dict[str, Any]]:
+    """Of one KV head, then of a latent."""
+    from nibble.formats import scheme as schemes
+    from nibble.model_spec import HEADS, LATENTS
+
+    for of, streams in (("kv", HEADS), ("latent", LATENTS[:1])):
+        for name in schemes.fitting(*streams):
+            yield {"of": of, "name": name, **_facts(name, streams)}
+
+
+def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
+    from nibble.formats import scheme as schemes
+
+    codecs = {stream.name: schemes.parse(name).format_of(stream) for stream in streams}
+    size = schemes.bytes_per_token(name, streams)
+    distinct = {codec.name: codec for codec in codecs.values()}
+    return {
+        "formats": {stream: codec.name for stream, codec in codecs.items()},
+        "bytes_per_token": size,
+        # 2 bytes a value: the same streams in 16 bits.
+        "ratio": round(2 * sum(stream.values for stream in streams) / size, 2),
+        "needs_scales": any(codec.needs_scale for codec in distinct.values()),
+        "head_dim_multiple": max(codec.block for codec in distinct.values()),
+        "summary": _summary(codecs),
+        "source": "; ".join(dict.fromkeys(codec.source for codec in distinct.values())),
+    }
+
+
+def _summary(codecs: Mapping[str, KVFormat]) -> str:
+    """What a scheme is, in one line."""
+    distinct = {codec.name: codec.summary for codec in codecs.values()}
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
+    return ", ".join(f"{stream.upper()} in {codec.name}" for stream, codec in codecs.items())
+
+
+def _transforms() -> Iterator[dict[str, str]]:
+    from nibble.formats import transforms as transform
+
+    for name in transform.names():
+        yield {"name": name, "summary": transform.get(name).summary}
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for of, what in (
+        ("kv", f"K and V of one KV head of {HEAD_DIM} values"),
+        ("latent", "a latent of MLA, 512 + 64"),
+    ):
+        table = Table("scheme", box=box.SIMPLE_HEAD)
+        for title in ("bytes", "x fewer"):
+            table.add_column(title, justify="right")
+        for title in ("scales", "what it is"):
+            table.add_column(title)
+        for row in facts["schemes"]:
+            if row["of"] == of:
+                scales = "needed" if row["needs_scales"] else "none"
+                size, ratio = str(row["bytes_per_token"]), f"{row['ratio']:.2f}"
+                table.add_row(row["name"], size, ratio, scales, row["summary"])
+        console.print(table)
+        console.print(f"Bytes per token of {what}.")
+    console.print("Written behind a scheme, for K and V:")
+    for row in facts["transforms"]:
+        console.print(f"  +{row['name']:<6} {row['summary']}")
+
 
 GpuOption = Annotated[
     str | None,
@@ -72,7 +164,7 @@ def plan(
         print("\n".join(_lines(engine_plan, request)))
 
 
-EXAMPLES = """
+PLAN_EXAMPLES = """
 nibble plan demo --kv-format nvfp4
 nibble plan ./my-model --kv-format nvfp4 --gpu b200 --declared
 nibble plan ./my-model --kv-format nvfp4 --decode-backend fa3 --gpu h200
@@ -81,7 +173,7 @@ nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
 
 
 def _as_dict(engine_plan: EnginePlan, request: PlanRequest | None) -> dict[str, Any]:
-    from nibble.attention.planner import cells, explain
+    from nibble.attention.planner import explain
 
     facts = {
         "model": engine_plan.config.model,
@@ -89,18 +181,18 @@ def _as_dict(engine_plan: EnginePlan, request: PlanRequest | None) -> dict[str, 
         **explain.as_dict(engine_plan.plan, engine_plan.budget),
     }
     if request:
-        facts["cells"] = cells.as_dicts(cells.cells(request, engine_plan.plan))
+        facts["cells"] = explain.as_dicts(explain.cells(request, engine_plan.plan))
     return facts
 
 
 def _lines(engine_plan: EnginePlan, request: PlanRequest | None) -> Iterator[str]:
-    from nibble.attention.planner import cells
+    from nibble.attention.planner import explain
     from nibble.attention.planner.explain import as_text
 
     yield f"{engine_plan.config.model} ({engine_plan.model_spec.family}) on {engine_plan.hardware}"
     yield as_text(engine_plan.plan, engine_plan.budget)
     if request:
-        yield from cells.as_lines(cells.cells(request, engine_plan.plan), request)
+        yield from explain.as_lines(explain.cells(request, engine_plan.plan), request)
 
 
 def _request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:

@@ -11,11 +11,10 @@ import typer
 from typer.core import TyperCommand
 
 from nibble import errors
-from nibble.cli.exits import JsonOption, code_of
-from nibble.cli.options import Options, takes
+from nibble.cli.command import JsonOption, Options, code_of, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet
 from nibble.config import Config
-from nibble.server.settings import Settings
+from nibble.server.run import Settings
 
 FLAG_ALIASES = {
     "--kv-cache-dtype": "--kv-format",  # vLLM, SGLang
@@ -114,8 +113,7 @@ def serve(
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 
-CLASS = ServeCommand
-EXAMPLES = """
+SERVE_EXAMPLES = """
 nibble serve demo --kv-format nvfp4
 nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
 nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000

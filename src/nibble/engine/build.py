@@ -16,24 +16,22 @@ from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
+from nibble.cache.hot_buffer import HostPool, HotBuffers
 from nibble.cache.manager import CacheManager
-from nibble.cache.offload.host_pool import HostPool
-from nibble.cache.offload.hot_buffer import HotBuffers
-from nibble.cache.offload.residency import Residency
 from nibble.cache.pool import PagedPool
+from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.config import Config, SamplingParams
 from nibble.engine.calibration import MIN_TOKENS, Recorder, builtin_texts
 from nibble.engine.engine import Engine, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
-from nibble.engine.model_runner import ModelRunner
+from nibble.engine.model_runner import ModelRunner, PageTables
 from nibble.engine.plan import Design, EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
-from nibble.engine.transfer import PageTables
 from nibble.engine.warmup import StartupReport, explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.model_spec import INDEX

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from nibble.config import SamplingParams
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.outputs import Logprob, OnOutput, OutputStream
-from nibble.engine.request import Batch, FinishReason, Request
+from nibble.engine.request import Batch, FinishReason, Logprob, OnOutput, OutputStream, Request
 from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars, Matcher

@@ -14,13 +14,13 @@ import torch
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
-from nibble.cache.offload.hot_buffer import HotBuffers
+from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured, sampling
 from nibble.engine.build import build, measure_scales, run_prompt
 from nibble.engine.engine import Engine, RequestHandle
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.outputs import Completion, Delta, Logprob, Output
+from nibble.engine.request import Completion, Delta, Logprob, Output
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.errors import NibbleError, RequestError
 from nibble.hardware import Hardware

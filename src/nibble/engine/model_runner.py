@@ -1,15 +1,30 @@
 """From a Batch to logits: fill the tensors of a step and run the model.
 
-A step of decodes alone runs over stable buffers, where it can be recorded (engine/cuda_graphs.py) and replayed; every
+A step of decodes alone runs over stable buffers, where it can be recorded (engine/model_runner.py) and replayed; every
 other step runs over tensors of its own. Nothing here waits for the device.
 
 Shape suffixes: T tokens of the step, B requests of an attention batch, N pages of a request, R rows of the page tables,
 S rows whose logits are computed, V vocabulary.
+
+Integers between host and device: one packed copy a step, and page tables that stay on the device.
+
+On a GPU a copy starts from pinned memory and the host does not wait for it.
+
+Shape suffixes: R rows, one for each open lease and one for padding; N pages of a row; T tokens of a step; S rows whose
+logits are computed.
+
+Recorded decode steps: one CUDA graph for each size, over buffers that stay where they are.
+
+What a step computes is in engine/model_runner.py.
+
+Shape suffixes: B rows of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 
 import torch
@@ -18,15 +33,245 @@ from torch import Tensor, nn
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
-from nibble.cache.offload.hot_buffer import HotBuffers
+from nibble.cache.hot_buffer import HotBuffers
+from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
-from nibble.engine.cuda_graphs import Buffers, Graphs
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
-from nibble.engine.transfer import PackedInts, PageTables, StepTensors
+from nibble.errors import BackendError
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
+
+ALIGNED = 4
+"""Lists begin at multiples of so many int32, 16 bytes. Triton compiles a kernel anew for pointers off that grid."""
+
+
+class PackedInts:
+    """All small integers of a step, one list after another, which go to the device in one copy."""
+
+    def __init__(self) -> None:
+        self._ints: list[int] = []
+
+    def add(self, values: Iterable[int]) -> slice:
+        """Append a list, and return where it lies."""
+        # Triton compiles a kernel anew for pointers that are not on a grid of 16 bytes.
+        self._ints += (0,) * (-len(self._ints) % ALIGNED)
+        start = len(self._ints)
+        self._ints += values
+        return slice(start, len(self._ints))
+
+    def send(self, device: torch.device) -> Tensor:
+        """Return all integers as one int64 tensor on the device."""
+        return to_device(self._ints, torch.int64, device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTensors:
+    """The integers of a step on the device: int64 views of one packed tensor."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    rows_T: Tensor
+    """Row of the page table of each token's request."""
+    logit_rows_S: Tensor
+    """Tokens whose logits are computed."""
+    sampled_rows_S: Tensor
+    """Rows of the page table of the requests that a token is sampled for."""
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a list of numbers as a tensor; the host does not wait until it has arrived.
+
+    Args:
+        values: the numbers.
+        dtype: of the tensor.
+        device: where it is to be.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    # The host can go on during a copy only if that reads from pinned memory.
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, complete once an event that is recorded after this call has passed."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class PageTables:
+    """What the device remembers of open leases between steps: page ids, and the token that each sampled last.
+
+    Args:
+        rows: most leases that are open at a time.
+        width: most pages of a lease.
+        device: where the tables lie.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
+        self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        """Page ids. A step sends only those that are new."""
+        self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """The token sampled last: the next step takes it from here before the host knows it."""
+        self.padding_row = rows
+        """The row of no lease; it pads steps that have too few requests."""
+        self._rows: dict[Lease, int] = {}
+        self._num_filled = [0] * rows
+        self._free = list(range(rows - 1, -1, -1))
+        self._new_places: list[int] = []
+        self._new_pages: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the tables lie."""
+        return self.table_RN.device
+
+    def row(self, lease: Lease) -> int:
+        """Return the row of `lease`, and note its new pages for take_updates()."""
+        row = self._rows.get(lease)
+        if row is None:
+            row = self._rows[lease] = self._allocate_row()
+        num_filled, pages = self._num_filled[row], lease.pages
+        if num_filled < len(pages):
+            first = row * self.table_RN.shape[1]
+            self._new_places += range(first + num_filled, first + len(pages))
+            self._new_pages += pages[num_filled:]
+            self._num_filled[row] = len(pages)
+        return row
+
+    def take_updates(self) -> tuple[list[int], list[int]]:
+        """Return places in the flat table and page ids that the device does not have yet, each once."""
+        updates = self._new_places, self._new_pages
+        self._new_places, self._new_pages = [], []
+        return updates
+
+    def apply(self, places: Tensor, pages: Tensor) -> None:
+        """Write new page ids into the table."""
+        self.table_RN.view(-1).index_copy_(0, places, pages)
+
+    def _allocate_row(self) -> int:
+        if not self._free:
+            # A lease without pages was released.
+            for lease in [lease for lease in self._rows if not lease.pages]:
+                self._free.append(self._rows.pop(lease))
+        row = self._free.pop()
+        self._num_filled[row] = 0
+        return row
+
+
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs a function, and returns one that repeats over the same memory all that it did on the device."""
+
+
+class Buffers:
+    """What a recorded step reads and writes.
+
+    Args:
+        max_rows: most rows of a step.
+        device: where steps run.
+    """
+
+    # All tensors of steps are made in inference mode: to a compiled model others look different.
+    @torch.inference_mode()
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
+        """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
+        self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        """0, 1, 2, ...: where requests of one token begin."""
+        self.rows = torch.arange(max_rows, device=device)
+        """0, 1, 2, ...: the rows whose logits are computed."""
+        self.logits = torch.empty(0, device=device)
+        """[max_rows, V], allocated by the first step."""
+
+    def clear(self, size: int) -> None:
+        """Set the inputs of a step of `size` rows to padding."""
+        self.inputs.zero_()
+        # Positions are the second third. They must be -1, since 0 is a real token's position.
+        self.inputs[size : 2 * size] = -1
+
+    def store_logits(self, logits_BV: Tensor) -> None:
+        """Copy a step's logits, so that their own memory serves the next graph too."""
+        if not len(self.logits):
+            self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
+        self.logits[: len(logits_BV)].copy_(logits_BV)
+
+
+class Graphs:
+    """Decode steps of several sizes.
+
+    Args:
+        sizes: rows of a step, ascending.
+        device: where steps run.
+        record: how a step is recorded.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
+        self.sizes = tuple(sizes)
+        self.buffers = Buffers(self.sizes[-1], device)
+        self._record = record
+        self._replays: dict[int, Callable[[], None]] = {}
+
+    def size_for(self, count: int) -> int:
+        """Return the smallest size with room for `count` requests."""
+        return next(size for size in self.sizes if size >= count)
+
+    @torch.inference_mode()
+    def record(self, decode: Callable[[int, Buffers], None]) -> None:
+        """Record decode(size, buffers) for all sizes.
+
+        Raises:
+            BackendError: a graph cannot hold a step.
+        """
+        # The largest first: the others then fit into its memory.
+        for size in reversed(self.sizes):
+            self.buffers.clear(size)
+            try:
+                self._replays[size] = self._record(partial(decode, size, self.buffers))
+            # The start explains it by the memory plan (explain_out_of_memory).
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a kernel does that a graph cannot hold
+                raise BackendError(
+                    f"a decode step of {size} requests cannot be recorded as a CUDA graph ({error}); "
+                    "serve without graphs: --no-graphs"
+                ) from error
+
+    def replay(self, size: int) -> None:
+        """Compute a step of `size` rows from the buffers' inputs to their logits."""
+        self._replays[size]()
+
+
+class CudaGraphs:
+    """Records on a stream of its own, into memory that all its graphs share."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record `run` and return what replays it."""
+        # The buffers were filled on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # What happens the first time only, loading and tuning of kernels, must not be recorded.
+            run()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may call CUDA in the meantime.
+        with torch.cuda.graph(
+            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+def live(run: Callable[[], None]) -> Callable[[], None]:
+    """Record nothing: the step over the same buffers is computed each time."""
+    return run
+
 
 ON_DEVICE = -1
 """The id of a token whose value only the device knows: the step before samples it."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from nibble.attention import backends
 from nibble.attention.planner import evidence
-from nibble.attention.planner.capture import cuda_graph_blocker
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
-from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.plan import Plan, cuda_graph_blocker
 from nibble.attention.planner.resolve import resolve
 from nibble.config import Config
 from nibble.hardware import Hardware, probe

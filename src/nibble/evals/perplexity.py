@@ -6,17 +6,102 @@ first is scored exactly once, in the first window that reaches it: a window afte
 context, for more time.
 
 Shape suffixes: T tokens of a window, S scored tokens, V vocabulary.
+
+The text of an evaluation, and its two parts: what is scored, and what scales are measured on.
+
+Agreement with the yardstick: is the likeliest next token the same, how far apart are the distributions?
+
+The KL divergence is that of the scheme from the yardstick, KL(yardstick || scheme), in nats. To bound memory,
+the yardstick's KEEP likeliest tokens are remembered one by one, and all others as one event; so for a larger
+vocabulary the value is a (close) lower bound of the full sum.
+
+Shape suffixes: S scored positions, V vocabulary, K remembered tokens.
+
+Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
+
+So an error is of one layer alone, not of all layers before it.
+
+Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from nibble.attention.layer import StepContext
+from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.support import Phase
+from nibble.cache.pool import PagedPool
+from nibble.cache.scales import KVScales
+from nibble.engine.build import adapters
+from nibble.engine.calibration import builtin_texts
+from nibble.errors import ConfigError, WeightError
+from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.models import hook
+from nibble.models.checkpoint import download
+from nibble.models.hook import attention_mask_for
+
+HELDOUT = "heldout.txt"
+CALIBRATION_TOKENS = 4096
+LEAST_CALIBRATION = 1024
+
+
+def read(path: Path | None, model: str) -> str:
+    """The text of `path`, or the heldout.txt of the model's folder; raises ConfigError."""
+    path = path or _bundled(model)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {path}: {error}") from error
+
+
+def _bundled(model: str) -> Path:
+    try:
+        path = download(model) / HELDOUT
+    except OSError as error:
+        raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
+    if not path.exists():
+        raise ConfigError(
+            f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"
+        )
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """scored: token ids.
+
+    calibration: text beyond them. bytes_per_token: of what is scored. digest: of it all.
+    """
+
+    scored: tuple[int, ...]
+    calibration: str
+    bytes_per_token: float
+    digest: str
+
+
+def split(
+    text: str, tokens: int, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
+) -> Parts:
+    """The first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
+    ids = encode(text)
+    if len(ids) < 2:
+        raise ConfigError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")
+    # The parts do not overlap: scales that are measured on the scored text would flatter a scheme.
+    scored, rest = ids[:tokens], ids[tokens : tokens + CALIBRATION_TOKENS]
+    calibration = decode(rest) if len(rest) >= LEAST_CALIBRATION else builtin_texts()[0]
+    size = len(decode(scored).encode())
+    # Reports can be compared only where this is the same.
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Parts(tuple(scored), calibration, max(size, 1) / len(scored), digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +170,148 @@ class Perplexity:
     def bits_per_byte(self, bytes_per_text_token: float) -> float:
         """The mean loss in bits per byte of text, which does not depend on the tokenizer."""
         return self.nats / self.count / math.log(2) / bytes_per_text_token
+
+
+KEEP = 512
+_TINY = 1e-7  # float32 sums of probabilities are no finer
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The yardstick's distributions at a window's scored positions: tokens and log [S, K], rest [S]."""
+
+    tokens: Tensor
+    log: Tensor
+    rest: Tensor | None
+
+    @classmethod
+    def of(cls, rows_SV: Tensor) -> Prediction:
+        """What to remember of logits."""
+        log_SV = rows_SV.float().log_softmax(-1)
+        log_SK, tokens_SK = log_SV.topk(min(KEEP, log_SV.shape[-1]))
+        # A vocabulary of at most KEEP tokens is remembered in full, and has no rest.
+        rest = _rest(log_SK) if log_SV.shape[-1] > KEEP else None
+        # int32, because the predictions of all windows are kept until the last scheme is measured.
+        return cls(tokens_SK.int(), log_SK.clone(), rest)
+
+    def kl(self, rows_SV: Tensor) -> Tensor:
+        """KL(yardstick || rows) [S] at each position."""
+        # Normalised over the full vocabulary before the yardstick's tokens are taken.
+        log_SK = rows_SV.float().log_softmax(-1).gather(-1, self.tokens.long())
+        kl_S = (self.log.exp() * (self.log - log_SK)).sum(-1)
+        if self.rest is not None:
+            kl_S += self.rest.exp() * (self.rest - _rest(log_SK))
+        # Rounding leaves tiny negative values where the two are the same.
+        return kl_S.clamp_min(0.0)
+
+    def same(self, rows_SV: Tensor) -> Tensor:
+        """Whether [S] the likeliest token is the same."""
+        return rows_SV.argmax(-1) == self.tokens[:, 0]
+
+
+def _rest(log_SK: Tensor) -> Tensor:
+    """Log-probability of everything but the remembered tokens."""
+    return (1.0 - log_SK.exp().sum(-1)).clamp_min(_TINY).log()
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Gathers comparisons, window by window."""
+
+    hits: int = 0
+    nats: float = 0.0
+    count: int = 0
+    worst: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows_SV: Tensor, reference: Prediction) -> None:
+        """Add the predictions rows_SV [S, V] of one window, compared with the reference's."""
+        kl_S = reference.kl(rows_SV)
+        self.hits += int(reference.same(rows_SV).sum())
+        self.nats += float(kl_S.double().sum())
+        self.count += len(kl_S)
+        self.worst.append(kl_S)
+
+    @property
+    def top1(self) -> float:
+        """Share of positions with the same likeliest token."""
+        return self.hits / self.count
+
+    @property
+    def kl(self) -> float:
+        """Mean KL divergence in nats."""
+        return self.nats / self.count
+
+    @property
+    def kl_p99(self) -> float:
+        """The KL divergence that one position in a hundred exceeds: damage is rarely spread evenly."""
+        return float(torch.cat(self.worst).quantile(0.99))
+
+
+Side = tuple[Plan, KVScales]
+"""A scheme on trial: its plan and scales."""
+
+
+class Shadow(hook.Observer):
+    """Attends as the yardstick does, and notes what each scheme would have answered."""
+
+    def __init__(
+        self, yardstick: Side, schemes: Mapping[str, Side], tokens: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._baseline = _context(*yardstick, tokens, device)
+        self._schemes = {name: _context(*side, tokens, device) for name, side in schemes.items()}
+        self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
+
+    def observe(self, call: hook.Call) -> Tensor:
+        """A call's query [1, H, T, D] and streams [1, G, T, D] -> the yardstick's output [1, T, H, Dv]."""
+        expected = hook.attend(self._baseline, call)
+        for name, context in self._schemes.items():
+            output = hook.attend(context, call)
+            self.errors[name][call.layer] = relative_error(output, expected)
+        # The model goes on with the yardstick's answer, so no layer's input has the error of one before it.
+        return expected[None]
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """Return ||output - expected|| / ||expected||, over all tokens and heads."""
+    return float((output.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
+    """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
+    pages = -(-tokens // plan.page_size)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    segment = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
+    meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
+    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
+
+
+@torch.inference_mode()
+def attention_errors(
+    model: nn.Module, ids: Sequence[int], yardstick: Side, schemes: Mapping[str, Side]
+) -> dict[str, tuple[float, ...]]:
+    """Return the relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme.
+
+    Args:
+        model: with Nibble's attention.
+        ids: the prompt.
+        yardstick: the plan and scales that the others are compared with.
+        schemes: plan and scales by name.
+    """
+    device = next(model.parameters()).device
+    shadow = Shadow(yardstick, schemes, len(ids), device)
+    positions = torch.arange(len(ids), device=device)[None]
+    tokens = torch.tensor([list(ids)], device=device)
+    last = torch.tensor([len(ids) - 1], device=device)
+    model(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=attention_mask_for(model, tokens),
+        use_cache=False,
+        # Nobody reads the logits, so only one row of them is computed.
+        logits_to_keep=last,
+        **{hook.CONTEXT: shadow},
+    )
+    return {
+        name: tuple(error for _, error in sorted(errors.items())) for name, errors in shadow.errors.items()
+    }

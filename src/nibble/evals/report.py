@@ -1,11 +1,125 @@
-"""What an evaluation found, as data and as text: JSON, markdown, and rows for the terminal."""
+"""What an evaluation found, as data and as text: JSON, markdown, and rows for the terminal.
+
+How much is measured: the options of an evaluation, and the schemes it compares.
+
+A field's doc is its command-line help, as in config.py.
+
+The plot of an evaluation: quality against bytes per token.
+
+The only user of matplotlib, which is optional.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
+
+from nibble.config import Config, default_of
+from nibble.errors import ConfigError
+
+RECALL_LENGTHS = (1024, 2048, 4096, 8192)
+LAYERS_MARK = "@"
+YARDSTICK = next(str(default_of(option)) for option in fields(Config) if option.name == "kv_format")
+"""What quality is compared with, unless another scheme is asked for: what Config takes by default."""
+
+
+def _option(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What to measure, and on how much. Everything that is drawn follows from `seed`."""
+
+    tokens: int = _option(8192, "Tokens of the text that are scored.")
+    window: int | None = _option(
+        None, "Tokens of a window; the model's context, or as much as 1 GiB of logits."
+    )
+    stride: int | None = _option(
+        None, "Tokens scored in each window after the first; window - 1, if left out."
+    )
+    recall_cases: int = _option(8, "Recall questions at each context length; 0 for none.")
+    recall_lengths: tuple[int, ...] = _option(
+        (), "Context lengths of recall; 1024 to 8192 as the model allows."
+    )
+    attention_tokens: int = _option(
+        1024, "Tokens over which the attention error of each layer is taken; 0: none."
+    )
+    yardstick: str = _option(YARDSTICK, "The scheme that all others are compared with.")
+    seed: int = _option(0, "Seed of the recall questions.")
+
+    def __post_init__(self) -> None:
+        # Callers may give a list, and a frozen dataclass is to be hashable.
+        object.__setattr__(self, "recall_lengths", tuple(self.recall_lengths))
+        for name, least in (
+            ("tokens", 2),
+            ("window", 2),
+            ("stride", 1),
+            ("recall_cases", 0),
+            ("attention_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}")
+        if self.window and self.stride and self.stride >= self.window:
+            raise ConfigError(f"stride {self.stride} must be smaller than the window of {self.window} tokens")
+
+    def lengths(self, max_context: int) -> tuple[int, ...]:
+        """Context lengths of recall; one that was asked for and does not fit is a ConfigError."""
+        if beyond := [length for length in self.recall_lengths if length > max_context]:
+            raise ConfigError(
+                f"recall length {beyond[0]} is more than the model's context of {max_context} tokens"
+            )
+        return self.recall_lengths or tuple(length for length in RECALL_LENGTHS if length <= max_context)
+
+
+QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tokens=256)
+"""A first impression, in about an eighth of the time."""
+
+
+def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes:
+    """Return the full or the quick sizes, with `values` in their place; None and empty values do not count."""
+    base = QUICK if quick else Sizes()
+    # A repeatable option that was left out is an empty list, not None.
+    return replace(
+        base, **{name: value for name, value in (values or {}).items() if value not in (None, (), [])}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One scheme to measure, written as SCHEME or SCHEME@LAYERS: `nvfp4+rot`, `nvfp4@0,-1=fp8_e4m3`."""
+
+    kv_format: str
+    kv_layers: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Entry:
+        """An entry from its name; the layers follow --kv-layers."""
+        scheme, mark, layers = text.partition(LAYERS_MARK)
+        if not scheme.strip() or (mark and not layers.strip()):
+            raise ConfigError(
+                f"cannot read {text!r} as a scheme; write it as nvfp4 or nvfp4{LAYERS_MARK}0,-1=fp8_e4m3"
+            )
+        return cls(scheme.strip(), layers.strip())
+
+    @property
+    def name(self) -> str:
+        """Return the entry as it is written on the command line."""
+        return f"{self.kv_format}{LAYERS_MARK}{self.kv_layers}" if self.kv_layers else self.kv_format
+
+
+COMBINATIONS = ("nvfp4+rot", "nvfp4+kmean+rot", "nvfp4@0,-1=fp8_e4m3")
+"""Remedies for what naive 4-bit loses, measured unless schemes are named: they cost no bytes, or few."""
+
+
+def parse(names: Iterable[str]) -> tuple[Entry, ...]:
+    """Entries by name, each once, in the order given."""
+    return tuple(dict.fromkeys(map(Entry.parse, names)))
+
 
 SCHEMA = "nibble-eval-1"
 
@@ -134,3 +248,78 @@ def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator
     # Numbers stand on the right, the name of the scheme on the left.
     yield "|---|" + "---:|" * (len(header) - 1)
     yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+MARKS = "os^vD<>pP*X"
+INSTALL = "pip install 'nibble-llm[plot]'"
+
+
+def require() -> None:
+    """Raises ConfigError where matplotlib is missing: to be called before hours of measuring."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"a plot needs matplotlib, which is not installed: {INSTALL}") from error
+
+
+def plot(report: Report, path: Path) -> None:
+    """Writes a picture (its kind by the file's suffix: png, svg, pdf): KL and recall over bytes per token."""
+    require()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = 2 if report.lengths else 1
+    # Not pyplot, which would keep the figure and may open a window.
+    figure = Figure(figsize=(4.6 * panels + 2.4, 4.2), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    _kl(axes[0], report)
+    if report.lengths:
+        _recall(axes[1], report)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    # Without a date and random ids the same report gives the same file.
+    stable = {"Date": None} if path.suffix == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": report.model}):
+        try:
+            figure.savefig(path, dpi=150, metadata=stable)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write the plot {path}: {error}") from error
+
+
+def _kl(axes: Any, report: Report) -> None:
+    """Distance from the yardstick. The yardstick itself, at 0, is drawn on the axis below all others."""
+    divergences = [result.kl for result in report.results if result.kl > 0]
+    floor = min(divergences, default=1e-6) / 2
+    _points(axes, report, [max(result.kl, floor) for result in report.results])
+    # The divergences of 8 and 4 bits differ by orders of magnitude.
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=floor)
+    _label(axes, f"KL from {report.yardstick}, nats per token", "Next-token predictions: lower is better")
+
+
+def _recall(axes: Any, report: Report) -> None:
+    _points(
+        axes, report, [100 * sum(result.recall.values()) / len(result.recall) for result in report.results]
+    )
+    first, last = report.lengths[0], report.lengths[-1]
+    span = f"{first:,} to {last:,}" if first != last else f"{first:,}"
+    # A little beyond 0 and 100, so that marks there are not cut.
+    axes.set_ylim(-3, 103)
+    _label(axes, "exact answers, %", f"Recall over {span} tokens: higher is better")
+
+
+def _points(axes: Any, report: Report, heights: Sequence[float]) -> None:
+    """One mark for each scheme, of its own colour and shape: schemes of the same bytes lie close together."""
+    for index, (result, height) in enumerate(zip(report.results, heights, strict=True)):
+        mark = MARKS[index % len(MARKS)]
+        axes.plot(
+            [result.bytes_per_token], [height], mark, label=result.name, color=f"C{index % 10}", markersize=7,
+            alpha=0.8, clip_on=False, linestyle="none",
+        )  # fmt: skip
+
+
+def _label(axes: Any, y: str, title: str) -> None:
+    axes.set_xlabel("KV cache, bytes per token")
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)

@@ -29,13 +29,17 @@ from nibble.engine.build import resolve_scales
 from nibble.engine.llm import LLM
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError, NibbleError, ScaleError
-from nibble.evals import grading, recall, text
-from nibble.evals.agreement import Agreement, Prediction
-from nibble.evals.attention_error import attention_errors
-from nibble.evals.perplexity import Perplexity, Window, windows
-from nibble.evals.report import Report, SchemeResult
-from nibble.evals.sizes import COMBINATIONS, Entry, Sizes, parse
-from nibble.evals.text import Parts
+from nibble.evals import perplexity, recall
+from nibble.evals.perplexity import (
+    Agreement,
+    Parts,
+    Perplexity,
+    Prediction,
+    Window,
+    attention_errors,
+    windows,
+)
+from nibble.evals.report import COMBINATIONS, Entry, Report, SchemeResult, Sizes, parse
 from nibble.formats import scheme as schemes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
 
@@ -122,7 +126,7 @@ def evaluate(
 
     A scheme that was named and cannot be served raises its error; a default one is skipped, and reported.
     """
-    content = text.read(path, config.model)
+    content = perplexity.read(path, config.model)
     # Every scheme is planned before the first engine starts: a refusal must not come after an hour.
     candidates, skipped = candidates_of(config, parse(names), parse([sizes.yardstick])[0])
     with tempfile.TemporaryDirectory() as temporary:
@@ -244,7 +248,7 @@ class _Run:
     def _prepare(self, llm: LLM, candidates: Sequence[Candidate]) -> None:
         """Draws text and questions, and does what the yardstick does for all schemes."""
         tokenizer, limit = llm.tokenizer, candidates[0].plan.model_spec
-        self.parts = text.split(self.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode)
+        self.parts = perplexity.split(self.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode)
         # Logits are float32: 4 bytes each.
         size = self.sizes.window or min(
             limit.max_context, max(LEAST_WINDOW, LOGIT_BYTES // (4 * limit.vocab_size))
@@ -309,7 +313,7 @@ class _Run:
         what = f"recall at {length}"
         self.progress.advance(candidate.entry.name, what, 0)
         right = 0
-        for exact in grading.grade(llm, self.cases[length]):
+        for exact in recall.grade(llm, self.cases[length]):
             right += exact
             self.progress.advance(candidate.entry.name, what, length)
         return right / len(self.cases[length])
@@ -318,7 +322,7 @@ class _Run:
         """How much was measured, and on what."""
         assert self.parts is not None
         return asdict(self.sizes) | {
-            "text": path.name if path else text.HELDOUT,
+            "text": path.name if path else perplexity.HELDOUT,
             "text_sha256": self.parts.digest,
             "scored": sum(window.scored for window in self.windows),
             "window": max(len(window.ids) for window in self.windows),

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from nibble.formats.base import KVFormat, Plane, torch_dtype
-from nibble.formats.lookup import to_float
+from nibble.formats.base import KVFormat, Plane, to_float, torch_dtype
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:

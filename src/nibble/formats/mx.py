@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nibble.formats import codes as e2m1
-from nibble.formats.base import KVFormat, Plane
-from nibble.formats.lookup import to_float
+from nibble.formats import base as e2m1
+from nibble.formats.base import KVFormat, Plane, to_float
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:

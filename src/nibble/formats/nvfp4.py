@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from nibble.formats import codes as e2m1
-from nibble.formats.base import KVFormat, Plane, torch_dtype
-from nibble.formats.lookup import to_float
+from nibble.formats import base as e2m1
+from nibble.formats.base import KVFormat, Plane, to_float, torch_dtype
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Transform:
     """key: (k_THD, mean_HD or None) -> float32 k_THD. needs_mean: whether calibration must supply the mean.
-    rotates: whether the query goes the same way (kernels/rotate/__init__.py).
+    rotates: whether the query goes the same way (kernels/linear/__init__.py).
     """
 
     name: str

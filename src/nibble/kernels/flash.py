@@ -5,12 +5,25 @@ A format's words decode into PARTS tiles, and part j has the values j, j + PARTS
 
 Shape suffixes: M rows of a tile (query tokens x heads), N keys of a tile, W words of a row. Names in capitals are
 constants of a kernel.
+
+Split-KV: how programs share the keys of requests where there are few queries, and how their results are combined.
+
+How many programs share a request's keys is worked out on the device, from the lengths that stand there, so that a
+captured CUDA graph stays right when they change. Each program gets about as many keys as any other in the batch, and
+the grid depends on no length.
+
+Shape suffixes: M rows of a tile, D values of a head, R requests, K sizes of a share, S splits. Names in capitals are
+constants of a kernel.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from nibble.kernels.sizes import next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MIN_PEAK = tl.constexpr(
@@ -97,3 +110,208 @@ def store_rows(at_M, sums, factor_M, live_M, DIM: tl.constexpr):
         keep = live_M[:, None] & (value < DIM)[None, :]
         mean = (sums[j] * factor_M[:, None]).to(at_M.dtype.element_ty)
         tl.store(at_M[:, None] + value[None, :], mean, mask=keep)
+
+
+MIN_KEYS_PER_SPLIT = tl.constexpr(256)
+"""Keys from which a program of its own is worth while."""
+TAIL_COST = tl.constexpr(0.3)
+"""Part of a share's time that the GPU waits for the last program, where not all run at once."""
+LAUNCH_COST_KEYS = tl.constexpr(80.0)
+"""Keys that are read in the time in which a program starts."""
+SHARE_SIZES = 8
+"""Sizes of a share of keys that are compared with each other."""
+MIN_REQUESTS = 32
+"""Requests that a kernel is compiled for at least, so that small batches share one."""
+
+
+@triton.jit
+def _split_counts(keys_R, live_R, slots, K: tl.constexpr):
+    """Return how many programs share each request's keys: together at most requests + K / 2 * slots.
+
+    Of K sizes of a share, up to twice what is fair, the one that is done first. Programs that all run at once take as
+    long as the longest. Others keep the GPU busy until the last of them has it for itself.
+    """
+    fair = tl.sum(keys_R) / slots
+    each_K = tl.maximum(fair * (1.0 + tl.arange(0, K)) * (2.0 / K), MIN_KEYS_PER_SPLIT)
+    splits_KR = tl.maximum(tl.ceil(keys_R[None, :] / each_K[:, None]), 1.0) * live_R[None, :]
+    programs_K = tl.sum(splits_KR, 1)
+    longest_K = tl.max(keys_R[None, :] / tl.maximum(splits_KR, 1.0), 1)
+    queued_K = fair + TAIL_COST * longest_K + LAUNCH_COST_KEYS * programs_K / slots
+    best = tl.argmin(tl.where(programs_K <= slots, longest_K, queued_K), 0)
+    return tl.sum(tl.where((tl.arange(0, K) == best)[:, None], splits_KR, 0.0), 0).to(tl.int32)
+
+
+@triton.jit
+def assign_split(program, seq_lens, requests, slots, max_keys, R: tl.constexpr, K: tl.constexpr):
+    """Assign a share of a request's keys to a program.
+
+    Args:
+        program: Index of the program among those of one tile of queries.
+        seq_lens: Pointer to the stored tokens of each request.
+        requests: How many requests there are.
+        slots: How many programs run at a time.
+        max_keys: Most keys that a request sees.
+        R: Requests, padded to a power of two.
+        K: Sizes of a share that are compared.
+
+    Returns:
+        The request (`requests` or more for a program too many), the index of its split, and how many it has.
+    """
+    r_R = tl.arange(0, R)
+    keys_R = tl.minimum(tl.load(seq_lens + r_R, mask=r_R < requests, other=0), max_keys).to(tl.float32)
+    splits_R = _split_counts(keys_R, (r_R < requests).to(tl.float32), slots, K)
+    request = tl.sum((tl.cumsum(splits_R) <= program).to(tl.int32))
+    before = tl.sum(tl.where(r_R < request, splits_R, 0))
+    return request, program - before, tl.sum(tl.where(r_R == request, splits_R, 0))
+
+
+@triton.jit
+def split_bounds(past, first, last, split, splits, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Return the keys of a split, and those among them that need no mask.
+
+    Args:
+        past: Keys before the queries of the request.
+        first: First query of the tile, counted from the request's first.
+        last: Last query of the tile.
+        split: Index of the split.
+        splits: How many the request has.
+        WINDOW: Tokens that a query sees, 0 for all.
+        N: Keys of a tile.
+
+    Returns:
+        start, inner, outer, stop: [start, stop) is the split's share of the keys that any of the queries sees, and
+        [inner, outer) within it is what all of them see. All but stop are at whole tiles.
+    """
+    start, stop, inner = 0, tl.maximum(past + last + 1, 0), 0
+    if WINDOW:
+        start = tl.maximum(past + first + 1 - WINDOW, 0) // N * N
+        inner = tl.cdiv(tl.maximum(past + last + 1 - WINDOW, 0), N) * N
+    outer = tl.maximum(past + first + 1, 0) // N * N
+    # A whole number of tiles, so that only the last split has a partial one.
+    each = tl.cdiv(stop - start, N * splits) * N
+    start += split * each
+    stop = tl.minimum(start + each, stop)
+    inner = tl.minimum(tl.maximum(inner, start), stop)
+    return start, inner, tl.maximum(tl.minimum(outer, stop), inner), stop
+
+
+@triton.jit
+def _first_part_row(program, tile, tiles, head, heads, M: tl.constexpr):
+    """Return the first row of what a program leaves to be combined."""
+    return ((program * tiles + tile) * heads + head).to(tl.int64) * M
+
+
+@triton.jit
+def store_tile(
+    out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, row_M, head_M, live_M, program, tile, group, splits,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a program whose grid is tiles of queries, groups of heads, and requests or splits.
+
+    It is final where the request has one split; else its part and log-sum-exp are left for combine_kernel.
+
+    Args:
+        out: Pointer to [tokens, heads, DIM].
+        parts: Pointer to float32 [programs, tiles, groups, M, DIM].
+        lse: Pointer to float32 [programs, tiles, groups, M], in powers of two.
+        peak_M: Largest score of each row.
+        total_M: Sum of each row's weights; 1 where no key was seen.
+        empty_M: Where no key was seen.
+        sums: Parts of the weighted values, [M, W] each.
+        factor_M: What sums are to be multiplied by.
+        row_M: The query token of each row, among those of the batch.
+        head_M: Its query head.
+        live_M: Which rows there are.
+        program: Index in the last dimension of the grid.
+        tile: Tile of the request's queries.
+        group: Group of heads.
+        splits: Splits of the request.
+        GROUP: Heads of a group.
+        DIM: Values of a row.
+        SPLIT: Whether keys may be split.
+        M: Rows of a tile.
+    """
+    if splits == 1:
+        out_M = row_M.to(tl.int64) * (tl.num_programs(1) * GROUP) + head_M
+        store_rows(out + out_M * DIM, sums, factor_M, live_M, DIM)
+    elif SPLIT:
+        part_M = _first_part_row(program, tile, tl.num_programs(0), group, tl.num_programs(1), M) + tl.arange(
+            0, M
+        )
+        store_rows(parts + part_M * DIM, sums, factor_M, live_M, DIM)
+        # A log-sum-exp of -inf gives this part no weight in combine_kernel.
+        lse_M = tl.where(empty_M, float("-inf"), peak_M + tl.log2(total_M))
+        tl.store(lse + part_M, lse_M, mask=live_M)
+
+
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["cu_seqlens_q"])
+def combine_kernel(
+    out, parts, lse, plan, cu_seqlens_q, tiles, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of a row: their mean, weighted by what each saw.
+
+    Grid: query tokens of a request, query heads, requests. Arguments are those of store_tile; plan: int32
+    [requests, 2], the first program of each request and its splits. S: splits that are combined at a time.
+    """
+    # --- load: which programs left parts of this row
+    TOKENS: tl.constexpr = M // GROUP
+    token, query_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, splits = tl.load(plan + 2 * request), tl.load(plan + 2 * request + 1)
+    begin = tl.load(cu_seqlens_q + request)
+    # One split was stored to `out` at once. The grid is as high as the longest request, so there may be no such row.
+    if (splits == 1) | (begin + token >= tl.load(cu_seqlens_q + request + 1)):
+        return
+    tile, row = token // TOKENS, token % TOKENS * GROUP + query_head % GROUP
+    heads = tl.num_programs(1) // GROUP
+    d_D = tl.arange(0, WIDTH)
+    peak, total, mean_D = tl.full([], MIN_PEAK, tl.float32), 0.0, tl.zeros([WIDTH], tl.float32)
+
+    # --- accumulate
+    for first in range(0, splits, S):
+        split_S = first + tl.arange(0, S)
+        part_S = _first_part_row(program + split_S, tile, tiles, query_head // GROUP, heads, M) + row
+        lse_S = tl.load(lse + part_S, mask=split_S < splits, other=float("-inf"))
+        keep = (split_S < splits)[:, None] & (d_D < DIM)[None, :]
+        part_SD = tl.load(parts + part_S[:, None] * DIM + d_D[None, :], mask=keep, other=0.0)
+        # a split in which a row sees no key holds anything, NaN included
+        part_SD = tl.where((lse_S != float("-inf"))[:, None], part_SD, 0.0)
+        top = tl.maximum(peak, tl.max(lse_S, 0))
+        weight_S, rescale = tl.exp2(lse_S - top), tl.exp2(peak - top)
+        total = total * rescale + tl.sum(weight_S, 0)
+        mean_D = mean_D * rescale + tl.sum(part_SD * weight_S[:, None], 0)
+        peak = top
+
+    # --- store
+    # A row that sees no key at all becomes zeros, not NaN.
+    mean_D /= tl.where(total == 0.0, 1.0, total)
+    out_row = (begin + token).to(tl.int64) * tl.num_programs(1) + query_head
+    tl.store(out + out_row * DIM + d_D, mean_D.to(out.dtype.element_ty), mask=d_D < DIM)
+
+
+def padded_requests(requests: int) -> int:
+    """Return how many requests a kernel is compiled for that serves so many."""
+    return max(next_power_of_2(requests), MIN_REQUESTS)
+
+
+def workspace(
+    programs: int, rows: int, dim: int, requests: int, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what programs leave to be combined.
+
+    Args:
+        programs: Programs for one tile of queries and group of heads.
+        rows: Rows of all tiles and groups of a request.
+        dim: Values of a row.
+        requests: Requests of the batch.
+        out: A tensor on the same device.
+
+    Returns:
+        Float32 parts of rows and their log-sum-exps, and int32 [requests, 2]: the first program of each request and
+        its splits.
+    """
+    return (
+        out.new_empty(programs * rows, dim, dtype=torch.float32),
+        out.new_empty(programs * rows, dtype=torch.float32),
+        out.new_empty(requests, 2, dtype=torch.int32),
+    )

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
-from nibble.models.experts import pack_experts
 from nibble.models.hook import adapt
 from nibble.models.hub import first_line, locate, quiet
 from nibble.models.kv_scales import is_scale
-from nibble.models.linear import pack_linears
+from nibble.models.linear import pack_experts, pack_linears
 from nibble.models.merged_linear import merge_and_tune_linears
+from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.refusals import architecture_class
-from nibble.models.rope import fix_rope, tabulate_rope
 
 
 def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:

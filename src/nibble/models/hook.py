@@ -20,13 +20,13 @@ from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT
 from nibble.models import mla as latent
 from nibble.models.dsa import Selection, indexer_replacements, replace_indexers
-from nibble.models.guard import MaskRule
 from nibble.models.mla import AbsorbedProjections, absorb_latents, absorptions
+from nibble.models.refusals import MaskRule
 
 NAME = "nibble"
 """Name of the implementation that serves. It has no mask function, so no mask is built."""
 PROBE = "nibble_probe"
-"""Name of the same with a mask function that records the rule of each mask, for models/guard.py."""
+"""Name of the same with a mask function that records the rule of each mask, for models/refusals.py."""
 CONTEXT = "nibble_ctx"
 """Keyword of model(...) that carries the StepContext to every layer; a Step that holds it if the model is compiled,
 or an Observer."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from nibble.cache import scales
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
 from nibble.errors import ScaleError, WeightError
-from nibble.formats import codes as e2m1
+from nibble.formats import base as e2m1
 
 _OWNER = r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
 _NAME = re.compile(

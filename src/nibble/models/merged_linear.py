@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from nibble.kernels import linear
 from nibble.models import hook
-from nibble.models.guard import EmptyRouting
 from nibble.models.hook import attention_mask_for
 from nibble.models.observe import skeleton
+from nibble.models.refusals import EmptyRouting
 
 _TOKENS = 2
 

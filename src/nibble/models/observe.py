@@ -18,11 +18,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, Stream
 from nibble.models import hook
-from nibble.models.guard import EmptyRouting, PositionsWatch, check_masks, check_modules
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
-from nibble.models.refusals import architecture_class
-from nibble.models.rope import context_factor, fix_rope
+from nibble.models.mla import context_factor, fix_rope
+from nibble.models.refusals import (
+    EmptyRouting,
+    PositionsWatch,
+    architecture_class,
+    check_masks,
+    check_modules,
+)
 
 _TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

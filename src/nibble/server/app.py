@@ -15,13 +15,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
 from nibble.config import SamplingParams
-from nibble.engine.outputs import Delta
+from nibble.engine.request import Delta
 from nibble.errors import PromptTooLong, RequestError
 from nibble.server import chat_format, page
 from nibble.server.engine_client import EngineClient, EngineDiedError, GenerationRequest, Piece, State
 from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
-from nibble.server.http_log import RequestLogMiddleware, Sink, access_log, http_log_of
-from nibble.server.messages import Ready
+from nibble.server.logging import RequestLogMiddleware, Sink, access_log, http_log_of
 from nibble.server.metrics import Metrics, RequestTimer
 from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.protocol import (
@@ -33,8 +32,8 @@ from nibble.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
-from nibble.server.responses import ChatWriter, TextWriter, Writer
-from nibble.server.settings import PRIORITY, Settings
+from nibble.server.responses import ChatWriter, TextWriter, Writer, cache_view, fidelity_warning
+from nibble.server.run import PRIORITY, Settings
 from nibble.server.streaming import (
     AdmissionLimiter,
     Events,
@@ -42,9 +41,14 @@ from nibble.server.streaming import (
     encode_event,
     merge_streams,
 )
-from nibble.server.structured import GrammarCheck
-from nibble.server.tools import Tool, arguments_as_text, message_for_template, tools_for_template
-from nibble.server.views import cache_view, fidelity_warning
+from nibble.server.tools import (
+    GrammarCheck,
+    Tool,
+    arguments_as_text,
+    message_for_template,
+    tools_for_template,
+)
+from nibble.server.worker import Ready
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""

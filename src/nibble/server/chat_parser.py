@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from nibble.server.chat_events import CallDelta, Event, Text, Thought, merge_events
+from nibble.server.streaming import CallDelta, Event, Text, Thought, merge_events
 from nibble.server.tool_arguments import SURROGATES, LiteralScan, as_json, quote, to_json, types_of
 
 T = TypeVar("T")

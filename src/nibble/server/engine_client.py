@@ -23,9 +23,9 @@ import zmq
 import zmq.asyncio
 
 from nibble.config import Config, SamplingParams
-from nibble.engine.outputs import Delta
+from nibble.engine.request import Delta
 from nibble.errors import NibbleError, RequestError
-from nibble.server import messages as wire
+from nibble.server import worker as wire
 from nibble.server.logging import decode_costs, log_event, plan_summary
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from nibble.errors import NibbleError
 from nibble.server.engine_client import EngineDiedError
-from nibble.server.messages import status_of
+from nibble.server.worker import status_of
 
 log = logging.getLogger("nibble.server")
 TOO_MANY = 429

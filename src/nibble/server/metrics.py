@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 import nibble
 from nibble.errors import NibbleError, RequestError
 from nibble.server.engine_client import EngineClient, Piece, State
-from nibble.server.views import MODEL_LABEL, FidelityCollector
+from nibble.server.responses import MODEL_LABEL, FidelityCollector
 
 # Bounds of the histograms' buckets: vLLM's, and finer where small models are.
 FIRST_S = (

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nibble.config import SamplingParams
-from nibble.server.structured import StructuredFields
-from nibble.server.tools import ToolFields
+from nibble.server.tools import StructuredFields, ToolFields
 
 MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES, MAX_PROMPTS, MAX_BIASES = 16, 20, 128, 1024, 1 << 14
 MAX_TOKENS, MAX_FIELDS, MAX_STOP_TOKENS = 1 << 20, 1000, 4096

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import nibble
 from nibble.errors import ConfigError
-from nibble.server.http_log import HttpLog
+from nibble.server.logging import HttpLog
 from nibble.server.metrics import RequestTimer
 
 if TYPE_CHECKING:

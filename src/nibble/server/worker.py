@@ -3,6 +3,8 @@
     python -m nibble.server.worker ADDRESS LOG_FORMAT < config.json
 
 Being a process of its own, it is never held up by tokenising, JSON or slow readers. It ends with its parent.
+
+Messages between the server and the process of its engine: plain data, encoded by msgspec as MessagePack.
 """
 
 from __future__ import annotations
@@ -16,17 +18,120 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
-from nibble.engine.outputs import Delta
-from nibble.errors import NibbleError, RequestError
-from nibble.server import messages as wire
+from nibble.config import SamplingParams
+from nibble.engine.request import Delta
+from nibble.errors import NibbleError, PromptTooLong, RequestError
 from nibble.server.logging import configure
 
 if TYPE_CHECKING:
     from nibble.engine.engine import RequestHandle
     from nibble.engine.llm import LLM
     from nibble.engine.structured_output import Matcher
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Command to continue a prompt."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    salt: str = ""
+    """Only requests of the same salt share pages."""
+    priority: int = 0
+    """A lower one is served before."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Command to give up a request, whose client is not there any more."""
+
+    id: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Command to end the engine's process."""
+
+
+Command = Submit | Abort | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Event: the engine serves."""
+
+    folder: str
+    """Where the tokenizer is."""
+    max_context: int
+    vocab_size: int
+    about: dict[str, Any]
+    """For people and programs: the plan, where memory goes, how the start went."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Event: the engine could not start."""
+
+    error: str
+    kind: str
+    """A class of nibble.errors."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Event: a request cannot be served."""
+
+    id: int
+    status: int
+    """Of HTTP."""
+    error: str
+    code: str | None = None
+
+
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """Event: one step added to answers."""
+
+    items: list[tuple[int, int, float | None, Delta]]
+    """Request, its prompt tokens from the prefix cache, when it was started, and what was added."""
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Event: counts of the engine."""
+
+    numbers: dict[str, float]
+    """By name, as the scheduler's metrics and the cache's have them."""
+
+
+Event = Ready | Failed | Refused | Pieces | Stats
+
+
+def status_of(error: NibbleError) -> tuple[int, str, str | None]:
+    """Return the HTTP status, the message and the code of an error that keeps a request from being served."""
+    if isinstance(error, RequestError):
+        return error.status, str(error), error.code
+    if isinstance(error, PromptTooLong):
+        return 400, str(error), "context_length_exceeded"
+    return 500, str(error), None
+
+
+# Decoders are built once: they compile the types.
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    """Return a message's bytes."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Return a message of the server."""
+    return _command_decoder.decode(data)
+
+
+def decode_event(data: bytes) -> Event:
+    """Return a message of the engine."""
+    return _event_decoder.decode(data)
+
 
 STATS_S = 0.5
 """Between two counts, at least."""
@@ -54,7 +159,7 @@ class Worker:
         self._outbox: list[tuple[int, int, float | None, Delta]] = []
         # A large grammar takes seconds, for which no answer is to wait.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
-        self._preparing: dict[int, tuple[wire.Submit, Future[Matcher | None]]] = {}
+        self._preparing: dict[int, tuple[Submit, Future[Matcher | None]]] = {}
         self._parent, self._stats_at = parent, 0.0
 
     def run(self) -> None:
@@ -62,28 +167,28 @@ class Worker:
         self._send(ready_message(self._llm))
         while os.getppid() == self._parent:
             for command in self._commands():
-                if isinstance(command, wire.Stop):
+                if isinstance(command, Stop):
                     return
                 self._execute(command)
             self._admit_prepared()
             if self._engine.busy:
                 self._engine.step()
             if self._outbox:
-                self._send(wire.Pieces(self._outbox))
+                self._send(Pieces(self._outbox))
                 self._outbox = []
             if time.monotonic() - self._stats_at > STATS_S:
                 self._stats_at = time.monotonic()
-                self._send(wire.Stats(engine_stats(self._llm) | {"time": self._stats_at}))
+                self._send(Stats(engine_stats(self._llm) | {"time": self._stats_at}))
 
-    def _commands(self) -> Iterator[wire.Command]:
+    def _commands(self) -> Iterator[Command]:
         """Yield commands that have come; an idle engine waits a little for the first."""
         wait_ms = 0 if self._engine.busy else GRAMMAR_POLL_MS if self._preparing else IDLE_MS
         while self._socket.poll(wait_ms):
-            yield wire.decode_command(self._socket.recv())
+            yield decode_command(self._socket.recv())
             wait_ms = 0
 
-    def _execute(self, command: wire.Submit | wire.Abort) -> None:
-        if isinstance(command, wire.Abort):
+    def _execute(self, command: Submit | Abort) -> None:
+        if isinstance(command, Abort):
             if handle := self._handles.pop(command.id, None):
                 self._num_open.pop(command.id)
                 self._engine.abort(handle)
@@ -106,17 +211,17 @@ class Worker:
                 # llguidance may panic, which is no Exception.
                 if not isinstance(error, NibbleError):
                     error = RequestError(f"the grammar fails: {error}")
-                self._send(wire.Refused(command.id, *wire.status_of(error)))
+                self._send(Refused(command.id, *status_of(error)))
 
-    def _admit(self, command: wire.Submit, matcher: Matcher | None) -> None:
+    def _admit(self, command: Submit, matcher: Matcher | None) -> None:
         try:
             self._handles[command.id] = self._submit(command, matcher)
         except NibbleError as error:
-            self._send(wire.Refused(command.id, *wire.status_of(error)))
+            self._send(Refused(command.id, *status_of(error)))
         else:
             self._num_open[command.id] = command.params.n
 
-    def _submit(self, command: wire.Submit, matcher: Matcher | None) -> RequestHandle:
+    def _submit(self, command: Submit, matcher: Matcher | None) -> RequestHandle:
         def add(delta: Delta) -> None:
             handle = self._handles.get(command.id)
             if handle is None:  # aborted
@@ -133,11 +238,11 @@ class Worker:
             command.prompt, command.params, add, salt=salt, priority=priority, matcher=matcher
         )
 
-    def _send(self, event: wire.Event) -> None:
-        self._socket.send(wire.encode(event))
+    def _send(self, event: Event) -> None:
+        self._socket.send(encode(event))
 
 
-def ready_message(llm: LLM) -> wire.Ready:
+def ready_message(llm: LLM) -> Ready:
     """Return what is served."""
     from nibble.attention.planner.explain import as_dict, staging_warnings
     from nibble.models.hub import locate
@@ -151,7 +256,7 @@ def ready_message(llm: LLM) -> wire.Ready:
         "startup": dict(llm.startup),
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return wire.Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+    return Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:
@@ -188,7 +293,7 @@ def main(address: str, log_format: str) -> None:
             llm.engine.grammars.prepare()
         worker = Worker(llm, socket, parent)
     except (NibbleError, OSError) as error:
-        socket.send(wire.encode(wire.Failed(str(error), type(error).__name__)))
+        socket.send(encode(Failed(str(error), type(error).__name__)))
         raise SystemExit(1) from error
     worker.run()
 

@@ -35,9 +35,7 @@ from nibble.kernels.types import AttentionParams
 from nibble.models.forward import plain
 from nibble.models.observe import BYTES, observe_skeleton, skeleton
 from nibble.models.refusals import check_config
-from nibble.transformers.patching import attach
-from nibble.transformers.step import Step, count_tokens, pack
-from nibble.transformers.store import Row, Store
+from nibble.transformers.store import Row, Step, Store, attach, count_tokens, pack
 
 IGNORED = frozenset({"cache_position", "use_cache", "return_dict"})
 """Keywords that change nothing in what is computed."""

@@ -8,8 +8,7 @@ from torch import Tensor
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Phase, Support
-from nibble.cache.pool import PagedPool
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView, PagedPool
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 

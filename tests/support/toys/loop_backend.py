@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Support
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 calls = 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nibble import LLM
-from nibble.attention import dequantize as staging
+from nibble.attention import layer as staging
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import StepStates
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs
@@ -25,9 +25,8 @@ from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
-from nibble.cache.pool import PagedPool
+from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
-from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu

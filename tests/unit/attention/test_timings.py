@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nibble.attention import backends
-from nibble.attention.planner import evidence, needs
+from nibble.attention.planner import evidence, support
 from nibble.attention.planner.evidence import (
     LedgerEntry,
     Rankings,
@@ -26,12 +26,12 @@ from nibble.attention.planner.evidence import (
 from nibble.attention.planner.explain import as_text
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
-from nibble.cli import docs_tables as tables
+from nibble.cli import docs as tables
 from nibble.cli.main import app
 from nibble.config import Config
 from nibble.errors import ConfigError
-from nibble.evals.tuning import workloads
-from nibble.evals.tuning.workloads import Workload
+from nibble.evals.tuning import fixtures
+from nibble.evals.tuning.fixtures import Workload
 from nibble.hardware import lookup_gpu
 from nibble.spec import CacheSpec
 from planning import GPT_OSS, QWEN3_8B
@@ -64,7 +64,7 @@ def table() -> dict[str, BackendInfo]:
 
 def times(phase: Phase, model_spec: Any = QWEN3_8B, config: Config = NVFP4, **ms: float | None) -> Rankings:
     """A measurement of one workload of a phase, backend by backend; None failed."""
-    (part, *_) = needs.scheme_groups(CacheSpec.from_config(config), model_spec)
+    (part, *_) = support.scheme_groups(CacheSpec.from_config(config), model_spec)
     timings = tuple(
         Timing(
             name,
@@ -142,7 +142,7 @@ def test_a_time_on_other_pages_than_those_asked_for_says_nothing() -> None:
 
 
 def test_a_subject_is_all_that_a_kernel_sees() -> None:
-    parts = needs.scheme_groups(CacheSpec.from_config(NVFP4), GPT_OSS)
+    parts = support.scheme_groups(CacheSpec.from_config(NVFP4), GPT_OSS)
     subjects = {evidence.subject(part, phase, "bfloat16") for part in parts for phase in Phase}
     assert len(subjects) == 8
     assert "decode of mha in nvfp4, 64 heads, k 8x64+v 8x64, bfloat16, window 128, sinks" in subjects
@@ -338,7 +338,7 @@ def test_the_ledger_says_versions_and_reads_entries_of_old(tmp_path: Path) -> No
 
 
 def test_workloads_are_read_and_cut() -> None:
-    parse = workloads.parse
+    parse = fixtures.parse
     assert parse(Phase.DECODE, "64x8K") == Workload(Phase.DECODE, "64x8K", 64, 1, 8192)
     assert parse(Phase.EXTEND, "2K+32K") == Workload(Phase.EXTEND, "2K+32K", 1, 2048, 34 * 1024)
     assert parse(Phase.PREFILL, "2x70").new == 70 and parse(Phase.VERIFY, "2x3").new == 3
@@ -350,16 +350,16 @@ def test_workloads_are_read_and_cut() -> None:
     ):
         with pytest.raises(ConfigError):
             parse(phase, wrong)
-    names = [work.name for work in workloads.within(workloads.usual(False), 4096, 1 << 15)]
+    names = [work.name for work in fixtures.within(fixtures.usual(False), 4096, 1 << 15)]
     assert names == ["1x4K", "240+3856", "819+3277", "8x4K", "1x4K", "32x1K", "8x4K"]
     assert all(
-        work.new <= work.stored <= 4096 for work in workloads.within(workloads.usual(False), 4096, 1 << 15)
+        work.new <= work.stored <= 4096 for work in fixtures.within(fixtures.usual(False), 4096, 1 << 15)
     )
 
 
 def test_tune_measures_and_plan_follows(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {Phase.PREFILL: ("1x40",), Phase.EXTEND: ("8+33",), Phase.DECODE: ("2x40", "1x60")}
-    monkeypatch.setattr(workloads, "ON_CPU", small)
+    monkeypatch.setattr(fixtures, "ON_CPU", small)
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "nvfp4", "--json"])
     assert told.exit_code == 0, told.output
     content = json.loads(told.output)

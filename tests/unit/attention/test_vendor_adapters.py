@@ -33,9 +33,8 @@ from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import Phase
-from nibble.cache.pool import PagedPool
+from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE, KVScales, LayerScales, StreamScale
-from nibble.cache.view import KVView
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu

@@ -17,11 +17,12 @@ import typer
 from typer.testing import CliRunner
 
 import nibble
-from nibble.cli import docs, exits, reference
+from nibble.cli import docs
+from nibble.cli.command import EXIT_CODES, FAILED, USAGE, takes
+from nibble.cli.command import command as cli_command
 from nibble.cli.main import COMMANDS, app
-from nibble.cli.options import takes
 from nibble.config import Config, SamplingParams
-from nibble.engine.outputs import Completion, Output
+from nibble.engine.request import Completion, Output
 from nibble.errors import (
     ConfigError,
     NibbleError,
@@ -32,7 +33,7 @@ from nibble.errors import (
     Unsupported,
     WeightError,
 )
-from nibble.evals.sizes import Sizes
+from nibble.evals.report import Sizes
 from tiny import save_tiny
 
 NAMES = [entry.name for entry in COMMANDS]
@@ -94,7 +95,7 @@ def test_examples_are_of_the_command_and_fit_a_terminal(entry: Any) -> None:
 
 
 def test_options_of_examples_exist() -> None:
-    known = set(re.findall(r"`(-[-\w]+)`", reference.reference()))
+    known = set(re.findall(r"`(-[-\w]+)`", docs.reference()))
     for entry in COMMANDS:
         for word in shlex.split(entry.examples):
             if re.fullmatch(r"--?[a-z][\w-]*", word):
@@ -122,7 +123,7 @@ def test_starting_is_light() -> None:
     ],
 )
 def test_every_field_is_an_option_with_its_doc_as_help(name: str, kind: type, without: set[str]) -> None:
-    section = reference.reference().partition(f"## nibble {name}\n")[2].partition("\n## ")[0]
+    section = docs.reference().partition(f"## nibble {name}\n")[2].partition("\n## ")[0]
     for entry in fields(kind):
         if entry.name not in without:
             row = next(line for line in section.splitlines() if f"`--{entry.name.replace('_', '-')}`" in line)
@@ -139,7 +140,7 @@ def _parsed(*words: str) -> dict[str, Any]:
     def command(config: dict[str, Any], params: dict[str, Any]) -> None:
         seen.update(config=Config(model="m", **config), params=SamplingParams(**params))
 
-    small.command()(exits.command(command))
+    small.command()(cli_command(command))
     result = CliRunner().invoke(small, list(words))
     assert result.exit_code == 0, result.output
     return seen
@@ -203,9 +204,9 @@ def test_exit_codes(error: BaseException, code: int) -> None:
         raise error
 
     small = typer.Typer()
-    small.command()(exits.command(fails))
+    small.command()(cli_command(fails))
     result = CliRunner().invoke(small, [])
-    assert result.exit_code == code and code in exits.EXIT_CODES
+    assert result.exit_code == code and code in EXIT_CODES
     assert "Traceback" not in result.output
     assert result.stderr.startswith("error: ") or code == 130
     if code != 130:
@@ -466,7 +467,7 @@ def test_generate_refuses_what_is_not_utf8(tmp_path: Path) -> None:
 
 def refused(*words: str, stdin: bytes | None = None) -> str:
     result = CliRunner().invoke(app, list(words), input=stdin)
-    assert result.exit_code == exits.USAGE, result.output
+    assert result.exit_code == USAGE, result.output
     return str(result.stderr)
 
 
@@ -474,7 +475,7 @@ def test_chat_in_json_fails_where_an_answer_does(chatty: str, monkeypatch: pytes
     answer = Completion(0, "", (), "abort", error="a kernel failed")
     monkeypatch.setattr("nibble.engine.llm.LLM.chat", lambda *_: Output("", (), (answer,)))
     result = run("chat", chatty, "--json", stdin="hello\n")
-    assert result.exit_code == exits.FAILED and "a kernel failed" in result.stderr
+    assert result.exit_code == FAILED and "a kernel failed" in result.stderr
     assert result.stdout == ""
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_ref import TorchRef
-from nibble.attention.planner import needs
+from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
 from nibble.config import Config
+from nibble.evals.tuning import bench as clock
 from nibble.evals.tuning import bench as race
-from nibble.evals.tuning import timing as clock
-from nibble.evals.tuning import workloads
+from nibble.evals.tuning import fixtures
 from nibble.evals.tuning.bench import Result, entrants, fastest
 from nibble.evals.tuning.fixtures import make_fixture
 from nibble.hardware import Hardware, lookup_gpu, probe
@@ -31,7 +31,7 @@ from planning import GEMMA2, QWEN3_8B, model_spec
 
 STREAMS = (Stream("k", 2, 32), Stream("v", 2, 32))
 SMALL = model_spec(LayerGroup("full", "mha", STREAMS, (0, 1), 4))
-DECODE, EXTEND = workloads.parse(Phase.DECODE, "2x40"), workloads.parse(Phase.EXTEND, "8+33")
+DECODE, EXTEND = fixtures.parse(Phase.DECODE, "2x40"), fixtures.parse(Phase.EXTEND, "8+33")
 
 
 def backend(
@@ -72,7 +72,7 @@ def ready(
 
 def raced(table: dict[str, BackendInfo], work: Any = DECODE, **more: Any) -> dict[str, Result]:
     request, plan = ready(table, **more)
-    (part,) = needs.scheme_groups(request.spec, request.model_spec)
+    (part,) = support.scheme_groups(request.spec, request.model_spec)
     return {result.name: result for result in race.bench_backends(request, plan, part, work)}
 
 
@@ -127,7 +127,7 @@ def test_staging_leaves_out_what_no_window_sees(monkeypatch: pytest.MonkeyPatch)
     row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"fp32"}))
     plain = BackendInfo(name="plain", support=(row,), summary="", adapter=Noting)
     windowed = model_spec(LayerGroup("window", "mha", STREAMS, (0, 1), 4, window=20))
-    work = workloads.parse(Phase.EXTEND, "8+200")
+    work = fixtures.parse(Phase.EXTEND, "8+200")
     table = {"plain": plain, "right": backend("right", TorchRef, Origin.OWN)}
     found = raced(table, work, scheme="nvfp4", of=windowed)["plain, staged"]
     assert found.ms and not found.failure and max(seen) <= 8 + 20 + 16
@@ -147,15 +147,15 @@ def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest
             return super().forward(q, view, batch, params, state)
 
     monkeypatch.setattr(clock, "l2_bytes", lambda device: 20_000)
-    monkeypatch.setattr(clock, "SPEND_MS", 0.0)
+    monkeypatch.setattr(clock, "REPLAYS_MS", 0.0)
     result = raced({"noting": backend("noting", Noting)})["noting"]
     assert result.ms and len(seen) > 8 * len(steps) > 0
 
 
 def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     request, _ = ready({"a": backend("a", TorchRef)}, "nvfp4")
-    (part,) = needs.scheme_groups(request.spec, request.model_spec)
-    work = workloads.parse(Phase.EXTEND, "32+512")
+    (part,) = support.scheme_groups(request.spec, request.model_spec)
+    work = fixtures.parse(Phase.EXTEND, "32+512")
     monkeypatch.setattr(clock, "l2_bytes", lambda device: 50_000)
     scene = make_fixture(part, work, 16, "hnd", "float32", "cpu")
     pages = scene.segment.page_table_BN[0].tolist()
@@ -173,7 +173,7 @@ def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.Mo
 def test_who_may_enter() -> None:
     table = dict(backends.all_backends())
     request, plan = ready(table, "nvfp4", QWEN3_8B, lookup_gpu("h200"))
-    (part,) = needs.scheme_groups(request.spec, request.model_spec)
+    (part,) = support.scheme_groups(request.spec, request.model_spec)
 
     def names(phase: Phase, only: tuple[str, ...] = ()) -> list[str]:
         found = entrants(request, plan, part, phase, only)
@@ -192,7 +192,7 @@ def test_who_may_enter() -> None:
         {"torch_ref": table["torch_ref"]},
         ready({"torch_ref": table["torch_ref"]}, "nvfp4", GEMMA2, lookup_gpu("h200")),
     )
-    windowed = needs.scheme_groups(of[0].spec, of[0].model_spec)[0]
+    windowed = support.scheme_groups(of[0].spec, of[0].model_spec)[0]
     assert [e.option.backend.name for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
 
 

@@ -15,16 +15,14 @@ from transformers import Qwen3ForCausalLM
 
 from nibble import LLM
 from nibble.config import Config
-from nibble.engine.outputs import Delta
+from nibble.engine.request import Delta
 from nibble.errors import ConfigError, NibbleError, ScaleError
-from nibble.evals import agreement, plot
-from nibble.evals import grading as ask
-from nibble.evals.agreement import Agreement, Prediction
-from nibble.evals.perplexity import Perplexity, losses, windows
+from nibble.evals import perplexity
+from nibble.evals import recall as ask
+from nibble.evals.perplexity import Agreement, Perplexity, Prediction, losses, windows
 from nibble.evals.recall import RecallCase
-from nibble.evals.report import SCHEMA, Report
+from nibble.evals.report import QUICK, SCHEMA, Entry, Report, Sizes, parse, plot, sizes
 from nibble.evals.run import default_entries, evaluate
-from nibble.evals.sizes import QUICK, Entry, Sizes, parse, sizes
 from planning import DEEPSEEK_V32, QWEN3_8B
 from tiny import save_tiny
 
@@ -117,14 +115,14 @@ def test_kl_of_few_remembered_tokens_is_a_close_lower_bound(monkeypatch: pytest.
     one = 4 * torch.randn(64, 300)
     other = one + 0.2 * torch.randn(64, 300)
     whole = Prediction.of(one).kl(other)
-    monkeypatch.setattr(agreement, "KEEP", 64)
+    monkeypatch.setattr(perplexity, "KEEP", 64)
     part = Prediction.of(one).kl(other)
     assert (part <= whole + 1e-6).all()
     assert part.mean() > 0.9 * whole.mean()
 
 
 def test_the_same_predictions_agree_wholly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "KEEP", 8)
+    monkeypatch.setattr(perplexity, "KEEP", 8)
     rows = torch.randn(5, 20)
     found = Agreement()
     found.add(rows, Prediction.of(rows))
@@ -212,18 +210,18 @@ def test_report_as_json_and_markdown(report: Report) -> None:
 
 
 def test_plot(report: Report, tmp_path: Path) -> None:
-    plot.plot(report, tmp_path / "one.svg")
-    plot.plot(report, tmp_path / "two.svg")
+    plot(report, tmp_path / "one.svg")
+    plot(report, tmp_path / "two.svg")
     text = (tmp_path / "one.svg").read_text()
     assert text.startswith("<?xml") and text == (tmp_path / "two.svg").read_text()
     with pytest.raises(ConfigError, match="cannot write the plot"):
-        plot.plot(report, tmp_path / "nowhere" / "one.svg")
+        plot(report, tmp_path / "nowhere" / "one.svg")
 
 
 def test_plot_without_matplotlib(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"nibble-llm\[plot\]"):
-        plot.plot(report, tmp_path / "plot.png")
+        plot(report, tmp_path / "plot.png")
 
 
 def test_what_the_model_cannot_take_is_skipped_unless_it_was_named(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from nibble.kernels.append import Target
 from nibble.kernels.append.naive import NaiveAppend as Reference
 from nibble.kernels.append.triton import HeadsAppend
 from nibble.kernels.codecs import ENCODERS
-from nibble.kernels.rotate import rotate
-from nibble.kernels.rotate.triton import rotate as rotate_twin
+from nibble.kernels.linear import rotate
+from nibble.kernels.linear.triton import rotate as rotate_twin
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
 

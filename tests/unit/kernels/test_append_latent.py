@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from torch import Tensor
 
 from nibble import formats
-from nibble.cache import packing as packings
+from nibble.cache import layout as packings
 from nibble.formats import transforms as transform
 from nibble.formats.base import raw
 from nibble.kernels.append import Target
@@ -25,7 +25,7 @@ from nibble.kernels.append import triton as implementation
 from nibble.kernels.append.naive import NaiveAppend as Reference
 from nibble.kernels.append.triton import RowAppend
 from nibble.kernels.codecs import ROW_ENCODERS
-from nibble.kernels.codecs.spans import cut
+from nibble.kernels.codecs.base import cut
 from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 

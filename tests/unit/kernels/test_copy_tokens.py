@@ -18,13 +18,13 @@ if importlib.util.find_spec("triton") is None:
 from torch import Tensor
 
 from nibble import formats
-from nibble.cache import packing as packings
+from nibble.cache import layout as packings
 from nibble.formats.base import raw
 from nibble.kernels.append import Target
 from nibble.kernels.append.naive import NaiveAppend as Reference
-from nibble.kernels.gather.naive import dequantize_tokens
+from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.offload import alike, copy_tokens, naive
-from nibble.kernels.offload import triton_copy_tokens as twin
+from nibble.kernels.offload import triton as twin
 from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 

@@ -18,8 +18,8 @@ from nibble import formats
 from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels import nvrtc as compiling
+from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.codecs import CUDA_LATENTS as LATENTS
-from nibble.kernels.gather.naive import dequantize_pages
 from nibble.kernels.mla import cuda as twin
 from nibble.kernels.mla import naive
 from nibble.kernels.types import AttentionBatch, Paged

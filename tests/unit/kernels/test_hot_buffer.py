@@ -49,7 +49,7 @@ def hot_of(frames: int) -> HotBuffer:
 
 
 def twin() -> Callable[..., HotLookup]:
-    from nibble.kernels.offload import triton_hot_buffer as swap
+    from nibble.kernels.offload import triton as swap
 
     return swap.lookup_hot
 
@@ -131,7 +131,7 @@ def test_padding_looks_at_nobody(way: Any) -> None:
 )
 def test_slots_by_way_of_pages(name: str) -> None:
     if name == "twin":
-        from nibble.kernels.offload.triton_hot_buffer import resident_slots as resident
+        from nibble.kernels.offload.triton import resident_slots as resident
     else:
         resident = naive.resident_slots
     table = torch.tensor([[7, 3]], dtype=torch.int32, device=DEVICE)

@@ -27,9 +27,8 @@ from nibble.config import Config
 from nibble.engine.plan import plan_engine
 from nibble.errors import ConfigError, RequestError, WeightError
 from nibble.models import observe as observing
-from nibble.models.guard import PositionsWatch, check_masks, check_modules
 from nibble.models.observe import observe
-from nibble.models.refusals import check_config
+from nibble.models.refusals import PositionsWatch, check_config, check_masks, check_modules
 from tiny import BASE, save_model, save_tiny
 
 WEIGHTS = "model.safetensors"
@@ -248,7 +247,7 @@ def test_a_config_is_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestGuard:
-    """models/guard.py on its own."""
+    """models/refusals.py on its own."""
 
     def check(self, rule: Any, window: int | None, max_context: int = 100) -> None:
         check_masks([(0, rule, window)], "toy", max_context)

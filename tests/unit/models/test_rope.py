@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nibble import LLM
 from nibble.errors import ConfigError
-from nibble.models.rope import fix_rope
+from nibble.models.mla import fix_rope
 from tiny import save_model
 
 ORIGINAL, LONGEST = 32, 128

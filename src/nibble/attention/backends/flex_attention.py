@@ -1,6 +1,6 @@
 """flex_attention: torch's FlexAttention over gathered pages. On a GPU compiled, on a CPU as torch interprets it.
 
-Quantised pages are staged (attention/dequantize.py).
+Quantised pages are staged (attention/layer.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """sdpa: the attention that torch brings. On a GPU its fused kernels, for new tokens over a prefix in any format.
 
-Elsewhere quantised pages are staged (attention/dequantize.py). No score capping and no sinks: torch's functions have
+Elsewhere quantised pages are staged (attention/layer.py). No score capping and no sinks: torch's functions have
 neither.
 """
 

@@ -42,7 +42,7 @@ from nibble.errors import ConfigError
 from nibble.hardware import Hardware, cache_folder, cuda_version, processor
 
 if TYPE_CHECKING:  # which imports the formats, and torch with them
-    from nibble.attention.planner.needs import SchemeGroup
+    from nibble.attention.planner.support import SchemeGroup
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ part is checked when an engine starts (engine/warmup.py).
     pool = what requests can fill                   on a CPU, at most CPU_SHARE of the memory
     pool = kv_memory                                where that is given; refused if it does not fit
 
-What requests can fill is max_running x max_context tokens.
+What requests can fill is max_running x max_context tokens. With a host tier a page's index keys stay on the device, and
+its latents need a frame there only while they are needed: a page costs less of the device, and there may be more pages
+than frames.
 """
 
 from __future__ import annotations
@@ -17,16 +19,13 @@ from functools import cached_property
 from math import ceil
 
 from nibble import formats
-from nibble.attention.planner import offload
-from nibble.attention.planner.capture import cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.offload import PageSplit
-from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
-from nibble.cache.layout import LayerLayout
-from nibble.config import format_size
+from nibble.cache.layout import CacheLayout, LayerLayout
+from nibble.config import OffloadSpec, format_size
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
-from nibble.model_spec import ModelSpec
+from nibble.model_spec import INDEX, ModelSpec
 from nibble.spec import CacheSpec
 
 RESERVE = 0.05
@@ -58,12 +57,20 @@ LOGIT_COPIES = 3
 TABLE_ALIGNMENT = 4
 """Columns of a page table come in groups of 16 bytes: Triton compiles a kernel anew for pointers off that grid."""
 GRAPH_ROW_BYTES = 3 * 8 + 4 + 8
-"""A row of the buffers of decode steps (engine/cuda_graphs.py): table row, position, id, start, row of its logits."""
+"""A row of the buffers of decode steps (engine/model_runner.py): table row, position, id, start, row of its logits."""
 SAMPLING_ROW_BYTES = 48
 """A request's sampling parameters on the device (engine/sampler.py)."""
 HOST_ROW_BYTES = 48
 """What the host keeps of a row of the page tables: an entry in two lists, and an integer."""
 PAGE_ID_BYTES, TOKEN_ID_BYTES = 4, 8
+HOST_SHARE = 0.5
+"""Part of the free host memory that a tier takes by default."""
+WRITE_FRAMES = 2
+"""Frames of a lease beside its hot buffer: the page that is written, and the one before while it is saved."""
+HOT_SLOT_BYTES = 8
+"""For each slot of a hot buffer, in each layer with an indexer: which token it holds, and its turn."""
+PLACE_BYTES = 4
+"""For each frame of a hot buffer, and for each page: which frame that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +214,7 @@ class MemoryPlanner:
             table_width=self.table_width,
             frames=split.frames,
             # without pages on the host there are no hot buffers either
-            tier=self.hot_buffer_bytes + split.pages * offload.PLACE_BYTES if split.host else 0,
+            tier=self.hot_buffer_bytes + split.pages * PLACE_BYTES if split.host else 0,
             host=split.host,
         )
         self._check_pool(result)
@@ -313,7 +320,7 @@ class MemoryPlanner:
 
     @cached_property
     def table_bytes(self) -> int:
-        """Page tables (engine/transfer.py), a step's copy of them, its buffers and its sampling parameters."""
+        """Page tables (engine/model_runner.py), a step's copy of them, its buffers and its sampling parameters."""
         rows = self.spec.max_running + 2  # one for the self-test, one for padding
         # A recorded step is padded to the next size.
         step_rows = max((self.step.max_decodes, *self.graph_sizes[-1:]))
@@ -331,9 +338,9 @@ class MemoryPlanner:
 
     @cached_property
     def hot_buffer_bytes(self) -> int:
-        """What the device keeps about hot buffers (cache/offload/hot_buffer.py)."""
+        """What the device keeps about hot buffers (cache/hot_buffer.py)."""
         plan = self.cache_plan
-        return offload.hot_buffer_bytes(plan.layout, plan.tier, self.spec.max_running + 2)
+        return hot_buffer_bytes(plan.layout, plan.tier, self.spec.max_running + 2)
 
     def _check_host(self) -> None:
         """Raise CapacityError where the memory of the machine around a GPU does not hold its part of the tables."""
@@ -360,7 +367,7 @@ class MemoryPlanner:
         plan = self.cache_plan
         if plan.tier:
             useful, _ = self.useful_tokens
-            return offload.split_pages(
+            return split_pages(
                 self.spec, plan.layout, plan.tier, room, self.step.context, useful, self.device.host
             )
         pages = room // plan.layout.bytes_per_page
@@ -433,3 +440,108 @@ class MemoryPlanner:
 
 def _round_up(value: int, multiple: int) -> int:
     return ceil(value / multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class PageSplit:
+    """How pages are split between the device and the host."""
+
+    pages: int
+    frames: int
+    """Pages that have room on the device."""
+    host: int
+    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
+
+
+def hot_buffer_bytes(layout: CacheLayout, tier: Tier | None, rows: int) -> int:
+    """Return what the device keeps about the hot buffers of `rows` requests.
+
+    Args:
+        layout: What the device stores.
+        tier: The host tier, if there is one.
+        rows: Requests that may have a hot buffer.
+
+    Returns:
+        Bytes; 0 without a tier.
+    """
+    if tier is None:
+        return 0
+    index_layers = sum(entry.stream.name == INDEX for layer in layout.layers for entry in layer.streams)
+    frames = tier.buffer // layout.page_size
+    return rows * (index_layers * tier.buffer * HOT_SLOT_BYTES + frames * PLACE_BYTES)
+
+
+def split_pages(
+    spec: CacheSpec,
+    layout: CacheLayout,
+    tier: Tier,
+    room: int,
+    longest: int,
+    useful: int,
+    free_host: int | None,
+) -> PageSplit:
+    """Divide `room` bytes of the device between frames and index keys.
+
+    There are pages for as many of the longest requests as have room for their hot buffers, and what is left is frames.
+    A prompt is computed with all of its pages on the device, so one request must fit there in full.
+
+    Args:
+        spec: What is requested.
+        layout: What the device stores of a page.
+        tier: The host tier.
+        room: Bytes of the pool.
+        longest: Tokens of the longest request.
+        useful: Tokens that it is worth having pages for.
+        free_host: Free bytes of the host, None where that is not known.
+
+    Raises:
+        CapacityError: One request does not fit, or the host has less memory than is requested.
+    """
+    size, frame = layout.page_size, layout.without_index.bytes_per_page
+    # A page always costs its index keys and an entry in the table of places; a frame only while it is needed.
+    index, request_pages = layout.bytes_per_page - frame + PLACE_BYTES, -(-longest // size)
+    host_pages = _host_pages(spec.offload, tier, free_host)
+    device_pages, useful_pages = room // layout.bytes_per_page, -(-useful // size)
+    if device_pages >= useful_pages:
+        # All pages that are useful fit: a tier would only add work.
+        pages = device_pages if spec.kv_memory else useful_pages
+        return PageSplit(pages, pages, 0)
+    # A request that is shorter than a hot buffer keeps its own pages.
+    hot = min(tier.buffer // size + WRITE_FRAMES, request_pages + 1)
+    # One prompt must fit in full beside the hot buffers of the others.
+    requests = (room - (request_pages + WRITE_FRAMES) * frame) // (hot * frame + request_pages * index)
+    pages = min(spec.max_running, requests) * request_pages
+    pages = pages if host_pages is None else min(pages, host_pages)
+    # The host adds nothing: the device alone has room for more.
+    if pages <= device_pages:
+        if device_pages < request_pages:
+            raise CapacityError(_too_small(tier, room, request_pages, request_pages * frame, host_pages))
+        return PageSplit(device_pages, device_pages, 0)
+    return PageSplit(pages, min((room - pages * index) // frame, pages), pages * tier.layout.bytes_per_page)
+
+
+def _too_small(tier: Tier, room: int, pages: int, device_bytes: int, host_pages: int | None) -> str:
+    page_bytes = tier.layout.bytes_per_page
+    host = "any" if host_pages is None else _mib(host_pages * page_bytes)
+    return (
+        f"one request of {pages * tier.layout.page_size} tokens does not fit with --hisparse: while its prompt is "
+        f"computed the device holds {_mib(device_bytes)} of it, index keys and a hot buffer beside, and "
+        f"{_mib(room)} are there; the host {_mib(pages * page_bytes)} of {host}; a smaller --max-context would help"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+def _host_pages(offload: OffloadSpec | None, tier: Tier, free: int | None) -> int | None:
+    """Return how many pages the host has room for, None where that is not known; raise CapacityError where more memory
+    is requested than is free."""
+    if offload and offload.host_memory is not None:
+        if free is not None and offload.host_memory > free:
+            raise CapacityError(
+                f"--hisparse host_memory={format_size(offload.host_memory)} does not fit: {_mib(free)} of the host's "
+                "memory are free"
+            )
+        return offload.host_memory // tier.layout.bytes_per_page
+    return None if free is None else int(free * HOST_SHARE) // tier.layout.bytes_per_page

@@ -12,9 +12,8 @@ from nibble import formats
 from nibble.attention.planner import evidence
 from nibble.attention.planner.evidence import NO_RANKINGS, Ranking, Rankings, Timing
 from nibble.attention.planner.memory import StepMemory
-from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
-from nibble.attention.planner.support import BackendInfo, Need, Origin, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Need, Origin, Phase, SchemeGroup, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, unknown
 from nibble.hardware import Hardware

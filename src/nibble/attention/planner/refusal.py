@@ -12,10 +12,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
-from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, route_cost
 from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import BackendInfo, Need, Phase
+from nibble.attention.planner.support import BackendInfo, Need, Phase, SchemeGroup
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError, Refusal
 from nibble.formats import scheme as schemes

@@ -6,6 +6,7 @@ Choosing, validating and documenting are one function over the backends' rows.
     resolve            Config, ModelSpec, Hardware -> Plan, or Unsupported with reasons and a command
     attempt            the same, or None
     require_runnable   whether the plan's backends are here
+    plan_tier          HiSparse: whether a model can have a host tier, and how large its hot buffers are
 """
 
 from __future__ import annotations
@@ -15,23 +16,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import explain, needs, offload, options, refusal
+from nibble.attention.planner import explain, options, refusal, support
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
-from nibble.attention.planner.needs import SchemeGroup, UnstorableError
 from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Option, Options, PlanRequest
-from nibble.attention.planner.plan import GroupPlan, Plan, Route
+from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.refusal import UnservedError
-from nibble.attention.planner.support import BackendInfo, Phase
-from nibble.cache import packing as packings
-from nibble.config import Config
+from nibble.attention.planner.support import BackendInfo, Phase, SchemeGroup, UnstorableError, format_layers
+from nibble.cache import layout as packings
+from nibble.cache.layout import CacheLayout
+from nibble.config import Config, OffloadSpec
 from nibble.errors import ConfigError, Unsupported
+from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
-from nibble.model_spec import ModelSpec
+from nibble.model_spec import INDEX, ModelSpec
 from nibble.spec import CacheSpec
 
 GPU_PAGES = (64, 32, 16, 128, 1)
 CPU_PAGES = (16, 32, 64, 128, 1)
 """Page sizes by preference where rows leave the choice: kernels like 64 tokens, prefixes like small pages."""
+HOST_PACKING = "record"
+"""How the host packs tokens: one run of bytes each, whatever the device does."""
+HOT_BUFFER_FACTOR = 2
+"""A hot buffer has so many times the tokens that a query looks at, by default: with no more than those, all that a step
+does not look at is dropped for the next."""
 
 
 def check_names(config: Config) -> None:
@@ -156,17 +163,17 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 
 def _resolve(request: PlanRequest) -> Plan:
-    parts = needs.scheme_groups(request.spec, request.model_spec)
-    offload.check_model(request.spec, request.model_spec.model, parts)
+    parts = support.scheme_groups(request.spec, request.model_spec)
+    check_model(request.spec, request.model_spec.model, parts)
     choices = _choices(request, parts)
     # All groups and phases read the same pages.
     page, packing = _storage(request, choices)
     groups = tuple(_group(request, part, choices, page, packing) for part in parts)
-    shared = needs.shared_kv_notes(request.spec, request.model_spec)
+    shared = support.shared_kv_notes(request.spec, request.model_spec)
     notes = (*shared, *explain.plan_notes(request, groups, page, packing))
     # Layers that share KV store nothing, so the layout has owners only.
-    layout = needs.layout(parts, request.model_spec, page, packing)
-    tier = offload.plan_tier(request.spec.offload, parts, layout)
+    layout = support.layout(parts, request.model_spec, page, packing)
+    tier = plan_tier(request.spec.offload, parts, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
 
 
@@ -255,3 +262,57 @@ def _drafts(request: PlanRequest, choice: Iterable[Option], used: set[str]) -> I
         for option in choice
         if request.verify or not option.row.workspace_bytes or option.backend.name in used
     )
+
+
+def check_model(spec: CacheSpec, model: str, parts: tuple[SchemeGroup, ...]) -> None:
+    """Raise ConfigError where a host tier is requested, and `model` cannot have one.
+
+    Args:
+        spec: What is requested.
+        model: The model's name, for the message.
+        parts: All of its layers, by scheme.
+    """
+    dense = [part for part in parts if part.group.kind != "dsa"]
+    if spec.offload and dense:
+        layers = format_layers(layer for part in dense for layer in part.layers)
+        raise ConfigError(
+            f"--hisparse serves models with sparse attention (DSA) in all layers: layers {layers} of {model} "
+            f"look at all tokens ({dense[0].group.kind}), which must then be on the device; leave --hisparse out"
+        )
+
+
+def plan_tier(
+    offload: OffloadSpec | None, parts: tuple[SchemeGroup, ...], layout: CacheLayout
+) -> Tier | None:
+    """Return the host tier that is requested, None if none is; raise ConfigError where it cannot work.
+
+    Args:
+        offload: What is requested of a tier, if one is.
+        parts: All layers, by scheme.
+        layout: What the device stores.
+    """
+    if offload is None:
+        return None
+    top_k = max(part.group.top_k for part in parts)
+    buffer = offload.buffer or HOT_BUFFER_FACTOR * top_k
+    if buffer < top_k:
+        raise ConfigError(
+            f"a hot buffer of {buffer} tokens is too small: each query looks at {top_k}, and all must be on the device "
+            f"at once; --hisparse buffer={HOT_BUFFER_FACTOR * top_k} leaves room to keep some"
+        )
+    if offload.host_format is not None:
+        _check_format(offload.host_format, parts)
+    size = layout.page_size
+    # Hot buffers are whole pages, since they lie in frames.
+    return Tier(-(-buffer // size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
+
+
+def _check_format(name: str, parts: tuple[SchemeGroup, ...]) -> None:
+    """Raise ConfigError where the host cannot store latents in the format `name`."""
+    streams = [stream for part in parts for stream in part.group.streams if stream.name != INDEX]
+    fitting = [name for name in schemes.fitting(*streams) if name not in schemes.MIXED]
+    if name not in fitting:
+        raise ConfigError(
+            f"hisparse host_format={name}: the host can store {streams[0].name} {streams[0].heads}x"
+            f"{streams[0].dim} in {', '.join(fitting)}"
+        )

@@ -11,19 +11,18 @@ from dataclasses import dataclass
 import torch
 
 from nibble.attention import backends
-from nibble.attention.planner import evidence, needs
+from nibble.attention.planner import evidence, support
 from nibble.attention.planner.evidence import Timing
-from nibble.attention.planner.needs import SchemeGroup
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
+from nibble.attention.planner.support import Phase, SchemeGroup
 from nibble.config import Config
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError
-from nibble.evals.tuning import workloads
+from nibble.evals.tuning import fixtures
 from nibble.evals.tuning.bench import Result, bench_backends
-from nibble.evals.tuning.workloads import Workload
+from nibble.evals.tuning.fixtures import Workload
 
 SHARE = 0.4
 """Of the device's free memory, what a made-up cache may take; on a CPU, of all memory, a tenth of that."""
@@ -61,7 +60,7 @@ def tuning(config: Config) -> Tuning:
     table = backends.available_backends()
     request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, False, False)
     trials = []
-    for part in needs.scheme_groups(request.spec, plan.model_spec):
+    for part in support.scheme_groups(request.spec, plan.model_spec):
         # Sparse attention reads what an indexer chooses, and random tokens do not stand for that.
         for phase in ROUTED if not part.group.top_k else ():
             subject = evidence.subject(part, phase, request.dtype)
@@ -102,9 +101,9 @@ def _timing(results: Sequence[Result]) -> Timing:
 
 def _workloads(plan: EnginePlan, part: SchemeGroup, phase: Phase) -> tuple[Workload, ...]:
     """Return the phase's usual workloads, as far as the model and this machine's memory go."""
-    usual = (entry for entry in workloads.usual(plan.hardware.is_cpu) if entry.phase is phase)
+    usual = (entry for entry in fixtures.usual(plan.hardware.is_cpu) if entry.phase is phase)
     size = part.stored_layer(0).bytes_per_token
-    return workloads.within(usual, plan.model_spec.max_context, max(int(_cache_bytes(plan) // size), 64))
+    return fixtures.within(usual, plan.model_spec.max_context, max(int(_cache_bytes(plan) // size), 64))
 
 
 def _cache_bytes(plan: EnginePlan) -> float:

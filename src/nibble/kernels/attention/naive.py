@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nibble.kernels.gather.naive import dequantize_pages
+from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.sizes import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 

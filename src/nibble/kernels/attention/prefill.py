@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from nibble.kernels import triton_present
+from nibble.kernels.append import dequantize_pages
 from nibble.kernels.attention import PartialAttention, merge_lse
-from nibble.kernels.gather import dequantize_pages
 from nibble.kernels.sizes import PREFILL_WORKSPACE, cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import Phase

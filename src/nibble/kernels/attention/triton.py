@@ -32,19 +32,21 @@ from nibble.kernels.codecs.tiles import (
     serves,
     slots_of,
 )
-from nibble.kernels.flash import LOG2E, MIN_PEAK, add_values, load_queries
-from nibble.kernels.gpu import GPU, SM90, gpu_of
-from nibble.kernels.sizes import UNBOUNDED, cdiv, next_power_of_2
-from nibble.kernels.split_kv import (
+from nibble.kernels.flash import (
+    LOG2E,
     MIN_KEYS_PER_SPLIT,
+    MIN_PEAK,
     SHARE_SIZES,
+    add_values,
     assign_split,
     combine_kernel,
+    load_queries,
     padded_requests,
     split_bounds,
     store_tile,
     workspace,
 )
+from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 __all__ = ["TileShape", "merge_lse", "paged_attention", "serves", "shape_of"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from triton.runtime import JITFunction
 
-from nibble.kernels.codecs import ds_mla, fp8, index_fp8, mx, nvfp4, plain
+from nibble.kernels.codecs import ds_mla, fp8, mx, nvfp4, plain
 from nibble.kernels.codecs.base import (
     Codec,
     CudaFormat,
@@ -21,9 +21,7 @@ from nibble.kernels.codecs.base import (
 )
 
 CODECS: dict[str, Codec] = {
-    name: codec
-    for family in (plain, fp8, nvfp4, mx, ds_mla, index_fp8)
-    for name, codec in family.CODECS.items()
+    name: codec for family in (plain, fp8, nvfp4, mx, ds_mla) for name, codec in family.CODECS.items()
 }
 """What kernels know of each format."""
 

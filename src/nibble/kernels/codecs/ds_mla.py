@@ -3,6 +3,10 @@
 fp8_ds_mla: E4M3 values with a float32 power of two for each 128 of them. nvfp4_ds_mla: NVFP4 values.
 
 Shape suffixes: R rows, D values of a row, B blocks of a row, S values of a block.
+
+Codec of index keys in FP8: E4M3 values, and a float32 power of two for each key.
+
+Shape suffixes: R rows, D values of a row.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from nibble.kernels.codecs.base import (
     Codec,
     CudaLatent,
     Decoder,
+    IndexDecoder,
     LatentDecoder,
     RowEncoder,
 )
@@ -99,6 +104,22 @@ def _cuda_fp4(warpgroups: int, depth: int) -> CudaLatent:
     return CudaLatent("mla_fp4.cu", macros, 128 * (warpgroups + 2), tiles + maxima + rest, in_runs=True)
 
 
+MIN_INDEX_SCALE = tl.constexpr(1e-4 / 448.0)
+
+
+@triton.jit
+def encode_index(x_RD, scale_R1):
+    """Encode keys; a whole row is one block."""
+    return encode_blocks(to_blocks(x_RD, x_RD.shape[1]), MIN_INDEX_SCALE)
+
+
+@triton.jit
+def decode_index(items, scale, DTYPE: tl.constexpr):
+    """Decode words of two E4M3 values to the values themselves: no dtype's range is too small for them."""
+    low, high = unpack_fp8(items, 0, DTYPE, 4), unpack_fp8(items, 1, DTYPE, 4)
+    return (low * 256.0).to(DTYPE), (high * 256.0).to(DTYPE)
+
+
 DECODER = Decoder(decode, float_scale, parts=2, block=128, fold=256.0)
 
 CODECS = {
@@ -111,5 +132,9 @@ CODECS = {
         row=RowEncoder(nvfp4.encode, 16, rope_apart=True),
         latent=LatentDecoder(nvfp4.LATENT_DECODER, rope_apart=True),
         cuda_latent=_cuda_fp4(warpgroups=2, depth=2),
+    ),
+    "index_fp8": Codec(
+        row=RowEncoder(encode_index, 0),
+        index=IndexDecoder(Decoder(decode_index, parts=2), scaled=True, bytes=True),
     ),
 }

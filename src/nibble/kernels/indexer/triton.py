@@ -30,11 +30,9 @@ from nibble.kernels.codecs.tiles import (
     serves_index_keys,
     slots_of,
 )
-from nibble.kernels.flash import load_queries
-from nibble.kernels.gpu import GPU, SM90, gpu_of
+from nibble.kernels.flash import load_queries, padded_requests
 from nibble.kernels.indexer.naive import PAD_INDEX
-from nibble.kernels.sizes import cdiv, next_power_of_2
-from nibble.kernels.split_kv import padded_requests
+from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
 
 WORKSPACE = 64 << 20

@@ -4,6 +4,12 @@ Libraries split such products along K and add the parts up in a second kernel; l
 Which is faster depends on shape and GPU, so a trial at load decides for each shape. The torch reference is F.linear.
 
 Shape suffixes: N values of the output, K of the input.
+
+rotate: the rotation that `rot` (formats/transforms.py) applied to stored keys, for the queries that meet them.
+
+The torch reference is formats/transforms.py.
+
+Shape suffixes: T tokens, H heads, D values of a head.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nibble.formats import transforms
 from nibble.kernels import triton_present
 
 FEW = 16
@@ -113,3 +120,22 @@ _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live a
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::linear", _shape, lib=_library)
+
+
+def rotate(x_THD: Tensor) -> Tensor:
+    """Multiply heads block by block with the Hadamard matrix, in float32.
+
+    On a GPU it is one launch, which can be captured. Sums have another order there: two results differ by at most a
+    few units in the last place of float32, of the largest value of a block.
+
+    Args:
+        x_THD: Queries.
+
+    Returns:
+        A new tensor in the same dtype.
+    """
+    if x_THD.is_cuda and triton_present():
+        from nibble.kernels.linear import triton as implementation
+
+        return implementation.rotate(x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous())
+    return transforms.rotate(x_THD).to(x_THD.dtype)

@@ -106,7 +106,7 @@ def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -
     Returns:
         The output [T, H, RANK], bfloat16.
     """
-    from nibble.kernels.split_kv import combine_kernel
+    from nibble.kernels.flash import combine_kernel
 
     (tokens, heads, _), batch_size = q_THD.shape, len(batch.seq_lens_B)
     latent, blocks = CUDA_LATENTS[latents.format.name], _blocks(q_THD.device)

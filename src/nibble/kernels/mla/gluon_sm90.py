@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nibble.kernels.codecs.tiles import ALIKE, APART, NO_ROPE, Section
-from nibble.kernels.flash import LOG2E, MAX_FP16, MIN_PEAK
-from nibble.kernels.split_kv import LAUNCH_COST_KEYS, MIN_KEYS_PER_SPLIT, TAIL_COST
+from nibble.kernels.flash import LAUNCH_COST_KEYS, LOG2E, MAX_FP16, MIN_KEYS_PER_SPLIT, MIN_PEAK, TAIL_COST
 
 # ---- partition -------------------------------------------------------------------------------------------------------
 

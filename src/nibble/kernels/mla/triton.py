@@ -28,19 +28,22 @@ from nibble.kernels.codecs.tiles import (
     serves_latents,
     slots_of,
 )
-from nibble.kernels.flash import LOG2E, dot_parts, init_state, load_queries, update_state
-from nibble.kernels.gpu import GPU, SM90, gpu_of
-from nibble.kernels.sizes import UNBOUNDED, cdiv, next_power_of_2
-from nibble.kernels.split_kv import (
+from nibble.kernels.flash import (
+    LOG2E,
     MIN_KEYS_PER_SPLIT,
     SHARE_SIZES,
     assign_split,
     combine_kernel,
+    dot_parts,
+    init_state,
+    load_queries,
     padded_requests,
     split_bounds,
     store_tile,
+    update_state,
     workspace,
 )
+from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
 
 __all__ = ["LatentTile", "mla_attention", "serves_latents", "tile_of"]

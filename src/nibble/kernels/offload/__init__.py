@@ -48,7 +48,7 @@ def copy_tokens(
         programs: How many blocks of the GPU it may take at a time; None for as many as are of use.
     """
     if from_M.is_cuda and triton_present():
-        from nibble.kernels.offload import triton_copy_tokens as fast
+        from nibble.kernels.offload import triton as fast
 
         if fast.serves(source, target, from_M.device):
             fast.copy_tokens(source, from_M, target, to_M, count, programs=programs)
@@ -79,7 +79,7 @@ def lookup_hot(
         The slots, and the copies that must be made.
     """
     if topk_indices_TK.is_cuda and triton_present():
-        from nibble.kernels.offload import triton_hot_buffer as fast
+        from nibble.kernels.offload import triton as fast
 
         return fast.lookup_hot(topk_indices_TK, rows_T, page_table_TN, frames_P, hot, page_size)
     return naive.lookup_hot(topk_indices_TK, rows_T, page_table_TN, frames_P, hot, page_size)
@@ -101,7 +101,7 @@ def resident_slots(
         Int32 [T, K]; PAD_INDEX where no token is selected, or its page has no frame.
     """
     if topk_indices_TK.is_cuda and triton_present():
-        from nibble.kernels.offload import triton_hot_buffer as fast
+        from nibble.kernels.offload import triton as fast
 
         return fast.resident_slots(topk_indices_TK, page_table_TN, frames_P, page_size)
     return naive.resident_slots(topk_indices_TK, page_table_TN, frames_P, page_size)

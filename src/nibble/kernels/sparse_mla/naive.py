@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nibble.kernels.gather.naive import dequantize_tokens
+from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.types import Paged
 
 MAX_VALUES = 1 << 22

@@ -28,7 +28,6 @@ from nibble.kernels.flash import (
     store_rows,
     update_state,
 )
-from nibble.kernels.gpu import GPU, SM90, gpu_of
 from nibble.kernels.mla.triton import (
     FOUR_WARP_ROWS,
     MAX_ROWS,
@@ -37,7 +36,7 @@ from nibble.kernels.mla.triton import (
     memory_of,
     padded_rows,
 )
-from nibble.kernels.sizes import cdiv, next_power_of_2
+from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import Paged
 
 __all__ = ["LatentTile", "serves_latents", "sparse_mla_attention", "tile_of"]

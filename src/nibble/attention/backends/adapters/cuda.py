@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.errors import BackendError
 from nibble.kernels.attention.cuda import COLUMNS, Decode
 from nibble.kernels.types import AttentionBatch, AttentionParams

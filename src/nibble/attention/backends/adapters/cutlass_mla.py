@@ -20,7 +20,7 @@ from nibble.attention.backends.cutlass_mla import HEADS, WORKSPACE
 from nibble.attention.backends.flashinfer import PACKAGE, import_flashinfer
 from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Phase
 

@@ -20,7 +20,7 @@ from nibble.attention.backends.adapters.vendor import check_latents
 from nibble.attention.backends.fa3 import KERNELS
 from nibble.attention.backends.vendor import RANK
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 

@@ -13,7 +13,7 @@ from nibble.attention.backends.adapters.vendor import check_latents
 from nibble.attention.backends.fa4 import INSTALL, PACKAGE
 from nibble.attention.backends.vendor import RANK, import_package
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 

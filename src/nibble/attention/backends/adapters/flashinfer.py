@@ -23,7 +23,7 @@ from nibble.attention.backends.adapters.vendor import Scales, Workspace, capabil
 from nibble.attention.backends.flashinfer import COPIES, PACKAGE, WORKSPACE, import_flashinfer
 from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView, StreamView
+from nibble.cache.pool import KVView, StreamView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT, Phase
 

@@ -24,7 +24,7 @@ from nibble.attention.backends.adapters.vendor import check_latents
 from nibble.attention.backends.flashmla import HEADS, KERNELS
 from nibble.attention.backends.vendor import RANK
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView, StreamView
+from nibble.cache.pool import KVView, StreamView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 

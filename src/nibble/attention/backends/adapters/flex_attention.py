@@ -3,7 +3,7 @@
 Windows are blocks of keys that are left out, and a mask within those that are not; caps are an expression; a sink
 scales the result by what the sum of the softmax becomes with it. Which blocks of keys a block of queries sees is worked
 out from lengths, once for all layers of a step: no mask of queries by keys is ever made on a GPU. Quantised pages are
-staged (attention/dequantize.py).
+staged (attention/layer.py).
 
 Shape suffixes: T tokens, B requests, n new tokens of each (padded), L stored tokens (padded), Q blocks of queries,
 K blocks of keys, S slots of B * n, H query heads, G KV heads, D values of a head.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import

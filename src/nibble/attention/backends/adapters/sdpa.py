@@ -1,7 +1,7 @@
 """Call the attention that torch brings: on a GPU its fused kernels, for new tokens over a prefix in any format.
 
 Elsewhere, and where a window asks for a mask, torch.nn.functional.scaled_dot_product_attention request by request; for
-that quantised pages are staged (attention/dequantize.py). No score capping and no sinks: torch's functions have
+that quantised pages are staged (attention/layer.py). No score capping and no sinks: torch's functions have
 neither.
 
 Shape suffixes: T tokens, n new tokens of a request, L stored tokens, H query heads, G KV heads, D values of a head.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nibble.attention.backends.sdpa import CUDNN_DIM
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.attention import prefill
 from nibble.kernels.types import AttentionBatch, AttentionParams
 

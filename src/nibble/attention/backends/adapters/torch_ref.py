@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.sparse_mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 

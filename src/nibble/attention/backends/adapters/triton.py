@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels import mla
 from nibble.kernels import sparse_mla as sparse
 from nibble.kernels.attention.triton import paged_attention

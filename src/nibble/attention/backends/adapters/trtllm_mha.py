@@ -21,7 +21,7 @@ from nibble.attention.backends.flashinfer import (
 )
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import BLACKWELL
-from nibble.cache.view import KVView
+from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Phase
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.cache.view import KVView, StreamView
+from nibble.cache.pool import KVView, StreamView
 from nibble.errors import BackendError
 from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT

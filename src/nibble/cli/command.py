@@ -1,0 +1,233 @@
+"""Exit codes, and errors as one clean message: what every command is wrapped in.
+
+Options from dataclasses: a field of Config, SamplingParams or Sizes is an option, its doc is the help.
+
+So a new field is a new option, with no line here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from inspect import cleandoc
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from nibble.config import doc_of
+from nibble.errors import ConfigError, NibbleError, RequestError, Unsupported
+
+OK, FAILED, USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_CODES = {
+    OK: "success",
+    FAILED: "it failed while running: weights, memory, a kernel, a file; or `docs --check` found stale pages",
+    USAGE: "usage: an option or a value is malformed or cannot be had",
+    REFUSED: "refused: no backend serves this combination; the message names the nearest command that works",
+    INTERRUPTED: "interrupted with Ctrl-C",
+}
+# The first match counts. Unsupported is a ConfigError, so it stands before it.
+_KINDS: tuple[tuple[type[NibbleError], int], ...] = (
+    (Unsupported, REFUSED),
+    (ConfigError, USAGE),
+    (RequestError, USAGE),
+)
+
+
+def code_of(error: type[Exception]) -> int:
+    """The exit code of a class of errors."""
+    return next((code for kind, code in _KINDS if issubclass(error, kind)), FAILED)
+
+
+OUTPUT = "Output"
+"""The panel of options that every command has; the last of its help."""
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=OUTPUT)
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON for scripts, and nothing else.", rich_help_panel=OUTPUT)
+]
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with --debug, and its errors as one message on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*, debug: bool = False, **values: Any) -> Any:
+        try:
+            return function(**values)
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except (NibbleError, OSError) as error:
+            # A reader that has gone (`| head`) is no error; typer then ends without a message.
+            if debug or isinstance(error, BrokenPipeError):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(code_of(type(error))) from None
+
+    add_parameters(guarded, function, [_keyword("debug", DebugOption, False)])
+    return guarded
+
+
+def add_parameters(
+    wrapper: Callable[..., Any],
+    function: Callable[..., Any],
+    added: list[inspect.Parameter],
+    without: str | None = None,
+) -> None:
+    """Give `wrapper` the signature of `function`, less one parameter, plus others: typer reads it.
+
+    Args:
+        wrapper: the function that typer gets.
+        function: the command.
+        added: further parameters.
+        without: the parameter of `function` to leave out.
+    """
+    # eval_str: annotations are strings in the commands' files, and typer needs the types.
+    own_parameters = [
+        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without
+    ]
+    # Options of output come last in every help. The sort is stable, so the others keep their order.
+    ordered = sorted((*own_parameters, *added), key=_is_output)
+    # Keyword-only parameters may lack a default wherever they stand.
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in ordered]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+def _is_output(parameter: inspect.Parameter) -> bool:
+    info = getattr(parameter.annotation, "__metadata__", (None,))[0]
+    return getattr(info, "rich_help_panel", None) == OUTPUT
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: its function, its help, and examples that are part of the help."""
+
+    name: str
+    run: Callable[..., Any]
+    examples: str
+    """A line each."""
+    group: type[TyperCommand] | None = None
+    """What parses the arguments, where it is not typer's own class."""
+
+    @property
+    def text(self) -> str:
+        """Return the description, the docstring of the function."""
+        return cleandoc(self.run.__doc__ or "")
+
+    @property
+    def help(self) -> str:
+        """The text in whole paragraphs, and the examples line by line (\\b keeps typer from joining them)."""
+        paragraphs = [" ".join(paragraph.split()) for paragraph in self.text.split("\n\n")]
+        # \b keeps typer from joining the lines.
+        examples = "\n".join(f"  {line}" for line in self.examples.strip().splitlines())
+        return "\n\n".join((*paragraphs, f"\b\nExamples:\n{examples}"))
+
+
+COMMANDS: list[Command] = []
+"""All commands; cli/main.py fills the list."""
+
+
+Options = dict[str, Any]
+"""Values by field name, ready for the dataclass; fields that were left out keep their defaults."""
+
+
+def takes(
+    parameter: str, kind: type, panel: str, *, without: Iterable[str] = (), unset: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a parameter of a command, a dict of values, by one option for each field of a dataclass.
+
+    Args:
+        parameter: the name of the dict.
+        kind: the dataclass.
+        panel: the heading of these options in the help.
+        without: fields that the command sets itself.
+        unset: leave out of the dict what the command line leaves out.
+    """
+    # A field's own type is a string, because annotations are not evaluated.
+    hints = get_type_hints(kind)
+    entries = [entry for entry in fields(kind) if entry.name not in set(without)]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def expanded(**values: Any) -> Any:
+            options = {entry.name: values.pop(entry.name) for entry in entries}
+            return function(**values, **{parameter: _parse(options, hints)})
+
+        options = [_option(entry, hints[entry.name], panel, unset) for entry in entries]
+        add_parameters(expanded, function, options, without=parameter)
+        return expanded
+
+    return decorate
+
+
+def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
+    """The parameter that typer turns into an option."""
+    usual = None if entry.default in (MISSING, ()) else entry.default
+    # With `unset` None says that an option was left out, and the help still shows the usual value.
+    default, kind = None if unset else usual, _display_type(hint)
+    kind = kind | None if default is None else kind
+    show_default = str(usual) if unset and usual is not None else True
+    doc = doc_of(entry) + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
+    info = typer.Option(help=doc, rich_help_panel=panel, show_default=show_default)
+    annotation = Annotated[kind, info]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        entry.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
+
+
+def _display_type(hint: Any) -> Any:
+    """The type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
+    hint = (
+        next((part for part in get_args(hint) if part is not type(None)), hint) if _optional(hint) else hint
+    )
+    if get_origin(hint) is tuple:
+        return list[get_args(hint)[0]]  # type: ignore[misc]
+    return list[str] if _is_mapping(hint) else hint
+
+
+def _optional(hint: Any) -> bool:
+    return type(None) in get_args(hint)
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _parse(options: Options, hints: Mapping[str, Any]) -> Options:
+    """What was given, in the dataclass's own types. None stays only where it is a value."""
+    parsed: Options = {}
+    for name, value in options.items():
+        # typer gives an empty list for a repeatable option that was left out.
+        if value is None or (value == [] and not isinstance(hints[name], type)):
+            continue
+        if _is_mapping(hints[name]):
+            parsed[name] = dict(_pair(text, name, *get_args(hints[name])) for text in value)
+        else:
+            parsed[name] = tuple(value) if isinstance(value, list) else value
+    return parsed
+
+
+def _pair(text: str, name: str, key: type, value: type) -> tuple[Any, Any]:
+    """`KEY=VALUE`, in the mapping's types."""
+    left, _, right = text.partition("=")
+    try:
+        return key(left), value(right)
+    except ValueError:
+        option = "--" + name.replace("_", "-")
+        shape = _pair_shape(Mapping[key, value])  # type: ignore[valid-type]
+        raise ConfigError(f"cannot read {text!r}; write {option} as {shape}") from None
+
+
+def _pair_shape(hint: Any) -> str:
+    return "=".join(part.__name__.upper() for part in get_args(hint))
