@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from report import REPORTS, command_line, cpu, write_figures, write_report
 
-from nibble.evals.tuning.bench import CALLS, L2_TIMES, Step, Timed, here, l2_bytes, time_calls
+from nibble.evals.tuning.fixtures import CALLS, L2_TIMES, Step, Timed, here, l2_bytes, time_calls
 
 __all__ = ["CALLS", "L2_TIMES", "Step", "Timed", "device", "l2_bytes", "time_calls"]
 device = here

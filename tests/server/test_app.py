@@ -21,7 +21,7 @@ from nibble.server.chat_parser import AnswerParser
 from nibble.server.engine_client import State
 from nibble.server.middleware import BodyLimit
 from nibble.server.responses import ChatWriter, TextWriter
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}

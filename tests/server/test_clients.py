@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
 from nibble.server import worker as wire
 from nibble.server.app import make_app
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -14,8 +14,8 @@ from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-define
 from nibble.server import worker as wire
 from nibble.server.app import make_app
 from nibble.server.engine_client import State
-from nibble.server.responses import fidelity_warning
-from nibble.server.run import Settings
+from nibble.server.metrics import fidelity_warning
+from nibble.server.settings import Settings
 
 ABOUT: dict[str, Any] = {
     "groups": [{"layers": [0, 1], "scheme": "fp8_e4m3"}, {"layers": [12], "scheme": "nvfp4"}]

@@ -20,7 +20,7 @@ from nibble.attention.planner import evidence
 from nibble.errors import ConfigError
 from nibble.hardware import probe
 from nibble.server.logging import LineFormatter, as_json, as_text, plan_summary
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 
 SECRET = "hello"  # what TEXT and CHAT ask
 

@@ -18,8 +18,8 @@ from conftest import FakeEngine  # type: ignore[attr-defined]
 from nibble.config import SamplingParams
 from nibble.errors import NibbleError
 from nibble.server.engine_client import EngineDiedError, GenerationRequest, State
-from nibble.server.logging import HttpLog, RequestLogMiddleware
 from nibble.server.metrics import COUNTERS, GAUGES, Metrics
+from nibble.server.tracing import HttpLog, RequestLogMiddleware
 
 STATS = {
     "waiting": 3, "running": 5, "steps": 70, "decode_tokens": 200, "prompt_tokens": 90, "preemptions": 2,

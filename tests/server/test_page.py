@@ -18,8 +18,8 @@ from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defi
 from nibble.server import page as pages
 from nibble.server import worker as wire
 from nibble.server.app import make_app
-from nibble.server.responses import cache_view
-from nibble.server.run import Settings
+from nibble.server.metrics import cache_view
+from nibble.server.settings import Settings
 
 ABOUT: dict[str, Any] = {
     "hardware": {"name": "cpu", "memory": 1 << 30},

@@ -10,7 +10,7 @@ import pytest
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
 from nibble.server.app import make_app
 from nibble.server.middleware import HeadTimeoutProtocol
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 
 ANSWERED = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -18,7 +18,7 @@ from test_app import CHAT, TEXT
 from conftest import FakeEngine, FakeTokens, running  # type: ignore[attr-defined]
 from nibble.errors import ConfigError
 from nibble.server.app import make_app
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 from nibble.server.tracing import INSTALL, Tracer, tracer_to
 
 pytest.importorskip("opentelemetry.sdk")

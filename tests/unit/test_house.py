@@ -21,10 +21,9 @@ LAYERS = (
 BASE = {"model_spec", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
     "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager",
-    "cache/layout", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
+    "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
     "attention/planner/evidence", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
-    "kernels/sizes",
 )  # fmt: skip
 BOOKS = (
     "nibble.attention.planner.resolve",
@@ -34,6 +33,8 @@ BOOKS = (
     "nibble.engine.plan",
     "nibble.models.observations",
     "nibble.spec",
+    "nibble.cache.layout",
+    "nibble.kernels.sizes",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
     "nibble.engine.request",

@@ -121,7 +121,7 @@ class PassThrough(TyperCommand):
     ignore_unknown_options = True
 
 
-BENCH_EXAMPLES = """
+BENCH_EXAMPLES = """\
 nibble bench serve
 nibble bench serve localhost:8000 --concurrency 1,8,64 --requests 200
 nibble bench serve --rate 2,8 --input-tokens 2048 --json load.json
@@ -224,7 +224,7 @@ def tune(
     _report(model, task.engine_plan.plan, after, times, path, as_json=as_json)
 
 
-TUNE_EXAMPLES = """
+TUNE_EXAMPLES = """\
 nibble tune demo --kv-format nvfp4
 nibble tune ./my-model --kv-format nvfp4 --max-context 32768
 nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3

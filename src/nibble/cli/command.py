@@ -129,7 +129,7 @@ class Command:
         """The text in whole paragraphs, and the examples line by line (\\b keeps typer from joining them)."""
         paragraphs = [" ".join(paragraph.split()) for paragraph in self.text.split("\n\n")]
         # \b keeps typer from joining the lines.
-        examples = "\n".join(f"  {line}" for line in self.examples.strip().splitlines())
+        examples = "\n".join(f"  {line}" for line in self.examples.splitlines())
         return "\n\n".join((*paragraphs, f"\b\nExamples:\n{examples}"))
 
 

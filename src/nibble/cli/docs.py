@@ -422,7 +422,7 @@ def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: Jso
         raise typer.Exit(FAILED)
 
 
-DOCS_EXAMPLES = """
+DOCS_EXAMPLES = """\
 nibble docs
 nibble docs --check
 """

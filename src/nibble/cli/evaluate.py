@@ -80,7 +80,7 @@ def evaluate(
         plots.plot(report, plot)
 
 
-EVAL_EXAMPLES = """
+EVAL_EXAMPLES = """\
 nibble eval --quick
 nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
 nibble eval --markdown eval.md --plot eval.svg --json > eval.json
@@ -188,7 +188,7 @@ def calibrate(
         )
 
 
-CALIBRATE_EXAMPLES = """
+CALIBRATE_EXAMPLES = """\
 nibble calibrate demo --out kv_scales.json
 nibble calibrate ./my-model --text talk.txt --out ./my-model/kv_scales.json
 """

@@ -132,7 +132,7 @@ def generate(
         _listed(runs[0])
 
 
-GENERATE_EXAMPLES = """
+GENERATE_EXAMPLES = """\
 nibble generate "def fibonacci(n):" --kv-format nvfp4
 nibble generate "def fibonacci(n):" --compare --kv-format nvfp4 --also k8v4
 nibble generate "import os" "class Stack:" --max-tokens 64 --json
@@ -289,7 +289,7 @@ def chat(
     _converse(llm, sampling_params, as_json)
 
 
-CHAT_EXAMPLES = """
+CHAT_EXAMPLES = """\
 nibble chat
 nibble chat demo --kv-format nvfp4 --temperature 0.7
 printf 'hello\\nwho are you?\\n' | nibble chat --json

@@ -34,7 +34,7 @@ def formats(as_json: JsonOption = False) -> None:
         _show(table)
 
 
-FORMATS_EXAMPLES = """
+FORMATS_EXAMPLES = """\
 nibble formats
 nibble formats --json
 """
@@ -164,7 +164,7 @@ def plan(
         print("\n".join(_lines(engine_plan, request)))
 
 
-PLAN_EXAMPLES = """
+PLAN_EXAMPLES = """\
 nibble plan demo --kv-format nvfp4
 nibble plan ./my-model --kv-format nvfp4 --gpu b200 --declared
 nibble plan ./my-model --kv-format nvfp4 --decode-backend fa3 --gpu h200

@@ -14,7 +14,7 @@ from nibble import errors
 from nibble.cli.command import JsonOption, Options, code_of, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet
 from nibble.config import Config
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 
 FLAG_ALIASES = {
     "--kv-cache-dtype": "--kv-format",  # vLLM, SGLang
@@ -113,7 +113,7 @@ def serve(
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 
-SERVE_EXAMPLES = """
+SERVE_EXAMPLES = """\
 nibble serve demo --kv-format nvfp4
 nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
 nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000

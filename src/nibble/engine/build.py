@@ -25,13 +25,14 @@ from nibble.config import Config, SamplingParams
 from nibble.engine.calibration import MIN_TOKENS, Recorder, builtin_texts
 from nibble.engine.engine import Engine, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
-from nibble.engine.model_runner import ModelRunner, PageTables
+from nibble.engine.model_runner import ModelRunner
 from nibble.engine.plan import Design, EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
+from nibble.engine.transfer import PageTables
 from nibble.engine.warmup import StartupReport, explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.model_spec import INDEX

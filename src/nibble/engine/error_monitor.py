@@ -26,9 +26,9 @@ from torch import Tensor
 
 from nibble.attention.planner.plan import Plan
 from nibble.cache.layout import LayerLayout
-from nibble.engine.model_runner import to_host
 from nibble.engine.request import Request, ScheduledRequest
-from nibble.engine.warmup import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
+from nibble.engine.selftest import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
+from nibble.engine.transfer import to_host
 from nibble.formats import KVFormat
 from nibble.formats import transforms as transform
 from nibble.kernels.linear import rotate

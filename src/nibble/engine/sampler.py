@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nibble.config import SamplingParams
-from nibble.engine.model_runner import to_device, to_host
 from nibble.engine.request import Logprob, Request
+from nibble.engine.transfer import to_device, to_host
 
 INVALID_TOKEN = -1
 """Stands for a token where logits are not numbers."""

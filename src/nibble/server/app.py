@@ -20,8 +20,7 @@ from nibble.errors import PromptTooLong, RequestError
 from nibble.server import chat_format, page
 from nibble.server.engine_client import EngineClient, EngineDiedError, GenerationRequest, Piece, State
 from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
-from nibble.server.logging import RequestLogMiddleware, Sink, access_log, http_log_of
-from nibble.server.metrics import Metrics, RequestTimer
+from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
 from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard
 from nibble.server.protocol import (
     ChatRequest,
@@ -32,8 +31,8 @@ from nibble.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
-from nibble.server.responses import ChatWriter, TextWriter, Writer, cache_view, fidelity_warning
-from nibble.server.run import PRIORITY, Settings
+from nibble.server.responses import ChatWriter, TextWriter, Writer
+from nibble.server.settings import PRIORITY, Settings
 from nibble.server.streaming import (
     AdmissionLimiter,
     Events,
@@ -48,6 +47,7 @@ from nibble.server.tools import (
     message_for_template,
     tools_for_template,
 )
+from nibble.server.tracing import RequestLogMiddleware, Sink, access_log, http_log_of
 from nibble.server.worker import Ready
 
 LONG_TEXT = 20_000

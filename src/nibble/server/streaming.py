@@ -21,7 +21,7 @@ from fastapi.responses import Response
 from nibble.errors import RequestError
 from nibble.server.engine_client import Piece
 from nibble.server.errors import error_response
-from nibble.server.logging import CLIENT_GONE
+from nibble.server.tracing import CLIENT_GONE
 
 
 @dataclass(frozen=True, slots=True)

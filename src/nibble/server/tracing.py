@@ -6,12 +6,19 @@ noted on the way, so tracing costs nothing while tokens flow. They carry no text
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import nibble
 from nibble.errors import ConfigError
-from nibble.server.logging import HttpLog
+from nibble.server.logging import log_event
 from nibble.server.metrics import RequestTimer
 
 if TYPE_CHECKING:
@@ -142,3 +149,133 @@ def _parent_context(headers: Mapping[str, str]) -> Context:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract(dict(headers))
+
+
+SCOPE_KEY = "nibble.http_log"
+ID_HEADER = b"x-request-id"
+CLIENT_GONE = 499
+"""Status of a request whose client went away before it had one; nginx's number."""
+NO_ROUTE = "other"
+"""Route of what reached none."""
+CLIENT_ID = re.compile(r"[A-Za-z0-9._:=+/@-]{1,128}")
+"""Ids of clients that are accepted: they go into logs, and back into a header."""
+POLLING_METHODS = ("GET", "HEAD")
+"""Requests that are logged as debug lines only, unless the client made a mistake."""
+
+
+@dataclass(slots=True)
+class HttpLog:
+    """Notes about one HTTP request."""
+
+    id: str
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    arrived: float = field(default_factory=time.monotonic)
+    """By time.monotonic(), as `ended` and the timers have it."""
+    arrived_ns: int = field(default_factory=time.time_ns)
+    """The same moment in nanoseconds since 1970."""
+    ended: float = 0.0
+    status: int = CLIENT_GONE
+    route: str = NO_ROUTE
+    """The path as the application has it, so that there are few."""
+    operation: str = ""
+    """`chat` or `text_completion`; empty where no answer was requested."""
+    model: str = ""
+    response_id: str = ""
+    fields: Callable[[], Mapping[str, Any]] = dict
+    """Return the fields that the request's body named."""
+    timers: Sequence[RequestTimer] = ()
+    """One for each prompt."""
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """The reasons of all answers; one that did not come to its end was aborted, unless it was refused."""
+        reasons = [reason for timer in self.timers for reason in timer.reasons]
+        return reasons or (["abort"] if self.operation and self.status < 400 else [])
+
+    @property
+    def first_token(self) -> float | None:
+        """When the first token of any answer came."""
+        return min((timer.first for timer in self.timers if timer.first is not None), default=None)
+
+    def summary(self, *, texts: bool) -> dict[str, Any]:
+        """Return a line of the log. Seconds count from the arrival. texts: with the body, prompts and all."""
+        facts: dict[str, Any] = {"id": self.id, "method": self.method, "path": self.path}
+        facts |= {"status": self.status, "total_s": round(self.ended - self.arrived, 4)}
+        if not self.operation:
+            return facts
+        started = max((timer.started for timer in self.timers if timer.started is not None), default=None)
+        facts |= {
+            "model": self.model,
+            "prompt_tokens": sum(timer.prompt for timer in self.timers),
+            "cached_tokens": sum(timer.cached for timer in self.timers),
+            "output_tokens": sum(timer.tokens for timer in self.timers),
+            "queue_s": None if started is None else round(started - self.arrived, 4),
+            "ttft_s": None if self.first_token is None else round(self.first_token - self.arrived, 4),
+            "finish": ",".join(dict.fromkeys(self.finish_reasons)) or None,
+        }
+        return facts | ({"request": self.fields()} if texts else {})
+
+
+Sink = Callable[[HttpLog], None]
+
+
+def http_log_of(scope: Scope) -> HttpLog:
+    """Return the log of the request that a scope belongs to."""
+    http_log: HttpLog = scope[SCOPE_KEY]
+    return http_log
+
+
+def access_log(http_log: HttpLog, *, texts: bool) -> None:
+    """Log one request that ended. texts: with its body."""
+    # Dashboards poll: their requests would hide all others.
+    quiet = http_log.method in POLLING_METHODS and not 400 <= http_log.status < 500
+    log_event("request", logging.DEBUG if quiet else logging.INFO, **http_log.summary(texts=texts))
+
+
+class RequestLogMiddleware:
+    """The outermost middleware: gives each request its id, and hands its log to `sinks` when it has ended."""
+
+    def __init__(self, app: ASGIApp, sinks: Sequence[Sink]) -> None:
+        self._app, self._sinks = app, sinks
+        self._paths: frozenset[str] = frozenset()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and note its status and times."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        # A client's own id lets it find the request in the log.
+        client_id = headers.get(ID_HEADER.decode(), "")
+        request_id = client_id if CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex
+        scope[SCOPE_KEY] = http_log = HttpLog(request_id, scope["method"], scope["path"], headers)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                http_log.status = message["status"]
+                id_header = (ID_HEADER, http_log.id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            # Starlette's outermost handler answers 500 after this middleware has seen the error.
+            http_log.status = 500 if http_log.status == CLIENT_GONE else http_log.status
+            raise
+        finally:
+            http_log.ended, http_log.route = time.monotonic(), self._route(scope)
+            for sink in self._sinks:
+                sink(http_log)
+
+    def _route(self, scope: Scope) -> str:
+        """Return the route's path; for what was refused before it, the path if there is such a route."""
+        route = scope.get("route")
+        if route is not None:
+            return str(route.path)
+        # Paths that no route has are one label in metrics: clients may send any.
+        if not self._paths and "app" in scope:
+            self._paths = frozenset(getattr(route, "path", "") for route in scope["app"].routes)
+        return scope["path"] if scope["path"] in self._paths else NO_ROUTE

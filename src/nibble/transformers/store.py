@@ -39,8 +39,8 @@ from nibble.cache.layout import CacheLayout
 from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
-from nibble.engine.model_runner import ALIGNED
 from nibble.engine.request import PHASE_ORDER
+from nibble.engine.transfer import ALIGNED
 from nibble.errors import CapacityError, ConfigError, OutOfPages
 from nibble.kernels.offload import copy_tokens
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged

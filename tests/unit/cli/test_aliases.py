@@ -10,7 +10,7 @@ import pytest
 from nibble.cli.serve import FLAG_ALIASES, VALUE_ALIASES, translate_flags
 from nibble.config import Config
 from nibble.server.chat_format import CALL_FORMATS, REASONING_FORMATS
-from nibble.server.run import Settings
+from nibble.server.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
 from nibble.config import Config
-from nibble.evals.tuning import bench as clock
 from nibble.evals.tuning import bench as race
 from nibble.evals.tuning import fixtures
 from nibble.evals.tuning.bench import Result, entrants, fastest
@@ -146,8 +145,8 @@ def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest
             seen.append(batch)
             return super().forward(q, view, batch, params, state)
 
-    monkeypatch.setattr(clock, "l2_bytes", lambda device: 20_000)
-    monkeypatch.setattr(clock, "REPLAYS_MS", 0.0)
+    monkeypatch.setattr(fixtures, "l2_bytes", lambda device: 20_000)
+    monkeypatch.setattr(fixtures, "REPLAYS_MS", 0.0)
     result = raced({"noting": backend("noting", Noting)})["noting"]
     assert result.ms and len(seen) > 8 * len(steps) > 0
 
@@ -156,12 +155,12 @@ def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.Mo
     request, _ = ready({"a": backend("a", TorchRef)}, "nvfp4")
     (part,) = support.scheme_groups(request.spec, request.model_spec)
     work = fixtures.parse(Phase.EXTEND, "32+512")
-    monkeypatch.setattr(clock, "l2_bytes", lambda device: 50_000)
+    monkeypatch.setattr(fixtures, "l2_bytes", lambda device: 50_000)
     scene = make_fixture(part, work, 16, "hnd", "float32", "cpu")
     pages = scene.segment.page_table_BN[0].tolist()
     assert sorted(pages) == list(range(34)) and pages != sorted(pages)
     asked = 32 * 4 * 32 * 4
-    assert scene.layers == -(-clock.L2_TIMES * 50_000 // (scene.read_bytes + asked)) > 1
+    assert scene.layers == -(-fixtures.L2_TIMES * 50_000 // (scene.read_bytes + asked)) > 1
     assert scene.read_bytes == 544 * 2 * (32 // 2 + 32 // 16) * 2
     assert [(rows.start, part.seq_lens) for rows, part in scene.samples] == [(0, (520,)), (24, (544,))]
     windowed = replace(part, group=replace(part.group, window=20))

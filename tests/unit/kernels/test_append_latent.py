@@ -25,7 +25,7 @@ from nibble.kernels.append import triton as implementation
 from nibble.kernels.append.naive import NaiveAppend as Reference
 from nibble.kernels.append.triton import RowAppend
 from nibble.kernels.codecs import ROW_ENCODERS
-from nibble.kernels.codecs.base import cut
+from nibble.kernels.codecs.tiles import cut
 from nibble.kernels.types import Paged
 from nibble.model_spec import INDEX, LATENT, Stream
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from nibble.kernels.append.naive import Target
 from nibble.kernels.codecs import DECODERS, ENCODERS
-from nibble.kernels.codecs.base import serves_rows, span, spans_of, store_span
 from nibble.kernels.codecs.tiles import (
     Tiles,
     decode_tile,
@@ -35,7 +34,11 @@ from nibble.kernels.codecs.tiles import (
     read_scales,
     read_words,
     serves,
+    serves_rows,
     slots_of,
+    span,
+    spans_of,
+    store_span,
 )
 from nibble.kernels.linear.triton import rotate_tile
 from nibble.kernels.sizes import cdiv, next_power_of_2

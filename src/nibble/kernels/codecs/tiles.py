@@ -10,7 +10,8 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs import DECODERS, INDEX_KEYS, LATENTS
+from nibble.kernels.codecs import DECODERS, INDEX_KEYS, LATENTS, ROW_ENCODERS
 from nibble.kernels.codecs.base import Decoder
 from nibble.kernels.codecs.plain import DECODER as PLAIN
+from nibble.kernels.codecs.plain import encode as encode_plain
 from nibble.kernels.sizes import next_power_of_2
 from nibble.kernels.types import Paged
 
@@ -416,3 +418,116 @@ def interleave(parts, PARTS: tl.constexpr):
 def global_scale(tiles, head):
     """Load what decoded values of a head are still to be multiplied by."""
     return tl.load(tiles.scale + head * tiles.SCALE_STRIDE) * tiles.FOLD
+
+
+class Span(NamedTuple):
+    """Neighbouring values of a row, as they are stored: a kernel's argument."""
+
+    planes: tuple[Plane, ...]
+    """Those items of each plane that hold them."""
+    scale: Tensor
+    """The global one."""
+    ENCODE: Any
+    FIRST: Any
+    """Which values, COUNT of them, padded to WIDTH."""
+    COUNT: Any
+    WIDTH: Any
+    PAGE_SIZE: Any
+
+
+def serves_rows(pages: Paged) -> bool:
+    """Return whether there is an encoder for rows of these pages."""
+    encoder = ROW_ENCODERS.get(pages.format.name)
+    if encoder is None or pages.heads != 1:
+        return False
+    if pages.planes_PHS[0].shape[0] * pages.page_size >= 1 << 31:  # slots are unsigned numbers of 32 bits
+        return False
+    return rank_of(pages) % max(encoder.block, 1) == 0 and all(
+        plane.dim() == 3 or plane.stride(3) == 1 for plane in pages.planes_PHS
+    )
+
+
+def rank_of(pages: Paged) -> int:
+    """Return how many values come before rotary ones that are stored apart."""
+    apart = ROW_ENCODERS[pages.format.name].rope_apart and len(pages.planes_PHS) > 2
+    return pages.dim - pages.planes_PHS[-1].shape[3] if apart else pages.dim
+
+
+def cut(first: int, stop: int, undivided: bool) -> Iterator[tuple[int, int]]:
+    """Cut values first..stop into spans, each of which fills most of the power of two that it is padded to.
+
+    Args:
+        first: The first value.
+        stop: The end of the values.
+        undivided: Whether all of them are one span.
+
+    Yields:
+        The first value of a span, and how many it has.
+    """
+    while first < stop:
+        count = stop - first
+        below = 1 << count.bit_length() - 1
+        # What fills 7/8 of its power of two or less is cut at the power of two below.
+        if not undivided and count <= below * 7 // 4:
+            count = below
+        yield first, count
+        first += count
+
+
+def spans_of(pages: Paged, *cuts: int) -> Iterator[tuple[int, int]]:
+    """Yield the spans of a row of `pages`, in order, as (first, count). cuts: where else a row must be cut."""
+    undivided = ROW_ENCODERS[pages.format.name].block == 0
+    for start, stop in pairwise(sorted({0, *cuts, rank_of(pages), pages.dim})):
+        yield from cut(start, stop, undivided)
+
+
+def span(pages: Paged, scale: Tensor, first: int, count: int) -> Span:
+    """Return a kernel's argument for values first..first + count of a row.
+
+    Args:
+        pages: Where rows are stored.
+        scale: Their global scale, on the device of the kernel.
+        first: The first value.
+        count: How many there are.
+
+    Returns:
+        The span.
+    """
+    encoder, rank = ROW_ENCODERS[pages.format.name], rank_of(pages)
+    planes = tuple(map(_span_items, pages.planes_PHS))
+    if first >= rank:
+        encode, parts = encode_plain, [planes[-1][..., first - rank : first - rank + count]]
+    else:
+        encode = encoder.encode
+        parts = [_share(plane, rank, first, count) for plane in planes[: 2 if encoder.rope_apart else None]]
+    width = next_power_of_2(count)
+    constants = map(tl.constexpr, (first, count, width, pages.page_size))
+    return Span(tuple(Plane.of(plane, plane.shape[3]) for plane in parts), scale, encode, *constants)
+
+
+def _span_items(plane_PHS: Tensor) -> Tensor:
+    """Return a plane with items in a row, in a dtype that Triton stores: one-byte floats as integers."""
+    plane = plane_PHS if plane_PHS.dim() == 4 else plane_PHS.unsqueeze(-1)
+    return plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane
+
+
+def _share(plane: Tensor, rank: int, first: int, count: int) -> Tensor:
+    """Return the items of a plane that belong to some of a row's values."""
+    items = plane.shape[3]
+    return plane[..., first * items // rank : (first + count) * items // rank]
+
+
+@triton.jit
+def store_span(span, x_RD, slot_R):
+    """Encode and store values of a span in rows' slots (int64); nothing where negative. Padding may hold anything."""
+    keep_R = slot_R >= 0
+    # 32 bits divide faster; offsets into a pool need 64.
+    slot_R = slot_R.to(tl.uint32)
+    page_R = (slot_R // span.PAGE_SIZE).to(tl.int64)
+    offset_R = (slot_R % span.PAGE_SIZE).to(tl.int64)
+    tiles = span.ENCODE(x_RD, tl.full([1, 1], tl.load(span.scale), tl.float32))
+    for i in tl.static_range(len(span.planes)):
+        plane = span.planes[i]
+        item = tl.arange(0, tiles[i].shape[1])[None, :]
+        at = plane.data + (page_R * plane.PAGE + offset_R * plane.SLOT)[:, None] + item
+        tl.store(at, tiles[i], mask=keep_R[:, None] & (item < plane.COUNT))

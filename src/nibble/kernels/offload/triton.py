@@ -31,9 +31,18 @@ from torch import Tensor
 
 from nibble.formats.base import raw
 from nibble.kernels.codecs import LATENTS, ROW_ENCODERS
-from nibble.kernels.codecs.base import Span, serves_rows, span, spans_of, store_span
 from nibble.kernels.codecs.plain import DECODER as PLAIN
-from nibble.kernels.codecs.tiles import Section, decode_tile, interleave, read_rows
+from nibble.kernels.codecs.tiles import (
+    Section,
+    Span,
+    decode_tile,
+    interleave,
+    read_rows,
+    serves_rows,
+    span,
+    spans_of,
+    store_span,
+)
 from nibble.kernels.indexer.naive import PAD_INDEX as HOST_PAD_INDEX
 from nibble.kernels.offload.host_memory import reachable
 from nibble.kernels.offload.naive import HotBuffer, HotLookup, alike
