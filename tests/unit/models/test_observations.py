@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -200,6 +201,26 @@ def test_what_is_refused_is_not_kept(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="was made for"):
         observe_model(str(folder), "float32", max_context=1 << 30)
     assert not kept(tmp_path)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_as_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    during = []
+
+    def observe_nothing(*_: Any) -> ModelSpec:
+        during.append(gc.isenabled())
+        raise ConfigError
+
+    monkeypatch.setattr(observe, "observe", observe_nothing)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ConfigError):
+            observe_model(str(folder), "float32")
+        assert (during, gc.isenabled()) == ([False], enabled)
+    finally:
+        gc.enable()
 
 
 def test_one_observation_serves_a_model_under_all_its_names(
