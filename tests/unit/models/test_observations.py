@@ -92,6 +92,21 @@ def test_a_refusal_of_a_known_model_needs_no_torch_either(folder: Path, tmp_path
     assert errors[-3:] == ["3", "False", "False"]
 
 
+@pytest.mark.parametrize(("scheme", "code"), [("nvfp4", 0), ("fp5", 2)])
+def test_the_process_of_a_plan_ends_in_order(folder: Path, tmp_path: Path, scheme: str, code: int) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    run = subprocess.run(
+        [sys.executable, "-m", "nibble", "plan", str(folder), "--gpu", "b200", "--kv-format", scheme, "--json"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "NIBBLE_CACHE": str(tmp_path / "cache"), "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    assert run.returncode == code, run.stderr
+    assert ("unknown KV format" in run.stderr) if code else json.loads(run.stdout)["model"] == str(folder)
+    # torch makes temporary folders, which are removed as if nothing was cut short; the cache of its compiler stays
+    assert {path.name.split("_")[0] for path in temporary.iterdir()} <= {"torchinductor"}
+
+
 def test_an_observation_comes_back_as_it_was(folder: Path, observed: list[str]) -> None:
     first = observe_model(str(folder), "float32")
     assert observe_model(str(folder), "float32") == first
