@@ -41,8 +41,8 @@ import gpu
 from nibble import LLM, SamplingParams
 from nibble.attention.planner import resolve as tiering
 from nibble.cache.hot_buffer import HotBuffers
+from nibble.engine.model_runner import PackedInts
 from nibble.engine.request import Delta
-from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
 from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import INDEX, LATENT, Stream
