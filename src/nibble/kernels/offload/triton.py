@@ -2,7 +2,7 @@
 
 Where bytes mean the same, rows are runs of bytes: planes that follow each other in both stores are one run, and so a
 record is. Where formats differ, a part of a row is read in its words, decoded, and encoded as appending does
-(codecs/spans.py): only what is stored crosses the link. Programs stride through tiles of rows; how many programs there
+(codecs/tiles.py): only what is stored crosses the link. Programs stride through tiles of rows; how many programs there
 are bounds what a copy takes from what runs beside it.
 
 Shape suffixes: M tokens that are copied, N units of a tile, R rows of a tile, D values of a row, P pages, H heads,
