@@ -50,7 +50,7 @@ def mla_attention(
         cuda = _cuda() if max_seq_len > MAX_SHORT_LEN else None
         if cuda is not None and cuda.serves(q_THD, latents, rope, batch):
             return cuda.attend(q_THD, latents, batch, scale)
-        if fast.serves_latents(latents, rope):
+        if fast.tiles.serves_latents(latents, rope):
             return fast.mla_attention(q_THD, latents, rope, batch, scale, max_seq_len)
     return naive.mla_attention(q_THD, latents, rope, batch, scale)
 

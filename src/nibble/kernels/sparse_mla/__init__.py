@@ -33,6 +33,6 @@ def sparse_mla_attention(
     if q_THD.is_cuda and triton_present():
         from nibble.kernels.sparse_mla import triton as fast
 
-        if fast.serves_latents(latents, rope):
+        if fast.tiles.serves_latents(latents, rope):
             return fast.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)
     return naive.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)
