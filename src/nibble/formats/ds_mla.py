@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 TILE = 128
 LEAST = 1e-4
 """The least scale of a tile: one of zeros needs a scale above 0 too."""
-LEAST_INDEX_SCALE = 1e-4 / E4M3_MAX
-"""The least scale of an index key; DeepSeek bounds amax by 1e-4, and this bounds the scale."""
 
 
 class _Latent(KVFormat):

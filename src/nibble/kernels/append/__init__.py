@@ -30,6 +30,7 @@ def prepare(targets: Mapping[str, Target], joint_scale: Tensor | None = None) ->
     """
     if all(target.pages.scale.is_cuda for target in targets.values()) and triton_present():
         from nibble.kernels.append import triton as fast
+        from nibble.kernels.codecs import tiles
 
         for implementation in (fast.HeadsAppend, fast.RowAppend):
             if implementation.serves(targets):
@@ -53,7 +54,8 @@ def dequantize_pages(
     """
     if stream.scale.is_cuda and triton_present():
         from nibble.kernels.append import triton as fast
+        from nibble.kernels.codecs import tiles
 
-        if fast.serves(stream):
+        if tiles.serves(stream):
             return fast.dequantize_pages(stream, page_table_BN, dtype, heads_first=heads_first)
     return naive.dequantize_pages(stream, page_table_BN, dtype, heads_first=heads_first)
