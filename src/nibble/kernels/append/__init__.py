@@ -30,7 +30,6 @@ def prepare(targets: Mapping[str, Target], joint_scale: Tensor | None = None) ->
     """
     if all(target.pages.scale.is_cuda for target in targets.values()) and triton_present():
         from nibble.kernels.append import triton as fast
-        from nibble.kernels.codecs import tiles
 
         for implementation in (fast.HeadsAppend, fast.RowAppend):
             if implementation.serves(targets):
