@@ -1,6 +1,6 @@
-"""What DeepSeek's sparse attention caches: latents with BF16 rotary values, and index keys.
+"""Latents of MLA with their rotary part in BF16: `fp8_ds_mla` and `nvfp4_ds_mla`.
 
-Of a latent only the latent proper is quantised; rotary values carry positions, and are few.
+Only the latent proper is quantised; rotary values carry positions, and are few.
 
 fp8_ds_mla: E4M3 values, an FP32 scale per tile of 128 of them, rotary values: 512 + 16 + 128 = 656 bytes for 512 + 64.
 A tile's scale is amax / 448, at least 1e-4, rounded up to a power of two. In the packing `record` a token's bytes are
