@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
 from nibble.attention.planner.support import Phase
