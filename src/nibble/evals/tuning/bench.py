@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import options
 from nibble.attention.planner.options import PlanRequest
