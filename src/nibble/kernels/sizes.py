@@ -35,6 +35,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+MMA_ROWS = 16
+"""Rows of the smallest tile of the tensor cores."""
 SM90 = 90
 """Compute capability of Hopper, which has kernels of its own (gluon_sm90.py)."""
 
