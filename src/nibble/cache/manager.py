@@ -345,9 +345,8 @@ class CacheManager:
         self._allocator.check_integrity(counts)
         self._radix.check_integrity()
         if self.residency:
-            self.residency.check_integrity(
-                (lease.resident_pages for lease in self.leases), (lease.hot_frames for lease in self.leases)
-            )
+            resident = (lease.resident_pages for lease in self.leases)
+            self.residency.check_integrity(resident, (lease.hot_frames for lease in self.leases))
         for lease in self.leases:
             self._check_lease(lease)
 

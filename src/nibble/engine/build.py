@@ -286,9 +286,8 @@ def measure_scales(
     length = min(cache_plan.model_spec.max_context, CALIBRATION_TOKENS)
     pages = -(-length // plan.page_size)
     recorder = Recorder(plan.layout, pages, cache_plan.hardware.device)
-    runner = ModelRunner(
-        model, plan, recorder, adapters(plan), PageTables(1, pages, cache_plan.hardware.device)
-    )
+    tables = PageTables(1, pages, cache_plan.hardware.device)
+    runner = ModelRunner(model, plan, recorder, adapters(plan), tables)
     # The recorder sees writes, and a page from the prefix cache is not written again.
     manager = CacheManager(pages, plan.page_size, prefix_cache=False)
     num_tokens = 0

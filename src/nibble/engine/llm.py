@@ -48,9 +48,8 @@ class LLM:
 
     def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
         self.config = configured(model=model, **options)
-        self.engine, self._engine_plan = build(
-            self.config, None if calibrate is None else as_texts(calibrate)
-        )
+        texts = None if calibrate is None else as_texts(calibrate)
+        self.engine, self._engine_plan = build(self.config, texts)
 
     @property
     def plan(self) -> Plan:

@@ -286,14 +286,12 @@ class ModelRunner:
         ends = accumulate(item.num_tokens for item in scheduled)
         last_rows = [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]
         logit_rows = list(range(len(token_ids))) if every else last_rows
-        row_of_token = [
-            row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)
-        ]
+        token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         slices = (
             packed.add(self._pad_rows(token_ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
-            packed.add(self._pad_rows(row_of_token)),
+            packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
             packed.add(self._pad_rows(logit_rows or [0])),
             packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),

@@ -59,9 +59,7 @@ class SampledTokens:
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
         self._host_tokens_S = tokens_S.masked_fill(invalid_S, INVALID_TOKEN).to("cpu", non_blocking=True)
         if logprobs:
-            values, ids = _top_logprobs(
-                logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R], max(logprobs.counts.values())
-            )
+            values, ids = _top_logprobs(logits_SV, tokens_S, logprobs)
             self._values = values.to("cpu", non_blocking=True)
             self._ids = ids.to("cpu", non_blocking=True)
         self._done = torch.cuda.Event() if tokens_S.is_cuda else None
@@ -83,10 +81,11 @@ class SampledTokens:
         return result
 
 
-def _top_logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_logprobs(logits_SV: Tensor, tokens_S: Tensor, logprobs: LogprobRequest) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [R, 1 + K] of the sampled token and of the likeliest, and the ids of these [R, K]."""
+    logits_RV, tokens_R = logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R]
     total_R1 = logits_RV.logsumexp(-1, keepdim=True)
-    top_RK, ids_RK = logits_RV.topk(min(count, logits_RV.shape[1]))
+    top_RK, ids_RK = logits_RV.topk(min(max(logprobs.counts.values()), logits_RV.shape[1]))
     sampled_R1 = logits_RV.gather(-1, tokens_R[:, None])
     return torch.cat((sampled_R1, top_RK), 1) - total_R1, ids_RK
 

@@ -150,7 +150,7 @@ class Scheduler:
             batch: what was computed; the oldest in flight.
             tokens: sampled tokens by request id.
         """
-        metrics, ended = self._metrics, []
+        metrics, ended = self._metrics, list[Request]()
         metrics.steps += 1
         for item in batch.scheduled:
             request = item.request

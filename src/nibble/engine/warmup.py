@@ -297,9 +297,8 @@ class _GroupTest:
             stored_THD, expected_THD = self._read(name, slot_mapping_T), self._round_trip(name, x_THD)
             self._compare(stored_THD, expected_THD, STORED_TOLERANCE, route, f"stores {name}")
         if params.topk_indices_TK is not None:
-            topk_slots_TK = resident_slots(
-                params.topk_indices_TK, page_table_by_token(batch), None, self.plan.page_size
-            )
+            table_TN, size = page_table_by_token(batch), self.plan.page_size
+            topk_slots_TK = resident_slots(params.topk_indices_TK, table_TN, None, size)
             params = replace(params, topk_slots_TK=topk_slots_TK)
         # Over the same pool, so that the format's error is in both answers and does not count.
         expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, batch, params)
