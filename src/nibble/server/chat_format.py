@@ -9,20 +9,14 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from nibble.config import SamplingParams
+from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError, RequestError, unknown
+from nibble.server import tools as grammars
 from nibble.server.chat_parser import AnswerParser, CallFormat, Layout, ReasoningFormat
-from nibble.server.tools import (
-    Marks,
-    Tool,
-    ToolFields,
-    lark_text,
-    possible_calls,
-    required_calls,
-    text_until,
-)
+from nibble.server.tools import Marks, Tool, ToolFields
 
 AUTO, NONE = "auto", "none"
 TAIL_TOKENS = 16
@@ -141,20 +135,6 @@ def find_format(formats: Mapping[str, Format], name: str, chat_template: str | N
     return formats.get(name)
 
 
-class Tokens(Protocol):
-    """What is needed of a tokenizer here."""
-
-    def decode(self, ids: Sequence[int], shown_tokens: frozenset[int] | None = ..., /) -> str:
-        """Return the text of tokens; with `shown_tokens` None all special ones are text."""
-
-    def token_of(self, word: str) -> int | None:
-        """Return the token that is this word; None where there is none."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template of conversations."""
-
-
 class ChatFormat:
     """A model's formats.
 
@@ -167,7 +147,7 @@ class ChatFormat:
         ConfigError: a name is unknown.
     """
 
-    def __init__(self, tokens: Tokens | None, call_format: str, reasoning_format: str) -> None:
+    def __init__(self, tokens: Tokenizer | None, call_format: str, reasoning_format: str) -> None:
         self._tokens = tokens
         template = tokens.chat_template if tokens else None
         self.calls = find_format(CALL_FORMATS, call_format, template)
@@ -245,8 +225,8 @@ class AnswerFormat:
         parts = {"body": body} if "@body" in start else {}
         if self.reasoning:
             # Reasoning is free; what is asked for begins after it.
-            rules += [text_until("thought", self.reasoning.end, self.marks), r"gap: /[ \n]{0,3}/"]
-            opening = lark_text(self.reasoning.start, self.marks)
+            rules += [grammars.text_until("thought", self.reasoning.end, self.marks), r"gap: /[ \n]{0,3}/"]
+            opening = grammars.lark_text(self.reasoning.start, self.marks)
             # The start may stand in the prompt already.
             lead = f"({opening})? thought gap" if self.starts_inside else f"({opening} thought gap)?"
             start = f"{lead} ({start})"
@@ -259,8 +239,8 @@ class AnswerFormat:
         """Return rules, and what the answer is after its reasoning."""
         tools = [tool.function for tool in self.required_tools or self.tools]
         if self.calls and (self.required_tools or body):
-            rules = required_calls(self.calls, tools, self.max_calls, self.marks)
+            rules = grammars.required_calls(self.calls, tools, self.max_calls, self.marks)
             return rules, "calls" if self.required_tools else "calls | @body"
         if self.calls and any(tool.strict for tool in tools):
-            return possible_calls(self.calls, tools, self.max_calls, self.marks), "mixed"
+            return grammars.possible_calls(self.calls, tools, self.max_calls, self.marks), "mixed"
         return [], "@body" if body else ""
