@@ -17,8 +17,7 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import protocol, streaming, tools
-from nibble.server.chat_format import ChatFormat
+from nibble.server import chat_format, protocol, streaming
 from nibble.server.engine_client import EngineClient, EngineDiedError, State
 from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
 from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
@@ -50,8 +49,8 @@ class Api:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
         self.limiter = streaming.AdmissionLimiter(settings.max_queue, settings.wait_when_full)
         self.metrics_registry = Metrics(client, name)
-        self.chat_format = ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
-        self.grammars = tools.GrammarCheck(tokens)
+        self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
+        self.grammars = chat_format.GrammarCheck(tokens)
         self._created = int(time.time())
 
     @property
@@ -154,13 +153,13 @@ class Api:
         return await self._tokenize(len(text), partial(self.tokens.encode, text))
 
     async def _encode_chat(
-        self, messages: Sequence[protocol.Message], callable_tools: Sequence[tools.Tool] = (), **kwargs: Any
+        self, messages: Sequence[protocol.Message], tools: Sequence[protocol.Tool] = (), **kwargs: Any
     ) -> list[int]:
         """Return a conversation's tokens; kwargs: for the chat template."""
         # Templates differ in whether they take a call's arguments as an object or as its text.
-        as_text = tools.arguments_as_text(self.tokens.chat_template)
-        turns = [tools.message_for_template(message.plain(), as_text=as_text) for message in messages]
-        tool_list = tools.tools_for_template(callable_tools)
+        as_text = chat_format.arguments_as_text(self.tokens.chat_template)
+        turns = [chat_format.message_for_template(message.plain(), as_text=as_text) for message in messages]
+        tool_list = chat_format.tools_for_template(tools)
         size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(tool_list or []))
         return await self._tokenize(size, partial(self.tokens.chat, turns, tool_list, **kwargs))
 
