@@ -138,7 +138,7 @@ def calibrate(
         nibble calibrate ./my-model --text talk.txt --out ./my-model/kv_scales.json
     """
     quiet_libraries(model)
-    from nibble.engine.calibration import builtin_texts
+    from nibble.engine.build import builtin_texts
     from nibble.engine.llm import LLM
 
     texts = [read_text(path, "text") for path in text or ()] or builtin_texts()

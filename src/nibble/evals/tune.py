@@ -2,7 +2,7 @@
 
 Each layer group of a plan is raced for in every phase that is routed. attention/planner/evidence.py keeps the times.
 
-The entrants of a race are the resolver's own options (planner/options.py), staged ones included. Each is called as an
+The entrants of a race are the resolver's own routes (planner/options.py), staged ones included. Each is called as an
 engine calls it, through its adapter over a pool of random tokens in scattered pages, and what it prepares once a step
 is part of its time. Decode steps run in a CUDA graph where an engine would record them, and otherwise with all that the
 host does; everything else with the host ahead of the GPU. A backend whose answer is not the reference's is not timed,
@@ -26,8 +26,8 @@ from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import evidence, options, support
 from nibble.attention.planner.evidence import Timing
-from nibble.attention.planner.options import ROUTED, Option, PlanRequest
-from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.options import ROUTED, PlanRequest
+from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES, resolve
 from nibble.attention.planner.support import Origin, Phase, SchemeGroup
 from nibble.cache import layout as packings
@@ -132,9 +132,9 @@ def _workloads(plan: EnginePlan, part: SchemeGroup, phase: Phase) -> tuple[Workl
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """An option of the resolver, on the page size and packing that it is timed with."""
+    """A route of the resolver's, on the page size and packing that it is timed with."""
 
-    option: Option
+    route: Route
     page: int
     packing: str
 
@@ -187,24 +187,25 @@ def entrants(
         names: Only these backends; all if empty.
     """
     by_key: dict[tuple[str, str | None], Entrant] = {}
-    for option in options.serving(request, part, phase):
-        page, packing = _place(request, plan, option)
-        entrant = Entrant(option, page, packing)
-        if not names or option.backend.name in names:
+    for route in options.serving(request, part, phase):
+        page, packing = _place(request, plan, route)
+        if not names or route.backend in names:
             # Rows of one backend share their code, so the one with the best place races for all.
-            by_key.setdefault(entrant.option.key, entrant)
+            by_key.setdefault(route.key, Entrant(route, page, packing))
     candidates = tuple(by_key.values())
     if names or request.hardware.is_cpu:
         return candidates
-    return tuple(c for c in candidates if c.option.backend.origin is not Origin.REFERENCE) or candidates[:1]
+    table = request.backends
+    racing = tuple(c for c in candidates if table[c.route.backend].origin is not Origin.REFERENCE)
+    return racing or candidates[:1]
 
 
-def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
-    """Return the plan's page size and packing, or the first of the usual ones that the option reads."""
+def _place(request: PlanRequest, plan: Plan, route: Route) -> tuple[int, str]:
+    """Return the plan's page size and packing, or the first of the usual ones that the route reads."""
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
-    sizes = [plan.page_size, *usual, *sorted(option.pages or ())]
-    packs = [plan.layout.packing, *packings.names(), *sorted(option.packings or ())]
-    return next((page, packing) for packing in packs for page in sizes if option.fits(page, packing))
+    sizes = [plan.page_size, *usual, *sorted(route.row.page or ())]
+    packs = [plan.layout.packing, *packings.names(), *sorted(route.packings or ())]
+    return next((page, packing) for packing in packs for page in sizes if route.fits(page, packing))
 
 
 def bench_backends(
@@ -254,20 +255,20 @@ def initial_result(plan: Plan, part: SchemeGroup, entrant: Entrant, workload: Wo
         entrant: The backend, and where it is timed.
         workload: The requests.
     """
-    option, phase = entrant.option, workload.phase
+    route, phase = entrant.route, workload.phase
     group = next(group for group in plan.groups if (group.group, group.layers) == (part.group, part.layers))
-    routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
+    in_plan = any(planned.phase is phase and planned.key == route.key for planned in group.routes)
     return Result(
-        option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.place, option.route(phase).graphs, entrant.option.key in routes,
+        route.backend, route.stage_to, entrant.page, entrant.packing, phase, workload.name,
+        route.place, route.graphs, in_plan,
     )  # fmt: skip
 
 
 def _time_entrant(
     request: PlanRequest, judge: _Reference, entrant: Entrant, result: Result, best: float | None
 ) -> Result:
-    fixture, option = judge.fixture, entrant.option
-    adapter, stage_to = backends.create(option.backend), option.stage_to
+    fixture, route = judge.fixture, entrant.route
+    adapter, stage_to = backends.create(request.backends[route.backend]), route.stage_to
 
     def begin_step() -> PreparedBatch:
         page_size = fixture.pool.layout.page_size
