@@ -17,7 +17,7 @@ from nibble.attention.planner.support import (
     Origin,
     Support,
 )
-from nibble.kernels.sizes import PREFILL_WORKSPACE
+from nibble.kernels import PREFILL_WORKSPACE
 
 CUDNN_DIM = 128
 """The widest heads that cuDNN's kernel takes."""

@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nibble.kernels import cdiv, next_power_of_2
 from nibble.kernels.append.naive import Target
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.linear.triton import rotate_tile
-from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
+serves = tiles.serves
 TRANSFORMS = ("kmean", "rot")
 """What the kernel can do to keys, in the order in which it does."""
 PROGRAM_VALUES = 1024

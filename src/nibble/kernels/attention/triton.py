@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import flash
+from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import DECODERS, tiles
-from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SPLITS_AT_ONCE = 64
@@ -65,8 +64,8 @@ def _scores(q, keys, key_N, position_M, unit, softcap, WINDOW: tl.constexpr, SOF
     for j in tl.static_range(1, len(keys)):
         scores = tl.dot(q[j], keys[j], scores, input_precision="ieee")
     if SOFTCAP:  # softcap * tanh(score / softcap), times log2(e)
-        power = tl.exp2(scores * (unit * 2.0 * flash.LOG2E / softcap))
-        scores = softcap * flash.LOG2E * (1.0 - 2.0 / (1.0 + power))
+        cap = softcap * flash.LOG2E
+        scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (unit * 2.0 * flash.LOG2E / softcap))))
     if MASKED:
         visible = key_N[None, :] <= position_M[:, None]
         if WINDOW:
@@ -380,11 +379,11 @@ def merge_kernel(
     column_D = tl.arange(0, D)[None, :]
     keep_RD = keep_R[:, None] & (column_D < DIM)
     a += (token_R * a_stride_T + head_R * a_stride_H)[:, None]
-    b += (token_R * b_stride_T + head_R * b_stride_H)[:, None]
     a_RD = tl.load(a + column_D, mask=keep_RD, other=0.0)
+    b += (token_R * b_stride_T + head_R * b_stride_H)[:, None]
     b_RD = tl.load(b + column_D, mask=keep_RD, other=0.0)
-    a_share_R, b_share_R = a_R / (a_R + b_R), b_R / (a_R + b_R)
-    values_RD = a_RD.to(tl.float32) * a_share_R[:, None] + b_RD.to(tl.float32) * b_share_R[:, None]
+    values_RD = a_RD.to(tl.float32) * (a_R / (a_R + b_R))[:, None]
+    values_RD += b_RD.to(tl.float32) * (b_R / (a_R + b_R))[:, None]
     # --- store
     tl.store(out + row_R[:, None] * DIM + column_D, values_RD.to(out.dtype.element_ty), mask=keep_RD)
 

@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import flash
+from nibble.kernels import GPU, SM90, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.codecs import INDEX_KEYS, tiles
 from nibble.kernels.indexer.naive import PAD_INDEX
-from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
 
 WORKSPACE = 64 << 20
@@ -436,7 +435,7 @@ def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, star
     if topk_indices_TK.is_cuda and _cuda_present():
         from nibble.kernels.indexer.cuda import topk as fast
 
-        fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
+        fast(scores_SL, batch, topk_indices_TK, start, rows)
         return
     count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
     topk_kernel[(rows,)](

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nibble.kernels import SM90, gpu_of
 from nibble.kernels.codecs import CUDA_LATENTS
 from nibble.kernels.codecs.base import HEADS, RANK, ROPE, CudaLatent
 from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, unavailable_reason
@@ -41,11 +42,8 @@ def _kernel(latent: CudaLatent, device: int) -> Kernel:
 @cache
 def _blocks(device: torch.device) -> int:
     """Return the blocks of a launch, one a multiprocessor; 0 where the kernel does not run."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    usable = (properties.major, properties.minor) == (9, 0) and unavailable_reason() is None
-    return int(properties.multi_processor_count) if usable else 0
+    gpu = gpu_of(device)
+    return gpu.processors if gpu.arch == SM90 and unavailable_reason() is None else 0
 
 
 def serves(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch) -> bool:

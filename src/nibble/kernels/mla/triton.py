@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import flash
+from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.codecs import LATENTS, tiles
-from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
 
+serves_latents = tiles.serves_latents
 MAX_ROWS = 64
 """Most rows of a tile, unless a token has more heads that no smaller number divides."""
 FOUR_WARP_ROWS = 32

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.errors import BackendError
-from nibble.kernels.attention.cuda import COLUMNS, Decode
+from nibble.kernels.attention.cuda import Decode
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 
@@ -27,23 +26,6 @@ class Cuda(AttentionBackend):
         # Its counters and workspace lie on the queries' device, which only a call tells.
         if self._decode is None:
             self._decode = Decode(q_THD.device)
-        k, v = view.streams["k"], view.streams["v"]
-        queries = max(batch.query_lens)
-        columns = queries * q_THD.shape[1] // k.stream.heads
-        if columns > COLUMNS:
-            raise BackendError(f"{queries} tokens a request make {columns} query rows; {COLUMNS} is the most")
         return self._decode(
-            q_THD.contiguous(),
-            k.planes,
-            v.planes,
-            (k.format.name, v.format.name),
-            columns,
-            batch.seq_lens_B,
-            None if queries == 1 else batch.cu_seqlens_q_B1,
-            batch.page_table_BN,
-            (k.scale, v.scale),
-            params.scale,
-            params.window,
-            params.softcap,
-            None if params.sinks_H is None else params.sinks_H.float(),
+            q_THD.contiguous(), view.streams["k"].paged, view.streams["v"].paged, batch, params
         )

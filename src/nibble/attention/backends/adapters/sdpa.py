@@ -16,7 +16,7 @@ from torch import Tensor
 from nibble.attention.backends.sdpa import CUDNN_DIM
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.kernels.attention import prefill
+from nibble.kernels import attention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ class SDPA(AttentionBackend):
     ) -> bool | None:
         """Return whether cuDNN's kernel is used; None where a mask is needed."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
-        fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
+        fused = q_THD.is_cuda and q_THD.dtype in HALVES and attention.serves(k, v)
         # A window needs a mask, which the fused kernels do not take; and they are made for prompts.
         if not fused or params.window is not None or batch.phase.decodes:
             return None
@@ -38,12 +38,12 @@ class SDPA(AttentionBackend):
 
     def prepare(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
-    ) -> tuple[prefill.QueryBlock, ...] | None:
+    ) -> tuple[attention.QueryBlock, ...] | None:
         """Cut the batch, unless a mask is needed."""
         cudnn = self.kind(q_THD, view, batch, params)
         if cudnn is None:
             return None
-        return prefill.plan_blocks(
+        return attention.plan_blocks(
             batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
         )
 
@@ -53,12 +53,12 @@ class SDPA(AttentionBackend):
         view: KVView,
         batch: AttentionBatch,
         params: AttentionParams,
-        state: tuple[prefill.QueryBlock, ...] | None,
+        state: tuple[attention.QueryBlock, ...] | None,
     ) -> Tensor:
         """Attend by the fused kernels where the batch was cut for them, else request by request."""
         if state is None:
             return _masked(q_THD, view, batch, params)
-        return prefill.prefill_attention(
+        return attention.prefill_attention(
             q_THD, view.streams["k"].paged, view.streams["v"].paged, state, params
         )
 

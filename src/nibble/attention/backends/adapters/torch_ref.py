@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.kernels.sparse_mla import naive as sparse
+from nibble.kernels.mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 TILE = 256

@@ -10,7 +10,7 @@ from torch import Tensor
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels import mla
-from nibble.kernels import sparse_mla as sparse
+from nibble.kernels import mla as sparse
 from nibble.kernels.attention.triton import paged_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import flash
+from nibble.kernels import GPU, SM90, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.codecs import LATENTS, tiles
 from nibble.kernels.mla.triton import (
     FOUR_WARP_ROWS,
@@ -27,9 +27,9 @@ from nibble.kernels.mla.triton import (
     memory_of,
     padded_rows,
 )
-from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import Paged
 
+serves_latents = tiles.serves_latents
 MAX_SPLITS = 32
 LAUNCH_COST_TILES = 3.0
 """Tiles, in the time of which a program starts and leaves what it has to be combined."""
@@ -202,10 +202,10 @@ def tile_of(group: int, latents: Paged, rope: int, query: torch.dtype, gpu: GPU)
 def _candidates(group: int, latents: Paged, rope: int, query: torch.dtype, gpu: GPU) -> Iterator[LatentTile]:
     """Yield tiles from the fastest to the smallest."""
     if gpu.arch == SM90:
-        from nibble.kernels.sparse_mla import gluon_sm90
+        from nibble.kernels.mla import sparse_gluon_sm90
 
-        if gluon_sm90.serves(latents, rope, query, gpu.memory):
-            yield LatentTile(gluon_sm90.ROWS, gluon_sm90.TILE, 4, 1, 1, True)
+        if sparse_gluon_sm90.serves(latents, rope, query, gpu.memory):
+            yield LatentTile(sparse_gluon_sm90.ROWS, sparse_gluon_sm90.TILE, 4, 1, 1, True)
     rows = padded_rows(group)
     for size in (32, 16):
         yield LatentTile(rows, size, 8 if rows > FOUR_WARP_ROWS else 4, 2, 1)
@@ -253,9 +253,9 @@ def sparse_mla_attention(
     )  # fmt: skip
     padded_len, pieces = next_power_of_2(max(most, 16)), 1
     if shape.sm90:
-        from nibble.kernels.sparse_mla import gluon_sm90
+        from nibble.kernels.mla import sparse_gluon_sm90
 
-        pieces = gluon_sm90.launch((programs, splits), latents.format.name, common, padded_len)
+        pieces = sparse_gluon_sm90.launch((programs, splits), latents.format.name, common, padded_len)
     else:
         sparse_mla_kernel[(programs, splits)](
             *common, shape.stages, shape.rows, shape.latents, padded_len,

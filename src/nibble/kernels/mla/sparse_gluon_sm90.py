@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nibble.kernels.codecs import LATENTS
 from nibble.kernels.codecs.tiles import APART, NO_ROPE
 from nibble.kernels.flash import LOG2E, MAX_FP16, MIN_PEAK
-from nibble.kernels.sparse_mla.gluon_sm90_producer import produce, producer_layouts, with_fp8_instructions
+from nibble.kernels.mla.sparse_gluon_sm90_producer import produce, producer_layouts, with_fp8_instructions
 from nibble.kernels.types import Paged
 
 ROWS, TILE = 64, 64
