@@ -20,8 +20,8 @@ from torch import Tensor
 from nibble import formats
 from nibble.formats.base import KVFormat, raw
 from nibble.kernels.mla import naive
-from nibble.kernels.mla import sparse_triton as twin
-from nibble.kernels.mla.sparse_triton import LatentTile as Shape
+from nibble.kernels.mla import triton as twin
+from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 

@@ -122,11 +122,9 @@ def _accumulate(
 def _init_state(sinks, query_head_M, live_M, split, PARTS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr,
                 JOIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Return the state of a softmax over no keys; or over the sink, a key without a value, in the first split."""
-    peak_M = tl.full([M], flash.MIN_PEAK, tl.float32)
-    total = tl.zeros([M], tl.float32) if JOIN else tl.zeros([M, N], tl.float32)
-    sums = ()
-    for _ in tl.static_range(PARTS):
-        sums += (tl.zeros([M, WIDTH], tl.float32),)  # type: ignore[assignment]
+    peak_M, total, sums = flash.init_state(PARTS, WIDTH, M, N)
+    if JOIN:
+        total = tl.zeros([M], tl.float32)
     if SINKS and split == 0:
         peak_M = tl.load(sinks + query_head_M, mask=live_M, other=0.0).to(tl.float32) * flash.LOG2E
         total += 1.0 if JOIN else 1.0 / N

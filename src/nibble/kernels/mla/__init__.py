@@ -4,14 +4,11 @@ A token's latent is its key, and but for the rotary values at its end its value 
 read and dequantise only once. Queries are the last tokens of their requests, so each sees the stored tokens up to its
 own.
 
-Shape suffixes: T query tokens, H query heads, D values of a latent, R of them that are values (the rank).
+Sparse: every query token has its own list of slots, and reads no others. They are those that the lightning indexer of
+DeepSeek V3.2 selects.
 
-sparse_mla: queries over selected latents of multi-head latent attention, with its projections absorbed.
-
-Every query token has its own list of slots, and reads no others: those that the lightning indexer of DeepSeek V3.2
-selects.
-
-Shape suffixes: T query tokens, H query heads, K slots of a list, D values of a latent, R of them that are values.
+Shape suffixes: T query tokens, H query heads, K slots of a list, D values of a latent, R of them that are values (the
+rank).
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ def sparse_mla_attention(
         [T, H, R] in the query's dtype; zeros where all slots are padding.
     """
     if q_THD.is_cuda and triton_present():
-        from nibble.kernels.mla import sparse_triton as fast
+        from nibble.kernels.mla import triton as fast
 
         if fast.serves_latents(latents, rope):
             return fast.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)

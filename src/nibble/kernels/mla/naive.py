@@ -1,12 +1,7 @@
-"""Attention over the paged latents of multi-head latent attention by the book, in torch and float32.
+"""Attention over the latents of multi-head latent attention, all or selected ones, by the book in torch and float32.
 
-Shape suffixes: T query tokens, n query tokens of a request, H query heads, L stored tokens, D values of a latent, R of
-them that are values (the rank); the rest is rotary.
-
-Attention of each query over latents of its own by the book, in torch and float32.
-
-Shape suffixes: T query tokens, n of them at a time, H query heads, K slots of a list, D values of a latent, R of them
-that are values (the rank); the rest is rotary.
+Shape suffixes: T query tokens, n of a request or at a time, H query heads, L stored tokens, K slots of a list, D values
+of a latent, R of them that are values (the rank); the rest is rotary.
 """
 
 from __future__ import annotations

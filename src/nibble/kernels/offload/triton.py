@@ -109,15 +109,10 @@ def _plan(source: Paged, target: Paged, device: torch.device) -> _Plan:
     if not all(reachable(plane, device) for pages in (source, target) for plane in pages.planes_PHS):
         return None
     # Slots are numbers of 32 bits in the kernels.
-    if source.heads != 1 or max(_slots(source), _slots(target)) >= 1 << 31:
+    slots = max(len(pages.planes_PHS[0]) * pages.page_size for pages in (source, target))
+    if source.heads != 1 or slots >= 1 << 31:
         return None
-    if alike(source, target):
-        return _byte_copy(source, target)
-    return _recode(source, target, device)
-
-
-def _slots(pages: Paged) -> int:
-    return pages.planes_PHS[0].shape[0] * pages.page_size
+    return _byte_copy(source, target) if alike(source, target) else _recode(source, target, device)
 
 
 def _byte_copy(source: Paged, target: Paged) -> ByteCopy:
