@@ -205,8 +205,8 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
     modules: dict[str, set[tuple[object, ...]]] = {}
     for job in found:
         for entrant in race.entrants(job.request, job.plan, job.part, job.work.phase, names):
-            info, shape = entrant.option.backend, job.part.group
-            stored = entrant.option.stage_to or job.part.stored_layer(0).format_key
+            shape = job.part.group
+            stored = entrant.route.stage_to or job.part.stored_layer(0).format_key
             key = (
                 shape.kind,
                 job.work.phase.decodes,
@@ -215,7 +215,7 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
                 shape.window is None,
                 shape.softcap,
             )
-            modules.setdefault(info.name, set()).add(key)
+            modules.setdefault(entrant.route.backend, set()).add(key)
     counts = ", ".join(f"{name} {len(keys)}" for name, keys in sorted(modules.items()))
     return f"{len(found)} jobs; kinds of kernels that may have to be compiled, at most: {counts}"
 

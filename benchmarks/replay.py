@@ -38,7 +38,7 @@ def read(paths: list[Path]) -> Records:
 def replayed(job: Job, records: Records) -> Iterator[Result]:
     """Yield the results of a job, with the places and the choice of today."""
     for entrant in entrants(job.request, job.plan, job.part, job.work.phase):
-        pages = records.get((job.name, *entrant.option.key), {})
+        pages = records.get((job.name, *entrant.route.key), {})
         page = entrant.page if entrant.page in pages else next(iter(pages), None)
         if page is not None:
             yield replace(blank(job.plan, job.part, entrant, job.work), page=page, ms=pages[page]["ms"])

@@ -16,13 +16,16 @@ from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
+from nibble.engine.engine import StartupReport
+from nibble.engine.model_runner import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
-from nibble.engine.sampler import Sampler, uniform, uniforms
-from nibble.engine.transfer import ALIGNED, PackedInts, PageTables
-from nibble.engine.warmup import StartupReport, _longest_prompts, check_memory, explain_out_of_memory
+from nibble.engine.sampler import Sampler, uniforms
+from nibble.engine.warmup import _longest_prompts, check_memory, explain_out_of_memory
 from nibble.hardware import GIB, lookup_gpu
+from nibble.kernels import ALIGNED
 from planning import QWEN3_8B, memory_plan
+from splitmix import uniform
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
-"""What each layer stores: streams, formats and packing. All sizes derive from the formats' planes.
+"""What each layer stores: streams, their formats, and the packing. All sizes derive from the formats' planes.
 
-Packings: how the planes of a format lie in a page.
+A packing says how the planes of a format lie in a page:
 
     nhd      [page, token, head, values]   one token's heads together
     hnd      [page, head, token, values]   one head's tokens together

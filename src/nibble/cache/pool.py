@@ -1,10 +1,6 @@
-"""The bytes of the cache: one pool class for all formats, which allocates what the layout says.
+"""The bytes of the cache: one pool for all formats, which allocates what the layout says, and a backend's view of it.
 
-Shape suffixes: T tokens, H heads, D values of a head.
-
-What a backend reads of one layer: planes, scales, format, packing and page size.
-
-Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
+Shape suffixes: T tokens, B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
 """
 
 from __future__ import annotations
@@ -101,21 +97,15 @@ class KVView:
         packed = [_heads(entry, page_table_BN, first, counts, length) for entry in views]
         if self.joint_scale is None:
             pairs = zip(views, packed, strict=True)
-            return _keys_and_values(
-                tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs),
-                views[0],
-            )
-        joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
-        return _keys_and_values(
-            views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind(), views[0]
-        )
-
-
-def _keys_and_values(streams: tuple[Tensor, ...], entry: StreamView) -> tuple[Tensor, ...]:
-    """Return keys and values. A latent is both: its rotary part belongs to the key alone."""
-    if len(streams) > 1:
-        return streams
-    return streams[0], streams[0][..., : entry.stream.dim - entry.stream.rope]
+            streams = tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs)
+        else:
+            joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
+            streams = views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind()
+        if len(streams) > 1:
+            return streams
+        # A latent is key and value in one: its rotary part belongs to the key alone.
+        stream = views[0].stream
+        return streams[0], streams[0][..., : stream.dim - stream.rope]
 
 
 def _per_head(scale: Tensor) -> Tensor:

@@ -97,10 +97,6 @@ class Residency:
             dropped=self._num_evicted,
         )
 
-    def frame_of(self, page: int) -> int:
-        """Return the frame of `page`, or NOT_RESIDENT."""
-        return self._frame[page]
-
     def cost(self, pages: Iterable[int]) -> int:
         """Return by how much `num_available` falls once these pages have another user."""
         return sum(not self._users[page] for page in pages)

@@ -1,7 +1,7 @@
 """Global scales and K means of the cache: where they came from, their version, and their JSON files.
 
 A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/kv_scales.py
-reads scales from checkpoints; engine/calibration.py measures them.
+reads scales from checkpoints; engine/build.py measures them.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def reference() -> str:
     lines += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     lines += ["", DEBUG, ""]
     for entry in COMMANDS:
-        lines += [f"## nibble {entry.name}\n", entry.text, f"\n```sh\n{entry.examples}\n```\n"]
+        lines += [f"## nibble {entry.name}\n", entry.text, f"\n```sh\n{entry.examples}```\n"]
         lines += _tables(command(entry.run))
     return "\n".join(lines).rstrip() + "\n"
 

@@ -166,7 +166,7 @@ def calibrate(
     """
     # Before the imports below, which bring Transformers: it reads its verbosity then.
     quiet(model)
-    from nibble.engine.calibration import builtin_texts
+    from nibble.engine.build import builtin_texts
     from nibble.engine.llm import LLM
 
     texts = [text_of(path, "text") for path in text or ()] or builtin_texts()

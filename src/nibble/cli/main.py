@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 import nibble
 from nibble.cli import bench, docs, evaluate, generate, plan, serve
-from nibble.cli.command import COMMANDS, EXIT_CODES, Command, command
+from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, Command, command
 
 COMMANDS += (
     Command("generate", generate.generate, generate.GENERATE_EXAMPLES),
@@ -59,3 +62,23 @@ def main(
 
 for _entry in COMMANDS:
     app.command(_entry.name, cls=_entry.group, help=_entry.help, epilog=CODES)(command(_entry.run))
+
+
+def run() -> None:
+    """Run the command line as this process; `plan` ends it without freeing what was imported, which takes a second."""
+    code = FAILED
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    # Only the command that neither computes nor starts processes. The first handler registered is the last to run,
+    # so threads have ended and temporary folders are removed by then.
+    if sys.argv[1:2] == ["plan"]:
+        atexit.register(end)
+    try:
+        app(prog_name="nibble")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else FAILED if error.code else 0
+        raise

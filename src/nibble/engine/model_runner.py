@@ -1,23 +1,11 @@
-"""From a Batch to logits: fill the tensors of a step and run the model.
+"""From a Batch to logits: fill the tensors of a step and run the model. Nothing here waits for the device.
 
-A step of decodes alone runs over stable buffers, where it can be recorded (engine/model_runner.py) and replayed; every
-other step runs over tensors of its own. Nothing here waits for the device.
+All integers of a step go to the device in one packed copy. Page tables and the tokens sampled last stay there.
+A step of decodes alone runs over buffers that stay where they are, so that it can be recorded as a CUDA graph, one for
+each size, and replayed. Every other step runs over tensors of its own.
 
-Shape suffixes: T tokens of the step, B requests of an attention batch, N pages of a request, R rows of the page tables,
-S rows whose logits are computed, V vocabulary.
-
-Integers between host and device: one packed copy a step, and page tables that stay on the device.
-
-On a GPU a copy starts from pinned memory and the host does not wait for it.
-
-Shape suffixes: R rows, one for each open lease and one for padding; N pages of a row; T tokens of a step; S rows whose
-logits are computed.
-
-Recorded decode steps: one CUDA graph for each size, over buffers that stay where they are.
-
-What a step computes is in engine/model_runner.py.
-
-Shape suffixes: B rows of a step, V vocabulary.
+Shape suffixes: T tokens of the step, B requests of an attention batch or rows of a recorded step, N pages of a request,
+R rows of the page tables, one for each open lease and one for padding, S rows whose logits are computed, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,17 +21,115 @@ from nibble.attention.layer import AttentionBackend, AttentionObserver, StepCont
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.hot_buffer import HotBuffers
+from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
-from nibble.engine.transfer import PackedInts, PageTables, StepTensors
 from nibble.errors import BackendError
+from nibble.kernels import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function, and returns one that repeats over the same memory all that it did on the device."""
+ON_DEVICE = -1
+"""The id of a token whose value only the device knows: the step before samples it."""
+MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
+"""With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a list of numbers as a tensor; the host does not wait until it has arrived.
+
+    Args:
+        values: the numbers.
+        dtype: of the tensor.
+        device: where it is to be.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    # The host can go on during a copy only if that reads from pinned memory.
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class PackedInts:
+    """All small integers of a step, one list after another, which go to the device in one copy."""
+
+    def __init__(self) -> None:
+        self._ints: list[int] = []
+
+    def add(self, values: Iterable[int]) -> slice:
+        """Append a list, and return where it lies."""
+        # Triton compiles a kernel anew for pointers that are not on a grid of 16 bytes.
+        self._ints += (0,) * (-len(self._ints) % ALIGNED)
+        start = len(self._ints)
+        self._ints += values
+        return slice(start, len(self._ints))
+
+    def send(self, device: torch.device) -> Tensor:
+        """Return all integers as one int64 tensor on the device."""
+        return to_device(self._ints, torch.int64, device)
+
+
+class PageTables:
+    """What the device remembers of open leases between steps: page ids, and the token that each sampled last.
+
+    Args:
+        rows: most leases that are open at a time.
+        width: most pages of a lease.
+        device: where the tables lie.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
+        self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        """Page ids. A step sends only those that are new."""
+        self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """The token sampled last: the next step takes it from here before the host knows it."""
+        self.padding_row = rows
+        """The row of no lease; it pads steps that have too few requests."""
+        self._rows: dict[Lease, int] = {}
+        self._num_filled = [0] * rows
+        self._free = list(range(rows - 1, -1, -1))
+        self._new_places: list[int] = []
+        self._new_pages: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the tables lie."""
+        return self.table_RN.device
+
+    def row(self, lease: Lease) -> int:
+        """Return the row of `lease`, and note its new pages for take_updates()."""
+        row = self._rows.get(lease)
+        if row is None:
+            row = self._rows[lease] = self._allocate_row()
+        num_filled, pages = self._num_filled[row], lease.pages
+        if num_filled < len(pages):
+            first = row * self.table_RN.shape[1]
+            self._new_places += range(first + num_filled, first + len(pages))
+            self._new_pages += pages[num_filled:]
+            self._num_filled[row] = len(pages)
+        return row
+
+    def take_updates(self) -> tuple[list[int], list[int]]:
+        """Return places in the flat table and page ids that the device does not have yet, each once."""
+        updates = self._new_places, self._new_pages
+        self._new_places, self._new_pages = [], []
+        return updates
+
+    def apply(self, places: Tensor, pages: Tensor) -> None:
+        """Write new page ids into the table."""
+        self.table_RN.view(-1).index_copy_(0, places, pages)
+
+    def _allocate_row(self) -> int:
+        if not self._free:
+            # A lease without pages was released.
+            for lease in [lease for lease in self._rows if not lease.pages]:
+                self._free.append(self._rows.pop(lease))
+        row = self._free.pop()
+        self._num_filled[row] = 0
+        return row
 
 
 class Buffers:
@@ -65,12 +151,6 @@ class Buffers:
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
         """[max_rows, V], allocated by the first step."""
-
-    def clear(self, size: int) -> None:
-        """Set the inputs of a step of `size` rows to padding."""
-        self.inputs.zero_()
-        # Positions are the second third. They must be -1, since 0 is a real token's position.
-        self.inputs[size : 2 * size] = -1
 
     def store_logits(self, logits_BV: Tensor) -> None:
         """Copy a step's logits, so that their own memory serves the next graph too."""
@@ -94,10 +174,6 @@ class Graphs:
         self._record = record
         self._replays: dict[int, Callable[[], None]] = {}
 
-    def size_for(self, count: int) -> int:
-        """Return the smallest size with room for `count` requests."""
-        return next(size for size in self.sizes if size >= count)
-
     @torch.inference_mode()
     def record(self, decode: Callable[[int, Buffers], None]) -> None:
         """Record decode(size, buffers) for all sizes.
@@ -107,7 +183,9 @@ class Graphs:
         """
         # The largest first: the others then fit into its memory.
         for size in reversed(self.sizes):
-            self.buffers.clear(size)
+            self.buffers.inputs.zero_()
+            # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
+            self.buffers.inputs[size : 2 * size] = -1
             try:
                 self._replays[size] = self._record(partial(decode, size, self.buffers))
             # The start explains it by the memory plan (explain_out_of_memory).
@@ -151,12 +229,6 @@ class CudaGraphs:
 def live(run: Callable[[], None]) -> Callable[[], None]:
     """Record nothing: the step over the same buffers is computed each time."""
     return run
-
-
-ON_DEVICE = -1
-"""The id of a token whose value only the device knows: the step before samples it."""
-MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
-"""With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
 
 
 class ModelRunner:
@@ -217,7 +289,7 @@ class ModelRunner:
             logits = self._step(scheduled, every, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
-            self.tier.backup((item.request.lease, item.end) for item in scheduled if item.request.lease)
+            self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
 
     @torch.inference_mode()
@@ -232,7 +304,9 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
     ) -> Tensor:
         rows, token_ids = self._rows(scheduled), _token_ids(scheduled)
-        logit_rows = list(range(len(token_ids))) if every else _last_rows(scheduled)
+        ends = accumulate(item.num_tokens for item in scheduled)
+        last_rows = [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]
+        logit_rows = list(range(len(token_ids))) if every else last_rows
         row_of_token = [
             row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)
         ]
@@ -245,20 +319,21 @@ class ModelRunner:
             packed.add(self._pad_rows(logit_rows or [0])),
             packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),
         )
-        groups = _group_by_phase(scheduled, rows, packed)
+        # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
+        groups = [
+            _PhaseGroup(tuple(pairs), packed)
+            for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
+        ]
         sent = self._send(packed, scheduled)
-        step = StepTensors(*(sent[part] for part in slices))
-        token_ids_T = step.token_ids_T
+        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (sent[part] for part in slices)
         if ON_DEVICE in token_ids:
             # A negative id stands for the token that the step before has sampled for this row.
-            token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[step.rows_T], token_ids_T)
+            token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count = len(token_ids)
-        meta = self._metadata(sent, groups, step.rows_T[:count], step.positions_T[:count])
-        self._sampled_rows_S = step.sampled_rows_S
-        logits = self._run(
-            token_ids_T[None], step.positions_T[None], step.logit_rows_S, self._context(meta, probe)
-        )
+        meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count])
+        self._sampled_rows_S = sampled_rows_S
+        logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, self._context(meta, probe))
         return logits[: len(logit_rows)]
 
     def _metadata(
@@ -301,17 +376,15 @@ class ModelRunner:
         return values + values[-1:] * padding
 
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        return [self.tables.row(item.request.lease) for item in scheduled if item.request.lease]
+        return [self.tables.row(item.request.lease) for item in scheduled]
 
     def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
         places, pages = map(packed.add, self.tables.take_updates())
         tier_updates = None
         if self.tier:
-            leases = [item.request.lease for item in scheduled if item.request.lease]
-            tier_updates = self.tier.take_updates(
-                packed.add, {self.tables.row(lease): lease for lease in leases}
-            )
+            leases = {self.tables.row(item.request.lease): item.request.lease for item in scheduled}
+            tier_updates = self.tier.take_updates(packed.add, leases)
         sent = packed.send(self.device)
         if places.start < places.stop:
             self.tables.apply(sent[places], sent[pages].int())
@@ -332,7 +405,8 @@ class ModelRunner:
     def _replay(
         self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, probe: AttentionObserver | None
     ) -> Tensor:
-        size = graphs.size_for(len(scheduled))
+        # The smallest step with room for all requests.
+        size = next(size for size in graphs.sizes if size >= len(scheduled))
         padding = size - len(scheduled)
         packed = PackedInts()
         # In the order in which _decode() takes them apart: rows, positions, token ids.
@@ -391,28 +465,14 @@ class ModelRunner:
 class _PhaseGroup:
     """What is scheduled of one phase, and where its numbers lie in the packed integers."""
 
-    def __init__(
-        self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], packed: PackedInts
-    ) -> None:
+    def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
+        scheduled = [item for item, _ in pairs]
         self.phase = scheduled[0].phase
         self.query_lens = tuple(item.num_tokens for item in scheduled)
         self.seq_lens = tuple(item.end for item in scheduled)
         self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
         self.seq_lens_at = packed.add(self.seq_lens)
-        self.rows = packed.add(rows)
-
-
-def _group_by_phase(
-    scheduled: Sequence[ScheduledRequest], rows: Sequence[int], packed: PackedInts
-) -> list[_PhaseGroup]:
-    """Group neighbours of one phase."""
-    groups, first = [], 0
-    # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
-    for _, items in groupby(scheduled, key=lambda item: item.phase):
-        group = tuple(items)
-        groups.append(_PhaseGroup(group, rows[first : first + len(group)], packed))
-        first += len(group)
-    return groups
+        self.rows = packed.add(row for _, row in pairs)
 
 
 def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
@@ -423,9 +483,3 @@ def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
         # The list ends with the last token that the host knows, so a slice may be one short.
         token_ids += ids if len(ids) == item.num_tokens else [*ids, ON_DEVICE]
     return token_ids
-
-
-def _last_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of the last tokens of all requests that are sampled for."""
-    ends = accumulate(item.num_tokens for item in scheduled)
-    return [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nibble.config import SamplingParams
+from nibble.engine.model_runner import to_device
 from nibble.engine.request import Logprob, Request
-from nibble.engine.transfer import to_device, to_host
 
 INVALID_TOKEN = -1
 """Stands for a token where logits are not numbers."""
@@ -58,12 +58,13 @@ class SampledTokens:
         self.tokens_S = tokens_S
         self._logprobs = logprobs
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
-        self._host_tokens_S = to_host(tokens_S.masked_fill(invalid_S, INVALID_TOKEN))
+        self._host_tokens_S = tokens_S.masked_fill(invalid_S, INVALID_TOKEN).to("cpu", non_blocking=True)
         if logprobs:
             values, ids = _top_logprobs(
                 logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R], max(logprobs.counts)
             )
-            self._values, self._ids = to_host(values), to_host(ids)
+            self._values = values.to("cpu", non_blocking=True)
+            self._ids = ids.to("cpu", non_blocking=True)
         self._done = torch.cuda.Event() if tokens_S.is_cuda else None
         if self._done:
             self._done.record()
@@ -93,16 +94,8 @@ def _top_logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tens
     return torch.cat((sampled_R1, top_RK), 1) - total_R1, ids_RK
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) from a seed and a position (SplitMix64, Steele et al. 2014, over their mix)."""
-    state = (seed * _SEED + (position + 1) * _POSITION) & _MASK
-    for shift, factor in _MIX:
-        state = ((state ^ (state >> shift)) * factor) & _MASK
-    return ((state ^ (state >> 31)) >> 11) / (1 << 53)
-
-
 def uniforms(seeds_S: Tensor, positions_S: Tensor) -> Tensor:
-    """Return uniform() of int64 tensors -> float64 [S]."""
+    """Return numbers in [0, 1) from int64 seeds and positions (SplitMix64, Steele et al. 2014) -> float64 [S]."""
     # Products of int64 wrap around as those of unsigned integers do.
     state_S = seeds_S * _signed(_SEED) + (positions_S + 1) * _signed(_POSITION)
     for shift, factor in _MIX:

@@ -140,10 +140,7 @@ class Detokenizer:
     """Most tokens that are held back: a character has at most four bytes."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        visible: frozenset[int] | None = frozenset(),
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), visible: frozenset[int] | None = frozenset()
     ) -> None:
         self._tokenizer, self._visible = tokenizer, visible
         self._ids = list(prompt[-self.NUM_PROMPT_TOKENS :])

@@ -41,8 +41,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
-from nibble.engine.build import adapters
-from nibble.engine.calibration import builtin_texts
+from nibble.engine.build import adapters, builtin_texts
 from nibble.errors import ConfigError, WeightError
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models import hook

@@ -51,6 +51,8 @@ MMA_ROWS = 16
 """Rows of the smallest tile of the tensor cores."""
 UNBOUNDED = 1 << 30
 """In the place of a bound on stored tokens, or on shared memory, that is not known."""
+ALIGNED = 4
+"""Lists begin at multiples of so many int32, 16 bytes. Triton compiles a kernel anew for pointers off that grid."""
 PREFILL_WORKSPACE = 32768
 """Tokens that prefill attention dequantises at a time, but for what else their pages hold."""
 

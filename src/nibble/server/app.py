@@ -17,11 +17,11 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.request import Delta
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import chat_format, page
-from nibble.server.engine_client import EngineClient, EngineDiedError, GenerationRequest, Piece, State
+from nibble.server import chat_format
+from nibble.server.engine_client import EngineClient, EngineDiedError, Piece, State
 from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
 from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
-from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard
+from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard, mount_page
 from nibble.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -48,7 +48,7 @@ from nibble.server.tools import (
     tools_for_template,
 )
 from nibble.server.tracing import RequestLogMiddleware, Sink, access_log, http_log_of
-from nibble.server.worker import Ready
+from nibble.server.worker import GenerationRequest, Ready
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
@@ -170,8 +170,8 @@ class Api:
         texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if body.echo else []
         echoes = [text for text in texts for _ in range(params.n)]
         num_tokens = [len(prompt) for prompt in ids]
-        logprobs, collect = body.logprobs is not None, not body.stream
-        writer = TextWriter(self.name, self._token_text, num_tokens, echoes, logprobs, collect)
+        logprobs = body.logprobs is not None
+        writer = TextWriter(self.name, self._token_text, num_tokens, logprobs, not body.stream, echoes)
         requests = [self._engine_request(body, prompt, params) for prompt in ids]
         return await self._answer(request, body, writer, requests)
 
@@ -184,7 +184,7 @@ class Api:
         params = answer_format.params(body.params(max_tokens, body.num_logprobs()))
         # Arguments of calls come as they grow where somebody reads along.
         parser = answer_format.parsers(eager=body.stream)
-        writer = ChatWriter(self.name, self._token_text, [len(ids)], body.logprobs, parser, not body.stream)
+        writer = ChatWriter(self.name, self._token_text, [len(ids)], body.logprobs, not body.stream, parser)
         return await self._answer(request, body, writer, [self._engine_request(body, ids, params)])
 
     def _ready(self) -> Ready:
@@ -393,7 +393,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     app.get("/v1/models/{name:path}", responses=describe_errors(404))(api.model)
     app.get("/v1/plan", responses=GET_ERRORS)(api.plan)
     app.get("/v1/cache", responses=GET_ERRORS)(api.cache)
-    page.mount(app)
+    mount_page(app)
     app.get("/metrics", response_class=Response, response_model=None, responses=METRICS_RESPONSES)(
         api.metrics
     )

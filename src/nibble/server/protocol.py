@@ -6,6 +6,7 @@ stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -88,22 +89,16 @@ class Sampling(StructuredFields):
     @model_validator(mode="before")
     @classmethod
     def _check_size(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        # Clients send null for what they do not set.
+        body = {key: value for key, value in body.items() if value is not None or key not in cls.model_fields}
         # Each unknown field, and each wrong bias, would be an error of its own.
-        biases = body.get("logit_bias") if isinstance(body, dict) else None
+        biases = body.get("logit_bias")
         for name, value, limit in (("a request", body, MAX_FIELDS), ("logit_bias", biases, MAX_BIASES)):
             if isinstance(value, dict) and len(value) > limit:
                 raise ValueError(f"{name} may have {limit} entries at most, not {len(value)}")
         return body
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        # Clients send null for what they do not set.
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value for name, value in body.items() if value is not None or name not in cls.model_fields
-        }
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return how to sample; raises RequestError.
@@ -112,27 +107,10 @@ class Sampling(StructuredFields):
             max_tokens: of an answer.
             logprobs: how many of the likeliest tokens are reported; None for no log-probabilities.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         bias = {key: max(-100.0, min(100.0, value)) for key, value in (self.logit_bias or {}).items()}
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=bias,  # type: ignore[arg-type]  # keys may be texts
-            seed=self.seed,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            logprobs=logprobs,
-            grammar=self.grammar(),
-            n=self.n,
-        )
+        values = self.model_dump(include={field.name for field in fields(SamplingParams)})
+        values |= {"max_tokens": max_tokens, "logprobs": logprobs, "grammar": self.grammar()}
+        return SamplingParams(**values | {"top_k": max(self.top_k, 0), "logit_bias": bias})
 
 
 class CompletionRequest(Sampling):

@@ -1,6 +1,7 @@
-"""Tools in requests: what clients may say of them, what chat templates are given, and the grammars of calls.
+"""Tools and structured answers in requests.
 
-Structured answers: what requests may say of an answer's form, the grammar it becomes, and whether that is sound.
+Tools: what clients may say of them, what chat templates are given, and the grammars of calls. Structured answers: what
+requests may say of an answer's form, the grammar it becomes, and whether that is sound.
 """
 
 from __future__ import annotations
@@ -78,14 +79,6 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates print it."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {
-            "type": "function",
-            "function": {**function, "parameters": function.get("parameters") or NO_PARAMETERS},
-        }
 
 
 class FunctionName(BaseModel):
@@ -170,7 +163,11 @@ class ToolFields(BaseModel):
 
 def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
     """Return the argument `tools` of a chat template; None, as templates expect it, where there are none."""
-    return [tool.for_template() for tool in tools] or None
+    functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools]
+    for function in functions:
+        # Templates print parameters even where there are none.
+        function["parameters"] = function.get("parameters") or NO_PARAMETERS
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def arguments_as_text(chat_template: str | None) -> bool:
@@ -414,18 +411,17 @@ class ResponseFormat(StructuralTag):
     structures: list[Structure] = Field(default_factory=list, max_length=MAX_TAGS)
     triggers: list[str] = Field(default_factory=list, max_length=MAX_TAGS)
 
-    def grammars(self) -> Iterator[str]:
-        """Yield the grammar, if there is one; raises RequestError."""
-        if self.type == "json_object":
-            yield "json_object:"
-        elif self.type == "structural_tag":
+    def grammar(self) -> str:
+        """Return the grammar, empty for text; raises RequestError."""
+        if self.type == "structural_tag":
             if not self.structures:
                 raise RequestError("response_format structural_tag needs structures and triggers")
-            yield self.grammar()
-        elif self.type == "json_schema":
+            return super().grammar()
+        if self.type == "json_schema":
             if self.json_schema is None:
                 raise RequestError("response_format json_schema needs a json_schema")
-            yield f"json_schema:{json.dumps(self.json_schema.body)}"
+            return f"json_schema:{json.dumps(self.json_schema.body)}"
+        return "json_object:" if self.type == "json_object" else ""
 
 
 class StructuredOutputs(BaseModel):
@@ -460,37 +456,34 @@ class StructuredFields(BaseModel):
         Raises:
             RequestError: more than one grammar is asked for, or one is malformed.
         """
-        outputs = self.structured_outputs or StructuredOutputs.model_validate({})
-        grammars = [
-            *(self.response_format.grammars() if self.response_format else ()),
-            *_grammars(outputs.schema_, outputs.regex, outputs.choice, outputs.grammar),
-            *(["json_object:"] if outputs.json_object else []),
-            *_grammars(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
-            *_grammars(self.json_schema, self.regex, None, self.ebnf),
-            *(_tagged(text) for text in (outputs.structural_tag, self.structural_tag) if text is not None),
-        ]
+        grammars = [self.response_format.grammar()] if self.response_format else []
+        for fields in (self.structured_outputs or (), self):
+            grammars += [_grammar(name, value) for name, value in fields if name in GRAMMAR_KINDS]
+        grammars = [grammar for grammar in grammars if grammar]
         if len(grammars) > 1:
             raise RequestError("an answer can follow one of response_format, guided_... and the like only")
         return grammars[0] if grammars else None
 
 
-def _grammars(
-    schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> Iterator[str]:
-    if schema is not None:
-        yield f"json_schema:{schema if isinstance(schema, str) else json.dumps(schema)}"
-    if regex is not None:
-        yield f"regex:{regex}"
-    if choice is not None:
-        yield f"choice:{json.dumps(choice)}"
-    if grammar is not None:
-        yield f"lark:{grammar}"
+GRAMMAR_KINDS = {
+    "schema_": "json_schema", "guided_json": "json_schema", "json_schema": "json_schema", "json_object": "json_object",
+    "regex": "regex", "guided_regex": "regex", "choice": "choice", "guided_choice": "choice", "grammar": "lark",
+    "guided_grammar": "lark", "ebnf": "lark", "structural_tag": "structural_tag",
+}  # fmt: skip
+"""Fields that ask for a grammar, and its kind (engine/structured_output.py)."""
 
 
-def _tagged(text: str) -> str:
-    """Return the grammar of a structural tag, written in JSON."""
+def _grammar(name: str, value: Any) -> str:
+    """Return the grammar of a field; empty where the field was left out."""
+    kind = GRAMMAR_KINDS[name]
+    if value is None or (kind == "json_object" and not value):
+        return ""
+    if kind == "json_object":
+        return "json_object:"
+    if kind != "structural_tag":
+        return f"{kind}:{value if isinstance(value, str) else json.dumps(value)}"
     try:
-        return StructuralTag.model_validate_json(text).grammar()
+        return StructuralTag.model_validate_json(value).grammar()
     except ValueError as error:
         raise RequestError(f"the structural_tag cannot be read: {error}") from error
 

@@ -386,13 +386,13 @@ def test_tune_says_what_changes_and_a_stale_file_is_named(
 
     def results(what: Any, trial: Any, names: Any) -> Any:
         for option in entrants(what.request, what.engine_plan.plan, trial.part, trial.phase):
-            ms = 0.1 if option.option.backend.name == "sdpa" else 1.0
+            ms = 0.1 if option.route.backend == "sdpa" else 1.0
             yield blank(option, trial, ms)
 
     def blank(entrant: Any, trial: Any, ms: float) -> Any:
-        info = entrant.option
+        info = entrant.route
         return Result(
-            info.backend.name, info.stage_to, entrant.page, entrant.packing, trial.phase, "w", 0, False, ms=ms
+            info.backend, info.stage_to, entrant.page, entrant.packing, trial.phase, "w", 0, False, ms=ms
         )
 
     monkeypatch.setattr(tune, "run", results)

@@ -9,7 +9,8 @@ import torch
 
 from nibble.config import SamplingParams
 from nibble.engine.request import Request
-from nibble.engine.sampler import Sampler, uniform
+from nibble.engine.sampler import Sampler
+from splitmix import uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 PROBS = LOGITS.softmax(-1)

@@ -176,8 +176,8 @@ def test_who_may_enter() -> None:
 
     def names(phase: Phase, only: tuple[str, ...] = ()) -> list[str]:
         found = entrants(request, plan, part, phase, only)
-        assert all(entrant.option.fits(entrant.page, entrant.packing) for entrant in found)
-        return [e.option.backend.name + "*" * bool(e.option.stage_to) for e in found]
+        assert all(entrant.route.fits(entrant.page, entrant.packing) for entrant in found)
+        return [e.route.backend + "*" * bool(e.route.stage_to) for e in found]
 
     decode = names(Phase.DECODE)
     assert (
@@ -192,7 +192,7 @@ def test_who_may_enter() -> None:
         ready({"torch_ref": table["torch_ref"]}, "nvfp4", GEMMA2, lookup_gpu("h200")),
     )
     windowed = support.scheme_groups(of[0].spec, of[0].model_spec)[0]
-    assert [e.option.backend.name for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
+    assert [e.route.backend for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
 
 
 def test_an_entrant_gets_pages_that_it_reads() -> None:

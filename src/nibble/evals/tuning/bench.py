@@ -1,6 +1,6 @@
 """A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
 
-The entrants are the resolver's own options (planner/options.py), staged ones included; each is called as an engine
+The entrants are the resolver's own routes (planner/options.py), staged ones included; each is called as an engine
 calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
 its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
 everything else with the host ahead of the GPU. A backend whose answer is not the reference's is not timed, and one
@@ -31,8 +31,8 @@ from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import options
-from nibble.attention.planner.options import Option, PlanRequest
-from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.options import PlanRequest
+from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES
 from nibble.attention.planner.support import Origin, Phase, SchemeGroup
 from nibble.cache import layout as packings
@@ -53,9 +53,9 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An option of the resolver, on the page size and packing that it is timed with."""
+    """A route of the resolver's, on the page size and packing that it is timed with."""
 
-    option: Option
+    route: Route
     page: int
     packing: str
 
@@ -108,24 +108,25 @@ def entrants(
         names: Only these backends; all if empty.
     """
     by_key: dict[tuple[str, str | None], Candidate] = {}
-    for option in options.serving(request, part, phase):
-        page, packing = _place(request, plan, option)
-        entrant = Candidate(option, page, packing)
-        if not names or option.backend.name in names:
+    for route in options.serving(request, part, phase):
+        page, packing = _place(request, plan, route)
+        if not names or route.backend in names:
             # Rows of one backend share their code, so the one with the best place races for all.
-            by_key.setdefault(entrant.option.key, entrant)
+            by_key.setdefault(route.key, Candidate(route, page, packing))
     candidates = tuple(by_key.values())
     if names or request.hardware.is_cpu:
         return candidates
-    return tuple(c for c in candidates if c.option.backend.origin is not Origin.REFERENCE) or candidates[:1]
+    table = request.backends
+    racing = tuple(c for c in candidates if table[c.route.backend].origin is not Origin.REFERENCE)
+    return racing or candidates[:1]
 
 
-def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
-    """Return the plan's page size and packing, or the first of the usual ones that the option reads."""
+def _place(request: PlanRequest, plan: Plan, route: Route) -> tuple[int, str]:
+    """Return the plan's page size and packing, or the first of the usual ones that the route reads."""
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
-    sizes = [plan.page_size, *usual, *sorted(option.pages or ())]
-    packs = [plan.layout.packing, *packings.names(), *sorted(option.packings or ())]
-    return next((page, packing) for packing in packs for page in sizes if option.fits(page, packing))
+    sizes = [plan.page_size, *usual, *sorted(route.row.page or ())]
+    packs = [plan.layout.packing, *packings.names(), *sorted(route.packings or ())]
+    return next((page, packing) for packing in packs for page in sizes if route.fits(page, packing))
 
 
 def bench_backends(
@@ -174,20 +175,20 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
         entrant: The backend, and where it is timed.
         workload: The requests.
     """
-    option, phase = entrant.option, workload.phase
+    route, phase = entrant.route, workload.phase
     group = next(group for group in plan.groups if (group.group, group.layers) == (part.group, part.layers))
-    routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
+    in_plan = any(planned.phase is phase and planned.key == route.key for planned in group.routes)
     return Result(
-        option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.place, option.route(phase).graphs, entrant.option.key in routes,
+        route.backend, route.stage_to, entrant.page, entrant.packing, phase, workload.name,
+        route.place, route.graphs, in_plan,
     )  # fmt: skip
 
 
 def _run(
     request: PlanRequest, judge: _Reference, entrant: Candidate, result: Result, best: float | None
 ) -> Result:
-    fixture, option = judge.fixture, entrant.option
-    adapter, stage_to = backends.create(option.backend), option.stage_to
+    fixture, route = judge.fixture, entrant.route
+    adapter, stage_to = backends.create(request.backends[route.backend]), route.stage_to
 
     def begin_step() -> PreparedBatch:
         return PreparedBatch.create(
