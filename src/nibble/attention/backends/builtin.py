@@ -29,7 +29,7 @@ from nibble.attention.planner.support import (
     Support,
 )
 from nibble.hardware import may_have_gpu
-from nibble.kernels.sizes import PREFILL_WORKSPACE
+from nibble.kernels import PREFILL_WORKSPACE
 
 PAGES = frozenset({16, 32, 64, 128})
 CUDNN_DIM = 128

@@ -23,9 +23,8 @@ from nibble.attention.backends.builtin import CUDNN_DIM
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.pool import KVView
-from nibble.kernels.attention import prefill
-from nibble.kernels.sizes import cdiv
-from nibble.kernels.sparse_mla import naive as sparse
+from nibble.kernels import attention, cdiv
+from nibble.kernels.mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
@@ -218,7 +217,7 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-_QueryBlocks = tuple[prefill.QueryBlock, ...] | None
+_QueryBlocks = tuple[attention.QueryBlock, ...] | None
 
 
 class SDPA(AttentionBackend):
@@ -233,7 +232,7 @@ class SDPA(AttentionBackend):
     ) -> bool | None:
         """Return whether cuDNN's kernel is used; None where a mask is needed."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
-        fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
+        fused = q_THD.is_cuda and q_THD.dtype in HALVES and attention.serves(k, v)
         # A window needs a mask, which the fused kernels do not take; and they are made for prompts.
         if not fused or params.window is not None or batch.phase.decodes:
             return None
@@ -248,7 +247,7 @@ class SDPA(AttentionBackend):
         cudnn = self.kind(q_THD, view, batch, params)
         if cudnn is None:
             return None
-        return prefill.plan_blocks(
+        return attention.plan_blocks(
             batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
         )
 
@@ -258,7 +257,7 @@ class SDPA(AttentionBackend):
         """Attend by the fused kernels where the batch was cut for them, else request by request."""
         if state is None:
             return _masked(q_THD, view, batch, params)
-        return prefill.prefill_attention(
+        return attention.prefill_attention(
             q_THD, view.streams["k"].paged, view.streams["v"].paged, state, params
         )
 
