@@ -190,13 +190,12 @@ def _run(
     adapter, stage_to = backends.create(option.backend), option.stage_to
 
     def begin_step() -> PreparedBatch:
-        return PreparedBatch.create(
+        return PreparedBatch(
             adapter, stage_to, fixture.segment, fixture.view(0).page_size, fixture.spec.window
         )
 
     def attend(layer: int, prepared: PreparedBatch) -> Tensor:
-        parts = list(prepared.attend(fixture.queries[layer], fixture.view(layer), fixture.spec))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return prepared.attend(fixture.queries[layer], fixture.view(layer), fixture.spec)
 
     # What is prepared once a step is so at the first call, and no layer's time.
     prepared = begin_step()
