@@ -121,9 +121,9 @@ def through(adapter: AttentionBackend, pool: Paged, packing: str, batch: int) ->
     view = latents.view(pool, STREAM, packing)
     page_table_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1] * batch, [1] * batch, page_table_BN)
-    prepared = PreparedBatch.create(adapter, None, segment, PAGE, None)
-    return lambda q_THD, topk_slots_TK: next(
-        prepared.attend(q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK))
+    prepared = PreparedBatch(adapter, None, segment, PAGE, None)
+    return lambda q_THD, topk_slots_TK: prepared.attend(
+        q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK)
     )
 
 

@@ -272,11 +272,10 @@ def _time_entrant(
 
     def begin_step() -> PreparedBatch:
         page_size = fixture.pool.layout.page_size
-        return PreparedBatch.create(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
+        return PreparedBatch(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
 
     def attend(layer: int, prepared: PreparedBatch) -> Tensor:
-        parts = list(prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params)
 
     # What is prepared once a step is so at the first call, and no layer's time.
     prepared = begin_step()

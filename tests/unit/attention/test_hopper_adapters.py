@@ -121,10 +121,10 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Mo
     again = AttentionBatch.from_lens(
         segment.phase, 0, segment.query_lens, segment.seq_lens, segment.page_table_BN
     )
-    prepared = PreparedBatch.create(adapter, None, again, view.page_size, made.spec.window)
+    prepared = PreparedBatch(adapter, None, again, view.page_size, made.spec.window)
     for _ in range(2):
         attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-        list(prepared.attend(made.q_THD, view, made.spec))
+        prepared.attend(made.q_THD, view, made.spec)
     assert len(calls.schedules) == 2 and len(calls.ran) == 5
 
 
