@@ -16,13 +16,13 @@ from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.backends import torch_ref
 from nibble.attention.backends.adapters.torch_ref import TorchRef
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import KVView
 from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.selftest import self_test
 from nibble.formats.base import raw
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 from tiny import MLA, SPARSE, save_tiny
 
 

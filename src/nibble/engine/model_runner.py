@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
 from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import Phase
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
@@ -39,6 +38,7 @@ from nibble.engine.request import Batch, ScheduledRequest
 from nibble.engine.transfer import PackedInts, PageTables, StepTensors
 from nibble.errors import BackendError
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from nibble.attention.backends.adapters.torch_ref import TorchRef
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.plan import GroupPlan, Plan, Route
-from nibble.attention.planner.support import Phase
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.pool import KVView, PagedPool
 from nibble.errors import BackendError
@@ -28,7 +27,7 @@ from nibble.formats.base import raw
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
-from nibble.model_spec import INDEX, LATENT
+from nibble.model_spec import INDEX, LATENT, Phase
 
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards."""

@@ -5,15 +5,9 @@ Reads pages in their own bytes at memory speed on any GPU since Ampere, FP4 unit
 
 from __future__ import annotations
 
-from nibble.attention.planner.support import (
-    GPUS,
-    HALF_DTYPES,
-    BackendInfo,
-    Origin,
-    Phase,
-    Support,
-)
+from nibble.attention.planner.support import GPUS, HALF_DTYPES, BackendInfo, Origin, Support
 from nibble.hardware import may_have_gpu
+from nibble.model_spec import Phase
 
 
 def _unavailable_reason() -> str | None:

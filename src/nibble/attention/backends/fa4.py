@@ -8,7 +8,8 @@ for big Blackwell. Decoding has no split-KV unless it is asked for, so it slows 
 from __future__ import annotations
 
 from nibble.attention.backends.vendor import LATENT_FACTS, outdated, plain_rows, without_cuda
-from nibble.attention.planner.support import BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin, Phase
+from nibble.attention.planner.support import BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin
+from nibble.model_spec import Phase
 
 PACKAGE, DISTRIBUTION, OLDEST = "flash_attn.cute", "flash-attn-4", "4.0.0b36"
 INSTALL = f"pip install '{DISTRIBUTION}[cu13]>={OLDEST}'"

@@ -34,10 +34,11 @@ from nibble.attention.planner import options
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES
-from nibble.attention.planner.support import Origin, Phase, SchemeGroup
+from nibble.attention.planner.support import Origin, SchemeGroup
 from nibble.cache import layout as packings
 from nibble.errors import NibbleError
 from nibble.evals.tuning.fixtures import CALLS, Fixture, Workload, make_fixture, time_calls
+from nibble.model_spec import Phase
 
 STEP_MS, FEW = 20.0, 4
 """A step has as many calls as a model has layers, fewer where they take longer than this together; FEW at least."""

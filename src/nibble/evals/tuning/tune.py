@@ -16,13 +16,14 @@ from nibble.attention.planner.evidence import Timing
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase, SchemeGroup
+from nibble.attention.planner.support import SchemeGroup
 from nibble.config import Config
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError
 from nibble.evals.tuning import fixtures
 from nibble.evals.tuning.bench import Result, bench_backends
 from nibble.evals.tuning.fixtures import Workload
+from nibble.model_spec import Phase
 
 SHARE = 0.4
 """Of the device's free memory, what a made-up cache may take; on a CPU, of all memory, a tenth of that."""
