@@ -27,12 +27,11 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.mla import naive, sparse_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)
