@@ -45,7 +45,7 @@ FOREIGN = {
     "transformers": {"models", "engine/tokenizer", "transformers/cache"},
     "flashinfer": {"attention/backends/flashinfer"},
     "flash_mla": {"attention/backends/flashmla"},
-    "flash_attn_interface": {"attention/backends/fa3"},
+    "flash_attn_interface": {"attention/backends/flash_attention"},
     "vllm": set(),
     "sgl_kernel": set(),
     "typer": {"cli"},

@@ -13,15 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -34,7 +26,7 @@ FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0,
 )  # fmt: skip
-BETWEEN_S = (
+GAP_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 40.0,
 )  # fmt: skip
@@ -49,17 +41,14 @@ HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", FIRST_S),
     "inter_token_latency_seconds": (
         "Time between tokens of one answer; tokens that come together share it.",
-        BETWEEN_S,
+        GAP_S,
     ),
-    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", BETWEEN_S),
+    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", GAP_S),
     "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", TOTAL_S),
     "request_queue_time_seconds": ("Time from a request's arrival until the engine took it up.", TOTAL_S),
     "request_prefill_time_seconds": ("Time from there to its first token.", TOTAL_S),
     "request_decode_time_seconds": ("Time from its first token to its last.", TOTAL_S),
-    "request_inference_time_seconds": (
-        "Time from when the engine took it up to its last token.",
-        TOTAL_S,
-    ),
+    "request_inference_time_seconds": ("Time from when the engine took it up to its last token.", TOTAL_S),
     "request_prompt_tokens": ("Prompt tokens of a request that ended.", TOKENS),
     "request_generation_tokens": ("Tokens of all answers of a request that ended.", TOKENS),
 }
@@ -91,12 +80,14 @@ class Metrics:
 
     def __init__(self, client: EngineClient, model: str, clock: Clock = time.monotonic) -> None:
         # They would be one more series for each, which no dashboard reads.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.clock, self._model = clock, model
-        self._registry = CollectorRegistry()
+        self._registry = prometheus.CollectorRegistry()
         self._histograms = {}
         for name, (doc, bounds) in HISTOGRAMS.items():
-            family = Histogram(f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=bounds)
+            family = prometheus.Histogram(
+                f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=bounds
+            )
             self._histograms[name] = family.labels(model)
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of requests, counted with the first piece of an answer."
@@ -109,9 +100,9 @@ class Metrics:
             "http_requests", "Exchanges by route and status.", "method", "path", "status"
         )
         self._registry.register(EngineCollector(client, model))
-        version = Info("nibble:build", "The version, as a label.", registry=self._registry)
+        version = prometheus.Info("nibble:build", "The version, as a label.", registry=self._registry)
         version.info({"version": nibble.__version__})
-        ProcessCollector(registry=self._registry)
+        prometheus.ProcessCollector(registry=self._registry)
 
     def start_request(self, prompt_tokens: int, num_answers: int = 1) -> RequestTimer:
         """Return the timer of a request that has just arrived."""
@@ -129,10 +120,10 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return all metrics as text, and the text's media type."""
-        return generate_latest(self._registry), MEDIA_TYPE
+        return prometheus.generate_latest(self._registry), MEDIA_TYPE
 
-    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
-        return Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
+    def _counter(self, name: str, doc: str, *labels: str) -> prometheus.Counter:
+        return prometheus.Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
 
 
 @dataclass(slots=True)
