@@ -19,7 +19,7 @@ from nibble.attention.planner.support import Phase
 from nibble.cache.pool import KVView
 from nibble.config import Config
 from nibble.engine.build import build
-from nibble.engine.selftest import self_test
+from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from tiny import MLA, SPARSE, save_tiny

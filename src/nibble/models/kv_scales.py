@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from nibble.cache import scales
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
 from nibble.errors import ScaleError, WeightError
-from nibble.formats import base as e2m1
+from nibble.formats.base import E2M1_MAX
 
 _OWNER = r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
 _NAME = re.compile(
@@ -30,7 +30,7 @@ _UNUSED = re.compile(_OWNER + r"(?:attn\.)?(?:q|prob)_(?:scale|zero_point)$")
 _OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio)")
 """Layers of other parts of a checkpoint, which count from 0 again."""
 
-_LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": e2m1.MAX * scales.E4M3_MAX, "INT8": 127.0}
+_LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": E2M1_MAX * scales.E4M3_MAX, "INT8": 127.0}
 """Limit of the scales (the largest magnitude of the format), by the format that a checkpoint declares."""
 
 
