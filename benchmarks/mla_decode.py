@@ -29,11 +29,10 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Phase
 from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.mla import mla_attention, naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)

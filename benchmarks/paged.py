@@ -23,7 +23,7 @@ import gpu
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Need, Phase
+from nibble.attention.planner.support import Need
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.layout import names as packings
 from nibble.cache.pool import KVView, PagedPool
@@ -31,7 +31,7 @@ from nibble.cache.scales import ONE
 from nibble.formats import scheme as schemes
 from nibble.hardware import probe
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from nibble.model_spec import Stream
+from nibble.model_spec import Phase, Stream
 
 CHUNK = 1 << 16
 """Tokens that are made up and written at a time."""

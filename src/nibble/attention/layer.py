@@ -34,10 +34,9 @@ from nibble.cache import layout as packings
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.errors import BackendError, NibbleError
-from nibble.kernels import indexer
+from nibble.kernels import cdiv, indexer
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import resident_slots
-from nibble.kernels.sizes import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, Phase
 

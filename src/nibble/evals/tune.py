@@ -29,13 +29,14 @@ from nibble.attention.planner.evidence import Timing
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES, resolve
-from nibble.attention.planner.support import Origin, Phase, SchemeGroup
+from nibble.attention.planner.support import Origin, SchemeGroup
 from nibble.cache import layout as packings
 from nibble.config import Config
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError, NibbleError
 from nibble.evals import fixtures
 from nibble.evals.fixtures import CALLS, Fixture, Workload, make_fixture, time_calls
+from nibble.model_spec import Phase
 
 SHARE = 0.4
 """Of the device's free memory, what a made-up cache may take; on a CPU, of all memory, a tenth of that."""

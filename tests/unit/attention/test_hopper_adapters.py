@@ -30,12 +30,12 @@ from nibble.attention.backends.adapters import flash_attention, flashmla
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import require_runnable, resolve
-from nibble.attention.planner.support import Phase
 from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels import import_problem
 from nibble.kernels.types import AttentionBatch
+from nibble.model_spec import Phase
 from planning import DEEPSEEK_V3, QWEN3_8B
 
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)

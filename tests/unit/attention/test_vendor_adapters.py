@@ -32,13 +32,13 @@ from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE, KVScales, LayerScales, StreamScale
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 from planning import DEEPSEEK_V3, QWEN3_8B, memory_plan, memory_planner
 
 STAND_INS = {

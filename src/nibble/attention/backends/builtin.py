@@ -25,11 +25,11 @@ from nibble.attention.planner.support import (
     PROMPT,
     BackendInfo,
     Origin,
-    Phase,
     Support,
 )
 from nibble.hardware import may_have_gpu
-from nibble.kernels.sizes import PREFILL_WORKSPACE
+from nibble.kernels import PREFILL_WORKSPACE
+from nibble.model_spec import Phase
 
 PAGES = frozenset({16, 32, 64, 128})
 CUDNN_DIM = 128

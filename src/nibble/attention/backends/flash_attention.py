@@ -17,7 +17,8 @@ import importlib
 from types import ModuleType
 
 from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, outdated, plain_rows, without_cuda
-from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin, Phase
+from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin
+from nibble.model_spec import Phase
 
 # FlashAttention 3
 

@@ -23,7 +23,7 @@ from nibble.attention.backends.vendor import RANK, ROPE
 from nibble.attention.layer import AttentionBackend, page_table_by_token
 from nibble.attention.planner.support import BLACKWELL
 from nibble.cache.pool import KVView
-from nibble.kernels.sizes import cdiv
+from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT, Phase, Stream
 

@@ -23,9 +23,8 @@ from nibble.attention.backends.builtin import CUDNN_DIM
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.pool import KVView
-from nibble.kernels.attention import prefill
-from nibble.kernels.sizes import cdiv
-from nibble.kernels.sparse_mla import naive as sparse
+from nibble.kernels import attention, cdiv
+from nibble.kernels.mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
@@ -215,7 +214,7 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-_QueryBlocks = tuple[prefill.QueryBlock, ...] | None
+_QueryBlocks = tuple[attention.QueryBlock, ...] | None
 
 
 class SDPA(AttentionBackend):
@@ -230,7 +229,7 @@ class SDPA(AttentionBackend):
     ) -> bool | None:
         """Return whether cuDNN's kernel is used; None where a mask is needed."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
-        fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
+        fused = q_THD.is_cuda and q_THD.dtype in HALVES and attention.serves(k, v)
         # A window needs a mask, which the fused kernels do not take; and they are made for prompts.
         if not fused or params.window is not None or batch.phase.decodes:
             return None
@@ -245,7 +244,7 @@ class SDPA(AttentionBackend):
         cudnn = self.kind(q_THD, view, batch, params)
         if cudnn is None:
             return None
-        return prefill.plan_blocks(
+        return attention.plan_blocks(
             batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
         )
 
@@ -256,7 +255,7 @@ class SDPA(AttentionBackend):
         if state is None:
             return _masked(q_THD, view, batch, params)
         k, v = view.streams["k"].paged, view.streams["v"].paged
-        return prefill.prefill_attention(q_THD, k, v, state, params)
+        return attention.prefill_attention(q_THD, k, v, state, params)
 
 
 def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
