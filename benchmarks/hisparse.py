@@ -42,8 +42,8 @@ from nibble import LLM, SamplingParams
 from nibble.attention.planner.memory import HOT_SLOT_BYTES
 from nibble.attention.planner.resolve import HOT_BUFFER_FACTOR
 from nibble.cache.hot_buffer import HotBuffers
+from nibble.engine.model_runner import PackedInts
 from nibble.engine.request import Delta
-from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
 from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import INDEX, LATENT, Stream

@@ -1,14 +1,10 @@
 """What a KV format is: planes of bytes per token, and the definition of its encoding in torch.
 
-Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes.
+Formats share two things here. E2M1, the 4-bit float of all FP4 formats: codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6, and
+bit 3 is the sign (OCP Microscaling Formats (MX) v1.0, section 5.3.3); scales belong to the formats. And tables from
+bytes to values: on a CPU a look-up is several times faster than a conversion.
 
-E2M1, the 4-bit float of all FP4 formats: codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the sign.
-
-Scales belong to the formats. The value set is OCP Microscaling Formats (MX) v1.0, section 5.3.3.
-
-Shape suffixes: D values, P packed bytes (D / 2).
-
-Decoding bytes by table: what a code means, looked up. On a CPU several times faster than converting.
+Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes (D / 2 of E2M1).
 """
 
 from __future__ import annotations
@@ -16,12 +12,10 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from nibble.errors import ConfigError
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:
@@ -118,31 +112,24 @@ class KVFormat(ABC):
             )
         return None
 
-    def check(self, stream: Stream) -> None:
-        """Raises ConfigError where the format refuses `stream`."""
-        if reason := self.refuses(stream):
-            raise ConfigError(reason)
-
     def bytes_per_token(self, stream: Stream) -> int:
         """Bytes that one token of `stream` takes, the sum over the planes."""
         return sum(plane.bytes_per_token for plane in self.planes(stream))
 
 
-MAX = 6.0
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-TIES_TO_EVEN = (False, True, False, True, False, True, False)
-"""For each midpoint between neighbouring codes, whether a value that lies on it goes to the upper code."""
-TIES_AWAY = (True,) * 7
+E2M1_MAX = 6.0
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @functools.cache
-def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
+def _e2m1_thresholds(ties_away: bool, device: torch.device) -> Tensor:
     """Largest float32 values that still belong to the lower of two neighbouring codes."""
     import torch
 
-    middle = torch.tensor(_MIDPOINTS, dtype=torch.float32)
+    # Whether a value that lies on a midpoint goes to the upper code: always, or where that code is even.
+    up = [ties_away or code % 2 == 0 for code in range(1, 8)]
+    middle = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float32)
     # bucketize() puts a value on a threshold into the lower bucket. One float below the midpoint,
     # the threshold sends the midpoint itself up.
     below = torch.nextafter(middle, torch.zeros(()))
@@ -150,38 +137,38 @@ def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _pairs(device: torch.device) -> Tensor:
+def _e2m1_pairs(device: torch.device) -> Tensor:
     """int64 [256]: the two float32 values of every byte, side by side, to be looked up as one."""
     import torch
 
-    values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), dtype=torch.float32)
+    values = torch.tensor((*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)), dtype=torch.float32)
     byte = torch.arange(256)
     # The low half of a byte is the even value. Both values together are the 8 bytes of one int64.
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
     return pairs.view(torch.int64).flatten().to(device)
 
 
-def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> Tensor:
+def pack_e2m1(x_D: Tensor, negative_D: Tensor, ties_away: bool = False) -> Tensor:
     """float32 [..., D] -> uint8 [..., P]: nearest codes of |x|, saturating at 6, with the signs of `negative_D`.
 
     Args:
         x_D: Values, already divided by their scale.
         negative_D: Bool, which codes get the sign bit.
-        up: For each midpoint, whether a value on it goes to the upper code.
+        ties_away: Whether a value midway between two codes goes to the upper one; else to the even one.
     """
     import torch
 
-    codes_D = torch.bucketize(x_D.abs(), _thresholds(up, x_D.device), out_int32=True)
+    codes_D = torch.bucketize(x_D.abs(), _e2m1_thresholds(ties_away, x_D.device), out_int32=True)
     # Callers differ in whether -0.0 has a sign, so they say what is negative.
     codes_D += negative_D.to(torch.int32) << 3
     return (codes_D[..., 0::2] + (codes_D[..., 1::2] << 4)).to(torch.uint8)
 
 
-def unpack(packed_P: Tensor) -> Tensor:
+def unpack_e2m1(packed_P: Tensor) -> Tensor:
     """uint8 [..., P] -> float32 [..., D]."""
     import torch
 
-    return look_up(packed_P, _pairs(packed_P.device)).view(torch.float32)
+    return look_up(packed_P, _e2m1_pairs(packed_P.device)).view(torch.float32)
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:

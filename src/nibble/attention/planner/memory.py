@@ -25,7 +25,7 @@ from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
-from nibble.kernels.sizes import cdiv
+from nibble.kernels import cdiv
 from nibble.model_spec import INDEX, ModelSpec
 from nibble.spec import CacheSpec
 
