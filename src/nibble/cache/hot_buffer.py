@@ -271,9 +271,8 @@ class HotBuffers:
     def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        lookup = lookup_hot(
-            topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
-        )
+        hot = self._hot[layer]
+        lookup = lookup_hot(topk_indices_TK, rows_T, page_table_TN, self.frames_P, hot, self.page_size)
         self.fetch(layer, lookup)
         return PendingFetch(lookup.topk_slots_TK, layer, lookup)
 
