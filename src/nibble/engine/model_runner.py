@@ -27,7 +27,7 @@ from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
-from nibble.kernels.sizes import ALIGNED
+from nibble.kernels import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
