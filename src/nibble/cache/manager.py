@@ -124,8 +124,8 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
-        held, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        return replace(self._stats, free=free, held=held, cached=len(self._radix), idle=idle, tier=tier)
+        in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
+        return replace(self._stats, free=free, held=in_use, cached=len(self._radix), idle=idle, tier=tier)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
