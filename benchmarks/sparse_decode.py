@@ -27,12 +27,11 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels.append.naive import dequantize_tokens
 from nibble.kernels.mla import naive, sparse_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)
@@ -121,9 +120,9 @@ def through(adapter: AttentionBackend, pool: Paged, packing: str, batch: int) ->
     view = latents.view(pool, STREAM, packing)
     page_table_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1] * batch, [1] * batch, page_table_BN)
-    prepared = PreparedBatch.create(adapter, None, segment, PAGE, None)
-    return lambda q_THD, topk_slots_TK: next(
-        prepared.attend(q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK))
+    prepared = PreparedBatch(adapter, None, segment, PAGE, None)
+    return lambda q_THD, topk_slots_TK: prepared.attend(
+        q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK)
     )
 
 

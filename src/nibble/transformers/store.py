@@ -34,7 +34,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.radix_cache import PageAllocator
@@ -44,6 +43,7 @@ from nibble.errors import CapacityError, ConfigError, OutOfPages
 from nibble.kernels import ALIGNED
 from nibble.kernels.offload import copy_tokens
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
+from nibble.model_spec import Phase
 from nibble.models import hook
 from nibble.models.hook import adaptations
 

@@ -22,7 +22,6 @@ from torch import Tensor
 import nibble
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
@@ -36,7 +35,7 @@ from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import TileShape as Shape
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
-from nibble.model_spec import Stream
+from nibble.model_spec import Phase, Stream
 
 SOURCE = Path(nibble.__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,13 +17,12 @@ if importlib.util.find_spec("triton") is None:
 from torch import Tensor
 
 from nibble import formats
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import KVFormat, raw
 from nibble.kernels.mla import naive
 from nibble.kernels.mla import triton as twin
 from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import AttentionBatch, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = (

@@ -26,16 +26,12 @@ class Triton(AttentionBackend):
         """Call the kernel of the view's kind of attention."""
         # A decode step may be recorded in a CUDA graph, where the host does not know lengths.
         longest = () if batch.phase.decodes else (max(batch.seq_lens),)
-        keys = view.keys
+        keys, rope = view.keys.paged, view.keys.stream.rope
         if params.topk_slots_TK is not None:
-            return sparse_mla_attention(
-                q_THD, keys.paged, keys.stream.rope, params.topk_slots_TK, params.scale
-            )
+            return sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
         if LATENT in view.streams:
-            return mla_attention(q_THD, keys.paged, keys.stream.rope, batch, params.scale, *longest)
-        return paged_attention(
-            q_THD, view.streams["k"].paged, view.streams["v"].paged, batch, params, *longest
-        )
+            return mla_attention(q_THD, keys, rope, batch, params.scale, *longest)
+        return paged_attention(q_THD, keys, view.streams["v"].paged, batch, params, *longest)
 
 
 class Cuda(AttentionBackend):
