@@ -124,8 +124,8 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
-        held, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        return replace(self._stats, free=free, held=held, cached=len(self._radix), idle=idle, tier=tier)
+        in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
+        return replace(self._stats, free=free, held=in_use, cached=len(self._radix), idle=idle, tier=tier)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
@@ -367,21 +367,17 @@ class CacheManager:
         self._stats.hit_tokens += len(pages) * self.page_size
 
     def _check_lease(self, lease: Lease) -> None:
-        pages, num_shared = lease.pages, lease.num_shared_pages
+        pages, num_shared, num_stored = lease.pages, lease.num_shared_pages, lease.num_stored_tokens
         assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
-        assert num_shared <= lease.num_stored_tokens // self.page_size, (
-            f"{num_shared} pages in the tree, {lease.num_stored_tokens} tokens stored"
+        assert num_shared <= num_stored // self.page_size, (
+            f"{num_shared} pages in the tree, {num_stored} tokens stored"
         )
-        assert lease.num_stored_tokens <= len(pages) * self.page_size, (
-            f"{lease.num_stored_tokens} tokens in {len(pages)} pages"
-        )
-        assert self._radix.is_path(lease.namespace, pages[:num_shared]), (
-            f"{pages[:num_shared]} is no path of the tree"
-        )
+        assert num_stored <= len(pages) * self.page_size, f"{num_stored} tokens in {len(pages)} pages"
+        shared = pages[:num_shared]
+        assert self._radix.is_path(lease.namespace, shared), f"{shared} is no path of the tree"
         for page in pages[num_shared:]:
             assert page not in self._radix, f"page {page} is in the tree, but its lease takes it for private"
         # A page that can still be written must have one user, or another request would read half of it.
-        for page in pages[lease.num_stored_tokens // self.page_size :]:
-            assert self._allocator.ref_count(page) == 1, (
-                f"page {page} can be written by {self._allocator.ref_count(page)} users"
-            )
+        for page in pages[num_stored // self.page_size :]:
+            users = self._allocator.ref_count(page)
+            assert users == 1, f"page {page} can be written by {users} users"
