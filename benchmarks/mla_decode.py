@@ -96,8 +96,8 @@ def own(segment: AttentionBatch) -> Attention:
 
 
 def through(adapter: AttentionBackend, segment: AttentionBatch) -> Attention:
-    spec, prepared = AttentionParams(SCALE), PreparedBatch.create(adapter, None, segment, PAGE, None)
-    return lambda q_THD, latents: next(prepared.attend(q_THD, made_up.view(latents, STREAM, "nhd"), spec))
+    spec, prepared = AttentionParams(SCALE), PreparedBatch(adapter, None, segment, PAGE, None)
+    return lambda q_THD, latents: prepared.attend(q_THD, made_up.view(latents, STREAM, "nhd"), spec)
 
 
 def flashinfer(segment: AttentionBatch, heads: int) -> Attention:

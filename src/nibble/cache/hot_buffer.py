@@ -30,7 +30,7 @@ from nibble.errors import CapacityError
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import HotBuffer, HotLookup, copy_tokens, host_memory, lookup_hot, resident_slots
 from nibble.kernels.types import Paged
-from nibble.model_spec import LATENT
+from nibble.model_spec import INDEX, LATENT
 
 SAVE_PROGRAMS = 16
 """Programs that save pages during a step. Few: the link to the host is slow, and the step needs the processors."""
@@ -107,21 +107,15 @@ class HotBuffers:
         residency: the scheduler's books.
         host: latents on the host, by layer.
         pool: latents on the device.
-        index_layers: layers that select tokens, for themselves and for layers that share their selection.
         rows: rows of the tables of requests; the last is padding.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        host: Mapping[int, Paged],
-        pool: PagedPool,
-        index_layers: Sequence[int],
-        rows: int,
-    ) -> None:
+    def __init__(self, residency: Residency, host: Mapping[int, Paged], pool: PagedPool, rows: int) -> None:
         self.residency = residency
         self.page_size, self.device = pool.layout.page_size, pool.device
         self.stores = {layer: (view.streams[LATENT].paged, host[layer]) for layer, view in pool.views.items()}
+        # Layers that select tokens, for themselves and for layers that share their selection.
+        index_layers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
         self.frames_P = self._full(pool.pages)
         size = residency.frames_per_hot_buffer * self.page_size
         self._buffers_RF = self._full(rows, residency.frames_per_hot_buffer)
@@ -131,7 +125,7 @@ class HotBuffers:
         self._order = self._fresh.repeat(len(index_layers), rows, 1)
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._hot = {
-            layer: HotBuffer(self._buffers_RF, self._tokens[i], self._order[i], self._counts)
+            layer: HotBuffer(self.frames_P, self._buffers_RF, self._tokens[i], self._order[i], self._counts)
             for i, layer in enumerate(index_layers)
         }
         self._frames_on_device: dict[int, list[int]] = {}
@@ -277,9 +271,7 @@ class HotBuffers:
     def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        lookup = lookup_hot(
-            topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
-        )
+        lookup = lookup_hot(topk_indices_TK, rows_T, page_table_TN, self._hot[layer])
         self.fetch(layer, lookup)
         return PendingFetch(lookup.topk_slots_TK, layer, lookup)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nibble.cache.radix_cache import Key, Node, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
@@ -60,22 +60,22 @@ class Lease:
         return self.pages[self.num_shared_pages - 1] if self.num_shared_pages else self.namespace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CacheStats:
     """Counts of pages and, over the manager's life, of tokens."""
 
     total: int
-    free: int
-    held: int
+    free: int = 0
+    held: int = 0
     """Pages of open leases."""
-    cached: int
+    cached: int = 0
     """Pages in the tree, in use or idle."""
-    idle: int
+    idle: int = 0
     """Pages that only the tree holds."""
-    evicted: int
-    lookup_tokens: int
+    evicted: int = 0
+    lookup_tokens: int = 0
     """Tokens of all leases that were opened."""
-    hit_tokens: int
+    hit_tokens: int = 0
     """Tokens of those that the prefix cache had."""
     tier: TierStats | None = None
 
@@ -102,7 +102,8 @@ class CacheManager:
         """All open leases."""
         self._allocator = PageAllocator(num_pages, residency.free if residency else None)
         self._radix = RadixCache(self._allocator, page_size)
-        self._evicted = self._lookup_tokens = self._hit_tokens = self._num_releases = 0
+        self._stats = CacheStats(num_pages)
+        self._num_releases = 0
 
     @property
     def num_tokens(self) -> int:
@@ -122,18 +123,9 @@ class CacheManager:
     @property
     def stats(self) -> CacheStats:
         """Return the current counts."""
-        free, idle, total = self._allocator.num_free, self._radix.num_idle, self._allocator.num_pages
-        return CacheStats(
-            total=total,
-            free=free,
-            held=total - free - idle,
-            cached=len(self._radix),
-            idle=idle,
-            evicted=self._evicted,
-            lookup_tokens=self._lookup_tokens,
-            hit_tokens=self._hit_tokens,
-            tier=self.residency.stats if self.residency else None,
-        )
+        free, idle = self._allocator.num_free, self._radix.num_idle
+        held, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
+        return replace(self._stats, free=free, held=held, cached=len(self._radix), idle=idle, tier=tier)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
@@ -199,7 +191,7 @@ class CacheManager:
             self.residency.retain(prefix)
         lease = Lease(namespace, is_sharing=sharing)
         self.leases.add(lease)
-        self._lookup_tokens += len(tokens)
+        self._stats.lookup_tokens += len(tokens)
         self._adopt(lease, prefix)
         return lease
 
@@ -249,7 +241,7 @@ class CacheManager:
             # After the check of pages: giving a hot buffer frees frames, but no pages.
             self.residency.check_room(needed)
         if short > 0:
-            self._evicted += self._radix.evict(short)
+            self._stats.evicted += self._radix.evict(short)
         pages = self._allocator.allocate(needed)
         lease.pages += pages
         if self.residency:
@@ -273,7 +265,12 @@ class CacheManager:
         # A page that is not full will be written again, so it stays private.
         full = upto // self.page_size
         while lease.is_sharing and lease.num_shared_pages < full:
-            self._share_next_page(lease, tokens)
+            start = lease.num_shared_pages * self.page_size
+            page, page_tokens = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
+            # If another request shared an equal page first, this lease keeps its own copy and shares no more:
+            # a shared page must lie below pages of the tree that the lease itself holds.
+            lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
+            lease.num_shared_pages += lease.is_sharing
 
     def release(self, lease: Lease) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them."""
@@ -348,9 +345,8 @@ class CacheManager:
         self._allocator.check_integrity(counts)
         self._radix.check_integrity()
         if self.residency:
-            self.residency.check_integrity(
-                (lease.resident_pages for lease in self.leases), (lease.hot_frames for lease in self.leases)
-            )
+            resident = (lease.resident_pages for lease in self.leases)
+            self.residency.check_integrity(resident, (lease.hot_frames for lease in self.leases))
         for lease in self.leases:
             self._check_lease(lease)
 
@@ -368,16 +364,7 @@ class CacheManager:
         lease.num_shared_pages += len(pages)
         lease.num_stored_tokens = lease.num_shared_pages * self.page_size
         lease.num_hit_tokens += len(pages) * self.page_size
-        self._hit_tokens += len(pages) * self.page_size
-
-    def _share_next_page(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Insert the first page that is not in the tree yet, unless an equal one is there."""
-        start = lease.num_shared_pages * self.page_size
-        page, page_tokens = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
-        # If another request shared an equal page first, this lease keeps its own copy and shares no more:
-        # a shared page must lie below pages of the tree that the lease itself holds.
-        lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
-        lease.num_shared_pages += lease.is_sharing
+        self._stats.hit_tokens += len(pages) * self.page_size
 
     def _check_lease(self, lease: Lease) -> None:
         pages, num_shared = lease.pages, lease.num_shared_pages

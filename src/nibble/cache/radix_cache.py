@@ -144,6 +144,8 @@ class RadixCache:
     def match(self, node: Node, tokens: Sequence[int], limit: int, start: int = 0) -> list[int]:
         """Return the pages below `node` that hold tokens[start:limit], as far as the tree has them.
 
+        Nothing changes: the next eviction may take them, unless retain() comes first.
+
         Args:
             node: where the search starts.
             tokens: all tokens of the prompt, those above `node` included.

@@ -42,7 +42,7 @@ from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.formats import transforms as transform
-from nibble.model_spec import INDEX, LATENT
+from nibble.model_spec import LATENT
 from nibble.models import kv_scales as checkpoint_scales
 from nibble.models.checkpoint import download, load
 from nibble.models.forward import compiled
@@ -143,7 +143,7 @@ def build(
         tier = _tier(engine_plan, pool, scales)
     engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier)
     # It takes its memory before the start checks what is left, and runs only after the start.
-    error_monitor = _error_monitor(engine_plan)
+    error_monitor = _error_monitor(engine_plan, pool.device)
     warm_up(engine.runner, config, budget, startup, engine.scheduler.limit, test=test)
     engine.runner.error_monitor = error_monitor
     startup.notes += staging_warnings(plan, budget.context)
@@ -153,13 +153,11 @@ def build(
 
 def _load(parts: EngineParts, startup: StartupReport) -> tuple[nn.Module, KVScales]:
     """Load the weights, and measure KV scales where there are texts for it."""
-    engine_plan, tokenizer = parts.plan, parts.tokenizer
-    config, scales = engine_plan.config, parts.scales
+    engine_plan, tokenizer, scales = parts.plan, parts.tokenizer, parts.scales
+    config, dtype, device = engine_plan.config, engine_plan.plan.dtype, engine_plan.hardware.device
     with startup.part("weights"):
         model_config = load_config(config.model, config.index_topk)
-        model = load(
-            model_config, engine_plan.model_spec, engine_plan.plan.dtype, engine_plan.hardware.device
-        )
+        model = load(model_config, engine_plan.model_spec, dtype, device)
     if parts.texts is not None and tokenizer is not None:
         with startup.part("calibration"):
             prompts = [tokenizer.encode(text) for text in parts.texts]
@@ -175,19 +173,16 @@ def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuff
         return None
     residency = Residency(pool.pages, pool.frames, tier.buffer // engine_plan.plan.page_size)
     host = host_latents(tier.layout, pool.pages, scales, pool.device)
-    index_layers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
-    return HotBuffers(residency, host, pool, index_layers, engine_plan.config.max_running + 2)
+    return HotBuffers(residency, host, pool, engine_plan.config.max_running + 2)
 
 
-def _error_monitor(engine_plan: EnginePlan) -> ErrorMonitor | None:
+def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
     """Return the error monitor, if the config asks for it."""
     config = engine_plan.config
     if not config.watch_fidelity:
         return None
     with explain_out_of_memory(engine_plan.budget):
-        rows = ReferenceRows(
-            engine_plan.plan, engine_plan.model_spec.max_context, torch.device(engine_plan.hardware.device)
-        )
+        rows = ReferenceRows(engine_plan.plan, engine_plan.model_spec.max_context, device)
     return ErrorMonitor(rows, config.watch_fidelity, config.fidelity_alert, config.seed)
 
 
@@ -291,9 +286,8 @@ def measure_scales(
     length = min(cache_plan.model_spec.max_context, CALIBRATION_TOKENS)
     pages = -(-length // plan.page_size)
     recorder = Recorder(plan.layout, pages, cache_plan.hardware.device)
-    runner = ModelRunner(
-        model, plan, recorder, adapters(plan), PageTables(1, pages, cache_plan.hardware.device)
-    )
+    tables = PageTables(1, pages, cache_plan.hardware.device)
+    runner = ModelRunner(model, plan, recorder, adapters(plan), tables)
     # The recorder sees writes, and a page from the prefix cache is not written again.
     manager = CacheManager(pages, plan.page_size, prefix_cache=False)
     num_tokens = 0
@@ -308,9 +302,7 @@ def measure_scales(
     return recorder.scales(f"calibration on {num_tokens} tokens")
 
 
-def run_prompt(
-    runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int
-) -> list[torch.Tensor]:
+def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], chunk: int) -> list[Tensor]:
     """Return teacher-forced logits [T, V] of `ids`, chunk by chunk, over pages of their own.
 
     Args:

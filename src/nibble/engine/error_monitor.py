@@ -99,16 +99,7 @@ class ReferenceRows:
         """Tokens of the longest request that fits."""
         # The layers of a turn change, and with them the shapes: each place is as large as the widest needs.
         self._memory = torch.empty(num_layers, self.tokens * widest, dtype=dtype, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        """Return where rows are kept."""
-        return self._memory.device
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all rows."""
-        return self._memory.nbytes
+        self.device = self._memory.device
 
     def turn(self, number: int) -> tuple[int, ...]:
         """Return the layers whose turn it is: after a few turns all of them have had one."""
@@ -346,8 +337,15 @@ class ErrorMonitor:
             is_first = item.start == item.request.num_prefix_hit_tokens and not item.request.num_preemptions
             if is_first and self._random.random() < self.rate:
                 self._start_sample(item)
-            if self._sample and item.request is self._sample.request:
-                probe = self._continue_sample(self._sample, row, item)
+            sample = self._sample
+            if sample and item.request is sample.request:
+                # The request has skipped tokens that the prefix cache had, so their rows are not here.
+                if item.start > sample.num_stored:
+                    sample.failure = "cached"
+                if not sample.is_over:
+                    sample.num_stored = max(sample.num_stored, item.end)
+                    sample.num_probes_left -= item.samples_token
+                    probe = Probe(self.rows, sample, row, item)
             row += item.num_tokens
         return probe
 
@@ -396,16 +394,6 @@ class ErrorMonitor:
             self._num_turns += 1
             sums = torch.zeros(len(layers), 3, dtype=torch.float64, device=self.rows.device)
             self._sample = _Sample(item.request, layers, sums)
-
-    def _continue_sample(self, sample: _Sample, row: int, item: ScheduledRequest) -> Probe | None:
-        # The request has skipped tokens that the prefix cache had, so their rows are not here.
-        if item.start > sample.num_stored:
-            sample.failure = "cached"
-        if sample.is_over:
-            return None
-        sample.num_stored = max(sample.num_stored, item.end)
-        sample.num_probes_left -= item.samples_token
-        return Probe(self.rows, sample, row, item)
 
     def _collect(self) -> None:
         """End a sample that is over, and read sums that are on the host. Never waits."""

@@ -11,6 +11,7 @@ R rows of the page tables, one for each open lease and one for padding, S rows w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 
@@ -26,7 +27,7 @@ from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
-from nibble.kernels.sizes import ALIGNED
+from nibble.kernels import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
@@ -86,6 +87,7 @@ class PageTables:
         """Page ids. A step sends only those that are new."""
         self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """The token sampled last: the next step takes it from here before the host knows it."""
+        self.device = self.table_RN.device
         self.padding_row = rows
         """The row of no lease; it pads steps that have too few requests."""
         self._rows: dict[Lease, int] = {}
@@ -93,11 +95,6 @@ class PageTables:
         self._free = list(range(rows - 1, -1, -1))
         self._new_places: list[int] = []
         self._new_pages: list[int] = []
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the tables lie."""
-        return self.table_RN.device
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""
@@ -132,17 +129,19 @@ class PageTables:
         return row
 
 
-class Buffers:
-    """What a recorded step reads and writes.
+class Graphs:
+    """Decode steps of several sizes, over buffers that stay where they are.
 
     Args:
-        max_rows: most rows of a step.
+        sizes: rows of a step, ascending.
         device: where steps run.
+        record: how a step is recorded.
     """
 
     # All tensors of steps are made in inference mode: to a compiled model others look different.
     @torch.inference_mode()
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
+        self.sizes, max_rows = tuple(sizes), sizes[-1]
         self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
         """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
         self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -151,6 +150,8 @@ class Buffers:
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
         """[max_rows, V], allocated by the first step."""
+        self._record = record
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def store_logits(self, logits_BV: Tensor) -> None:
         """Copy a step's logits, so that their own memory serves the next graph too."""
@@ -158,36 +159,20 @@ class Buffers:
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
 
-
-class Graphs:
-    """Decode steps of several sizes.
-
-    Args:
-        sizes: rows of a step, ascending.
-        device: where steps run.
-        record: how a step is recorded.
-    """
-
-    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
-        self.sizes = tuple(sizes)
-        self.buffers = Buffers(self.sizes[-1], device)
-        self._record = record
-        self._replays: dict[int, Callable[[], None]] = {}
-
     @torch.inference_mode()
-    def record(self, decode: Callable[[int, Buffers], None]) -> None:
-        """Record decode(size, buffers) for all sizes.
+    def record(self, decode: Callable[[int, Graphs], None]) -> None:
+        """Record decode(size, graphs) for all sizes.
 
         Raises:
             BackendError: a graph cannot hold a step.
         """
         # The largest first: the others then fit into its memory.
         for size in reversed(self.sizes):
-            self.buffers.inputs.zero_()
+            self.inputs.zero_()
             # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
-            self.buffers.inputs[size : 2 * size] = -1
+            self.inputs[size : 2 * size] = -1
             try:
-                self._replays[size] = self._record(partial(decode, size, self.buffers))
+                self._replays[size] = self._record(partial(decode, size, self))
             # The start explains it by the memory plan (explain_out_of_memory).
             except torch.OutOfMemoryError:
                 raise
@@ -198,7 +183,7 @@ class Graphs:
                 ) from error
 
     def replay(self, size: int) -> None:
-        """Compute a step of `size` rows from the buffers' inputs to their logits."""
+        """Compute a step of `size` rows from inputs to logits."""
         self._replays[size]()
 
 
@@ -231,6 +216,7 @@ def live(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Runs a model's steps over a pool.
 
@@ -244,30 +230,23 @@ class ModelRunner:
         tier: the pool's, where a host tier holds what it has no room for.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        pool: PagedPool,
-        backends: Mapping[str, AttentionBackend],
-        tables: PageTables,
-        run: Forward | None = None,
-        tier: HotBuffers | None = None,
-    ) -> None:
-        self.model = model
-        self.plan = plan
-        self.pool = pool
-        self.backends = backends
-        self.tables = tables
-        self.tier = tier
-        self.device = tables.device
-        self.row_multiple = row_multiple(model) if self.device.type == "cpu" else 1
-        self.graphs: Graphs | None = None
-        """Decode steps over stable buffers, after record()."""
-        self.error_monitor: ErrorMonitor | None = None
-        """Compares what attention answers with rows of the model's own precision."""
-        self._run = run or plain(model)
-        self._sampled_rows_S: Tensor | None = None
+    model: nn.Module
+    plan: Plan
+    pool: PagedPool
+    backends: Mapping[str, AttentionBackend]
+    tables: PageTables
+    run: Forward | None = None
+    tier: HotBuffers | None = None
+    graphs: Graphs | None = field(default=None, init=False)
+    """Decode steps over stable buffers, after record()."""
+    error_monitor: ErrorMonitor | None = field(default=None, init=False)
+    """Compares what attention answers with rows of the model's own precision."""
+    _sampled_rows_S: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.tables.device
+        self.row_multiple = row_multiple(self.model) if self.device.type == "cpu" else 1
+        self._run = self.run or plain(self.model)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
@@ -307,14 +286,12 @@ class ModelRunner:
         ends = accumulate(item.num_tokens for item in scheduled)
         last_rows = [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]
         logit_rows = list(range(len(token_ids))) if every else last_rows
-        row_of_token = [
-            row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)
-        ]
+        token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         slices = (
             packed.add(self._pad_rows(token_ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
-            packed.add(self._pad_rows(row_of_token)),
+            packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
             packed.add(self._pad_rows(logit_rows or [0])),
             packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),
@@ -421,18 +398,18 @@ class ModelRunner:
         # A decode always samples, so these are the first rows, without padding.
         self._sampled_rows_S = sent[inputs][: len(scheduled)]
         # A graph reads from fixed addresses, so its inputs are copied there.
-        graphs.buffers.inputs[: 3 * size].copy_(sent[inputs])
+        graphs.inputs[: 3 * size].copy_(sent[inputs])
         if probe:
             # A replay calls no Python, so the same step over the same buffers is computed.
-            self._decode(size, graphs.buffers, probe)
+            self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
-        return graphs.buffers.logits[: len(scheduled)]
+        return graphs.logits[: len(scheduled)]
 
     @torch.inference_mode()
-    def _decode(self, size: int, buffers: Buffers, probe: AttentionObserver | None = None) -> None:
+    def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
         """Compute one step of `size` rows, from buffer to buffer; graphs record this. Position -1 is padding."""
-        rows_B, positions_B, sent_ids_B = buffers.inputs[: 3 * size].view(3, size)
+        rows_B, positions_B, sent_ids_B = graphs.inputs[: 3 * size].view(3, size)
         page_size, tables = self.plan.page_size, self.tables
         token_ids_B = torch.where(sent_ids_B < 0, tables.latest_R[rows_B], sent_ids_B)
         page_table_BN = tables.table_RN.index_select(0, rows_B)
@@ -445,14 +422,14 @@ class ModelRunner:
         batches = [
             AttentionBatch(
                 Phase.DECODE, first, last, (1,) * (last - first), (max_seq_len,) * (last - first),
-                page_table_BN[first:last], buffers.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
+                page_table_BN[first:last], graphs.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
                 rows_B[first:last],
             )
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
         ctx = self._context(self._with_frames(slot_mapping_B, batches), probe)
-        logits = self._run(token_ids_B[None], valid_B[None], buffers.rows[:size], ctx)
-        buffers.store_logits(logits)
+        logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
+        graphs.store_logits(logits)
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""

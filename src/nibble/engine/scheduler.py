@@ -150,7 +150,7 @@ class Scheduler:
             batch: what was computed; the oldest in flight.
             tokens: sampled tokens by request id.
         """
-        metrics, ended = self._metrics, []
+        metrics, ended = self._metrics, list[Request]()
         metrics.steps += 1
         for item in batch.scheduled:
             request = item.request
@@ -168,7 +168,16 @@ class Scheduler:
                 metrics.decode_tokens += 1
             else:
                 metrics.prompt_tokens += item.num_tokens
-            if item.samples_token and self._append(request, tokens[request.id]):
+            if not item.samples_token:
+                continue
+            token = tokens[request.id]
+            if token in request.stop_ids:
+                self.finish(request, "stop")
+            else:
+                request.token_ids.append(token)
+                if self._is_full(request, len(request.token_ids)):
+                    self.finish(request, "length")
+            if request.is_finished:
                 ended.append(request)
         return ended
 
@@ -347,22 +356,10 @@ class Scheduler:
             self.waiting.remove(request)
         request.in_flight, request.state = None, state
 
-    # The end of an answer
-
     def _is_full(self, request: Request, length: int) -> bool:
         """Return whether an answer ends with so many tokens, prompt included, whatever they are."""
         num_output_tokens = length - len(request.prompt_token_ids)
         return num_output_tokens >= request.params.max_tokens or length >= self.limit
-
-    def _append(self, request: Request, token: int) -> bool:
-        """Append a sampled token; return whether the request ends with it."""
-        if token in request.stop_ids:
-            self.finish(request, "stop")
-            return True
-        request.token_ids.append(token)
-        if self._is_full(request, len(request.token_ids)):
-            self.finish(request, "length")
-        return request.is_finished
 
 
 def divide(demand: Sequence[int], room: int) -> list[int]:

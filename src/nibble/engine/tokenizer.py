@@ -56,9 +56,7 @@ class Tokenizer:
         if visible:
             ids = [token for token in ids if token in visible or token not in self._special]
         skip = visible is not None and not visible
-        return str(
-            self._inner.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        )
+        return self._inner.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
     def token_of(self, word: str) -> int | None:
         """Return the token that was added to the vocabulary for this very word, if there is one."""

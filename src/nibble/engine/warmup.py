@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
@@ -103,9 +103,8 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
-        runner.record(
-            Graphs(graph_sizes(budget.max_decodes), runner.device, CudaGraphs() if config.graphs else live)
-        )
+        record = CudaGraphs() if config.graphs else live
+        runner.record(Graphs(graph_sizes(budget.max_decodes), runner.device, record))
     elif config.graphs:
         startup.notes.append(reason)
 
@@ -117,13 +116,9 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     for request in requests:
         request.lease = manager.open(request.token_ids, "")
         manager.reserve(request.lease, len(request.token_ids))
-    runner.forward(
-        Batch.from_scheduled(
-            ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests
-        )
-    )
+    chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
+    runner.forward(Batch.from_scheduled(chunks))
     for request in requests:
-        assert request.lease
         manager.release(request.lease)
 
 
@@ -302,9 +297,8 @@ class _GroupTest:
             stored_THD, expected_THD = self._read(name, slot_mapping_T), self._round_trip(name, x_THD)
             self._compare(stored_THD, expected_THD, STORED_TOLERANCE, route, f"stores {name}")
         if params.topk_indices_TK is not None:
-            topk_slots_TK = resident_slots(
-                params.topk_indices_TK, page_table_by_token(batch), None, self.plan.page_size
-            )
+            table_TN, size = page_table_by_token(batch), self.plan.page_size
+            topk_slots_TK = resident_slots(params.topk_indices_TK, table_TN, None, size)
             params = replace(params, topk_slots_TK=topk_slots_TK)
         # Over the same pool, so that the format's error is in both answers and does not count.
         expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, batch, params)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import PreparedBatch
 from nibble.attention.planner import evidence, options, support
 from nibble.attention.planner.evidence import Timing
@@ -272,11 +272,10 @@ def _time_entrant(
 
     def begin_step() -> PreparedBatch:
         page_size = fixture.pool.layout.page_size
-        return PreparedBatch.create(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
+        return PreparedBatch(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
 
     def attend(layer: int, prepared: PreparedBatch) -> Tensor:
-        parts = list(prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params)
 
     # What is prepared once a step is so at the first call, and no layer's time.
     prepared = begin_step()

@@ -13,15 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -91,12 +83,14 @@ class Metrics:
 
     def __init__(self, client: EngineClient, model: str, clock: Clock = time.monotonic) -> None:
         # They would be one more series for each, which no dashboard reads.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.clock, self._model = clock, model
-        self._registry = CollectorRegistry()
+        self._registry = prometheus.CollectorRegistry()
         self._histograms = {}
         for name, (doc, bounds) in HISTOGRAMS.items():
-            family = Histogram(f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=bounds)
+            family = prometheus.Histogram(
+                f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=bounds
+            )
             self._histograms[name] = family.labels(model)
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of requests, counted with the first piece of an answer."
@@ -109,9 +103,9 @@ class Metrics:
             "http_requests", "Exchanges by route and status.", "method", "path", "status"
         )
         self._registry.register(EngineCollector(client, model))
-        version = Info("nibble:build", "The version, as a label.", registry=self._registry)
+        version = prometheus.Info("nibble:build", "The version, as a label.", registry=self._registry)
         version.info({"version": nibble.__version__})
-        ProcessCollector(registry=self._registry)
+        prometheus.ProcessCollector(registry=self._registry)
 
     def start_request(self, prompt_tokens: int, num_answers: int = 1) -> RequestTimer:
         """Return the timer of a request that has just arrived."""
@@ -129,10 +123,10 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return all metrics as text, and the text's media type."""
-        return generate_latest(self._registry), MEDIA_TYPE
+        return prometheus.generate_latest(self._registry), MEDIA_TYPE
 
-    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
-        return Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
+    def _counter(self, name: str, doc: str, *labels: str) -> prometheus.Counter:
+        return prometheus.Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
 
 
 @dataclass(slots=True)

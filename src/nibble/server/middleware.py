@@ -63,18 +63,16 @@ STATIC_FILES = StaticFiles(directory=Path(__file__).parent / "page")
 def mount_page(app: FastAPI) -> None:
     """Serve the files of the status page, which calls the API as any client does: its calls need a key, they do not."""
 
-    def add(path: str, name: str, media_type: str) -> None:
-        async def serve(request: Request) -> Response:
-            response = await STATIC_FILES.get_response(name, request.scope)
-            # Python's table of media types differs between versions and machines.
-            response.headers.update(PAGE_HEADERS | {"Content-Type": media_type})
-            return response
+    async def serve(request: Request) -> Response:
+        name, media_type = PAGE_FILES[request.scope["path"]]
+        response = await STATIC_FILES.get_response(name, request.scope)
+        # Python's table of media types differs between versions and machines.
+        response.headers.update(PAGE_HEADERS | {"Content-Type": media_type})
+        return response
 
-        # Each by a route: a mount at `/` would hide the 405 of other routes.
+    # Each by a route: a mount at `/` would hide the 405 of other routes.
+    for path in PAGE_FILES:
         app.add_api_route(path, serve, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
-
-    for path, (name, media_type) in PAGE_FILES.items():
-        add(path, name, media_type)
 
 
 class BodyLimit:

@@ -25,8 +25,8 @@ class Writer(ABC):
     model: str
     decode: Callable[[Sequence[int]], str]
     """Returns the text of tokens."""
-    prompts: Sequence[int]
-    """Tokens of each prompt."""
+    prompt_tokens: int
+    """Of all prompts."""
     logprobs: bool = False
     """Report log-probabilities."""
     collect: bool = True
@@ -68,11 +68,10 @@ class Writer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens used so far."""
-        num_prompt_tokens = sum(self.prompts)
         return {
-            "prompt_tokens": num_prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": num_prompt_tokens + self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 

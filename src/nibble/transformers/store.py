@@ -41,8 +41,8 @@ from nibble.cache.radix_cache import PageAllocator
 from nibble.cache.scales import KVScales
 from nibble.engine.request import PHASE_ORDER
 from nibble.errors import CapacityError, ConfigError, OutOfPages
+from nibble.kernels import ALIGNED
 from nibble.kernels.offload import copy_tokens
-from nibble.kernels.sizes import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
 from nibble.models import hook
 from nibble.models.hook import adaptations

@@ -28,12 +28,12 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
 from nibble.formats.base import raw
+from nibble.kernels import GPU
 from nibble.kernels.append import naive as naive_gather
 from nibble.kernels.append import triton as triton_gather
 from nibble.kernels.attention import naive
 from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import TileShape as Shape
-from nibble.kernels.sizes import GPU
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
 from nibble.model_spec import Stream
@@ -284,12 +284,11 @@ def test_declaring_the_backend_does_not_import_triton() -> None:
 
 
 def test_every_format_of_the_rows_has_a_decoder() -> None:
-    from nibble.attention.backends.triton import BACKEND
     from nibble.kernels.codecs import DECODERS
 
     named = {
         part
-        for row in BACKEND.support
+        for row in backends.get("triton").support
         if "mha" in row.kind
         for name in row.format or ()
         for part in name.split(":")

@@ -127,7 +127,7 @@ def test_it_agrees_with_its_reference(case: Case) -> None:
     found = twin.mla_attention(
         q_THD, stored, case.rope, segment, scale, shape=case.shape, concurrency=case.concurrency
     )
-    assert twin.tiles.serves_latents(stored, case.rope)
+    assert twin.serves_latents(stored, case.rope)
     assert found.dtype == case.dtype and found.shape == (segment.stop, case.heads, case.rank)
     error = (found.float() - expected.float()).abs().max()
     assert error <= (1e-5 if case.dtype == torch.float32 else 2e-3), f"error {error:.1e}"

@@ -69,10 +69,14 @@ UNPACK_8 = tl.constexpr(
 def decode_latent(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales: in float16 all four parts at once."""
     if floats.HAS_PTX and tl.float16 == DTYPE:
-        # No constexpr: Triton 3.9 would not see a tuple in it.
-        out = (tl.float16, tl.float16, tl.float16, tl.float16)
+        # The dtypes stand in the call, because Triton 3.9 does not see the tuple in a constexpr.
         parts = tl.inline_asm_elementwise(
-            UNPACK_8, "=&r,=&r,=&r,=&r,r,r", [items, scale], out, is_pure=True, pack=2
+            asm=UNPACK_8,
+            constraints="=&r,=&r,=&r,=&r,r,r",
+            args=[items, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
     else:
         parts = floats.unpack_e2m1(items, scale, False)
