@@ -24,7 +24,7 @@ from torch import Tensor
 from conformance_report import PROPERTY
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route

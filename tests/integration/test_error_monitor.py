@@ -17,7 +17,7 @@ import torch
 from test_compile import unpacked
 
 from nibble import LLM, formats
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.planner.memory import ERROR_MONITOR_BYTES
 from nibble.config import Config, SamplingParams
 from nibble.engine import build
@@ -361,10 +361,10 @@ def test_room_is_bounded_and_all_layers_have_their_turn(gqa: Path) -> None:
     assert llm.error_monitor
     rows = llm.error_monitor.rows
     assert rows.turn(0) == (0, 1, 2, 3) and rows.turn(1) == (4, 5, 0, 1)
-    assert rows.tokens == 1024 and rows.nbytes == 4 * 1024 * 128 * 4
+    assert rows.tokens == 1024 and rows._memory.nbytes == 4 * 1024 * 128 * 4
     large = ReferenceRows(llm.plan, 1 << 20, torch.device("cpu"))
     assert large.tokens == 4096
-    assert large.nbytes <= MAX_BYTES
+    assert large._memory.nbytes <= MAX_BYTES
 
 
 def test_a_gpu_has_the_room_planned() -> None:

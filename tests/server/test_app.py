@@ -416,7 +416,7 @@ def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
 
 
 def test_the_chosen_token_is_among_the_likeliest() -> None:
-    writer = TextWriter("m", lambda ids: chr(ids[0]), [1], [], True)
+    writer = TextWriter("m", lambda ids: chr(ids[0]), 1, True)
     for token, top in ((97, ((98, -0.1),)), (98, ((98, -0.1), (99, -2.0))), (97, ())):
         writer.take(
             0, Delta(0, chr(token), (token,), None, (Logprob(token, -0.1 if token == 98 else -3.0, top),))
@@ -430,8 +430,8 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
 def test_what_is_streamed_is_not_kept(kept: bool) -> None:
     readers = AnswerParser()
     for writer in (
-        TextWriter("m", lambda ids: "x", [1], [], True, kept),
-        ChatWriter("m", lambda ids: "x", [1], True, lambda: readers, kept),
+        TextWriter("m", lambda ids: "x", 1, True, kept),
+        ChatWriter("m", lambda ids: "x", 1, True, kept, lambda: readers),
     ):
         for end in (None, "stop"):
             choice = writer.take(0, Delta(0, "ab", (5,), end, (Logprob(5, -1.0, ()),)))  # type: ignore[arg-type]

@@ -1,10 +1,8 @@
 """`nibble docs`: the generated pages of the documentation, written or checked.
 
-docs/cli.md: the commands' own help, as markdown. The same on every machine: no width, no colour, no path.
-
-The generated pages: docs/capabilities.md and docs/formats.md, in markdown.
-
-Every fact comes from backends' rows, formats and the ledger, so a page cannot claim what the resolver does not do.
+docs/cli.md is the commands' own help as Markdown. docs/capabilities.md and docs/formats.md are tables of rows, formats
+and the ledger, so a page cannot claim what the resolver does not do. The pages are the same on every machine: they
+depend on no width, no colour and no path.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
@@ -26,6 +24,7 @@ from nibble.attention.backends import all_backends
 from nibble.attention.planner.evidence import LedgerEntry, read_ledger
 from nibble.attention.planner.explain import BASELINE, Table
 from nibble.attention.planner.support import BackendInfo, Phase, Support, format_values
+from nibble.cli import docs_peers as peers
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, OUTPUT, JsonOption, command
 from nibble.cli.terminal import print_json
 from nibble.formats import KVFormat
@@ -33,9 +32,6 @@ from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.hardware import CPU_ARCH, GPUS
 from nibble.model_spec import HEADS, LATENTS, Stream
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 HEAD = """\
@@ -50,8 +46,7 @@ DEBUG = "An error is one message on standard error; with `--debug` it is a trace
 
 
 def reference() -> str:
-    """Return the page."""
-
+    """Return the text of docs/cli.md."""
     lines = [HEAD, "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     lines += ["", DEBUG, ""]
@@ -63,10 +58,11 @@ def reference() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One argument or option. kind: its type, and whether it may be repeated."""
+    """One argument or option."""
 
     names: tuple[str, ...]
     kind: str
+    """Its type, and whether it may be repeated."""
     default: Any
     info: ArgumentInfo | OptionInfo
 
@@ -118,7 +114,7 @@ def _kind(display: Any) -> str:
     """A type in a reader's words; nothing for a switch."""
     # `X | None`: None says only that the option may be left out.
     if get_origin(display) in (types.UnionType, Union):
-        display = next(part for part in get_args(display) if part is not type(None))
+        display = get_args(display)[0]
     if get_origin(display) is list:
         return f"{_kind(get_args(display)[0])}, repeatable"
     return {str: "text", int: "integer", float: "number", Path: "path", bool: ""}[display]
@@ -126,7 +122,6 @@ def _kind(display: Any) -> str:
 
 LEDGER = Path("docs/ledger.json")
 LETTERS = {phase: phase.value[0].upper() for phase in Phase}
-Evidence = Mapping[tuple[str, str, str, str, int], LedgerEntry]
 
 _HEAD = """\
 # What works with what
@@ -156,22 +151,16 @@ the order in which `auto` takes backends is in `src/nibble/attention/rankings/`.
 def capability_table(backends: Mapping[str, BackendInfo] | None = None, path: Path = LEDGER) -> str:
     """Return the text of docs/capabilities.md. `path`: the ledger; where there is none, nothing is verified."""
     table = all_backends() if backends is None else backends
-    evidence = {entry.key: entry for entry in read_ledger(path)}
-    notes: dict[str, int] = {}
+    matrices = _Matrices(table, {entry.key: entry for entry in read_ledger(path)})
     kinds = dict.fromkeys(
         kind for info in table.values() for row in info.support for kind in sorted(row.kind)
     )
-    sections = [_HEAD, *_summaries(table)]
+    lines = [_HEAD, *_summaries(table)]
     for kind in sorted(kinds, key="mha mla dsa".find):
-        sections += [
-            f"\n## {kind}\n",
-            *_matrix(kind, table, evidence, notes),
-            "",
-            _CONDITIONS,
-            *_conditions(kind, table),
-        ]
-    sections += [""] + [f"[^{number}]: {text}" for text, number in notes.items()] if notes else []
-    return "\n".join(sections) + "\n"
+        lines += [f"\n## {kind}\n", *matrices.of(kind), "", _CONDITIONS, *_conditions(kind, table)]
+    if matrices.notes:
+        lines += ["", *(f"[^{number}]: {text}" for text, number in matrices.notes.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
@@ -185,24 +174,57 @@ def _summaries(table: Mapping[str, BackendInfo]) -> Iterator[str]:
     return Table(("backend", "what it is", "in this version", "package"), tuple(rows)).as_markdown()
 
 
-def _matrix(
-    kind: str,
-    table: Mapping[str, BackendInfo],
-    evidence: Evidence,
-    notes: dict[str, int],
-) -> Iterator[str]:
-    """Return a table of backends and formats down, GPUs across; formats with equal lines share one."""
-    archs, entries = _archs(table), []
-    for name, info in table.items():
-        rows = [row for row in info.support if kind in row.kind]
-        lines: dict[tuple[str, ...], list[str]] = {}
-        for fmt in _formats(rows):
-            cells = tuple(_cell(name, kind, fmt, arch, rows, evidence, notes) for arch in archs)
-            # Formats with the same cells share a line.
-            lines.setdefault(cells, []).append(fmt)
-        for cells, names in lines.items():
-            entries.append((f"`{name}`", _format_names(names), *cells))
-    return Table(("backend", "formats", *map(_gpu, archs)), tuple(entries)).as_markdown()
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Tables of backends and GPUs, which share their footnotes."""
+
+    backends: Mapping[str, BackendInfo]
+    evidence: Mapping[tuple[str, str, str, str, int], LedgerEntry]
+    notes: dict[str, int] = field(default_factory=dict)
+    """Numbers by text."""
+
+    def of(self, kind: str) -> Iterator[str]:
+        """Return a table of backends and formats down, GPUs across; formats with equal lines share one."""
+        archs, entries = _archs(self.backends), []
+        for name, info in self.backends.items():
+            rows = [row for row in info.support if kind in row.kind]
+            lines: dict[tuple[str, ...], list[str]] = {}
+            for fmt in _formats(rows):
+                cells = tuple(self._cell(name, kind, fmt, arch, rows) for arch in archs)
+                # Formats with the same cells share a line.
+                lines.setdefault(cells, []).append(fmt)
+            for cells, names in lines.items():
+                entries.append((f"`{name}`", _format_names(names), *cells))
+        titles = (f"SM{arch}" if arch else "CPU" for arch in archs)
+        return Table(("backend", "formats", *titles), tuple(entries)).as_markdown()
+
+    def _cell(self, backend: str, kind: str, fmt: str, arch: int, rows: Iterable[Support]) -> str:
+        served = {phase for row in rows if _covers(row, fmt, arch) for phase in row.phase}
+        by_evidence: dict[str, str] = {}
+        for phase in (phase for phase in Phase if phase in served):
+            source = self._source(backend, kind, fmt, arch, phase)
+            mark = f"verified{self._note(source)}" if source else "declared"
+            by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
+        # A cell that serves nothing needs no letters, only the reason.
+        if missing := "".join(LETTERS[phase] for phase in Phase if phase not in served):
+            by_evidence[f"-{self._note(_refused(fmt, rows, served))}"] = missing if served else ""
+        return "; ".join(f"{letters} {mark}".strip() for mark, letters in by_evidence.items())
+
+    def _note(self, text: str) -> str:
+        # Cells with the same note share its number.
+        return f"[^{self.notes.setdefault(text, len(self.notes) + 1)}]"
+
+    def _source(self, backend: str, kind: str, fmt: str, arch: int, phase: Phase) -> str | None:
+        """Return where a combination was verified; None where it was not.
+
+        A row for any format is verified as far as every format that fits is.
+        """
+        names = _fitting(kind) if fmt == "any" else (fmt,)
+        entries = [self.evidence.get((backend, str(phase), kind, name, arch)) for name in names]
+        verified = [entry for entry in entries if entry is not None]
+        if len(verified) < len(names):
+            return None
+        return f"verified on {min(verified, key=lambda entry: entry.date)}"
 
 
 def _formats(rows: Iterable[Support]) -> list[str]:
@@ -224,36 +246,6 @@ def _archs(table: Mapping[str, BackendInfo]) -> list[int]:
     return sorted(row_archs | {CPU_ARCH} | {gpu.arch for gpu in GPUS.values()})
 
 
-def _gpu(arch: int) -> str:
-    return f"SM{arch}" if arch else "CPU"
-
-
-def _cell(
-    backend: str,
-    kind: str,
-    fmt: str,
-    arch: int,
-    rows: Iterable[Support],
-    evidence: Evidence,
-    notes: dict[str, int],
-) -> str:
-    served = {phase for row in rows if _covers(row, fmt, arch) for phase in row.phase}
-    by_evidence: dict[str, str] = {}
-    for phase in (phase for phase in Phase if phase in served):
-        source = _evidence(backend, kind, fmt, arch, phase, evidence)
-        mark = f"verified{_note(source, notes)}" if source else "declared"
-        by_evidence[mark] = by_evidence.get(mark, "") + LETTERS[phase]
-    # A cell that serves nothing needs no letters, only the reason.
-    if missing := "".join(LETTERS[phase] for phase in Phase if phase not in served):
-        by_evidence[f"-{_note(_refused(fmt, rows, served), notes)}"] = missing if served else ""
-    return "; ".join(f"{letters} {mark}".strip() for mark, letters in by_evidence.items())
-
-
-def _note(text: str, notes: dict[str, int]) -> str:
-    # Cells with the same note share its number.
-    return f"[^{notes.setdefault(text, len(notes) + 1)}]"
-
-
 def _refused(fmt: str, rows: Iterable[Support], served: set[Phase]) -> str:
     """Return why a cell is not served in all phases: those that are, or the GPUs on which it is."""
     if served:
@@ -265,19 +257,6 @@ def _refused(fmt: str, rows: Iterable[Support], served: set[Phase]) -> str:
 
 def _covers(row: Support, fmt: str, arch: int) -> bool:
     return (row.format is None or fmt in row.format) and (row.arch is None or arch in row.arch)
-
-
-def _evidence(backend: str, kind: str, fmt: str, arch: int, phase: Phase, entries: Evidence) -> str | None:
-    """Return where a combination was verified; None where it was not.
-
-    A row for any format is verified as far as every format that fits is.
-    """
-    names = _fitting(kind) if fmt == "any" else (fmt,)
-    matches = [entries.get((backend, str(phase), kind, name, arch)) for name in names]
-    verified = [entry for entry in matches if entry is not None]
-    if len(verified) < len(names):
-        return None
-    return f"verified on {min(verified, key=lambda entry: entry.date)}"
 
 
 def _fitting(kind: str) -> tuple[str, ...]:
@@ -307,7 +286,7 @@ def _conditions(kind: str, table: Mapping[str, BackendInfo]) -> Iterator[str]:
 def _conditions_of(row: Support) -> tuple[str, ...]:
     """Return the cells of a row, without its format."""
     phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
-    values = [format_values(field, getattr(row, field)) for field in ("page", "packing", "dim", "group")]
+    values = [format_values(name, getattr(row, name)) for name in ("page", "packing", "dim", "group")]
     return phases, _gpus(row.arch), *values, ", ".join(_limits(row)) or "-", row.source
 
 
@@ -409,29 +388,31 @@ def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: Jso
     """Write capabilities.md, formats.md, kv4.md and cli.md from the rows, the formats and these commands.
 
     The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say.
+
+    Examples:
+        nibble docs
+        nibble docs --check
     """
     texts = pages(out)
     # Pages are compared as texts, so a check needs no clean checkout.
-    stale = [name for name, text in texts.items() if _read(out / name) != text]
+    stale = [name for name, text in texts.items() if not _holds(out / name, text)]
     if not check:
         out.mkdir(parents=True, exist_ok=True)
         for name in stale:
             (out / name).write_text(texts[name], encoding="utf-8")
-    _report(out, tuple(texts), stale, check, as_json)
+    if as_json:
+        print_json({"folder": str(out), "pages": tuple(texts), "stale" if check else "written": stale})
+    else:
+        for name in stale:
+            print(f"{out / name} is not up to date; run `nibble docs`" if check else f"wrote {out / name}")
+        if not stale:
+            print(f"{', '.join(texts)}: up to date")
     if check and stale:
         raise typer.Exit(FAILED)
 
 
-DOCS_EXAMPLES = """\
-nibble docs
-nibble docs --check
-"""
-
-
 def pages(folder: Path) -> Mapping[str, str]:
     """Return the text of each page by file name. `folder` holds the ledger, and what other engines say."""
-    from nibble.cli import docs_peers as peers
-
     other_engines = folder / peers.PEERS.name
     return {
         # A folder without peers.json gets the pages that need no such input.
@@ -442,15 +423,5 @@ def pages(folder: Path) -> Mapping[str, str]:
     }
 
 
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
-
-
-def _report(out: Path, names: tuple[str, ...], stale: list[str], check: bool, as_json: bool) -> None:
-    if as_json:
-        print_json({"folder": str(out), "pages": names, "stale" if check else "written": stale})
-        return
-    for name in stale:
-        print(f"{out / name} is not up to date; run `nibble docs`" if check else f"wrote {out / name}")
-    if not stale:
-        print(f"{', '.join(names)}: up to date")
+def _holds(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8") == text

@@ -82,14 +82,10 @@ class Cell:
             staged = all(any(r.stage_to for r in plan.groups[0].routes) for plan in self.served.values())
             parts.append(f"y{_where(self.served)}{', prompts staged' if staged else ''}")
         if self.staged:
-            parts.append(f"asked{_where(self.staged)} ({_factor(self.staged.values()):.1f} x)")
+            plans = self.staged.values()
+            factor = max(entry.cost.factor for plan in plans for entry in staging_costs(plan, CONTEXT))
+            parts.append(f"asked{_where(self.staged)} ({factor:.1f} x)")
         return "; ".join(parts) or f"n: {self.reason}"
-
-
-def _factor(plans: Iterable[Plan]) -> float:
-    """Return what decoding costs, in times the bytes of direct reading: the same on all GPUs."""
-    costs = [entry.cost.factor for plan in plans for entry in staging_costs(plan, CONTEXT)]
-    return max(costs)
 
 
 def _where(gpus: Iterable[str]) -> str:

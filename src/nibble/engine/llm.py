@@ -20,7 +20,7 @@ from nibble.config import SamplingParams, configured, sampling
 from nibble.engine.build import build, measure_scales, run_prompt
 from nibble.engine.engine import Engine, RequestHandle
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.request import Completion, Delta, Logprob, Output
+from nibble.engine.request import Completion, Delta, Output
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.errors import NibbleError, RequestError
 from nibble.hardware import Hardware
@@ -48,9 +48,8 @@ class LLM:
 
     def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
         self.config = configured(model=model, **options)
-        self.engine, self._engine_plan = build(
-            self.config, None if calibrate is None else as_texts(calibrate)
-        )
+        texts = None if calibrate is None else as_texts(calibrate)
+        self.engine, self._engine_plan = build(self.config, texts)
 
     @property
     def plan(self) -> Plan:
@@ -145,8 +144,7 @@ class LLM:
             params: of the request.
             options: fields of SamplingParams, in place of `params`.
         """
-        output = self.generate(self.tokenizer.chat(messages), params, **options)
-        assert isinstance(output, Output)
+        output: Output = self.generate(self.tokenizer.chat(messages), params, **options)
         return output
 
     def logits(self, prompt: Prompt) -> torch.Tensor:
@@ -251,13 +249,12 @@ class _Collector:
 
     def output(self) -> Output:
         completions = tuple(self._completion(index, pieces) for index, pieces in enumerate(self._pieces))
-        return Output(
-            self.prompt, tuple(self.ids), completions, self.handle.requests[0].num_prefix_hit_tokens
-        )
+        cached_tokens = self.handle.requests[0].num_prefix_hit_tokens
+        return Output(self.prompt, tuple(self.ids), completions, cached_tokens)
 
     def _completion(self, index: int, pieces: Sequence[Delta]) -> Completion:
         last = pieces[-1]
-        logprobs: tuple[Logprob, ...] = tuple(entry for piece in pieces for entry in piece.logprobs)
+        logprobs = tuple(entry for piece in pieces for entry in piece.logprobs)
         return Completion(
             index=index,
             text="".join(piece.text for piece in pieces),

@@ -17,8 +17,8 @@ from nibble.spec import CacheSpec
 
 
 @dataclass(frozen=True)
-class Design:
-    """What is decided of a cache: for whom, on what, and how."""
+class CachePlan:
+    """What is decided of a cache: for which model, on which machine, with which routes and layout."""
 
     config: Config
     hardware: Hardware
@@ -27,7 +27,7 @@ class Design:
 
 
 @dataclass(frozen=True)
-class EnginePlan(Design):
+class EnginePlan(CachePlan):
     """Everything that is decided before weights load."""
 
     budget: MemoryPlan

@@ -1,27 +1,19 @@
-"""Held-out perplexity: how well each next token is foretold, teacher-forced through the quantised cache.
+"""What a cache scheme costs in predictions: perplexity, agreement with the yardstick, and attention error by layer.
 
-A text is cut into windows of `size` tokens that start `stride` tokens apart. Every token but the text's
-first is scored exactly once, in the first window that reaches it: a window after the first scores its last
-`stride` tokens, and the tokens before them are context only. A smaller stride gives every scored token more
-context, for more time.
+Perplexity is teacher-forced through the quantised cache, over held-out text. A text is cut into windows of `size`
+tokens that start `stride` tokens apart. Every token but the text's first is scored exactly once, in the first window
+that reaches it: a window after the first scores its last `stride` tokens, and the tokens before them are context only.
+A smaller stride gives every scored token more context, for more time.
 
-Shape suffixes: T tokens of a window, S scored tokens, V vocabulary.
+Agreement asks whether the likeliest next token is the same, and how far apart the distributions are:
+KL(yardstick || scheme), in nats. To bound memory, the yardstick's KEEP likeliest tokens are remembered one by one, and
+all others as one event; so for a larger vocabulary the value is a (close) lower bound of the full sum.
 
-The text of an evaluation, and its two parts: what is scored, and what scales are measured on.
+The attention error is how far a scheme moves a layer's attention output on the very same inputs. So it is of one layer
+alone, not of all layers before it.
 
-Agreement with the yardstick: is the likeliest next token the same, how far apart are the distributions?
-
-The KL divergence is that of the scheme from the yardstick, KL(yardstick || scheme), in nats. To bound memory,
-the yardstick's KEEP likeliest tokens are remembered one by one, and all others as one event; so for a larger
-vocabulary the value is a (close) lower bound of the full sum.
-
-Shape suffixes: S scored positions, V vocabulary, K remembered tokens.
-
-Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
-
-So an error is of one layer alone, not of all layers before it.
-
-Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
+Shape suffixes: T tokens of a window or prompt, S scored tokens, V vocabulary, K remembered tokens, H query heads,
+G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """
 
 from __future__ import annotations
@@ -41,8 +33,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
-from nibble.engine.build import adapters
-from nibble.engine.calibration import builtin_texts
+from nibble.engine.build import adapters, builtin_texts
 from nibble.errors import ConfigError, WeightError
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.models import hook
@@ -54,41 +45,38 @@ CALIBRATION_TOKENS = 4096
 LEAST_CALIBRATION = 1024
 
 
-def read(path: Path | None, model: str) -> str:
-    """The text of `path`, or the heldout.txt of the model's folder; raises ConfigError."""
-    path = path or _bundled(model)
+def read_text(path: Path | None, model: str) -> str:
+    """Return the text of `path`, or the heldout.txt of the model's folder; raise ConfigError."""
+    if path is None:
+        try:
+            path = download(model) / HELDOUT
+        except OSError as error:
+            raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
+        if not path.exists():
+            raise ConfigError(
+                f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"
+            )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {path}: {error}") from error
 
 
-def _bundled(model: str) -> Path:
-    try:
-        path = download(model) / HELDOUT
-    except OSError as error:
-        raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
-    if not path.exists():
-        raise ConfigError(
-            f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"
-        )
-    return path
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """scored: token ids.
-
-    calibration: text beyond them. bytes_per_token: of what is scored. digest: of it all.
-    """
+    """A text, cut into what is scored and what scales are measured on."""
 
     scored: tuple[int, ...]
+    """Token ids."""
     calibration: str
+    """Text beyond the scored tokens."""
     bytes_per_token: float
+    """Of what is scored."""
     digest: str
+    """Of the whole text."""
 
 
-def split(
+def split_text(
     text: str, tokens: int, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
 ) -> Parts:
     """The first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
@@ -106,10 +94,11 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """ids: its tokens. scored: how many of them, counted from the end, are scored."""
+    """Tokens that the model computes together."""
 
     ids: tuple[int, ...]
     scored: int
+    """How many of them, counted from the end, are scored."""
 
     @property
     def targets_S(self) -> Tensor:
@@ -281,8 +270,8 @@ def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) ->
     """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
     pages = -(-tokens // plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    segment = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
-    meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
+    batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
+    meta = AttentionMetadata(torch.arange(tokens, device=device), (batch,))
     return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
 
 

@@ -1,66 +1,51 @@
-"""What an evaluation found, as data and as text: JSON, markdown, and rows for the terminal.
+"""What an evaluation measures and finds: its sizes, the schemes it compares, and the report as data, text and plot.
 
-How much is measured: the options of an evaluation, and the schemes it compares.
-
-A field's doc is its command-line help, as in config.py.
-
-The plot of an evaluation: quality against bytes per token.
-
-The only user of matplotlib, which is optional.
+A field's doc is its command-line help, as in config.py. Only the plot needs matplotlib, which is optional.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nibble.config import Config, default_of
+from nibble.config import Config, option
 from nibble.errors import ConfigError
 
 RECALL_LENGTHS = (1024, 2048, 4096, 8192)
 LAYERS_MARK = "@"
-YARDSTICK = next(str(default_of(option)) for option in fields(Config) if option.name == "kv_format")
+YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
-
-
-def _option(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+LEAST = {"tokens": 2, "window": 2, "stride": 1, "recall_cases": 0, "attention_tokens": 0}
+"""The smallest values of sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What to measure, and on how much. Everything that is drawn follows from `seed`."""
 
-    tokens: int = _option(8192, "Tokens of the text that are scored.")
-    window: int | None = _option(
+    tokens: int = option(8192, "Tokens of the text that are scored.")
+    window: int | None = option(
         None, "Tokens of a window; the model's context, or as much as 1 GiB of logits."
     )
-    stride: int | None = _option(
+    stride: int | None = option(
         None, "Tokens scored in each window after the first; window - 1, if left out."
     )
-    recall_cases: int = _option(8, "Recall questions at each context length; 0 for none.")
-    recall_lengths: tuple[int, ...] = _option(
+    recall_cases: int = option(8, "Recall questions at each context length; 0 for none.")
+    recall_lengths: tuple[int, ...] = option(
         (), "Context lengths of recall; 1024 to 8192 as the model allows."
     )
-    attention_tokens: int = _option(
+    attention_tokens: int = option(
         1024, "Tokens over which the attention error of each layer is taken; 0: none."
     )
-    yardstick: str = _option(YARDSTICK, "The scheme that all others are compared with.")
-    seed: int = _option(0, "Seed of the recall questions.")
+    yardstick: str = option(YARDSTICK, "The scheme that all others are compared with.")
+    seed: int = option(0, "Seed of the recall questions.")
 
     def __post_init__(self) -> None:
         # Callers may give a list, and a frozen dataclass is to be hashable.
         object.__setattr__(self, "recall_lengths", tuple(self.recall_lengths))
-        for name, least in (
-            ("tokens", 2),
-            ("window", 2),
-            ("stride", 1),
-            ("recall_cases", 0),
-            ("attention_tokens", 0),
-        ):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
@@ -69,24 +54,16 @@ class Sizes:
 
     def lengths(self, max_context: int) -> tuple[int, ...]:
         """Context lengths of recall; one that was asked for and does not fit is a ConfigError."""
-        if beyond := [length for length in self.recall_lengths if length > max_context]:
-            raise ConfigError(
-                f"recall length {beyond[0]} is more than the model's context of {max_context} tokens"
-            )
+        for length in self.recall_lengths:
+            if length > max_context:
+                raise ConfigError(
+                    f"recall length {length} is more than the model's context of {max_context} tokens"
+                )
         return self.recall_lengths or tuple(length for length in RECALL_LENGTHS if length <= max_context)
 
 
 QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tokens=256)
 """A first impression, in about an eighth of the time."""
-
-
-def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes:
-    """Return the full or the quick sizes, with `values` in their place; None and empty values do not count."""
-    base = QUICK if quick else Sizes()
-    # A repeatable option that was left out is an empty list, not None.
-    return replace(
-        base, **{name: value for name, value in (values or {}).items() if value not in (None, (), [])}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +83,11 @@ class Entry:
             )
         return cls(scheme.strip(), layers.strip())
 
+    @classmethod
+    def of(cls, config: Config) -> Entry:
+        """Return what a config serves."""
+        return cls(config.kv_format, config.kv_layers)
+
     @property
     def name(self) -> str:
         """Return the entry as it is written on the command line."""
@@ -116,7 +98,7 @@ COMBINATIONS = ("nvfp4+rot", "nvfp4+kmean+rot", "nvfp4@0,-1=fp8_e4m3")
 """Remedies for what naive 4-bit loses, measured unless schemes are named: they cost no bytes, or few."""
 
 
-def parse(names: Iterable[str]) -> tuple[Entry, ...]:
+def parse_entries(names: Iterable[str]) -> tuple[Entry, ...]:
     """Entries by name, each once, in the order given."""
     return tuple(dict.fromkeys(map(Entry.parse, names)))
 
@@ -126,27 +108,27 @@ SCHEMA = "nibble-eval-1"
 
 @dataclass(frozen=True, slots=True)
 class SchemeResult:
-    """One scheme. Shares lie in [0, 1]; kl is KL(yardstick || scheme) in nats; ratio is of the yardstick's
-    bytes.
-
-    recall: exact answers by context length. attention_error: relative, by layer. seconds: what measuring
-    took.
-    """
+    """What was measured of one scheme. Shares lie in [0, 1]."""
 
     name: str
     kv_format: str
     kv_layers: str
     bytes_per_token: int
     ratio: float
+    """Bytes of the yardstick over those of the scheme."""
     scales: str
     perplexity: float
     bits_per_byte: float
     top1: float
     kl: float
+    """KL(yardstick || scheme), in nats."""
     kl_p99: float
     recall: Mapping[int, float] = field(default_factory=dict)
+    """Share of exact answers, by context length."""
     attention_error: tuple[float, ...] = ()
+    """Relative, by layer."""
     seconds: float = 0.0
+    """What measuring took."""
 
     @property
     def mean_attention_error(self) -> float | None:
@@ -156,16 +138,15 @@ class SchemeResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An evaluation.
-
-    skipped: schemes that the model cannot take, with the reason. measured: how much, and on what.
-    """
+    """An evaluation."""
 
     model: str
     yardstick: str
     results: tuple[SchemeResult, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    """Schemes that the model cannot take, with the reason."""
     measured: Mapping[str, Any] = field(default_factory=dict)
+    """How much, and on what."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -177,10 +158,6 @@ class Report:
         """Everything, ready for JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
-    def as_json(self) -> str:
-        """Return everything as JSON text."""
-        return json.dumps(self.as_dict(), indent=1)
-
     def header(self) -> tuple[str, ...]:
         """The columns of the table."""
         recall = tuple(f"recall {_length(length)}" for length in self.lengths)
@@ -190,25 +167,16 @@ class Report:
         """The table's rows as text, the yardstick first."""
         for result in self.results:
             error = result.mean_attention_error
-            yield (
-                result.name,
-                f"{result.bytes_per_token:,}",
-                f"{result.ratio:.2f}",
-                f"{result.perplexity:.4g}",
-                f"{result.top1:.1%}",
-                f"{result.kl:.2g}",
-                *(
-                    f"{result.recall[length]:.0%}" if length in result.recall else ""
-                    for length in self.lengths
-                ),
-                "" if error is None else f"{error:.2%}",
-            )
+            # Lengths may differ where the model's context is short.
+            recall = (f"{result.recall[n]:.0%}" if n in result.recall else "" for n in self.lengths)
+            cost = (result.name, f"{result.bytes_per_token:,}", f"{result.ratio:.2f}")
+            quality = (f"{result.perplexity:.4g}", f"{result.top1:.1%}", f"{result.kl:.2g}")
+            yield (*cost, *quality, *recall, "" if error is None else f"{error:.2%}")
 
     def as_markdown(self) -> str:
         """The table, how it was measured, the attention error by layer, and what was skipped."""
-        return "\n".join(
-            (*_table(self.header(), self.rows()), "", self.caption(), *self._layers(), *self._skipped())
-        )
+        table = _table(self.header(), self.rows())
+        return "\n".join((*table, "", self.caption(), *self._layers(), *self._skipped()))
 
     def caption(self) -> str:
         """How to read the table."""
@@ -227,9 +195,7 @@ class Report:
         if results:
             yield "\nAttention error by layer:\n"
             header = ("scheme", *(f"layer {layer}" for layer in range(len(results[0].attention_error))))
-            rows = (
-                (result.name, *(f"{error:.2%}" for error in result.attention_error)) for result in results
-            )
+            rows = ((r.name, *(f"{error:.2%}" for error in r.attention_error)) for r in results)
             yield from _table(header, rows)
 
     def _skipped(self) -> Iterator[str]:
@@ -254,7 +220,7 @@ MARKS = "os^vD<>pP*X"
 INSTALL = "pip install 'nibble-llm[plot]'"
 
 
-def require() -> None:
+def require_matplotlib() -> None:
     """Raises ConfigError where matplotlib is missing: to be called before hours of measuring."""
     try:
         import matplotlib  # noqa: F401
@@ -262,9 +228,9 @@ def require() -> None:
         raise ConfigError(f"a plot needs matplotlib, which is not installed: {INSTALL}") from error
 
 
-def plot(report: Report, path: Path) -> None:
+def write_plot(report: Report, path: Path) -> None:
     """Writes a picture (its kind by the file's suffix: png, svg, pdf): KL and recall over bytes per token."""
-    require()
+    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -297,9 +263,8 @@ def _kl(axes: Any, report: Report) -> None:
 
 
 def _recall(axes: Any, report: Report) -> None:
-    _points(
-        axes, report, [100 * sum(result.recall.values()) / len(result.recall) for result in report.results]
-    )
+    shares = (result.recall.values() for result in report.results)
+    _points(axes, report, [100 * sum(values) / len(values) for values in shares])
     first, last = report.lengths[0], report.lengths[-1]
     span = f"{first:,} to {last:,}" if first != last else f"{first:,}"
     # A little beyond 0 and 100, so that marks there are not cut.

@@ -1,6 +1,6 @@
-"""What DeepSeek's sparse attention caches: latents with BF16 rotary values, and index keys.
+"""Latents of MLA with their rotary part in BF16: `fp8_ds_mla` and `nvfp4_ds_mla`.
 
-Of a latent only the latent proper is quantised; rotary values carry positions, and are few.
+Only the latent proper is quantised; rotary values carry positions, and are few.
 
 fp8_ds_mla: E4M3 values, an FP32 scale per tile of 128 of them, rotary values: 512 + 16 + 128 = 656 bytes for 512 + 64.
 A tile's scale is amax / 448, at least 1e-4, rounded up to a power of two. In the packing `record` a token's bytes are
@@ -8,11 +8,7 @@ those that FlashMLA's sparse decoding reads (its tests/quant.py, V32).
 
 nvfp4_ds_mla: the latent as formats/nvfp4.py stores it, and rotary values: 256 + 32 + 128 = 416 bytes.
 
-index_fp8: index keys in E4M3 with one FP32 scale a token, 128 + 4 = 132 bytes for 128 values. The scale is amax / 448,
-at least 1e-4 / 448, rounded up to a power of two, as DeepSeek V3.2 does for its indexer. An indexer only ranks tokens,
-so 8 bits suffice; unquantised schemes keep index keys unquantised too.
-
-Infinities saturate; a NaN makes the scale of its tile, block or key NaN: the damage is seen, and stays there.
+Infinities saturate; a NaN makes the scale of its tile, or block, NaN: the damage is seen, and stays there.
 """
 
 from __future__ import annotations
@@ -21,9 +17,9 @@ from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
 from nibble.formats.base import KVFormat, Plane, to_float
-from nibble.formats.fp8 import E4M3_MAX, scaled_e4m3
+from nibble.formats.fp8 import scaled_e4m3
 from nibble.formats.nvfp4 import NVFP4
-from nibble.model_spec import INDEX, LATENT, Stream
+from nibble.model_spec import LATENT, Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +27,6 @@ if TYPE_CHECKING:
 TILE = 128
 LEAST = 1e-4
 """The least scale of a tile: one of zeros needs a scale above 0 too."""
-LEAST_INDEX_SCALE = 1e-4 / E4M3_MAX
-"""The least scale of an index key; DeepSeek bounds amax by 1e-4, and this bounds the scale."""
 
 
 class _Latent(KVFormat):
@@ -109,31 +103,4 @@ class NVFP4DsMla(_Latent):
     block, max_value, proper = NVFP4.block, NVFP4.max_value, NVFP4()
 
 
-class IndexFP8(KVFormat):
-    """Index keys of sparse attention: E4M3 values with a float32 scale per token."""
-
-    name = "index_fp8"
-    summary = "index keys of sparse attention: E4M3 with one FP32 scale a token; chosen by itself"
-    source = "DeepSeek V3.2 inference code; DeepGEMM's paged MQA logits"
-
-    def planes(self, stream: Stream) -> tuple[Plane, ...]:
-        """Return the planes of data and scales."""
-        return (
-            Plane("data", "float8_e4m3fn", (stream.heads, stream.dim)),
-            Plane("scale", "float32", (stream.heads,)),
-        )
-
-    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Encode [T, 1, D] with a scale per token."""
-        return scaled_e4m3(x_THD, LEAST_INDEX_SCALE)
-
-    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        """Decode to float32 [..., 1, D]."""
-        return to_float(planes[0]).mul_(planes[1].unsqueeze(-1))
-
-    def refuses(self, stream: Stream) -> str | None:
-        """Return why `stream` cannot be stored, None if it can."""
-        return None if stream.name == INDEX else f"{self.name} stores index keys, which {stream.name} is not"
-
-
-FORMATS = (FP8DsMla(), NVFP4DsMla(), IndexFP8())
+FORMATS = (FP8DsMla(), NVFP4DsMla())

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 1 << 30
 """In the place of a bound on stored tokens, or on shared memory, that is not known."""
+ALIGNED = 4
+"""Lists begin at multiples of so many int32, 16 bytes. Triton compiles a kernel anew for pointers off that grid."""
 PREFILL_WORKSPACE = 32768
 """Tokens that prefill attention dequantises at a time, but for what else their pages hold."""
 
@@ -33,6 +35,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+MMA_ROWS = 16
+"""Rows of the smallest tile of the tensor cores."""
 SM90 = 90
 """Compute capability of Hopper, which has kernels of its own (gluon_sm90.py)."""
 

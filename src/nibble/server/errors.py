@@ -12,12 +12,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from nibble.errors import NibbleError
-from nibble.server.engine_client import EngineDiedError
-from nibble.server.worker import status_of
+from nibble.errors import NibbleError, RequestError
 
 log = logging.getLogger("nibble.server")
-TOO_MANY = 429
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -27,6 +24,8 @@ KINDS = {
 }
 CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: "rate_limit_exceeded"}
 """Codes of errors that have none of their own, by status; clients expect a text or null."""
+RETRY_AFTER = {429: "1", 503: "2"}
+"""Seconds until a client may try again, by status."""
 DESCRIPTIONS = {
     400: "The request is malformed, or cannot be served.",
     401: "The key is missing or wrong.",
@@ -83,18 +82,13 @@ def error_response(
 
 def response_of(error: Exception) -> JSONResponse:
     """Return the response of an error that was raised; one that is no error of Nibble's is logged."""
-    if isinstance(error, EngineDiedError):
-        return error_response(503, str(error), **{"Retry-After": "2"})
     if isinstance(error, TimeoutError):
-        return error_response(408, "the request was not answered within its time")
+        error = RequestError("the request was not answered within its time", 408)
+    elif isinstance(error, UnicodeEncodeError):
+        error = RequestError("the request has a text that is no Unicode: it holds half of a surrogate pair")
     if isinstance(error, NibbleError):
-        status, message, code = status_of(error)
-        headers = {"Retry-After": "1"} if status == TOO_MANY else {}
-        return error_response(status, message, code=code, **headers)
-    if isinstance(error, UnicodeEncodeError):
-        return error_response(
-            400, "the request has a text that is no Unicode: it holds half of a surrogate pair"
-        )
+        headers = {"Retry-After": RETRY_AFTER[error.status]} if error.status in RETRY_AFTER else {}
+        return error_response(error.status, str(error), code=error.code, **headers)
     log.exception("a request failed", exc_info=error)
     return error_response(500, "the server made a mistake; its log says more")
 

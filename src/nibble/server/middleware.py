@@ -1,6 +1,7 @@
 """Guards before the routes: the size and time of bodies, how they are read, the key, and silent connections.
 
-BodyLimit and KeyGuard are plain ASGI, so that a stream is never buffered.
+BodyLimit and KeyGuard are plain ASGI, so that a stream is never buffered. The status page, whose files need no key, is
+served here too.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nibble.server.errors import error_response, response_of
-from nibble.server.page import PATHS as PAGE_PATHS
 
 BODY_S = 60.0
 """In which a body must have arrived."""
@@ -35,6 +38,41 @@ OPEN_PATHS = ("/health",)
 """Prefixes of paths that need no key; the page's own files need none either."""
 KEEP_ALIVE_S = 75.0
 """For which a connection may be silent, between requests or within a head."""
+
+PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/api.js": ("api.js", "text/javascript; charset=utf-8"),
+    "/cache.js": ("cache.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+PAGE_PATHS = frozenset(PAGE_FILES)
+"""Paths that need no key: these, and not what begins with them."""
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # revalidate each time: names stay the same from version to version
+}
+STATIC_FILES = StaticFiles(directory=Path(__file__).parent / "page")
+
+
+def mount_page(app: FastAPI) -> None:
+    """Serve the files of the status page, which calls the API as any client does: its calls need a key, they do not."""
+
+    async def serve(request: Request) -> Response:
+        name, media_type = PAGE_FILES[request.scope["path"]]
+        response = await STATIC_FILES.get_response(name, request.scope)
+        # Python's table of media types differs between versions and machines.
+        response.headers.update(PAGE_HEADERS | {"Content-Type": media_type})
+        return response
+
+    # Each by a route: a mount at `/` would hide the 405 of other routes.
+    for path in PAGE_FILES:
+        app.add_api_route(path, serve, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
 class BodyLimit:
@@ -56,8 +94,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if not length.isdigit() or int(length) > self._limit:
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._limit:
             message = f"the body may have {self._limit} bytes at most"
             await error_response(413, message, Connection="close")(scope, receive, send)
             return
@@ -139,8 +177,10 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application if the request has the key, or its path needs none."""
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if scope["type"] == "http" and not (
+            scope["path"] in PAGE_PATHS or scope["path"].startswith(OPEN_PATHS)
+        ):
+            header = Headers(scope=scope).get("authorization", "").encode("latin-1")
             scheme, _, key = header.partition(b" ")
             # Digests have one length, so the comparison's time says nothing about the key.
             if not hmac.compare_digest(_digest(key.strip()), self._digest) or scheme.lower() != b"bearer":
@@ -149,10 +189,6 @@ class KeyGuard:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _is_open(path: str) -> bool:
-    return path in PAGE_PATHS or path.startswith(OPEN_PATHS)
 
 
 def _digest(key: bytes) -> bytes:

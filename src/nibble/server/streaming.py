@@ -1,8 +1,7 @@
 """Streams from the engine to a client: admission, several sources as one, deadlines, disconnects, server-sent events.
 
-Pieces are passed on as soon as they come; those that came meanwhile are passed on together.
-
-Events of an answer: reasoning, text and tool calls, and their shape in OpenAI's API.
+Pieces are passed on as soon as they come; those that came meanwhile are passed on together. Events of an answer are
+reasoning, text and tool calls; they get their shape in OpenAI's API here.
 """
 
 from __future__ import annotations
@@ -63,20 +62,19 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
     """Return the events with neighbours of one kind, or of one call, as one."""
     merged: list[Event] = []
     for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
-        first, *more = group
+        first, *_ = same = list(group)
         if isinstance(first, CallDelta):
-            pieces = (event.arguments for event in (first, *more) if isinstance(event, CallDelta))
-            merged.append(replace(first, arguments="".join(pieces)))
+            merged.append(replace(first, arguments="".join(call.arguments for call in _calls(same))))
         else:
-            merged.append(replace(first, text=_text((first, *more), type(first))))
+            merged.append(replace(first, text=_text(same, type(first))))
     return merged
 
 
 def delta_of(events: Sequence[Event]) -> dict[str, Any]:
     """Return a chunk's delta in OpenAI's shape; an empty one where there is nothing to show."""
     # Merging needs the pieces of a call side by side; sorting is stable, so their order stays.
-    pieces = sorted(_pieces(events), key=lambda piece: piece.index)
-    calls = [call.openai() for call in _pieces(merge_events(pieces))]
+    pieces = sorted(_calls(events), key=lambda piece: piece.index)
+    calls = [call.openai() for call in _calls(merge_events(pieces))]
     delta = {"reasoning_content": _text(events, Thought), "content": _text(events, Text), "tool_calls": calls}
     return {key: value for key, value in delta.items() if value}
 
@@ -96,7 +94,7 @@ def _text(events: Iterable[Event], kind: type[Thought | Text]) -> str:
     return "".join(event.text for event in events if isinstance(event, kind))
 
 
-def _pieces(events: Iterable[Event]) -> list[CallDelta]:
+def _calls(events: Iterable[Event]) -> list[CallDelta]:
     return [event for event in events if isinstance(event, CallDelta)]
 
 
@@ -165,16 +163,12 @@ async def _single(
     source: AsyncGenerator[Pieces], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
     # A task for each piece would cost more than all else that is done with it.
-    if deadline is None:
-        async for pieces in source:
-            yield 0, pieces
-        return
     while True:
         async with asyncio.timeout_at(deadline):
-            next_pieces = await anext(source, None)
-        if next_pieces is None:
+            pieces = await anext(source, None)
+        if pieces is None:
             return
-        yield 0, next_pieces
+        yield 0, pieces
 
 
 async def _multiple(

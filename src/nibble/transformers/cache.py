@@ -34,9 +34,8 @@ from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, adapters, measure_scales, resolve_scales, tokenizer_of
-from nibble.engine.calibration import builtin_texts
-from nibble.engine.plan import Design
+from nibble.engine.build import CHUNK, adapters, builtin_texts, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.plan import CachePlan
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
@@ -91,13 +90,14 @@ class NibbleCache(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
-        design = _plan_cache(model, {"kv_memory": kv_memory, **options})
-        self.model, self.plan, self._limit = model, design.plan, design.model_spec.max_context
+        cache_plan = _plan_cache(model, {"kv_memory": kv_memory, **options})
+        self.model, self.plan, self._limit = model, cache_plan.plan, cache_plan.model_spec.max_context
         # Calibration runs the model over a pool, for which it needs Nibble's attention.
         with _attach(model).patched():
-            self.scales: KVScales = _scales_for(design, model, calibrate)
-        self._store = Store(design.plan.layout, self.scales, model.device, design.config.kv_memory_bytes)
-        self._backends = adapters(design.plan)
+            self.scales: KVScales = _scales_for(cache_plan, model, calibrate)
+        memory = cache_plan.config.kv_memory_bytes
+        self._store = Store(cache_plan.plan.layout, self.scales, model.device, memory)
+        self._backends = adapters(cache_plan.plan)
         self._clear()
 
     def _clear(self) -> None:
@@ -437,7 +437,7 @@ def _columns(keep: Any, width: int) -> Tensor:
     return torch.arange(width)[-keep:] if keep else torch.arange(width)
 
 
-def _plan_cache(model: Any, options: dict[str, Any]) -> Design:
+def _plan_cache(model: Any, options: dict[str, Any]) -> CachePlan:
     """Plan a cache for `model`, or raise ConfigError (Unsupported) with the reason."""
     config = _config(model, options)
     hardware = probe(config.device)
@@ -455,7 +455,7 @@ def _plan_cache(model: Any, options: dict[str, Any]) -> Design:
     times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)
     require_runnable(plan)
-    return Design(config, hardware, model_spec, plan)
+    return CachePlan(config, hardware, model_spec, plan)
 
 
 def _config(model: Any, options: dict[str, Any]) -> Config:
@@ -497,34 +497,34 @@ def _device(model: Any) -> str:
     return kind
 
 
-def _scales_for(design: Design, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
+def _scales_for(cache_plan: CachePlan, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
     """Return KV scales of the plan, or raise ScaleError where some are missing.
 
     Args:
-        design: the plan, and the model that it is for.
+        cache_plan: the plan, and the model that it is for.
         model: with Nibble's attention.
         calibrate: texts or token ids to measure on.
     """
-    source = design.config.kv_scales
+    source = cache_plan.config.kv_scales
     if calibrate is None and source == "calibrate":
         calibrate = builtin_texts()
     if calibrate is not None:
-        return measure_scales(design, model, _encode(design, calibrate), CHUNK)
+        return measure_scales(cache_plan, model, _encode(cache_plan, calibrate), CHUNK)
     # A model without a name has no checkpoint to look at.
     has_checkpoint = bool(getattr(model, "name_or_path", ""))
-    scales = resolve_scales(design, source) if has_checkpoint or source != "auto" else kv_scales.NONE
-    kv_scales.require(design.plan.layout, scales)
+    scales = resolve_scales(cache_plan, source) if has_checkpoint or source != "auto" else kv_scales.NONE
+    kv_scales.require(cache_plan.plan.layout, scales)
     return scales
 
 
-def _encode(design: Design, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+def _encode(cache_plan: CachePlan, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
     if isinstance(prompts, str):
         raise ScaleError("calibrate must be a list of texts, or of lists of token ids, not one text")
     if not any(isinstance(prompt, str) for prompt in prompts):
         return list(prompts)  # type: ignore[arg-type]
-    tokenizer = tokenizer_of(design.config.model)
+    tokenizer = tokenizer_of(cache_plan.config.model)
     if tokenizer is None:
         raise ScaleError(
-            f"calibration on text needs a tokenizer, and {design.config.model} has none; give calibrate=[token ids]"
+            f"calibration on text needs a tokenizer, and {cache_plan.config.model} has none; give calibrate=[token ids]"
         )
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

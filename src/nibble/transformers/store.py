@@ -23,13 +23,13 @@ from torch import Tensor
 
 from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout
-from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.pool import PagedPool
+from nibble.cache.radix_cache import PageAllocator
 from nibble.cache.scales import KVScales
 from nibble.engine.request import PHASE_ORDER
-from nibble.engine.transfer import ALIGNED
 from nibble.errors import CapacityError, OutOfPages
 from nibble.kernels.offload import copy_tokens
+from nibble.kernels.sizes import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
 
 

@@ -18,7 +18,7 @@ import torch
 
 from nibble import LLM
 from nibble.attention import layer as staging
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import StepStates
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs
 from nibble.attention.planner.plan import Route

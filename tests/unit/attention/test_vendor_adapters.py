@@ -27,7 +27,7 @@ from conformance.test_rows import Case, Shape
 from nibble.attention import backends
 from nibble.attention.backends import flashinfer as flashinfer_facts
 from nibble.attention.backends import missing_requirement
-from nibble.attention.backends.adapters import flashinfer, trtllm_mha
+from nibble.attention.backends.adapters import flashinfer
 from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
@@ -64,8 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> vendor.Calls:
 def on(patch: pytest.MonkeyPatch, arch: int) -> None:
     """As if tensors were on such a GPU, as far as the adapters ask."""
     patch.setattr(rows, "HARDWARE", GPUS[arch])
-    for module in (flashinfer, trtllm_mha):
-        patch.setattr(module, "capability", lambda x: arch)
+    patch.setattr(flashinfer, "capability", lambda x: arch)
 
 
 def cases(name: str, arch: int) -> Iterator[tuple[Case, Route]]:
@@ -399,7 +398,7 @@ def test_a_package_that_cannot_be_looked_for_is_a_reason_and_not_an_error(
         KernelPackages(("lame.kernels",), "pip install it", lambda module: None).load()
 
 
-@pytest.mark.parametrize("adapter", [flashinfer.FlashInfer, trtllm_mha.TrtllmMha])
+@pytest.mark.parametrize("adapter", [flashinfer.FlashInfer, flashinfer.TrtllmMha])
 def test_a_package_that_breaks_when_imported_is_explained(
     adapter: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,7 +414,7 @@ def test_the_workspace_is_in_the_budget_once_for_each_backend() -> None:
     machine = lookup_gpu("rtx5090")
     both = Config(model="m", kv_format="bf16", prefill_backend="flashinfer", decode_backend="trtllm_mha")
     plan = resolve(both, QWEN3_8B, machine)
-    held = flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS + trtllm_mha.WORKSPACE
+    held = 2 * flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS
     assert memory_planner(both, QWEN3_8B, machine, plan).backend_bytes == held
     own = Config(model="m", kv_format="bf16", attention_backend="triton")
     without = resolve(own, QWEN3_8B, machine)

@@ -147,7 +147,7 @@ def both(case: Case) -> tuple[Tensor, Tensor]:
     shape_THD = len(case.listed), case.heads, case.rank + case.rope
     q_THD = torch.randn(shape_THD, generator=rng).to(DEVICE, case.dtype)
     scale = (case.rank + case.rope) ** -0.5
-    assert twin.serves_latents(stored, case.rope)
+    assert twin.tiles.serves_latents(stored, case.rope)
     topk_slots_TK = topk_slots_TK.to(DEVICE)
     expected = naive.sparse_mla_attention(q_THD.float(), stored, case.rope, topk_slots_TK, scale)
     found = twin.sparse_mla_attention(

@@ -1,7 +1,7 @@
-"""What backends of other people's kernels share: finding a package that does, and building rows.
+"""What the facts of other people's kernels share: the search for a package that serves, and rows.
 
-A package is imported by an adapter's constructor, or where a plan asks what keeps it from working: `present()` asks on
-machines that have it. So a missing, old or broken package is a reason of the plan, never an error of the first request.
+A package is imported by an adapter's constructor, or where a plan asks what keeps it from working. So a missing, old or
+broken package is a reason of the plan, never an error of the first request.
 """
 
 from __future__ import annotations

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import fields, replace
 from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
-from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, route_cost
-from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import BackendInfo, Need, Phase, SchemeGroup
+from nibble.attention.planner.options import ROUTED, Options, PlanRequest, route_cost
+from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.planner.support import BackendInfo, Need, SchemeGroup
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError, Refusal
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, lookup_gpu
-from nibble.model_spec import HEADS, LATENTS
+from nibble.model_spec import HEADS, LATENTS, Phase
 from nibble.spec import CacheSpec
 
 Edit = Callable[[Config], Config]
@@ -30,29 +30,20 @@ PAGES = (1, 16, 32, 64, 128, 256)
 class UnservedError(ConfigError):
     """There is no plan."""
 
-    def __init__(
-        self, part: SchemeGroup | None = None, phase: Phase | None = None, options: Options | None = None
-    ) -> None:
-        """Note what is not served.
-
-        Args:
-            part: The layer group that no row serves, whatever the storage.
-            phase: The phase in which none does.
-            options: Where each part is served: all options, which have no storage in common.
-        """
+    def __init__(self, refusal: Callable[[], Refusal]) -> None:
+        """Note what returns the refusal: a search tries many configs, and needs the reasons of none."""
         super().__init__("there is no plan")
-        self.part, self.phase, self.options = part, phase, options
+        self.refusal = refusal
 
 
-def refuse(request: PlanRequest, error: UnservedError) -> Refusal:
-    """Return the refusal that `error` stands for, with each backend's reasons."""
-    if error.part is not None and error.phase is not None:
-        return _unserved(request, error.part, error.phase)
-    return _no_common_storage(request, error.options or {})
+def unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
+    """Return the nearest row's reasons of each backend that may serve `part` in `phase`, whatever the storage.
 
-
-def _unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
-    """Return the nearest row's reasons of each backend that may serve `part` in `phase`."""
+    Args:
+        request: What is planned.
+        part: The layer group that no row serves.
+        phase: The phase in which none does.
+    """
     need = request.need(part, phase)
     considered = request.considered(phase)
     reasons = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
@@ -86,14 +77,11 @@ def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGr
         yield f"it could read pages staged to {staged.format}, with --allow-staging, {moved}"
 
 
-def _no_common_storage(request: PlanRequest, options: Options) -> Refusal:
+def no_common_storage(request: PlanRequest, options: Options) -> Refusal:
     """Return what each backend reads, where each phase is served, but not all on one page size and packing."""
-    routed = [choice for (_, phase), choice in options.items() if phase in ROUTED]
-    divided = [
-        name
-        for name, field in (("page size", "pages"), ("packing", "packings"))
-        if not _common([_allowed(choice, field) for choice in routed])
-    ]
+    limits = [_limits(routes) for (_, phase), routes in options.items() if phase in ROUTED]
+    titles = {"page": "page size", "packing": "packing"}
+    divided = [title for name, title in titles.items() if not _common([allowed[name] for allowed in limits])]
     page = f"page {request.spec.page_size}" if request.spec.page_size else "one page size"
     why = (
         f"no {' and no '.join(divided)} in common" if divided else "no page size and packing that go together"
@@ -103,35 +91,33 @@ def _no_common_storage(request: PlanRequest, options: Options) -> Refusal:
     )
 
 
-def _allowed(choice: Iterable[Option], field: str) -> frozenset[Any] | None:
-    """Return what any of the options reads; None for all."""
-    values = [getattr(option, field) for option in choice]
-    return None if None in values else frozenset().union(*values)
+def _limits(routes: Iterable[Route]) -> dict[str, Set[Any] | None]:
+    """Return the page sizes and the packings that any of the routes reads; None for all."""
+    pages, packings = [route.row.page for route in routes], [route.packings for route in routes]
+    return {
+        name: None if None in sets else frozenset().union(*sets)
+        for name, sets in (("page", pages), ("packing", packings))
+    }
 
 
-def _common(allowed: Iterable[frozenset[Any] | None]) -> bool:
+def _common(allowed: Iterable[Set[Any] | None]) -> bool:
     """Whether one value is in all of the sets."""
-    bound = [values for values in allowed if values is not None]
+    bound = [frozenset(values) for values in allowed if values is not None]
     return not bound or bool(frozenset.intersection(*bound))
 
 
 def _storages(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield `backend (its phases)`, and the page sizes and packings that it reads there."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
-    for (_, phase), choice in options.items():
-        for name in dict.fromkeys(option.backend.name for option in choice if phase in ROUTED):
-            options_here = [option for option in choice if option.backend.name == name]
-            limits = (
-                *_limit("page", _allowed(options_here, "pages")),
-                *_limit("packing", _allowed(options_here, "packings")),
+    for (_, phase), routes in options.items():
+        for name in dict.fromkeys(route.backend for route in routes if phase in ROUTED):
+            limits = tuple(
+                f"{field} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
+                for field, allowed in _limits([route for route in routes if route.backend == name]).items()
+                if allowed is not None
             )
             phases.setdefault((name, limits or ("any page and packing",)), {})[str(phase)] = None
     yield from ((f"{name} ({', '.join(names)})", limits) for (name, limits), names in phases.items())
-
-
-def _limit(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
-    if allowed is not None:
-        yield f"{name} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
 
 
 # What works instead

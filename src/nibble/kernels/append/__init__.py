@@ -53,7 +53,8 @@ def dequantize_pages(
     """
     if stream.scale.is_cuda and triton_present():
         from nibble.kernels.append import triton as fast
+        from nibble.kernels.codecs import tiles
 
-        if fast.serves(stream):
+        if tiles.serves(stream):
             return fast.dequantize_pages(stream, page_table_BN, dtype, heads_first=heads_first)
     return naive.dequantize_pages(stream, page_table_BN, dtype, heads_first=heads_first)

@@ -65,9 +65,9 @@ def serves(k: Paged, v: Paged) -> bool:
     # Limits of torch's flash kernel.
     if k.dim != v.dim or k.dim > 256 or k.dim % 8 or not triton_present():
         return False
-    from nibble.kernels.attention import triton as short
+    from nibble.kernels.codecs.tiles import serves as has_decoder
 
-    return short.serves(k) and short.serves(v)
+    return has_decoder(k) and has_decoder(v)
 
 
 def prefill_attention(

@@ -20,17 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs import INDEX_KEYS
-from nibble.kernels.codecs.tiles import (
-    IndexKeys,
-    interleave,
-    pages_of,
-    read_key_scales,
-    read_rows,
-    serves_index_keys,
-    slots_of,
-)
-from nibble.kernels.flash import load_queries, padded_requests
+from nibble.kernels import flash
+from nibble.kernels.codecs import INDEX_KEYS, tiles
 from nibble.kernels.indexer.naive import PAD_INDEX
 from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
@@ -94,9 +85,10 @@ def _weighted(products, weights_H):
 def _score_tile(keys, queries, weights_H, table, first, n_N, visible, to):
     """Score a tile of a request's keys for one query, and store what it sees."""
     # --- load
-    page, slot_N = pages_of(table, first, n_N, visible, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
+    page = tiles.pages_of(table, first, n_N, visible, keys.PAGE_SIZE)
+    slot_N = tiles.slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < visible
-    items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, False)
+    items = tiles.read_rows(keys.items, page, slot_N, 0, keep_N, 1, False)
     parts = keys.DECODE(items, 0, keys.DTYPE)
     # --- scores
     products = tl.dot(parts[0], tl.trans(queries[0]), input_precision="ieee")
@@ -104,7 +96,7 @@ def _score_tile(keys, queries, weights_H, table, first, n_N, visible, to):
         products = tl.dot(parts[j], tl.trans(queries[j]), products, input_precision="ieee")
     score_N = _weighted(products, weights_H)
     if keys.SCALED:  # a key's scale is positive, so it can wait until now
-        score_N *= read_key_scales(keys, page, slot_N, keep_N)
+        score_N *= tiles.read_key_scales(keys, page, slot_N, keep_N)
     # --- store
     tl.store(to + first + n_N, score_N, mask=keep_N)
 
@@ -135,7 +127,7 @@ def score_few_kernel(
         )
         upto = tl.minimum(upto, stop)
         at_H = row.to(tl.int64) * q_stride_T + h_H * q_stride_H
-        queries = load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.items.WIDTH, DIM, keys.DTYPE)
+        queries = flash.load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.items.WIDTH, DIM, keys.DTYPE)
         weights_H = tl.load(weights + row.to(tl.int64) * weights_stride + h_H, mask=h_H < HEADS, other=0.0)
         weights_H = weights_H.to(tl.float32) * unit
         pages = table + request.to(tl.int64) * table_stride
@@ -170,13 +162,14 @@ def score_many_kernel(
     # --- load keys
     n_N, h_H, d_D = tl.arange(0, N), tl.arange(0, H), tl.arange(0, keys.items.WIDTH * keys.PARTS)
     table += request.to(tl.int64) * table_stride
-    page, slot_N = pages_of(table, first, n_N, length, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
+    page = tiles.pages_of(table, first, n_N, length, keys.PAGE_SIZE)
+    slot_N = tiles.slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < length
-    items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, True)
-    values = interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
+    items = tiles.read_rows(keys.items, page, slot_N, 0, keep_N, 1, True)
+    values = tiles.interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
     scale_N = tl.full([N], 1.0, tl.float32) * tl.load(global_scale)
     if keys.SCALED:
-        scale_N *= read_key_scales(keys, page, slot_N, keep_N)
+        scale_N *= tiles.read_key_scales(keys, page, slot_N, keep_N)
     # --- queries stream by
     q += h_H[:, None] * q_stride_H + d_D[None, :]
     for current in tl.range(row, stop, num_stages=STAGES):
@@ -303,7 +296,7 @@ MANY_TILES = ScoreTile(128, 4, 3, 2), ScoreTile(128, 8, 4, 2, True)
 def serves(keys: Paged, q_THD: Tensor) -> bool:
     """Return whether there is a decoder for the keys, and their dim is whole tiles."""
     heads, dim = q_THD.shape[1:]
-    return serves_index_keys(keys) and dim % 16 == 0 and heads <= MAX_HEADS and dim <= 256
+    return tiles.serves_index_keys(keys) and dim % 16 == 0 and heads <= MAX_HEADS and dim <= 256
 
 
 def select_topk(
@@ -358,7 +351,7 @@ def score(
     dtype = _product_dtype(keys, q_THD.dtype, few)
     q_THD = q_THD if few else q_THD.to(dtype)
     shape = shape or (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
-    stored = IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
+    stored = tiles.IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
     tensors = (
         q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
         batch.seq_lens_B,
@@ -372,7 +365,7 @@ def score(
         _score_few(
             (shape.programs * gpu.processors, most),
             (*tensors, count, start, rows, *sizes),
-            padded_requests(count),
+            flash.padded_requests(count),
             shape,
         )
     else:
@@ -448,7 +441,7 @@ def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, star
     count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
     topk_kernel[(rows,)](
         scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0),
-        top_k, next_power_of_2(top_k), TOPK_TILE, padded_requests(count), num_warps=TOPK_WARPS,
+        top_k, next_power_of_2(top_k), TOPK_TILE, flash.padded_requests(count), num_warps=TOPK_WARPS,
     )  # fmt: skip
 
 

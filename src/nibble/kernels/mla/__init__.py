@@ -45,12 +45,13 @@ def mla_attention(
         [T, H, R] in the query's dtype; zeros for padding.
     """
     if q_THD.is_cuda and triton_present():
+        from nibble.kernels.codecs import tiles
         from nibble.kernels.mla import triton as fast
 
         cuda = _cuda() if max_seq_len > MAX_SHORT_LEN else None
         if cuda is not None and cuda.serves(q_THD, latents, rope, batch):
             return cuda.attend(q_THD, latents, batch, scale)
-        if fast.serves_latents(latents, rope):
+        if tiles.serves_latents(latents, rope):
             return fast.mla_attention(q_THD, latents, rope, batch, scale, max_seq_len)
     return naive.mla_attention(q_THD, latents, rope, batch, scale)
 

@@ -1,7 +1,7 @@
 """Triton kernel of MLA: flash attention in which a tile of latents is decoded once, and is both keys and values.
 
 A program takes a tile of rows, which are query tokens times query heads, and a share of the latents that they see
-(split_kv.py). What is stored how is the codecs' business: no kernel names a format. SM90 has a kernel of its own for
+(flash.py). What is stored how is the codecs' business: no kernel names a format. SM90 has a kernel of its own for
 few heads (gluon_sm90.py), which reads the same sections and is launched from here.
 
 Shape suffixes: T query tokens, H query heads, D values of a latent, M rows of a tile, N latents of a tile, W words of a
@@ -18,35 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs import LATENTS
-from nibble.kernels.codecs.tiles import (
-    APART,
-    decode_tile,
-    pages_of,
-    read_section,
-    sections,
-    serves_latents,
-    slots_of,
-)
-from nibble.kernels.flash import (
-    LOG2E,
-    MIN_KEYS_PER_SPLIT,
-    SHARE_SIZES,
-    assign_split,
-    combine_kernel,
-    dot_parts,
-    init_state,
-    load_queries,
-    padded_requests,
-    split_bounds,
-    store_tile,
-    update_state,
-    workspace,
-)
+from nibble.kernels import flash
+from nibble.kernels.codecs import LATENTS, tiles
 from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
-
-__all__ = ["LatentTile", "mla_attention", "serves_latents", "tile_of"]
 
 MAX_ROWS = 64
 """Most rows of a tile, unless a token has more heads that no smaller number divides."""
@@ -72,50 +47,52 @@ def _accumulate(
     values that are APART.
     """
     n_N = tl.arange(0, N)
-    page = pages_of(table, start, n_N, stop, latent.PAGE_SIZE)
+    page = tiles.pages_of(table, start, n_N, stop, latent.PAGE_SIZE)
     for first in tl.range(start, stop, N, num_stages=STAGES):
         # --- load
-        slot_N, keep_N = slots_of(first, n_N, latent.PAGE_SIZE), first + n_N < stop
-        items, scales = read_section(latent, page, slot_N, keep_N, MASKED)
-        parts = decode_tile(latent, items, scales, 1)
+        slot_N, keep_N = tiles.slots_of(first, n_N, latent.PAGE_SIZE), first + n_N < stop
+        items, scales = tiles.read_section(latent, page, slot_N, keep_N, MASKED)
+        parts = tiles.decode_tile(latent, items, scales, 1)
         # --- scores
         zeros = tl.zeros([M, N], tl.float32)
         rotary = zeros
         if ROPE:
-            items, scales = read_section(rope, page, slot_N, keep_N, MASKED)
-            rotary = dot_parts(zeros, q_rope, decode_tile(rope, items, scales, 1))
-        page = pages_of(table, first + N, n_N, stop, latent.PAGE_SIZE)  # a tile early, as loads depend on it
-        if ROPE == APART:
-            scores = dot_parts(zeros, q, parts) * unit + rotary * rope_unit
+            items, scales = tiles.read_section(rope, page, slot_N, keep_N, MASKED)
+            rotary = flash.dot_parts(zeros, q_rope, tiles.decode_tile(rope, items, scales, 1))
+        page = tiles.pages_of(
+            table, first + N, n_N, stop, latent.PAGE_SIZE
+        )  # a tile early, as loads depend on it
+        if ROPE == tiles.APART:
+            scores = flash.dot_parts(zeros, q, parts) * unit + rotary * rope_unit
         else:
-            scores = dot_parts(rotary, q, parts) * unit
+            scores = flash.dot_parts(rotary, q, parts) * unit
         if MASKED:
             scores = tl.where((first + n_N)[None, :] <= position_M[:, None], scores, float("-inf"))
         # --- softmax and accumulate: the decoded latents are the values too
-        state = update_state(state, scores, parts, latent.DTYPE)
+        state = flash.update_state(state, scores, parts, latent.DTYPE)
     return state
 
 
 @triton.jit(
-    do_not_specialize=["requests", "slots", "table_stride"],
+    do_not_specialize=["requests", "concurrency", "table_stride"],
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens"],
 )
 def mla_kernel(
-    q, out, parts, lse, plan, latent, rope, global_scale, table, cu_seqlens_q, seq_lens, scale, requests, slots,
+    q, out, parts, lse, plan, latent, rope, global_scale, table, cu_seqlens_q, seq_lens, scale, requests, concurrency,
     table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
     ROPE: tl.constexpr, FOLD: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a tile of queries over a split of a request's latents.
 
-    Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * slots.
+    Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * concurrency.
     """
     # --- which request, queries and latents
     TOKENS: tl.constexpr = M // GROUP
     tile, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, split, splits = program, 0, 1
     if SPLIT:
-        request, split, splits = assign_split(program, seq_lens, requests, slots, 1 << 30, R, K)
+        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, 1 << 30, R, K)
         # The grid has room for any division into splits, so some programs have nothing to do.
         if request >= requests:
             return
@@ -135,18 +112,20 @@ def mla_kernel(
     live_M = (row_M < TOKENS * GROUP) & (token_M < count)
 
     # --- load queries
-    at_M = (begin + token_M).to(tl.int64) * q_stride_T + head_M * q_stride_H
-    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.items.WIDTH, RANK, latent.DTYPE)
+    offset_M = (begin + token_M).to(tl.int64) * q_stride_T + head_M * q_stride_H
+    queries = flash.load_queries(q, offset_M, live_M, latent.PARTS, latent.items.WIDTH, RANK, latent.DTYPE)
     q_rope = queries
     if ROPE:
-        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.items.WIDTH, ROPE_DIM, rope.DTYPE)
-    state = init_state(latent.PARTS, latent.items.WIDTH, M, N)
+        q_rope = flash.load_queries(
+            q + RANK, offset_M, live_M, rope.PARTS, rope.items.WIDTH, ROPE_DIM, rope.DTYPE
+        )
+    state = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
 
     # --- accumulate: only the last tiles need masks
-    _, inner, outer, stop = split_bounds(past, first, last, split, splits, 0, N)
+    _, inner, outer, stop = flash.split_bounds(past, first, last, split, splits, 0, N)
     table += request.to(tl.int64) * table_stride
     # Scores are in powers of two, because exp2() is what the hardware computes.
-    latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * LOG2E
+    latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * flash.LOG2E
     unit = rope_unit * latent_scale
     state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, inner, outer, unit, rope_unit,
                         ROPE, STAGES, False, M, N)  # fmt: skip
@@ -158,8 +137,9 @@ def mla_kernel(
     total_M = tl.sum(total, 1)
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
-    store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, latent_scale / total_M, begin + token_M, head_M, live_M,
-               program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
+    factor_M = latent_scale / total_M
+    flash.store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, head_M, live_M,
+                     program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -272,7 +252,7 @@ def heads_per_tile(heads: int, most: int) -> int:
 
 def mla_attention(
     q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, max_seq_len: int = UNBOUNDED, *,
-    shape: LatentTile | None = None, slots: int | None = None,
+    shape: LatentTile | None = None, concurrency: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where latents are split.
 
@@ -284,55 +264,47 @@ def mla_attention(
         scale: What scores are multiplied by.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
         shape: Another tile than the fastest.
-        slots: Programs that run at a time for one tile of queries; latents are split among them if more than 1.
+        concurrency: Programs that run at a time for one tile of queries; latents are split among them if more than 1.
 
     Returns:
         [T, H, R] in the query's dtype.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    rank, count, most = dim - rope, len(batch.seq_lens_B), max(batch.query_lens)
+    rank, requests, max_query_len = dim - rope, len(batch.seq_lens_B), max(batch.query_lens)
     group = heads_per_tile(heads, shape.rows if shape else MAX_ROWS)
-    shape = shape or tile_of(most * group, group, latents, rope, q_THD.dtype, gpu)
-    tiles, groups = cdiv(most, shape.rows // group), heads // group
-    if slots is None:
-        splittable = max_seq_len > MIN_KEYS_PER_SPLIT.value
-        slots = shape.programs * gpu.processors // (tiles * groups) if splittable else 0
-    split = slots > 1
-    # The bound of _split_counts(): lengths stand on the device, and the grid depends on none.
-    programs = count + SHARE_SIZES // 2 * slots if split else count
+    shape = shape or tile_of(max_query_len * group, group, latents, rope, q_THD.dtype, gpu)
+    num_tiles, groups = cdiv(max_query_len, shape.rows // group), heads // group
+    if concurrency is None:
+        running = shape.programs * gpu.processors // (num_tiles * groups)
+        concurrency = flash.concurrency_of(running, max_seq_len)
+    split = concurrency > 1
     out = q_THD.new_empty(tokens, heads, rank)
-    parts, lse, plan = (
-        workspace(programs, tiles * groups * shape.rows, rank, count, out) if split else (out,) * 3
-    )
-    latent, rotary, kind = sections(latents, rope, q_THD.dtype)
+    rows = num_tiles * groups * shape.rows
+    programs, parts, lse, plan = flash.workspace(out, requests, concurrency, rows, rank)
+    latent, rotary, kind = tiles.sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     common = (
         q_THD, out, parts, lse, plan, latent, rotary, latents.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
-        batch.seq_lens_B, scale, count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        batch.seq_lens_B, scale, requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
         group, rank, rope, kind, LATENTS[latents.format.name].decoder.fold, split,
     )  # fmt: skip
-    sizes = shape.rows, shape.latents, padded_requests(count), SHARE_SIZES
+    sizes = shape.rows, shape.latents, flash.padded_requests(requests), flash.SHARE_SIZES
+    grid = num_tiles, groups, programs
     if shape.sm90:
         from nibble.kernels.mla.gluon_sm90 import layouts, mla_sm90_kernel
 
-        mla_sm90_kernel[(tiles, groups, programs)](
-            *common,
-            *sizes,
-            *layouts(shape.rows, latent, rotary, sizes[2], shape.warps),
-            num_warps=shape.warps,
-        )
+        of_tile = layouts(shape.rows, latent, rotary, sizes[2], shape.warps)
+        mla_sm90_kernel[grid](*common, *sizes, *of_tile, num_warps=shape.warps)
     else:
-        mla_kernel[(tiles, groups, programs)](
-            *common, shape.stages, *sizes, num_warps=shape.warps, num_stages=shape.stages
-        )
+        mla_kernel[grid](*common, shape.stages, *sizes, num_warps=shape.warps, num_stages=shape.stages)
     if split:
-        combine_kernel[(most, heads, count)](
-            out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
-            group, rank, next_power_of_2(rank), shape.rows, _splits_at_once(slots, count),
+        flash.combine_kernel[(max_query_len, heads, requests)](
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles, GROUP=group, DIM=rank,
+            WIDTH=next_power_of_2(rank), M=shape.rows, S=_splits_at_once(concurrency, requests),
         )  # fmt: skip
     return out
 
 
-def _splits_at_once(slots: int, requests: int) -> int:
+def _splits_at_once(concurrency: int, requests: int) -> int:
     """Return how many splits of a row are combined at a time: a few where there are many requests, as rows are long."""
-    return min(max(next_power_of_2(cdiv(slots, requests)), 4), 16)
+    return min(max(next_power_of_2(cdiv(concurrency, requests)), 4), 16)

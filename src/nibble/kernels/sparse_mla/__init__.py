@@ -31,8 +31,9 @@ def sparse_mla_attention(
         [T, H, R] in the query's dtype; zeros where all slots are padding.
     """
     if q_THD.is_cuda and triton_present():
+        from nibble.kernels.codecs import tiles
         from nibble.kernels.sparse_mla import triton as fast
 
-        if fast.serves_latents(latents, rope):
+        if tiles.serves_latents(latents, rope):
             return fast.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)
     return naive.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)

@@ -17,17 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs import LATENTS
-from nibble.kernels.codecs.tiles import APART, decode_tile, read_rows, sections, serves_latents
-from nibble.kernels.flash import (
-    LOG2E,
-    MIN_PEAK,
-    dot_parts,
-    init_state,
-    load_queries,
-    store_rows,
-    update_state,
-)
+from nibble.kernels import flash
+from nibble.kernels.codecs import LATENTS, tiles
 from nibble.kernels.mla.triton import (
     FOUR_WARP_ROWS,
     MAX_ROWS,
@@ -38,8 +29,6 @@ from nibble.kernels.mla.triton import (
 )
 from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import Paged
-
-__all__ = ["LatentTile", "serves_latents", "sparse_mla_attention", "tile_of"]
 
 MAX_SPLITS = 32
 LAUNCH_COST_TILES = 3.0
@@ -71,12 +60,12 @@ def _gather_section(section, slot_N):
     keep_N = slot_N >= 0
     slot_N = tl.where(keep_N, slot_N, 0)
     page_N, slot_N = (slot_N // section.PAGE_SIZE).to(tl.int64), slot_N % section.PAGE_SIZE
-    items = read_rows(section.items, page_N, slot_N, 0, keep_N, 1, True)
+    items = tiles.read_rows(section.items, page_N, slot_N, 0, keep_N, 1, True)
     scales = 0
     if section.EACH:
-        codes = read_rows(section.blocks, page_N, slot_N, 0, keep_N, 1, True)
+        codes = tiles.read_rows(section.blocks, page_N, slot_N, 0, keep_N, 1, True)
         scales = section.DECODE_SCALE(codes, section.DTYPE)
-    return decode_tile(section, items, scales, 1)
+    return tiles.decode_tile(section, items, scales, 1)
 
 
 @triton.jit
@@ -98,15 +87,15 @@ def _accumulate(
         zeros = tl.zeros([M, N], tl.float32)
         rotary = zeros
         if ROPE:
-            rotary = dot_parts(zeros, q_rope, _gather_section(rope, slot_N))
-        if ROPE == APART:
-            scores = dot_parts(zeros, q, parts) * unit + rotary * rope_unit
+            rotary = flash.dot_parts(zeros, q_rope, _gather_section(rope, slot_N))
+        if ROPE == tiles.APART:
+            scores = flash.dot_parts(zeros, q, parts) * unit + rotary * rope_unit
         else:
-            scores = dot_parts(rotary, q, parts) * unit
+            scores = flash.dot_parts(rotary, q, parts) * unit
         scores = tl.where((slot_N >= 0)[None, :], scores, float("-inf"))
         slot_N = tl.load(slots + first + N + n_N, mask=first + N + n_N < stop, other=-1)  # a tile early
         # --- softmax and accumulate: the decoded latents are the values too
-        state = update_state(state, scores, parts, latent.DTYPE)
+        state = flash.update_state(state, scores, parts, latent.DTYPE)
     return state
 
 
@@ -130,15 +119,17 @@ def sparse_mla_kernel(
     live_M, head_M = row_M < GROUP, group * GROUP + row_M
 
     # --- load queries
-    at_M = token * q_stride_T + head_M * q_stride_H
-    queries = load_queries(q, at_M, live_M, latent.PARTS, latent.items.WIDTH, RANK, latent.DTYPE)
+    offset_M = token * q_stride_T + head_M * q_stride_H
+    queries = flash.load_queries(q, offset_M, live_M, latent.PARTS, latent.items.WIDTH, RANK, latent.DTYPE)
     q_rope = queries
     if ROPE:
-        q_rope = load_queries(q + RANK, at_M, live_M, rope.PARTS, rope.items.WIDTH, ROPE_DIM, rope.DTYPE)
+        q_rope = flash.load_queries(
+            q + RANK, offset_M, live_M, rope.PARTS, rope.items.WIDTH, ROPE_DIM, rope.DTYPE
+        )
 
     # --- accumulate
-    state = init_state(latent.PARTS, latent.items.WIDTH, M, N)
-    latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * LOG2E
+    state = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
+    latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * flash.LOG2E
     state = _accumulate(state, queries, q_rope, latent, rope, slots, start, stop, rope_unit * latent_scale, rope_unit,
                         ROPE, STAGES, M, N)  # fmt: skip
 
@@ -149,10 +140,10 @@ def sparse_mla_kernel(
     total_M = tl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
     if splits == 1:
-        store_rows(out + (token * HEADS + head_M) * RANK, sums, factor_M, live_M, RANK)
+        flash.store_rows(out + (token * HEADS + head_M) * RANK, sums, factor_M, live_M, RANK)
     else:
         part_M = (token * splits + split) * HEADS + head_M
-        store_rows(parts + part_M * RANK, sums, factor_M, live_M, RANK)
+        flash.store_rows(parts + part_M * RANK, sums, factor_M, live_M, RANK)
         lse_M = tl.where(empty_M, float("-inf"), peak_M + tl.log2(total_M))
         tl.store(lse + part_M, lse_M, mask=live_M)
 
@@ -173,7 +164,7 @@ def sparse_combine_kernel(
     lse_S = tl.load(lse + part_S, mask=s_S < SPLITS, other=float("-inf"))
     nonempty_S = lse_S != float("-inf")
     # --- softmax
-    weight_S = tl.exp2(lse_S - tl.maximum(tl.max(lse_S, 0), MIN_PEAK))
+    weight_S = tl.exp2(lse_S - tl.maximum(tl.max(lse_S, 0), flash.MIN_PEAK))
     total = tl.sum(weight_S, 0)
     weight_S /= tl.where(total == 0.0, 1.0, total)
     # --- accumulate: parts are read as they lie, many values at a time
@@ -252,7 +243,7 @@ def sparse_mla_attention(
     if splits > 1:
         parts = out.new_empty(tokens, splits, heads, rank, dtype=torch.float32)
         lse = out.new_empty(tokens, splits, heads, dtype=torch.float32)
-    latent, rotary, kind = sections(latents, rope, q_THD.dtype)
+    latent, rotary, kind = tiles.sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     topk_slots_TK = topk_slots_TK if topk_slots_TK.stride(1) == 1 else topk_slots_TK.contiguous()
     common = (
@@ -272,26 +263,28 @@ def sparse_mla_attention(
         )  # fmt: skip
     if splits > 1:
         sparse_combine_kernel[(tokens, heads)](
-            out, parts, lse, heads, rank, splits, pieces,
-            next_power_of_2(splits), next_power_of_2(rank),
+            out, parts, lse, HEADS=heads, RANK=rank, SPLITS=splits, PARTS=pieces, S=next_power_of_2(splits),
+            R=next_power_of_2(rank),
         )  # fmt: skip
     return out
 
 
-def splits_of(programs: int, tiles: int, slots: int) -> int:
+def splits_of(programs: int, num_tiles: int, concurrency: int) -> int:
     """Choose the splits of a list that are done first.
 
     Args:
         programs: How many programs there are without splitting.
-        tiles: Tiles of a list.
-        slots: Programs that run at a time.
+        num_tiles: Tiles of a list.
+        concurrency: Programs that run at a time.
 
     Returns:
         Splits of each list.
     """
 
     def time(splits: int) -> float:
-        waves = cdiv(programs * splits, slots)
-        return waves * (cdiv(tiles, splits) + LAUNCH_COST_TILES) + (LAUNCH_COST_TILES if splits > 1 else 0.0)
+        waves = cdiv(programs * splits, concurrency)
+        return waves * (cdiv(num_tiles, splits) + LAUNCH_COST_TILES) + (
+            LAUNCH_COST_TILES if splits > 1 else 0.0
+        )
 
-    return min(range(1, min(MAX_SPLITS, max(tiles, 1)) + 1), key=time)
+    return min(range(1, min(MAX_SPLITS, max(num_tiles, 1)) + 1), key=time)
