@@ -34,7 +34,7 @@ from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Phase, SchemeGroup
+from nibble.attention.planner.support import BackendInfo, SchemeGroup
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.evals import fixtures
@@ -42,7 +42,7 @@ from nibble.evals import tune as race
 from nibble.evals.fixtures import Workload
 from nibble.evals.tune import Result, fastest
 from nibble.hardware import Hardware, probe
-from nibble.model_spec import LATENT, LayerGroup, ModelSpec, Stream
+from nibble.model_spec import LATENT, LayerGroup, ModelSpec, Phase, Stream
 
 FORMATS, LATENTS = "bf16,fp8_e4m3,nvfp4", "bf16,fp8_e4m3,nvfp4_ds_mla"
 """Schemes that are measured, of heads and of latents."""

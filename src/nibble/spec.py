@@ -52,11 +52,6 @@ class LayerRule:
                 yield layer % layers
 
 
-def parse_layer_rules(kv_layers: str) -> tuple[LayerRule, ...]:
-    """Parse the rules of `kv_layers`, which stand between semicolons; raise ConfigError."""
-    return tuple(map(LayerRule.parse, filter(str.strip, kv_layers.split(";"))))
-
-
 def _parse_span(item: str, where: str) -> tuple[int, int]:
     """Parse `3`, `-1` or `4-7` to its first and last layer."""
     if not item:
@@ -104,17 +99,15 @@ class CacheSpec:
     @classmethod
     def from_config(cls, config: Config) -> CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
-        # `auto` and a missing option mean the same from here on.
-        prefill, decode = (
-            None if name == AUTO else name for name in (config.backend_for(False), config.backend_for(True))
-        )
+        prefill, decode = config.backend_for(False), config.backend_for(True)
         return cls(
             scheme=schemes.parse(config.kv_format),
-            layer_rules=parse_layer_rules(config.kv_layers),
+            layer_rules=tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))),
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
-            prefill_backend=prefill,
-            decode_backend=decode,
+            # `auto` and a missing option mean the same from here on.
+            prefill_backend=None if prefill == AUTO else prefill,
+            decode_backend=None if decode == AUTO else decode,
             allow_staging=config.allow_staging,
             kv_memory=config.kv_memory_bytes,
             offload=config.offload,

@@ -15,13 +15,13 @@ from torch import Tensor
 from nibble import LLM, BackendError
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import KVView
 from nibble.config import Config
 from nibble.engine.build import build
 from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 from tiny import MLA, SPARSE, save_tiny
 
 

@@ -23,7 +23,7 @@ from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniforms
 from nibble.engine.warmup import _longest_prompts, check_memory, explain_out_of_memory
 from nibble.hardware import GIB, lookup_gpu
-from nibble.kernels.sizes import ALIGNED
+from nibble.kernels import ALIGNED
 from planning import QWEN3_8B, memory_plan
 from sampling import sample, uniform
 

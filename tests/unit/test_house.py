@@ -34,7 +34,7 @@ BOOKS = (
     "nibble.models.observations",
     "nibble.spec",
     "nibble.cache.layout",
-    "nibble.kernels.sizes",
+    "nibble.kernels",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
     "nibble.engine.request",

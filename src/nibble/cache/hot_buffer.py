@@ -125,7 +125,7 @@ class HotBuffers:
         self._order = self._fresh.repeat(len(index_layers), rows, 1)
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._hot = {
-            layer: HotBuffer(self._buffers_RF, self._tokens[i], self._order[i], self._counts)
+            layer: HotBuffer(self.frames_P, self._buffers_RF, self._tokens[i], self._order[i], self._counts)
             for i, layer in enumerate(index_layers)
         }
         self._frames_on_device: dict[int, list[int]] = {}
@@ -271,9 +271,7 @@ class HotBuffers:
     def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        lookup = lookup_hot(
-            topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
-        )
+        lookup = lookup_hot(topk_indices_TK, rows_T, page_table_TN, self._hot[layer])
         self.fetch(layer, lookup)
         return PendingFetch(lookup.topk_slots_TK, layer, lookup)
 

@@ -23,7 +23,7 @@ from nibble import formats
 from nibble.attention.backends import all_backends
 from nibble.attention.planner.evidence import LedgerEntry, read_ledger
 from nibble.attention.planner.explain import BASELINE, Table
-from nibble.attention.planner.support import BackendInfo, Phase, Support, format_values
+from nibble.attention.planner.support import BackendInfo, Support, format_values
 from nibble.cli import docs_peers as peers
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, OUTPUT, JsonOption, command
 from nibble.cli.terminal import print_json
@@ -31,7 +31,7 @@ from nibble.formats import KVFormat
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.hardware import CPU_ARCH, GPUS
-from nibble.model_spec import HEADS, LATENTS, Stream
+from nibble.model_spec import HEADS, LATENTS, Phase, Stream
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 HEAD = """\

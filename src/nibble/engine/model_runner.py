@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
 from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import Phase
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
-from nibble.kernels.sizes import ALIGNED
+from nibble.kernels import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 

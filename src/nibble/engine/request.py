@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.manager import Lease
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
+from nibble.model_spec import Phase
 
 if TYPE_CHECKING:
     from nibble.engine.structured_output import Matcher

@@ -22,7 +22,6 @@ from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
-from nibble.attention.planner.support import Phase
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import KVView, PagedPool
@@ -37,7 +36,7 @@ from nibble.hardware import format_bytes
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
-from nibble.model_spec import INDEX, LATENT
+from nibble.model_spec import INDEX, LATENT, Phase
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""

@@ -29,12 +29,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nibble.attention.planner.support import Phase, SchemeGroup
+from nibble.attention.planner.support import SchemeGroup
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 
 DRAFTS = 4
 """Tokens of a request in VERIFY."""

@@ -30,12 +30,12 @@ from torch.nn import functional as F
 
 from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters, builtin_texts
 from nibble.errors import ConfigError, WeightError
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.model_spec import Phase
 from nibble.models import hook
 from nibble.models.checkpoint import download
 from nibble.models.hook import attention_mask_for

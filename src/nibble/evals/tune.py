@@ -29,13 +29,14 @@ from nibble.attention.planner.evidence import Timing
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES, resolve
-from nibble.attention.planner.support import Origin, Phase, SchemeGroup
+from nibble.attention.planner.support import Origin, SchemeGroup
 from nibble.cache import layout as packings
 from nibble.config import Config
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError, NibbleError
 from nibble.evals import fixtures
 from nibble.evals.fixtures import CALLS, Fixture, Workload, make_fixture, time_calls
+from nibble.model_spec import Phase
 
 SHARE = 0.4
 """Of the device's free memory, what a made-up cache may take; on a CPU, of all memory, a tenth of that."""
@@ -272,11 +273,10 @@ def _time_entrant(
 
     def begin_step() -> PreparedBatch:
         page_size = fixture.pool.layout.page_size
-        return PreparedBatch.create(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
+        return PreparedBatch(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
 
     def attend(layer: int, prepared: PreparedBatch) -> Tensor:
-        parts = list(prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params)
 
     # What is prepared once a step is so at the first call, and no layer's time.
     prepared = begin_step()

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels import next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Where a running maximum starts. Not -inf, whose difference with itself is NaN.

@@ -17,11 +17,9 @@ import nibble
 from nibble.config import SamplingParams
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import chat_format, protocol, streaming
+from nibble.server import chat_format, middleware, protocol, streaming
 from nibble.server.engine_client import EngineClient, EngineDiedError, State
-from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
 from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
-from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard, mount_page
 from nibble.server.responses import ChatWriter, Choice, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
 from nibble.server.tracing import RequestLogMiddleware, Sink, access_log, http_log_of
@@ -210,13 +208,14 @@ class Api:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> Response:
-        limits = [limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
+        now = asyncio.get_running_loop().time()
+        deadlines = [now + limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
         requests = [GenerationRequest(prompt, params, body.cache_salt, body.priority) for prompt in prompts]
         http_log = http_log_of(request.scope)
         start = self.metrics_registry.start_request
         http_log.timers = timers = [start(len(prompt), params.n) for prompt in prompts]
         writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
-        choices = self._choices(writer, requests, timers, min(limits, default=None))
+        choices = self._choices(writer, requests, timers, min(deadlines, default=None))
         response = self._stream(writer, choices, body) if body.stream else self._collect(writer, choices)
         return await streaming.cancel_on_disconnect(request, response)
 
@@ -225,10 +224,9 @@ class Api:
         writer: Writer,
         requests: Sequence[GenerationRequest],
         timers: Sequence[RequestTimer],
-        timeout: float | None,
+        deadline: float | None,
     ) -> Choices:
-        """Yield choices as they come. timeout: in seconds, with all that the requests wait."""
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        """Yield choices as they come. deadline: by the loop's clock, for all that the requests wait too."""
         # All prompts of a request have the same parameters.
         params = requests[0].params
         if params.grammar is not None and self.client.ready:
@@ -280,7 +278,7 @@ class Api:
                         yield streaming.encode_event(writer.usage_chunk())
                 except Exception as error:
                     # The status has been sent, so the stream has the error.
-                    yield b"data: " + bytes(response_of(error).body) + b"\n\n"
+                    yield b"data: " + bytes(middleware.response_of(error).body) + b"\n\n"
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(encoded(), media_type="text/event-stream")
@@ -290,11 +288,13 @@ def _content(media_type: str, schema: dict[str, Any] | None = None) -> dict[str,
     return {"content": {media_type: {"schema": schema or {}}}}
 
 
-GET_ERRORS = describe_errors(503)
-POST_ERRORS = describe_errors(400, 404, 408, 413, 429, 501, 503)
-STREAM_RESPONSES: Responses = {200: _content("text/event-stream"), **POST_ERRORS}
-METRICS_RESPONSES: Responses = {200: _content("text/plain", {"type": "string"}), **GET_ERRORS}
-HEALTH_RESPONSES: Responses = {503: {"description": DESCRIPTIONS[503], **_content("application/json")}}
+GET_ERRORS = middleware.describe_errors(503)
+POST_ERRORS = middleware.describe_errors(400, 404, 408, 413, 429, 501, 503)
+STREAM_RESPONSES: middleware.Responses = {200: _content("text/event-stream"), **POST_ERRORS}
+METRICS_RESPONSES: middleware.Responses = {200: _content("text/plain", {"type": "string"}), **GET_ERRORS}
+HEALTH_RESPONSES: middleware.Responses = {
+    503: {"description": middleware.DESCRIPTIONS[503], **_content("application/json")}
+}
 
 
 def make_app(
@@ -302,7 +302,6 @@ def make_app(
     tokens: Tokenizer | None,
     name: str,
     settings: Settings,
-    lifespan: Callable[[FastAPI], Any] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> FastAPI:
     """Return the application.
@@ -312,46 +311,39 @@ def make_app(
         tokens: the tokenizer, if the model has one.
         name: what clients call the model.
         settings: of the server.
-        lifespan: FastAPI's.
         sinks: called with the log of each request that ended, after metrics and the access log.
     """
     api = Api(client, tokens, name, settings)
-    app = FastAPI(
-        title="Nibble",
-        version=nibble.__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        responses=describe_errors(401, 500),
-    )
+    errors = middleware.describe_errors(401, 500)
+    app = FastAPI(title="Nibble", version=nibble.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.api = api
     _add_routes(app, api)
     app.openapi = partial(openapi_document, app, name)  # type: ignore[method-assign]
-    install_handlers(app)
+    middleware.install_handlers(app)
     # The middleware that is added last is the outermost: a refused request is logged too.
     if settings.api_key:
-        app.add_middleware(KeyGuard, key=settings.api_key)
-    app.add_middleware(BodyLimit, limit=settings.body_bytes)
+        app.add_middleware(middleware.KeyGuard, key=settings.api_key)
+    app.add_middleware(middleware.BodyLimit, limit=settings.body_bytes)
     log = partial(access_log, texts=settings.log_requests)
     app.add_middleware(RequestLogMiddleware, sinks=[api.metrics_registry.count_http, log, *sinks])
     return app
 
 
 def _add_routes(app: FastAPI, api: Api) -> None:
-    app.router.route_class = JsonRoute
+    app.router.route_class = middleware.JsonRoute
     app.get("/v1/models", responses=GET_ERRORS)(api.models)
-    app.get("/v1/models/{name:path}", responses=describe_errors(404))(api.model)
+    app.get("/v1/models/{name:path}", responses=middleware.describe_errors(404))(api.model)
     app.get("/v1/plan", responses=GET_ERRORS)(api.plan)
     app.get("/v1/cache", responses=GET_ERRORS)(api.cache)
-    mount_page(app)
+    middleware.mount_page(app)
     app.get("/metrics", response_class=Response, responses=METRICS_RESPONSES)(api.metrics)
     app.get("/health", responses=HEALTH_RESPONSES)(api.health)
     app.get("/health/ready", responses=HEALTH_RESPONSES)(api.health)
     app.get("/health/live", responses=HEALTH_RESPONSES)(api.live)
     app.post("/tokenize", responses=POST_ERRORS)(api.tokenize)
     app.post("/detokenize", responses=POST_ERRORS)(api.detokenize)
-    app.post("/v1/completions", response_model=None, responses=STREAM_RESPONSES)(api.completions)
-    app.post("/v1/chat/completions", response_model=None, responses=STREAM_RESPONSES)(api.chat)
+    app.post("/v1/completions", responses=STREAM_RESPONSES)(api.completions)
+    app.post("/v1/chat/completions", responses=STREAM_RESPONSES)(api.chat)
 
 
 def openapi_document(app: FastAPI, name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0,
 )  # fmt: skip
-BETWEEN_S = (
+GAP_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 40.0,
 )  # fmt: skip
@@ -41,17 +41,14 @@ HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", FIRST_S),
     "inter_token_latency_seconds": (
         "Time between tokens of one answer; tokens that come together share it.",
-        BETWEEN_S,
+        GAP_S,
     ),
-    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", BETWEEN_S),
+    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", GAP_S),
     "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", TOTAL_S),
     "request_queue_time_seconds": ("Time from a request's arrival until the engine took it up.", TOTAL_S),
     "request_prefill_time_seconds": ("Time from there to its first token.", TOTAL_S),
     "request_decode_time_seconds": ("Time from its first token to its last.", TOTAL_S),
-    "request_inference_time_seconds": (
-        "Time from when the engine took it up to its last token.",
-        TOTAL_S,
-    ),
+    "request_inference_time_seconds": ("Time from when the engine took it up to its last token.", TOTAL_S),
     "request_prompt_tokens": ("Prompt tokens of a request that ended.", TOKENS),
     "request_generation_tokens": ("Tokens of all answers of a request that ended.", TOKENS),
 }

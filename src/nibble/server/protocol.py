@@ -113,16 +113,14 @@ class ToolFields(BaseModel):
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
-        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-        if twice is not None:
+        if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two tools are named {twice!r}")
         if self.tool_choice in (None, "none", "auto"):
             return self
         if not names:
             raise ValueError("this tool_choice needs tools")
-        unknown = [name for name in self._choice_names() if name not in names]
-        if unknown:
-            raise ValueError(f"tool_choice names {unknown[0]!r}, which is none of the tools")
+        if (unknown := next((name for name in self._choice_names() if name not in names), None)) is not None:
+            raise ValueError(f"tool_choice names {unknown!r}, which is none of the tools")
         return self
 
     def _choice_names(self) -> list[str]:

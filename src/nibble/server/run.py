@@ -9,7 +9,6 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -67,7 +66,14 @@ async def _serve(config: Config, settings: Settings, folder: str, announce: Anno
             if start.done():
                 await start
             app = make_app(client, tokenizer, name, settings, sinks=[tracer] if tracer else [])
-            await _listen(app, client, start, settings, partial(_announce, name, settings, announce))
+
+            def on_ready() -> None:
+                url = f"http://{settings.host}:{settings.port}"
+                log_event("serving", model=name, url=url, version=nibble.__version__)
+                if announce:
+                    announce(name, url)
+
+            await _listen(app, client, start, settings, on_ready)
         finally:
             start.cancel()
             await client.stop()
@@ -114,13 +120,6 @@ async def _listen(
         server.should_exit = True
         with contextlib.suppress(SystemExit):
             await listening
-
-
-def _announce(name: str, settings: Settings, announce: Announce | None) -> None:
-    url = f"http://{settings.host}:{settings.port}"
-    log_event("serving", model=name, url=url, version=nibble.__version__)
-    if announce:
-        announce(name, url)
 
 
 @contextlib.contextmanager

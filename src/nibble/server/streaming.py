@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from fastapi.responses import Response
 
 from nibble.errors import RequestError
 from nibble.server.engine_client import Piece
-from nibble.server.errors import error_response
+from nibble.server.middleware import error_response
 from nibble.server.tracing import CLIENT_GONE
 
 
@@ -174,30 +174,22 @@ async def _single(
 async def _multiple(
     sources: Sequence[AsyncGenerator[Pieces]], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
-    loop = asyncio.get_running_loop()
-    tasks = {asyncio.ensure_future(anext(source)): i for i, source in enumerate(sources)}
+    tasks = {asyncio.ensure_future(anext(source, None)): i for i, source in enumerate(sources)}
     try:
         while tasks:
-            timeout = None if deadline is None else max(0.0, deadline - loop.time())
-            done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise TimeoutError
+            async with asyncio.timeout_at(deadline):
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # All that is there goes on before the next wait.
             for task in done:
                 i = tasks.pop(task)
-                try:
-                    pieces = task.result()
-                except StopAsyncIteration:
-                    continue
-                tasks[asyncio.ensure_future(anext(sources[i]))] = i
-                yield i, pieces
+                if (pieces := task.result()) is not None:
+                    tasks[asyncio.ensure_future(anext(sources[i], None))] = i
+                    yield i, pieces
     finally:
         for task in tasks:
             task.cancel()
         # A generator that still runs cannot be closed by merge_streams().
-        for task in tasks:
-            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def cancel_on_disconnect(request: Request, response: Awaitable[Response]) -> Response:
@@ -207,10 +199,9 @@ async def cancel_on_disconnect(request: Request, response: Awaitable[Response]) 
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else error_response(CLIENT_GONE, "the client went away")
     finally:
-        for one in (task, disconnect):
-            one.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await one
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -95,9 +95,9 @@ class NibbleCache(Cache):  # type: ignore[misc]
         # Calibration runs the model over a pool, for which it needs Nibble's attention.
         with _attach(model).patched():
             self.scales: KVScales = _scales_for(cache_plan, model, calibrate)
-        memory = cache_plan.config.kv_memory_bytes
-        self._store = Store(cache_plan.plan.layout, self.scales, model.device, memory)
-        self._backends = adapters(cache_plan.plan)
+        plan, memory = cache_plan.plan, cache_plan.config.kv_memory_bytes
+        self._store = Store(plan.layout, self.scales, model.device, memory)
+        self._backends = adapters(plan)
         self._clear()
 
     def _clear(self) -> None:

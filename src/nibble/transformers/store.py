@@ -21,16 +21,16 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.radix_cache import PageAllocator
 from nibble.cache.scales import KVScales
 from nibble.engine.request import PHASE_ORDER
 from nibble.errors import CapacityError, OutOfPages
+from nibble.kernels import ALIGNED
 from nibble.kernels.offload import copy_tokens
-from nibble.kernels.sizes import ALIGNED
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
+from nibble.model_spec import Phase
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,9 @@ from nibble.attention import backends
 from nibble.attention.backends.adapters import flashinfer
 from nibble.attention.layer import attention
 from nibble.attention.planner.plan import Route
-from nibble.attention.planner.support import Phase
 from nibble.hardware import Hardware
 from nibble.kernels.types import AttentionBatch
+from nibble.model_spec import Phase
 
 BOTH = ("trtllm_mla", "cutlass_mla")
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)

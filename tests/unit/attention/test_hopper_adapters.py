@@ -30,12 +30,12 @@ from nibble.attention.backends.adapters import flash_attention, flashmla
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import require_runnable, resolve
-from nibble.attention.planner.support import Phase
 from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels import import_problem
 from nibble.kernels.types import AttentionBatch
+from nibble.model_spec import Phase
 from planning import DEEPSEEK_V3, QWEN3_8B
 
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
@@ -121,10 +121,10 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Mo
     again = AttentionBatch.from_lens(
         segment.phase, 0, segment.query_lens, segment.seq_lens, segment.page_table_BN
     )
-    prepared = PreparedBatch.create(adapter, None, again, view.page_size, made.spec.window)
+    prepared = PreparedBatch(adapter, None, again, view.page_size, made.spec.window)
     for _ in range(2):
         attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-        list(prepared.attend(made.q_THD, view, made.spec))
+        prepared.attend(made.q_THD, view, made.spec)
     assert len(calls.schedules) == 2 and len(calls.ran) == 5
 
 

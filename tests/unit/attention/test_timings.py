@@ -25,7 +25,7 @@ from nibble.attention.planner.evidence import (
 )
 from nibble.attention.planner.explain import as_text
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Support
 from nibble.cli import docs as tables
 from nibble.cli.main import app
 from nibble.config import Config
@@ -33,6 +33,7 @@ from nibble.errors import ConfigError
 from nibble.evals import fixtures
 from nibble.evals.fixtures import Workload
 from nibble.hardware import lookup_gpu
+from nibble.model_spec import Phase
 from nibble.spec import CacheSpec
 from planning import GPT_OSS, QWEN3_8B
 

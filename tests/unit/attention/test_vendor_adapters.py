@@ -32,13 +32,13 @@ from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE, KVScales, LayerScales, StreamScale
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 from planning import DEEPSEEK_V3, QWEN3_8B, memory_plan, memory_planner
 
 STAND_INS = {
@@ -141,11 +141,10 @@ def test_one_plan_serves_all_layers_of_a_step(
         )
 
     def attend(prepared: PreparedBatch) -> None:
-        list(prepared.attend(made.q_THD, view, made.spec))
+        prepared.attend(made.q_THD, view, made.spec)
 
     after, third = (
-        PreparedBatch.create(adapter, None, again(segment), view.page_size, made.spec.window)
-        for _ in range(2)
+        PreparedBatch(adapter, None, again(segment), view.page_size, made.spec.window) for _ in range(2)
     )
     attend(after)
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
@@ -182,9 +181,9 @@ def test_layers_with_other_windows_and_caps_have_plans_of_their_own(
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
     (segment,) = made.ctx.meta.batches
     adapter, view = made.ctx.backends["flashinfer"], made.ctx.pool.view(0)
-    other = PreparedBatch.create(adapter, None, segment, view.page_size, 7)
+    other = PreparedBatch(adapter, None, segment, view.page_size, 7)
     for _ in range(2):
-        list(other.attend(made.q_THD, view, replace(made.spec, window=7, softcap=5.0)))
+        other.attend(made.q_THD, view, replace(made.spec, window=7, softcap=5.0))
     planned = [(p["window_left"], p["logits_soft_cap"]) for p in calls.planned]
     assert planned == [(-1, 0.0), (6, 5.0)], "their window does not count the present token"
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
 from nibble.engine.request import PHASE_ORDER, Batch, Request, ScheduledRequest, State
 from nibble.engine.scheduler import SLICES, Scheduler, divide
 from nibble.errors import PromptTooLong, RequestError
+from nibble.model_spec import Phase
 from traffic import arrivals, expected, limits, next_token, prompt
 
 PAGE = 4

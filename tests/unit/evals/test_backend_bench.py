@@ -17,7 +17,7 @@ from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Support
 from nibble.config import Config
 from nibble.evals import fixtures
 from nibble.evals import tune as race
@@ -25,7 +25,7 @@ from nibble.evals.fixtures import make_fixture
 from nibble.evals.tune import Result, entrants, fastest
 from nibble.hardware import Hardware, lookup_gpu, probe
 from nibble.kernels.types import AttentionBatch
-from nibble.model_spec import LayerGroup, ModelSpec, Stream
+from nibble.model_spec import LayerGroup, ModelSpec, Phase, Stream
 from planning import GEMMA2, QWEN3_8B, model_spec
 
 STREAMS = (Stream("k", 2, 32), Stream("v", 2, 32))

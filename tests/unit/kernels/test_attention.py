@@ -22,21 +22,20 @@ from torch import Tensor
 import nibble
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
 from nibble.formats.base import raw
+from nibble.kernels import GPU
 from nibble.kernels.append import naive as naive_gather
 from nibble.kernels.append import triton as triton_gather
 from nibble.kernels.attention import naive
 from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import TileShape as Shape
-from nibble.kernels.sizes import GPU
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
-from nibble.model_spec import Stream
+from nibble.model_spec import Phase, Stream
 
 SOURCE = Path(nibble.__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,13 +17,12 @@ if importlib.util.find_spec("triton") is None:
 from torch import Tensor
 
 from nibble import formats
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import KVFormat, raw
 from nibble.kernels.mla import naive
 from nibble.kernels.mla import triton as twin
 from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import AttentionBatch, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = (
@@ -127,7 +126,7 @@ def test_it_agrees_with_its_reference(case: Case) -> None:
     found = twin.mla_attention(
         q_THD, stored, case.rope, segment, scale, shape=case.shape, concurrency=case.concurrency
     )
-    assert twin.tiles.serves_latents(stored, case.rope)
+    assert twin.serves_latents(stored, case.rope)
     assert found.dtype == case.dtype and found.shape == (segment.stop, case.heads, case.rank)
     error = (found.float() - expected.float()).abs().max()
     assert error <= (1e-5 if case.dtype == torch.float32 else 2e-3), f"error {error:.1e}"

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.formats.base import KVFormat, raw
-from nibble.kernels.sparse_mla import naive
-from nibble.kernels.sparse_mla import triton as twin
-from nibble.kernels.sparse_mla.triton import LatentTile as Shape
+from nibble.kernels.mla import naive
+from nibble.kernels.mla import triton as twin
+from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 
@@ -147,7 +147,7 @@ def both(case: Case) -> tuple[Tensor, Tensor]:
     shape_THD = len(case.listed), case.heads, case.rank + case.rope
     q_THD = torch.randn(shape_THD, generator=rng).to(DEVICE, case.dtype)
     scale = (case.rank + case.rope) ** -0.5
-    assert twin.tiles.serves_latents(stored, case.rope)
+    assert twin.serves_latents(stored, case.rope)
     topk_slots_TK = topk_slots_TK.to(DEVICE)
     expected = naive.sparse_mla_attention(q_THD.float(), stored, case.rope, topk_slots_TK, scale)
     found = twin.sparse_mla_attention(

@@ -25,11 +25,11 @@ from nibble.attention.planner.support import (
     PROMPT,
     BackendInfo,
     Origin,
-    Phase,
     Support,
 )
 from nibble.hardware import may_have_gpu
-from nibble.kernels.sizes import PREFILL_WORKSPACE
+from nibble.kernels import PREFILL_WORKSPACE
+from nibble.model_spec import Phase
 
 PAGES = frozenset({16, 32, 64, 128})
 CUDNN_DIM = 128
@@ -125,20 +125,15 @@ CUDA = BackendInfo(
     ),
 )
 
-REFERENCE_FACTS: dict[str, Any] = {
-    "phase": ALL,
-    "format": None,
-    "gathers": True,
-    "source": "tests/conformance",
-}
+REF_FACTS: dict[str, Any] = {"phase": ALL, "format": None, "gathers": True, "source": "tests/conformance"}
 TORCH_REF = BackendInfo(
     name="torch_ref",
     summary="the definition, in plain torch: every format, phase and machine; slow on a GPU",
     origin=Origin.REFERENCE,
     adapter="nibble.attention.backends.adapters.torch_backends:TorchRef",
     support=(
-        Support(**REFERENCE_FACTS, kind={"mha"}, packing={"nhd", "hnd"}),
-        Support(**REFERENCE_FACTS, kind={"mla", "dsa"}, packing={"nhd", "hnd", "record"}),
+        Support(**REF_FACTS, kind={"mha"}, packing={"nhd", "hnd"}),
+        Support(**REF_FACTS, kind={"mla", "dsa"}, packing={"nhd", "hnd", "record"}),
     ),
 )
 

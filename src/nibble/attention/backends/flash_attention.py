@@ -17,7 +17,8 @@ import importlib
 from types import ModuleType
 
 from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, outdated, plain_rows, without_cuda
-from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin, Phase
+from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin
+from nibble.model_spec import Phase
 
 # FlashAttention 3
 
@@ -82,10 +83,7 @@ FA3 = BackendInfo(
 
 FA4_MODULE, FA4_DISTRIBUTION, FA4_OLDEST = "flash_attn.cute", "flash-attn-4", "4.0.0b36"
 FA4_INSTALL = f"pip install '{FA4_DISTRIBUTION}[cu13]>={FA4_OLDEST}'"
-FA4_SOURCE = (
-    f"{FA4_DISTRIBUTION} {FA4_OLDEST} interface.py: one dtype for all, pages that are no whole tile; "
-    "not measured here yet"
-)
+FA4_DOC = "flash-attn-4 4.0.0b36 interface.py: one dtype for all, pages that are no whole tile; not measured here yet"
 
 
 def _fa4_unavailable_reason() -> str | None:
@@ -105,11 +103,11 @@ FA4 = BackendInfo(
     support=(
         *plain_rows(
             phase=PROMPT | {Phase.DECODE}, kind={"mha"}, packing={"nhd"}, arch=HOPPER | BLACKWELL, page={16, 32, 64},
-            dim={64, 96, 128}, source=FA4_SOURCE,
+            dim={64, 96, 128}, source=FA4_DOC,
         ),
         *plain_rows(
             **LATENT_FACTS, phase=PROMPT, arch=BLACKWELL, page={16, 32}, group={1, 2, 4, 8, 16, 32, 64, 128},
-            source=FA4_SOURCE,
+            source=FA4_DOC,
         ),
     ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ resolve.py chooses the routes. Decode steps are recorded as CUDA graphs in a few
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from nibble.attention.planner.support import Support
@@ -73,6 +73,9 @@ class GroupPlan:
     scheme: str
     routes: tuple[Route, ...]
 
+    def __str__(self) -> str:
+        return f"{self.group.name} in {self.scheme}"
+
     def route(self, phase: Phase) -> Route:
         """Return the route of `phase`; raise Unsupported where the plan has none (VERIFY only, see its notes)."""
         for route in self.routes:
@@ -80,7 +83,7 @@ class GroupPlan:
                 return route
         # Only backends that decode could serve VERIFY.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
-        raise Unsupported(Refusal(f"{phase} of layer group {self.group.name} in {self.scheme}", decode))
+        raise Unsupported(Refusal(f"{phase} of layer group {self}", decode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +116,23 @@ class Plan:
         return (self.layout, self.tier.layout) if self.tier else (self.layout,)
 
     @property
+    def routes(self) -> Iterator[Route]:
+        """The routes of all groups."""
+        return (route for group in self.groups for route in group.routes)
+
+    @property
     def runnable(self) -> bool:
         """Whether this version has an adapter for all of its backends."""
-        return all(route.runnable for group in self.groups for route in group.routes)
+        return all(route.runnable for route in self.routes)
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.layout.page_size
 
-    def group_of(self, layer: int) -> GroupPlan:
-        """Return the group of attention layer `layer`."""
-        return next(group for group in self.groups if layer in group.layers)
-
     def route(self, layer: int, phase: Phase) -> Route:
         """Return the route of attention layer `layer` in `phase`."""
-        return self.group_of(layer).route(phase)
+        return next(group for group in self.groups if layer in group.layers).route(phase)
 
 
 SMALL = (2, 4, 8)

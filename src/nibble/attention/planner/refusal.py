@@ -9,6 +9,7 @@ import itertools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
@@ -49,16 +50,11 @@ def unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
     reasons = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
     if request.spec.backend_for(phase.decodes) is None:
         # `auto` considered only what can run here; the user may install more.
-        absent = (info for name, info in request.backends.items() if name not in considered)
-        reasons |= {
-            info.name: (f"would serve it, but {_absence(info)}",) for info in absent if info.serves(need)
-        }
+        for name, info in request.backends.items():
+            if name not in considered and info.serves(need):
+                why = f"needs {info.missing}" if info.missing else "this version has no adapter for it"
+                reasons[name] = (f"would serve it, but {why}",)
     return Refusal(str(need), reasons)
-
-
-def _absence(info: BackendInfo) -> str:
-    """Return why a backend cannot run."""
-    return f"needs {info.missing}" if info.missing else "this version has no adapter for it"
 
 
 def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGroup) -> Iterator[str]:
@@ -83,12 +79,9 @@ def no_common_storage(request: PlanRequest, options: Options) -> Refusal:
     titles = {"page": "page size", "packing": "packing"}
     divided = [title for name, title in titles.items() if not _common([allowed[name] for allowed in limits])]
     page = f"page {request.spec.page_size}" if request.spec.page_size else "one page size"
-    why = (
-        f"no {' and no '.join(divided)} in common" if divided else "no page size and packing that go together"
-    )
-    return Refusal(
-        f"all phases over {page} and one packing on {request.hardware}: {why}", dict(_storages(options))
-    )
+    storage = f"all phases over {page} and one packing on {request.hardware}"
+    why = f"{' and no '.join(divided)} in common" if divided else "page size and packing that go together"
+    return Refusal(f"{storage}: no {why}", dict(_storages(options)))
 
 
 def _limits(routes: Iterable[Route]) -> dict[str, Set[Any] | None]:
@@ -140,11 +133,9 @@ def double_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterato
 def uses_reference(request: PlanRequest, plan: Plan) -> bool:
     """Whether plain torch gathers pages on a GPU without being requested."""
     requested = {request.spec.prefill_backend, request.spec.decode_backend}
+    gathering = {route.backend for route in plan.routes if route.row.gathers}
     # On a CPU the reference is the usual backend.
-    routes = (route for group in plan.groups for route in group.routes)
-    return not request.hardware.is_cpu and any(
-        route.row.gathers and route.backend not in requested for route in routes
-    )
+    return not request.hardware.is_cpu and bool(gathering - requested)
 
 
 def is_acceptable(request: PlanRequest, plan: Plan) -> bool:
@@ -196,26 +187,25 @@ def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
     """Yield kinds of edits that keep the scheme, the mildest first."""
     spec, names = request.spec, tuple(request.backends)
     # Another backend for one phase is the mildest: storage and the other phase may stay as they are.
-    yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
-    yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
+    yield (partial(replace, decode_backend=name) for name in names if name != spec.decode_backend)
+    yield (partial(replace, prefill_backend=name) for name in names if name != spec.prefill_backend)
     # The nearest sizes come first; an open page size was tried with all of them already.
     if (size := spec.page_size) is not None:
         sizes = (page for page in PAGES if page != size)
-        yield (_set(page_size=page) for page in sorted(sizes, key=lambda page: max(page / size, size / page)))
+        yield (
+            partial(replace, page_size=page)
+            for page in sorted(sizes, key=lambda page: max(page / size, size / page))
+        )
     if not spec.allow_staging:
-        yield iter([_set(allow_staging=True)])
+        yield iter([partial(replace, allow_staging=True)])
     # The option behind both phases: one edit in place of two.
     if request.config.attention_backend != "auto":
-        yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
+        yield (
+            partial(replace, attention_backend=name, prefill_backend=None, decode_backend=None)
+            for name in names
+        )
     if spec.decode_backend or spec.prefill_backend:
-        yield iter([_set(attention_backend="auto", prefill_backend=None, decode_backend=None)])
-
-
-def _set(**values: object) -> Edit:
-    def edit(config: Config) -> Config:
-        return replace(config, **values)  # type: ignore[arg-type]
-
-    return edit
+        yield iter([partial(replace, attention_backend="auto", prefill_backend=None, decode_backend=None)])
 
 
 def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:

@@ -103,10 +103,6 @@ def attempt(
         return None
 
 
-Edited = tuple[Config, Plan]
-"""An edited config, and its plan."""
-
-
 def _suggest(request: PlanRequest) -> str | None:
     """Return the nearest command that works: one edit if any does, else two; None where two do not help.
 
@@ -123,9 +119,10 @@ def _suggest(request: PlanRequest) -> str | None:
     return refusal.command(nearest[0], request.hardware, declared=request.declared) if nearest else None
 
 
-def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edited | None:
-    """Return the best of the first kind of edits that works without the reference, else of the first that works."""
-    slow: Edited | None = None
+def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> tuple[Config, Plan] | None:
+    """Return an edited config and its plan: the best of the first kind of edits that works without the reference, else
+    of the first that works."""
+    slow: tuple[Config, Plan] | None = None
     for kind in kinds:
         if plans := [(config, plan) for config in kind if (plan := _attempt(request, config))]:
             best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
@@ -148,7 +145,7 @@ def _attempt(request: PlanRequest, config: Config) -> Plan | None:
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
     """Raise ConfigError where a backend of the plan has no adapter, or its package is missing."""
     table = all_backends() if backends is None else backends
-    for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
+    for name in dict.fromkeys(route.backend for route in plan.routes):
         info = table[name]
         if missing := info.missing or (missing_requirement(info) if info.runnable else None):
             raise ConfigError(f"backend {name} needs {missing}")
@@ -240,18 +237,17 @@ def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int,
         route = _pick(choices[part, phase], page, packing)
         assert route is not None, "the storage serves every part in every phase"
         routes.append(route)
-    drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
-    verify = _pick(drafts, page, packing)
-    if verify and request.spec.offload is None:  # hot buffers are for one new token
-        routes.append(verify)
+    if request.spec.offload is None:  # hot buffers are for one new token
+        # Unless VERIFY is required, no backend takes memory for it alone.
+        used = {route.backend for route in routes}
+        drafts = (
+            route
+            for route in choices[part, Phase.VERIFY]
+            if request.verify or not route.row.workspace_bytes or route.backend in used
+        )
+        verify = _pick(drafts, page, packing)
+        routes += [verify] if verify else []
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
-
-
-def _drafts(request: PlanRequest, routes: Iterable[Route], used: set[str]) -> Iterable[Route]:
-    """Return the routes of VERIFY; unless it is required, none whose backend takes memory for it alone."""
-    return (
-        route for route in routes if request.verify or not route.row.workspace_bytes or route.backend in used
-    )
 
 
 def _check_sparse(request: PlanRequest, parts: tuple[SchemeGroup, ...]) -> None:

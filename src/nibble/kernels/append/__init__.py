@@ -53,8 +53,7 @@ def dequantize_pages(
     """
     if stream.scale.is_cuda and triton_present():
         from nibble.kernels.append import triton as fast
-        from nibble.kernels.codecs import tiles
 
-        if tiles.serves(stream):
+        if fast.serves(stream):
             return fast.dequantize_pages(stream, page_table_BN, dtype, heads_first=heads_first)
     return naive.dequantize_pages(stream, page_table_BN, dtype, heads_first=heads_first)

@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nibble.kernels import cdiv, next_power_of_2
 from nibble.kernels.append.naive import Target
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.linear.triton import rotate_tile
-from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
+serves = tiles.serves
 TRANSFORMS = ("kmean", "rot")
 """What the kernel can do to keys, in the order in which it does."""
 PROGRAM_VALUES = 1024
@@ -113,9 +114,11 @@ class HeadsAppend:
         self._groups = cdiv(k.heads, rows)
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
+        # The size of the blocks of a head that are rotated, 0 for none.
+        rotation = k.dim & -k.dim if any(transform.rotates for transform in targets["k"].transforms) else 0
         self._constants = (
             ENCODERS[k.format.name], ENCODERS[v.format.name], _widths(k), _widths(v), k.dim, v.dim,
-            _rotation(targets["k"]), k.heads, k.page_size, _heads_first(k), rows,
+            rotation, k.heads, k.page_size, _heads_first(k), rows,
         )  # fmt: skip
 
     def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
@@ -147,15 +150,11 @@ def _serves(pages: Paged) -> bool:
     return (
         pages.format.name in ENCODERS
         and pages.dim % 16 == 0
-        and all(_has_dense_rows(plane) for plane in pages.planes_PHS)
+        # Rows lie side by side, in one order or the other: a column of records does not.
+        and all(x.is_contiguous() or x.transpose(1, 2).is_contiguous() for x in pages.planes_PHS)
         # Rows are counted in 32 bits.
         and all(prod(plane.shape[:3]) < 1 << 31 for plane in pages.planes_PHS)
     )
-
-
-def _has_dense_rows(plane_PHS: Tensor) -> bool:
-    """Return whether rows lie side by side, in one order or the other: a column of records does not."""
-    return plane_PHS.is_contiguous() or plane_PHS.transpose(1, 2).is_contiguous()
 
 
 def _readable(x_THD: Tensor) -> Tensor:
@@ -188,12 +187,6 @@ def _mean(target: Target) -> Tensor | None:
         return None
     assert target.mean_HD is not None
     return target.mean_HD.contiguous()
-
-
-def _rotation(target: Target) -> int:
-    """Return the size of the blocks of a head that are rotated, 0 for none."""
-    dim = target.pages.dim
-    return dim & -dim if any(transform.rotates for transform in target.transforms) else 0
 
 
 # ---- latents and index keys ------------------------------------------------------------------------------------------

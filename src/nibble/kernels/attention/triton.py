@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import flash
+from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import DECODERS, tiles
-from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SPLITS_AT_ONCE = 64
@@ -65,8 +64,8 @@ def _scores(q, keys, key_N, position_M, unit, softcap, WINDOW: tl.constexpr, SOF
     for j in tl.static_range(1, len(keys)):
         scores = tl.dot(q[j], keys[j], scores, input_precision="ieee")
     if SOFTCAP:  # softcap * tanh(score / softcap), times log2(e)
-        power = tl.exp2(scores * (unit * 2.0 * flash.LOG2E / softcap))
-        scores = softcap * flash.LOG2E * (1.0 - 2.0 / (1.0 + power))
+        cap = softcap * flash.LOG2E
+        scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (unit * 2.0 * flash.LOG2E / softcap))))
     if MASKED:
         visible = key_N[None, :] <= position_M[:, None]
         if WINDOW:
@@ -123,11 +122,9 @@ def _accumulate(
 def _init_state(sinks, query_head_M, live_M, split, PARTS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr,
                 JOIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Return the state of a softmax over no keys; or over the sink, a key without a value, in the first split."""
-    peak_M = tl.full([M], flash.MIN_PEAK, tl.float32)
-    total = tl.zeros([M], tl.float32) if JOIN else tl.zeros([M, N], tl.float32)
-    sums = ()
-    for _ in tl.static_range(PARTS):
-        sums += (tl.zeros([M, WIDTH], tl.float32),)  # type: ignore[assignment]
+    peak_M, total, sums = flash.init_state(PARTS, WIDTH, M, N)
+    if JOIN:
+        total = tl.zeros([M], tl.float32)
     if SINKS and split == 0:
         peak_M = tl.load(sinks + query_head_M, mask=live_M, other=0.0).to(tl.float32) * flash.LOG2E
         total += 1.0 if JOIN else 1.0 / N
@@ -380,11 +377,11 @@ def merge_kernel(
     column_D = tl.arange(0, D)[None, :]
     keep_RD = keep_R[:, None] & (column_D < DIM)
     a += (token_R * a_stride_T + head_R * a_stride_H)[:, None]
-    b += (token_R * b_stride_T + head_R * b_stride_H)[:, None]
     a_RD = tl.load(a + column_D, mask=keep_RD, other=0.0)
+    b += (token_R * b_stride_T + head_R * b_stride_H)[:, None]
     b_RD = tl.load(b + column_D, mask=keep_RD, other=0.0)
-    a_share_R, b_share_R = a_R / (a_R + b_R), b_R / (a_R + b_R)
-    values_RD = a_RD.to(tl.float32) * a_share_R[:, None] + b_RD.to(tl.float32) * b_share_R[:, None]
+    values_RD = a_RD.to(tl.float32) * (a_R / (a_R + b_R))[:, None]
+    values_RD += b_RD.to(tl.float32) * (b_R / (a_R + b_R))[:, None]
     # --- store
     tl.store(out + row_R[:, None] * DIM + column_D, values_RD.to(out.dtype.element_ty), mask=keep_RD)
 

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nibble.kernels import next_power_of_2
 from nibble.kernels.codecs import DECODERS, INDEX_KEYS, LATENTS, ROW_ENCODERS, plain
 from nibble.kernels.codecs.base import Decoder
-from nibble.kernels.sizes import next_power_of_2
 from nibble.kernels.types import Paged
 
 MIN_WIDTH = 16

@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import flash
+from nibble.kernels import GPU, SM90, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.codecs import INDEX_KEYS, tiles
 from nibble.kernels.indexer.naive import PAD_INDEX
-from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
 
 WORKSPACE = 64 << 20
@@ -329,9 +328,14 @@ def select_topk(
 
 
 def score(
-    keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
-    shape: ScoreTile | None = None,
-) -> None:  # fmt: skip
+    keys: Paged,
+    batch: AttentionBatch,
+    q_THD: Tensor,
+    weights_TH: Tensor,
+    scores_SL: Tensor,
+    start: int,
+    rows: int,
+) -> None:
     """Score the tokens that query rows start to start + rows see.
 
     Args:
@@ -342,58 +346,38 @@ def score(
         scores_SL: Float32, where scores are stored; its first row is `start`.
         start: The first row.
         rows: How many there are.
-        shape: Another tile than the fastest.
     """
-    gpu, most = gpu_of(q_THD.device), max(batch.query_lens)
+    gpu, max_query_len = gpu_of(q_THD.device), max(batch.query_lens)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     weights_TH = weights_TH if weights_TH.stride(1) == 1 else weights_TH.contiguous()
-    few = most <= FEW_QUERIES
+    few = max_query_len <= FEW_QUERIES
     dtype = _product_dtype(keys, q_THD.dtype, few)
     q_THD = q_THD if few else q_THD.to(dtype)
-    shape = shape or (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
+    shape = (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
     stored = tiles.IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
-    tensors = (
-        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
-        batch.seq_lens_B,
-    )  # fmt: skip
-    (heads, dim), count = q_THD.shape[1:], len(batch.seq_lens_B)
-    sizes = (
-        scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0),
-        heads, dim, max(next_power_of_2(heads), MIN_HEADS),
-    )  # fmt: skip
+    (heads, dim), requests = q_THD.shape[1:], len(batch.seq_lens_B)
+    padded_heads = max(next_power_of_2(heads), MIN_HEADS)
+    grid: tuple[int, ...]
+    # Kernels differ in two arguments: requests and their padded number, or the first request and queries of a program.
     if few:
-        _score_few(
-            (shape.programs * gpu.processors, most),
-            (*tensors, count, start, rows, *sizes),
-            flash.padded_requests(count),
-            shape,
-        )
+        grid = shape.programs * gpu.processors, max_query_len
+        first, each = requests, flash.padded_requests(requests)
     else:
         first, last = _requests_of(batch.query_lens, start, start + rows)
-        grid = cdiv(scores_SL.shape[1], shape.keys), cdiv(min(most, rows), CHUNK), last - first
-        _score_many(grid, (*tensors, first, start, rows, *sizes), shape)
-
-
-def _score_few(grid: tuple[int, int], arguments: tuple[object, ...], requests: int, shape: ScoreTile) -> None:
+        grid = cdiv(scores_SL.shape[1], shape.keys), cdiv(min(max_query_len, rows), CHUNK), last - first
+        each = CHUNK
+    arguments = (
+        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
+        first, start, rows, scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        weights_TH.stride(0), heads, dim, padded_heads, shape.keys, each, shape.stages,
+    )  # fmt: skip
     if shape.sm90:
-        from nibble.kernels.indexer.gluon_sm90 import launch_few
+        from nibble.kernels.indexer import gluon_sm90
 
-        launch_few(grid, arguments, requests, shape)
+        gluon_sm90.launch(grid, arguments, padded_heads, shape.warps, few)
     else:
-        score_few_kernel[grid](
-            *arguments, shape.keys, requests, shape.stages, num_warps=shape.warps, num_stages=shape.stages
-        )
-
-
-def _score_many(grid: tuple[int, int, int], arguments: tuple[object, ...], shape: ScoreTile) -> None:
-    if shape.sm90:
-        from nibble.kernels.indexer.gluon_sm90 import launch_many
-
-        launch_many(grid, arguments, CHUNK, shape)
-    else:
-        score_many_kernel[grid](
-            *arguments, shape.keys, CHUNK, shape.stages, num_warps=shape.warps, num_stages=shape.stages
-        )
+        kernel = score_few_kernel if few else score_many_kernel
+        kernel[grid](*arguments, num_warps=shape.warps, num_stages=shape.stages)
 
 
 def _requests_of(query_lens: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
@@ -436,12 +420,12 @@ def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, star
     if topk_indices_TK.is_cuda and _cuda_present():
         from nibble.kernels.indexer.cuda import topk as fast
 
-        fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
+        fast(scores_SL, batch, topk_indices_TK, start, rows)
         return
-    count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
+    requests, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
     topk_kernel[(rows,)](
-        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0),
-        top_k, next_power_of_2(top_k), TOPK_TILE, flash.padded_requests(count), num_warps=TOPK_WARPS,
+        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, requests, start, scores_SL.stride(0),
+        TOP_K=top_k, K=next_power_of_2(top_k), N=TOPK_TILE, R=flash.padded_requests(requests), num_warps=TOPK_WARPS,
     )  # fmt: skip
 
 

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nibble.formats import transforms
-from nibble.kernels import triton_present
-from nibble.kernels.sizes import MMA_ROWS
+from nibble.kernels import MMA_ROWS, triton_present
 
 MIN_BYTES = 1 << 23
 """Bytes of a weight from which on it pays."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.sizes import MMA_ROWS, cdiv, next_power_of_2
+from nibble.kernels import MMA_ROWS, cdiv, next_power_of_2
 
 WIDE, NARROW = (64, 128), (32, 256)
 """Outputs of a program and inputs of a step, where there are many outputs and few."""

@@ -53,8 +53,9 @@ def _assign_split(
         splits_R = gl.where(r_R < requests, gl.maximum(gl.ceil(keys_R / each), 1.0), 0.0)
         programs = gl.sum(splits_R, 0)
         longest = gl.max(keys_R / gl.maximum(splits_R, 1.0), 0)
+        fits = programs <= concurrency
         queued = fair + TAIL_COST * longest + LAUNCH_COST_KEYS * programs / concurrency
-        cost = gl.where(programs <= concurrency, longest, queued)
+        cost = gl.where(fits, longest, queued)
         best_R = gl.where(cost < best_cost, splits_R, best_R)
         best_cost = gl.minimum(cost, best_cost)
     splits_R = best_R.to(gl.int32)

@@ -26,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.formats.base import raw
+from nibble.kernels import cdiv, next_power_of_2
 from nibble.kernels.codecs import LATENTS, ROW_ENCODERS, tiles
 from nibble.kernels.codecs.plain import DECODER as PLAIN
 from nibble.kernels.indexer.naive import PAD_INDEX as HOST_PAD_INDEX
 from nibble.kernels.offload.host_memory import reachable
 from nibble.kernels.offload.naive import HotBuffer, HotLookup, alike
-from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
 UNITS, COPY_WARPS = 1024, 4
@@ -109,15 +109,10 @@ def _plan(source: Paged, target: Paged, device: torch.device) -> _Plan:
     if not all(reachable(plane, device) for pages in (source, target) for plane in pages.planes_PHS):
         return None
     # Slots are numbers of 32 bits in the kernels.
-    if source.heads != 1 or max(_slots(source), _slots(target)) >= 1 << 31:
+    slots = max(len(pages.planes_PHS[0]) * pages.page_size for pages in (source, target))
+    if source.heads != 1 or slots >= 1 << 31:
         return None
-    if alike(source, target):
-        return _byte_copy(source, target)
-    return _recode(source, target, device)
-
-
-def _slots(pages: Paged) -> int:
-    return pages.planes_PHS[0].shape[0] * pages.page_size
+    return _byte_copy(source, target) if alike(source, target) else _recode(source, target, device)
 
 
 def _byte_copy(source: Paged, target: Paged) -> ByteCopy:
@@ -304,17 +299,6 @@ def _values(piece, items, codes):
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
-
-
-def serves(source: Paged, target: Paged, device: torch.device) -> bool:
-    """Return whether the kernels can copy rows between these stores, and `device` reaches both.
-
-    Args:
-        source: Pages that are read.
-        target: Pages that are written.
-        device: The GPU that copies.
-    """
-    return plan_of(source, target, device) is not None
 
 
 def copy_tokens(
@@ -506,23 +490,14 @@ def resident_slots(
     return topk_slots_TK
 
 
-def lookup_hot(
-    topk_indices_TK: Tensor,
-    rows_T: Tensor,
-    page_table_TN: Tensor,
-    frames_P: Tensor,
-    hot: HotBuffer,
-    page_size: int,
-) -> HotLookup:
+def lookup_hot(topk_indices_TK: Tensor, rows_T: Tensor, page_table_TN: Tensor, hot: HotBuffer) -> HotLookup:
     """Find slots for the selected tokens, as naive.py defines them. from_M and to_M have room for all tokens.
 
     Args:
         topk_indices_TK: Int32 positions, ascending, PAD_INDEX at the end.
         rows_T: Int64 rows of `hot`, each once.
         page_table_TN: Int32 pages of each request.
-        frames_P: Int32, the frame of each page, PAD_INDEX where it has none.
         hot: The hot buffers, which are changed.
-        page_size: Tokens of a page.
 
     Returns:
         The slots, and the copies that must be made.
@@ -534,9 +509,9 @@ def lookup_hot(
     count = topk_indices_TK.new_zeros(1)
     wide = next_power_of_2(max(size, top_k))
     lookup_kernel[(tokens,)](
-        topk_indices_TK, rows_T, page_table_TN, frames_P, hot.frames_RF, hot.tokens_RB, hot.lru_RB, hot.counts,
+        topk_indices_TK, rows_T, page_table_TN, hot.frames_P, hot.frames_RF, hot.tokens_RB, hot.lru_RB, hot.counts,
         topk_slots_TK, from_M, to_M, count, used, page_table_TN.stride(0),
-        TOP_K=top_k, SLOTS=size, PAGE=page_size, K=next_power_of_2(top_k), B=next_power_of_2(size),
+        TOP_K=top_k, SLOTS=size, PAGE=hot.page_size, K=next_power_of_2(top_k), B=next_power_of_2(size),
         # As many steps as halve top_k places down to one.
         STEPS=top_k.bit_length(), num_warps=max(1, min(16, wide // 128)),
     )  # fmt: skip

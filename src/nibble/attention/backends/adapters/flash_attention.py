@@ -9,8 +9,6 @@ of a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,7 +38,7 @@ class FA3(AttentionBackend):
     """The adapter of FlashAttention 3. Its state: the page table that the kernels are given."""
 
     def __init__(self) -> None:
-        self._call = _bind(FA3_KERNELS.load())
+        self._kernels = FA3_KERNELS.load()
 
     def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> int:
         """Return how many pages the kernels see in one."""
@@ -55,10 +53,8 @@ class FA3(AttentionBackend):
     ) -> Tensor:
         """Call the package's function over the pages, and add the sinks to what it returns."""
         page_size = view.page_size // split_pages(view)
-        planes = [
-            plane.view(-1, page_size, *plane.shape[2:])
-            for plane in (entry.planes[0] for entry in view.streams.values())
-        ]
+        planes = [entry.planes[0] for entry in view.streams.values()]
+        planes = [plane.view(-1, page_size, *plane.shape[2:]) for plane in planes]
         options: dict[str, Any] = {
             "cache_seqlens": batch.seq_lens_B,
             "page_table": state,
@@ -78,7 +74,7 @@ class FA3(AttentionBackend):
             options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
         else:
             options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
-        output = self._call(max(batch.seq_lens), options)
+        output = self._call(options, max(batch.seq_lens))
         if params.sinks_H is None:
             return output
         out_THD, lse_HT, *_ = output
@@ -86,6 +82,13 @@ class FA3(AttentionBackend):
         # softmax's sum, and exp(lse) of exp(lse) + exp(sink) is left.
         share_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
         return (out_THD * share_TH[..., None]).to(out_THD.dtype)
+
+    def _call(self, options: dict[str, Any], longest: int) -> Any:
+        """Call the package's function. vLLM's has other names of arguments, and asks for the longest context."""
+        if hasattr(self._kernels, "flash_attn_with_kvcache"):
+            return self._kernels.flash_attn_with_kvcache(**options)
+        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
+        return self._kernels.flash_attn_varlen_func(**renamed, max_seqlen_k=longest, fa_version=3)
 
 
 def split_pages(view: KVView) -> int:
@@ -107,18 +110,6 @@ def _split_table(page_table_BN: Tensor, splits: int) -> Tensor:
 
 def _splits(page_size: int, dim: int) -> int:
     return max(page_size // (LARGEST if dim <= NARROW else LARGEST // 2), 1)
-
-
-def _bind(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
-    """Return the package's function with its own names of arguments. The first argument is the longest context."""
-    if hasattr(kernels, "flash_attn_with_kvcache"):
-        return lambda longest, options: kernels.flash_attn_with_kvcache(**options)
-
-    def vllm(longest: int, options: dict[str, Any]) -> Any:
-        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
-        return kernels.flash_attn_varlen_func(**renamed, max_seqlen_k=longest, fa_version=3)
-
-    return vllm
 
 
 class FA4(AttentionBackend):

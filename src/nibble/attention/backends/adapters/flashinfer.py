@@ -20,12 +20,12 @@ from torch import Tensor
 from nibble.attention.backends import flashinfer as facts
 from nibble.attention.backends.adapters import Scales, Workspace, capability, check_latents, clamp_lens
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.attention.layer import AttentionBackend
+from nibble.attention.layer import AttentionBackend, page_table_by_token
 from nibble.attention.planner.support import BLACKWELL
 from nibble.cache.pool import KVView
-from nibble.kernels.sizes import cdiv
+from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from nibble.model_spec import LATENT, Phase
+from nibble.model_spec import LATENT, Phase, Stream
 
 # FlashInfer's FA2 and FA3 templates
 
@@ -45,13 +45,18 @@ class _Kind:
     """Of the first plane, in which FP4 is bytes."""
     packing: str
     heads: int
-    kv_heads: int
-    dim: int
+    """Query heads."""
+    stream: Stream
+    """Of the keys, or of the latents."""
     page_size: int
     scale: float
     window: int | None
     softcap: float | None
-    latent: bool
+
+    @property
+    def latent(self) -> bool:
+        """Return whether latents are attended over."""
+        return self.stream.name == LATENT
 
 
 class _Wrapper:
@@ -118,13 +123,11 @@ class FlashInfer(AttentionBackend):
             kv_dtype=kv_dtype,
             packing=keys.packing.name,
             heads=q_THD.shape[1],
-            kv_heads=keys.stream.heads,
-            dim=keys.stream.dim,
+            stream=keys.stream,
             page_size=view.page_size,
             scale=params.scale,
             window=params.window,
             softcap=params.softcap,
-            latent=latent,
         )
 
     def prepare(
@@ -217,8 +220,8 @@ def _head_plan(kind: _Kind, batch: AttentionBatch) -> dict[str, Any]:
         "paged_kv_indices": indices_P,
         "paged_kv_last_page_len": last_B,
         "num_qo_heads": kind.heads,
-        "num_kv_heads": kind.kv_heads,
-        "head_dim_qk": kind.dim,
+        "num_kv_heads": kind.stream.heads,
+        "head_dim_qk": kind.stream.dim,
         "page_size": kind.page_size,
         # One token sees all that is stored, without a mask.
         "causal": kind.phase is not Phase.DECODE,
@@ -275,7 +278,7 @@ class _TrtllmState:
 
 
 class TrtllmMha(AttentionBackend):
-    """The adapter for MHA. Its workspace serves one step at a time, and nobody else: kernels keep counters in it."""
+    """The adapter for MHA. Its workspace serves one step at a time and no other backend: kernels count in it."""
 
     def __init__(self) -> None:
         self._decode = facts.import_flashinfer(f"{facts.PACKAGE}.decode")
@@ -319,8 +322,17 @@ class TrtllmMha(AttentionBackend):
         }
         if len(k.planes) > 1:
             options["kv_cache_sf"] = (k.planes[1], v.planes[1])
-        run = self._decode_tokens if batch.phase.decodes else self._prompt
-        out_THD = run(batch, state, options)
+        if batch.phase.decodes:
+            out_THD = self._decode_tokens(batch, state, options)
+        else:
+            out_THD = self._prefill.trtllm_batch_context_with_kv_cache(
+                **options,
+                max_q_len=max(batch.query_lens),
+                max_kv_len=max(batch.seq_lens),
+                batch_size=len(batch.query_lens),
+                cum_seq_lens_q=batch.cu_seqlens_q_B1,
+                cum_seq_lens_kv=state.cu_seqlens_k_B1,
+            )
         return out_THD if state.padding_B11 is None else out_THD.masked_fill_(state.padding_B11, 0.0)
 
     def _decode_tokens(self, batch: AttentionBatch, state: _TrtllmState, options: dict[str, Any]) -> Tensor:
@@ -329,14 +341,9 @@ class TrtllmMha(AttentionBackend):
         longest = max(batch.query_lens)
         ragged = min(batch.query_lens) < longest
         if _is_gen(options["query"]):
+            options["q_len_per_req"] = None if ragged else longest
             if ragged:
-                options |= {
-                    "q_len_per_req": None,
-                    "max_q_len": longest,
-                    "cum_seq_lens_q": batch.cu_seqlens_q_B1,
-                }
-            else:
-                options["q_len_per_req"] = longest
+                options |= {"max_q_len": longest, "cum_seq_lens_q": batch.cu_seqlens_q_B1}
             return self._decode.trtllm_batch_decode_with_kv_cache(**options, backend="trtllm-gen")
         options |= {"q_len_per_req": longest, "mask": state.mask_TW}
         if ragged:
@@ -345,16 +352,6 @@ class TrtllmMha(AttentionBackend):
             options["mask"] = state.mask_TW.view(-1, longest, state.mask_TW.shape[1])
         out: Tensor = self._decode.xqa_batch_decode_with_kv_cache(**options)
         return out.view_as(options["query"])  # of draft tokens it is [B, n, H, D]
-
-    def _prompt(self, batch: AttentionBatch, state: _TrtllmState, options: dict[str, Any]) -> Tensor:
-        return self._prefill.trtllm_batch_context_with_kv_cache(
-            **options,
-            max_q_len=max(batch.query_lens),
-            max_kv_len=max(batch.seq_lens),
-            batch_size=len(batch.query_lens),
-            cum_seq_lens_q=batch.cu_seqlens_q_B1,
-            cum_seq_lens_kv=state.cu_seqlens_k_B1,
-        )
 
 
 def _is_gen(x: Tensor) -> bool:
@@ -376,7 +373,7 @@ def _causal_mask(query_lens: tuple[int, ...]) -> Tensor:
 class TrtllmMla(AttentionBackend):
     """The adapter for MLA: one new token to a request, or a few.
 
-    Its workspace serves one step at a time, and nobody else: kernels keep counters in it.
+    Its workspace serves one step at a time, and no other backend: kernels keep counters in it.
     """
 
     def __init__(self) -> None:
@@ -511,10 +508,9 @@ class CutlassMla(AttentionBackend):
 
 
 def _split_tokens(batch: AttentionBatch, page_size: int) -> _CutlassState:
-    page_table_TN, lens_T = batch.page_table_BN, batch.seq_lens_B
+    page_table_TN, lens_T = page_table_by_token(batch), batch.seq_lens_B
     if batch.phase is not Phase.DECODE:
         total, counts_B = batch.stop - batch.start, batch.cu_seqlens_q_B1.diff()
-        page_table_TN = page_table_TN.repeat_interleave(counts_B, 0, output_size=total)
         # A token sees as many as its place in the step and this difference, which its request's last token has too.
         after_B = batch.seq_lens_B - batch.cu_seqlens_q_B1[1:]
         lens_T = after_B.repeat_interleave(counts_B, output_size=total)

@@ -4,7 +4,7 @@ Sparse kernels name tokens by slots; -1 is no token, and the last heads of 64 or
 Over a 16-bit pool the cache is one flat axis of tokens (`paged`), and so are staged pages (`ragged`). In FP8 the kernel
 reads records of 656 bytes where they lie, one query token to a request.
 
-How a call is cut over the chip is worked out on the device, once for a batch, so a CUDA graph may hold a decode step.
+How a call is cut over the chip is computed on the device, once for a batch, so a CUDA graph may hold a decode step.
 
 Shape suffixes: T tokens, B requests, n tokens of the longest request, H query heads, D values of a head, K chosen
 tokens, P pages, S slots of a page.

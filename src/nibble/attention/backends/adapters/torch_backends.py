@@ -23,9 +23,8 @@ from nibble.attention.backends.builtin import CUDNN_DIM
 from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.pool import KVView
-from nibble.kernels.attention import prefill
-from nibble.kernels.sizes import cdiv
-from nibble.kernels.sparse_mla import naive as sparse
+from nibble.kernels import attention, cdiv
+from nibble.kernels.mla import naive as sparse
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
@@ -98,10 +97,8 @@ class TorchRef(AttentionBackend):
     ) -> Tensor:
         """Attend rectangle by rectangle, in float32."""
         if params.topk_slots_TK is not None:
-            latents = view.keys
-            return sparse.sparse_mla_attention(
-                q_THD, latents.paged, latents.stream.rope, params.topk_slots_TK, params.scale
-            )
+            keys, rope = view.keys.paged, view.keys.stream.rope
+            return sparse.sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
         outputs = [
             _attend_rectangle(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in state
         ]
@@ -218,7 +215,7 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-_QueryBlocks = tuple[prefill.QueryBlock, ...] | None
+_QueryBlocks = tuple[attention.QueryBlock, ...] | None
 
 
 class SDPA(AttentionBackend):
@@ -233,7 +230,7 @@ class SDPA(AttentionBackend):
     ) -> bool | None:
         """Return whether cuDNN's kernel is used; None where a mask is needed."""
         k, v = view.streams["k"].paged, view.streams["v"].paged
-        fused = q_THD.is_cuda and q_THD.dtype in HALVES and prefill.serves(k, v)
+        fused = q_THD.is_cuda and q_THD.dtype in HALVES and attention.serves(k, v)
         # A window needs a mask, which the fused kernels do not take; and they are made for prompts.
         if not fused or params.window is not None or batch.phase.decodes:
             return None
@@ -248,7 +245,7 @@ class SDPA(AttentionBackend):
         cudnn = self.kind(q_THD, view, batch, params)
         if cudnn is None:
             return None
-        return prefill.plan_blocks(
+        return attention.plan_blocks(
             batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
         )
 
@@ -258,9 +255,8 @@ class SDPA(AttentionBackend):
         """Attend by the fused kernels where the batch was cut for them, else request by request."""
         if state is None:
             return _masked(q_THD, view, batch, params)
-        return prefill.prefill_attention(
-            q_THD, view.streams["k"].paged, view.streams["v"].paged, state, params
-        )
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        return attention.prefill_attention(q_THD, k, v, state, params)
 
 
 def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
@@ -272,24 +268,22 @@ def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: Attentio
         k_GLD, v_GLD = (
             view.streams[name].dequantize(pages, q_THD.dtype)[0, :length].transpose(0, 1) for name in "kv"
         )
+        key = torch.arange(length, device=q_THD.device)
+        # The new tokens are the last of those that are stored.
+        query = key[length - len(q_nHD) :, None]
+        visible_nL = key <= query
+        if params.window is not None:
+            visible_nL &= key > query - params.window
         out_HnD = F.scaled_dot_product_attention(
             q_nHD.transpose(0, 1)[None],
             k_GLD[None],
             v_GLD[None],
-            attn_mask=_mask(len(q_nHD), length, params.window, q_THD.device),
+            attn_mask=visible_nL,
             scale=params.scale,
             enable_gqa=True,
         )[0]
         outputs.append(out_HnD.transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _mask(n: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [n, L]: which stored tokens each new token sees."""
-    query = torch.arange(length - n, length, device=device)[:, None]
-    key = torch.arange(length, device=device)
-    visible = key <= query
-    return visible if window is None else visible & (key > query - window)
 
 
 # FlexAttention
@@ -481,8 +475,8 @@ def _kernel(on_gpu: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     def interpreted(*args: Any, **options: Any) -> Any:
-        with warnings.catch_warnings():  # of being slow: on a CPU it is what can be had without a compiler
-            warnings.simplefilter("ignore")
+        # It warns of being slow: on a CPU it is what can be had without a compiler.
+        with warnings.catch_warnings(action="ignore"):
             return flex_attention(*args, **options)
 
     return torch.compile(flex_attention) if on_gpu else interpreted

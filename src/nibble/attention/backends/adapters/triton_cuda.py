@@ -11,10 +11,8 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.errors import BackendError
 from nibble.kernels.attention.triton import paged_attention
-from nibble.kernels.mla import mla_attention
-from nibble.kernels.sparse_mla import sparse_mla_attention
+from nibble.kernels.mla import mla_attention, sparse_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
@@ -28,16 +26,12 @@ class Triton(AttentionBackend):
         """Call the kernel of the view's kind of attention."""
         # A decode step may be recorded in a CUDA graph, where the host does not know lengths.
         longest = () if batch.phase.decodes else (max(batch.seq_lens),)
-        keys = view.keys
+        keys, rope = view.keys.paged, view.keys.stream.rope
         if params.topk_slots_TK is not None:
-            return sparse_mla_attention(
-                q_THD, keys.paged, keys.stream.rope, params.topk_slots_TK, params.scale
-            )
+            return sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
         if LATENT in view.streams:
-            return mla_attention(q_THD, keys.paged, keys.stream.rope, batch, params.scale, *longest)
-        return paged_attention(
-            q_THD, view.streams["k"].paged, view.streams["v"].paged, batch, params, *longest
-        )
+            return mla_attention(q_THD, keys, rope, batch, params.scale, *longest)
+        return paged_attention(q_THD, keys, view.streams["v"].paged, batch, params, *longest)
 
 
 class Cuda(AttentionBackend):
@@ -56,24 +50,6 @@ class Cuda(AttentionBackend):
         # Its counters and workspace lie on the queries' device, which only a call tells.
         if self._decode is None:
             self._decode = self._kernels.Decode(q_THD.device)
-        k, v = view.streams["k"], view.streams["v"]
-        queries = max(batch.query_lens)
-        columns, limit = queries * q_THD.shape[1] // k.stream.heads, self._kernels.COLUMNS
-        if columns > limit:
-            raise BackendError(f"{queries} tokens a request make {columns} query rows; {limit} is the most")
-        out_THD: Tensor = self._decode(
-            q_THD.contiguous(),
-            k.planes,
-            v.planes,
-            (k.format.name, v.format.name),
-            columns,
-            batch.seq_lens_B,
-            None if queries == 1 else batch.cu_seqlens_q_B1,
-            batch.page_table_BN,
-            (k.scale, v.scale),
-            params.scale,
-            params.window,
-            params.softcap,
-            None if params.sinks_H is None else params.sinks_H.float(),
-        )
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        out_THD: Tensor = self._decode(q_THD.contiguous(), k, v, batch, params)
         return out_THD
