@@ -20,7 +20,7 @@ E4M3_MAX, MOST = 448.0, 2.0**118
 
 
 def scaled_e4m3(x_BD: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """x_BD in E4M3, and a float32 scale for each row of it: amax / 448, at least `least`, up to a power of two."""
+    """Return x_BD in E4M3, and a float32 scale for each row: amax / 448, at least `least`, up to a power of two."""
     x_BD = x_BD.float()
     ideal = (x_BD.abs().amax(-1) / E4M3_MAX).clamp(min=least, max=MOST)
     # Up, and not to the nearest: a smaller power of two would saturate the largest value.

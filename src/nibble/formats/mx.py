@@ -31,7 +31,7 @@ class MX(KVFormat):
     ties_away = False
 
     def exponent(self, amax: Tensor) -> Tensor:
-        """Finite float32 amax of a block -> float32 exponent, before clamping. Exact, so that every machine agrees."""
+        """Return the float32 exponent of a block by its finite amax, before clamping: exact, so that machines agree."""
         raise NotImplementedError
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
