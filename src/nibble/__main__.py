@@ -1,5 +1,5 @@
 """`python -m nibble`: the command line where no `nibble` script is installed."""
 
-from nibble.cli.main import app
+from nibble.cli.main import run
 
-app(prog_name="nibble")
+run()
