@@ -1,6 +1,6 @@
 """Global scales and K means of the cache: where they came from, their version, and their JSON files.
 
-A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/kv_scales.py
+A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/checkpoint.py
 reads scales from checkpoints; engine/build.py measures them.
 """
 

@@ -341,19 +341,20 @@ def paged_attention(
     rows = num_tiles * k.heads * shape.rows
     programs, parts, lse, plan = flash.workspace(out, requests, concurrency, rows, v.dim)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    # Constants by position: each by name would take 0.15 us of the host, for every layer of a decode step.
     attention_kernel[(num_tiles, k.heads, programs)](
         q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
         batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
         requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
-        GROUP=group, K_DIM=dim, V_DIM=v.dim, WINDOW=params.window or 0, SOFTCAP=params.softcap is not None,
-        SINKS=params.sinks_H is not None, SPLIT=split, JOIN=shape.join, M=shape.rows, N=shape.keys,
-        R=flash.padded_requests(requests), K=flash.SHARE_SIZES, num_warps=shape.warps, num_stages=shape.stages,
+        group, dim, v.dim, params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
+        shape.join, shape.rows, shape.keys, flash.padded_requests(requests), flash.SHARE_SIZES,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
         flash.combine_kernel[(max_query_len, heads, requests)](
-            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles, GROUP=group, DIM=v.dim,
-            WIDTH=next_power_of_2(v.dim), M=shape.rows, S=SPLITS_AT_ONCE,
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
+            group, v.dim, next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
         )  # fmt: skip
     return out
 

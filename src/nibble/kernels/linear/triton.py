@@ -62,9 +62,20 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
     width, depth = WIDE if n >= MIN_WIDE_PROGRAMS * WIDE[0] else NARROW
     linear_kernel[(n // width,)](
-        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, K=k, M=MMA_ROWS, BN=width, BK=depth, STAGES=STAGES,
+        x_MK,
+        weight_NK,
+        bias_N,
+        out,
+        len(x_MK),
+        x_MK.stride(0),
+        n,
+        k,
+        MMA_ROWS,
+        width,
+        depth,
+        STAGES,
         num_warps=4,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -114,7 +125,6 @@ def rotate(x_THD: Tensor) -> Tensor:
     tile = max(1, ROTATE_VALUES // width)
     if rows := tokens * heads:
         rotate_kernel[(cdiv(rows, tile),)](
-            x_THD, out_THD, rows, x_THD.stride(0), x_THD.stride(1), HEADS=heads, DIM=dim, BLOCK=dim & -dim, R=tile,
-            D=width,
-        )  # fmt: skip
+            x_THD, out_THD, rows, x_THD.stride(0), x_THD.stride(1), heads, dim, dim & -dim, tile, width
+        )
     return out_THD

@@ -311,8 +311,8 @@ def mla_attention(
         mla_kernel[grid](*common, shape.stages, *sizes, num_warps=shape.warps, num_stages=shape.stages)
     if split:
         flash.combine_kernel[(max_query_len, heads, requests)](
-            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles, GROUP=group, DIM=rank,
-            WIDTH=next_power_of_2(rank), M=shape.rows, S=_splits_at_once(concurrency, requests),
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
+            group, rank, next_power_of_2(rank), shape.rows, _splits_at_once(concurrency, requests),
         )  # fmt: skip
     return out
 
@@ -540,9 +540,8 @@ def sparse_mla_attention(
         )  # fmt: skip
     if splits > 1:
         sparse_combine_kernel[(tokens, heads)](
-            out, parts, lse, HEADS=heads, RANK=rank, SPLITS=splits, PARTS=pieces, S=next_power_of_2(splits),
-            R=next_power_of_2(rank),
-        )  # fmt: skip
+            out, parts, lse, heads, rank, splits, pieces, next_power_of_2(splits), next_power_of_2(rank)
+        )
     return out
 
 
