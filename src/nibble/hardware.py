@@ -78,18 +78,18 @@ def lookup_gpu(name: str) -> Hardware:
 def cpu() -> Hardware:
     """Return this machine's CPU, with the memory that this process may use: physical, or a container's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware("cpu", CPU_ARCH, min(physical, _group("memory.max") or physical), _free())
+    return Hardware("cpu", CPU_ARCH, min(physical, _cgroup("memory.max") or physical), _free())
 
 
 def _free() -> int | None:
     """Return the memory that programs of this machine can still have; a container may take less than it has."""
     kib = next((x.split()[1] for x in _lines("/proc/meminfo") if x.startswith("MemAvailable:")), None)
-    limit, used = _group("memory.max"), _group("memory.current")
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     free = None if limit is None or used is None else max(limit - used, 0)
     return min(size for size in (1024 * int(kib), free) if size is not None) if kib else free
 
 
-def _group(name: str) -> int | None:
+def _cgroup(name: str) -> int | None:
     """Return a number of the control group (cgroup v2) that this process is in, None where there is none."""
     text = "".join(_lines(f"/sys/fs/cgroup/{name}"))
     return int(text) if text.isdigit() else None

@@ -118,11 +118,9 @@ def _resolve_cell(
     # What is refused without staging may still be had on request.
     allowed = replace(config, allow_staging=True)
     machines = {gpu: lookup_gpu(gpu) for gpu in GPUS}
-    plans = {gpu: attempt(config, model_spec, machine, declared=True) for gpu, machine in machines.items()}
+    plans = {gpu: attempt(config, model_spec, machine) for gpu, machine in machines.items()}
     served = {gpu: plan for gpu, plan in plans.items() if plan}
-    with_staging = {
-        gpu: attempt(allowed, model_spec, machines[gpu], declared=True) for gpu in GPUS if gpu not in served
-    }
+    with_staging = {gpu: attempt(allowed, model_spec, machines[gpu]) for gpu in GPUS if gpu not in served}
     staged = {gpu: plan for gpu, plan in with_staging.items() if plan}
     reason = "" if served or staged else _refusal(config, model_spec, machines.values())
     return Cell(name, theirs == "y", tuple(on), served, staged, reason, why)

@@ -134,10 +134,8 @@ def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Rout
 
 def _direct(ranking: Ranking | None, info: BackendInfo, row: Support, phase: Phase) -> Iterator[Route]:
     """Yield the routes of a row that reads pages as they are, one for each packing that has a place of its own."""
-    default = (GATHERED if row.gathers else UNRANKED)[info.origin]
-    route = Route(
-        phase, info.name, row, None, info.runnable, info.graphs, place=default, packings=row.packing
-    )
+    usual = (GATHERED if row.gathers else UNRANKED)[info.origin]
+    route = Route(phase, info.name, row, None, info.runnable, info.graphs, place=usual, packings=row.packing)
     places = ranking.places(info.name, staged=False) if ranking and not row.gathers else ()
     if not ranking or not places:
         yield route

@@ -4,7 +4,7 @@ Choosing, validating and documenting are one function over the backends' rows.
 
     check_names        what can be refused of a config before there is a model to look at
     resolve            Config, ModelSpec, Hardware -> Plan, or Unsupported with reasons and a command
-    attempt            the same, or None
+    attempt            the same with all backends that this version knows, or None
     require_runnable   whether the plan's backends are here
 """
 
@@ -86,18 +86,15 @@ def resolve(
         raise ConfigError(f"{error}\nwhat works: {suggestion}" if suggestion else str(error)) from None
 
 
-def attempt(
-    config: Config, model_spec: ModelSpec, hardware: Hardware, *, declared: bool = False
-) -> Plan | None:
-    """Return the plan, or None where there is none, with no search for what would work; see resolve().
+def attempt(config: Config, model_spec: ModelSpec, hardware: Hardware) -> Plan | None:
+    """Return the plan with backends that need not run here yet, or None; does not search for what would work.
 
     Args:
         config: What is requested.
         model_spec: The model.
         hardware: The machine.
-        declared: Let `auto` also choose backends that cannot run yet.
     """
-    return _plan_or_none(PlanRequest(config, model_spec, hardware, all_backends(), declared))
+    return _plan_or_none(PlanRequest(config, model_spec, hardware, all_backends(), declared=True))
 
 
 def _plan_or_none(request: PlanRequest) -> Plan | None:
