@@ -186,13 +186,11 @@ class CacheManager:
                 raise OutOfPages(
                     f"{num_frames} frames of the device are needed, there are {self.residency.num_frames}"
                 )
-        if self.residency:
-            # Before the lease exists: this raises if the prefix does not fit onto the device.
-            self.residency.retain(prefix)
         lease = Lease(namespace, is_sharing=sharing)
+        # Before the lease is in the books: this raises if the prefix does not fit onto the device.
+        self._adopt(lease, prefix)
         self.leases.add(lease)
         self._stats.lookup_tokens += len(tokens)
-        self._adopt(lease, prefix)
         return lease
 
     def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
@@ -206,10 +204,9 @@ class CacheManager:
         ):
             return 0
         pages = self._radix.match(lease.last_node, tokens, len(tokens) - 1, start)
-        if self.residency:
-            if self.residency.cost(pages) > self.residency.num_available:
-                return 0  # computing them again is better than waiting for frames
-            self.residency.retain(pages)
+        # To compute them again is better than to wait for frames.
+        if self.residency and self.residency.cost(pages) > self.residency.num_available:
+            return 0
         self._adopt(lease, pages)
         return len(pages) * self.page_size
 
@@ -358,7 +355,9 @@ class CacheManager:
         lease.num_offloadable = last
 
     def _adopt(self, lease: Lease, pages: list[int]) -> None:
-        """Append `pages` of the tree to those of `lease`."""
+        """Append `pages` of the tree to those of `lease`. Raises OutOfFrames, with nothing changed."""
+        if self.residency:
+            self.residency.retain(pages)
         self._radix.retain(pages)
         lease.pages += pages
         lease.num_shared_pages += len(pages)

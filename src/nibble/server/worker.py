@@ -66,8 +66,6 @@ Command = Submit | Abort | Stop
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Event: the engine serves."""
 
-    folder: str
-    """Where the tokenizer is."""
     max_context: int
     vocab_size: int
     about: dict[str, Any]
@@ -226,7 +224,6 @@ class Worker:
 def ready_message(llm: LLM) -> Ready:
     """Return what is served."""
     from nibble.attention.planner.explain import as_dict, staging_warnings
-    from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
     # The plan has these as numbers.
@@ -237,7 +234,7 @@ def ready_message(llm: LLM) -> Ready:
         "startup": dict(llm.startup),
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+    return Ready(scheduler.limit, llm.engine.vocab_size, plan)
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:
