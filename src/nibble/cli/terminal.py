@@ -35,7 +35,8 @@ def err() -> Console:
 
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    # Flushed, because `serve` prints its address while it runs, and a script waits for that.
+    print(json.dumps(value, indent=1, ensure_ascii=False), flush=True)
 
 
 def quiet_libraries(model: str) -> None:
