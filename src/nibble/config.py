@@ -121,15 +121,12 @@ class Config:
         self._check_watch()
 
     def _check_watch(self) -> None:
-        if not 0 <= self.watch_fidelity <= 1:
-            raise ConfigError(
-                f"watch_fidelity is a share of requests, from 0 to 1, not {self.watch_fidelity}"
-            )
-        if self.fidelity_alert is None:
-            return
-        if not 0 < self.fidelity_alert < math.inf:
-            raise ConfigError(f"fidelity_alert must be a number above 0, as 0.2, not {self.fidelity_alert}")
-        if not self.watch_fidelity:
+        share, alert = self.watch_fidelity, self.fidelity_alert
+        if not 0 <= share <= 1:
+            raise ConfigError(f"watch_fidelity is a share of requests, from 0 to 1, not {share}")
+        if alert is not None and not 0 < alert < math.inf:
+            raise ConfigError(f"fidelity_alert must be a number above 0, as 0.2, not {alert}")
+        if alert is not None and not share:
             raise ConfigError(
                 "fidelity_alert needs watch_fidelity, which says what share of requests is watched"
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from nibble.config import Config, OffloadSpec
 from nibble.errors import ConfigError
@@ -43,13 +44,10 @@ class LayerRule:
 
     def indices(self, layers: int) -> Iterator[int]:
         """Yield the rule's layer indices in [0, layers); raise ConfigError for one out of range."""
-        for first, last in self.spans:
-            for layer in range(first, last + 1):
-                if not -layers <= layer < layers:
-                    raise ConfigError(
-                        f"layer {layer} is out of range: the model has layers 0 to {layers - 1}"
-                    )
-                yield layer % layers
+        for layer in chain.from_iterable(range(first, last + 1) for first, last in self.spans):
+            if not -layers <= layer < layers:
+                raise ConfigError(f"layer {layer} is out of range: the model has layers 0 to {layers - 1}")
+            yield layer % layers
 
 
 def _parse_span(item: str, where: str) -> tuple[int, int]:

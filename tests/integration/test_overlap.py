@@ -72,7 +72,7 @@ class Ahead:
         self.scheduler.check_integrity()
         flight = (batch, self.device.run(batch)) if batch else None
         if batch:
-            assert batch.num_tokens <= self.scheduler.token_budget
+            assert sum(work.num_tokens for work in batch.scheduled) <= self.scheduler.token_budget
             self.scheduler.launch(batch)
         if self.flight:
             self.scheduler.commit(*self.flight)

@@ -485,7 +485,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 
 def test_tool_calls_and_reasoning() -> None:
     async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-        engine.ready = wire.Ready("", 1000, 256, {})
+        engine.ready = wire.Ready(1000, 256, {})
         said = {"role": "user", "content": f"<think>hm</think>So: {CALL}"}
         asked: dict[str, Any] = {"model": "m", "messages": [said], "tools": [TOOL]}
         (choice,) = (await client.post("/v1/chat/completions", json=asked)).json()["choices"]
@@ -529,7 +529,7 @@ def test_hostile_schemas_of_tools(name: str) -> None:
     """They are followed or refused, and never an error of the server's."""
 
     async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-        engine.ready = wire.Ready("", 1000, 256, {})
+        engine.ready = wire.Ready(1000, 256, {})
         for schema in HOSTILE:
             for choice in ("auto", "required"):
                 tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}

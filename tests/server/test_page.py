@@ -58,7 +58,7 @@ TIER_STATS = {
 
 
 def page_app(engine: FakeEngine, **settings: Any) -> FastAPI:
-    engine.ready = wire.Ready("", 64, 256, {**ABOUT, "hisparse": TIER})
+    engine.ready = wire.Ready(64, 256, {**ABOUT, "hisparse": TIER})
     engine.stats = STATS | TIER_STATS
     return make_app(engine, FakeTokens(), "m", Settings(**settings))
 

@@ -180,10 +180,6 @@ class CacheLayout:
         """Return the layout of what attention reads: without index keys."""
         return replace(self, layers=tuple(layer.without_index for layer in self.layers))
 
-    def packing_of(self, entry: StreamLayout) -> str:
-        """Return the name of a stream's packing."""
-        return INDEX_PACKING if entry.stream.name == INDEX else self.packing
-
     def stored_as(self, format: str | None, packing: str) -> CacheLayout:
         """Return the layout of the same streams in another packing, and in `format` unless that is None."""
         layers = tuple(

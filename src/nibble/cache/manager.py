@@ -125,8 +125,8 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
-        held, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        return replace(self._stats, free=free, held=held, cached=len(self._radix), idle=idle, tier=tier)
+        in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
+        return replace(self._stats, free=free, held=in_use, cached=len(self._radix), idle=idle, tier=tier)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
@@ -187,13 +187,11 @@ class CacheManager:
                 raise OutOfPages(
                     f"{num_frames} frames of the device are needed, there are {self.residency.num_frames}"
                 )
-        if self.residency:
-            # Before the lease exists: this raises if the prefix does not fit onto the device.
-            self.residency.retain(prefix)
         lease = Lease(namespace, is_sharing=sharing)
+        # Before the lease is in the books: this raises if the prefix does not fit onto the device.
+        self._adopt(lease, prefix)
         self.leases.add(lease)
         self._stats.lookup_tokens += len(tokens)
-        self._adopt(lease, prefix)
         return lease
 
     def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
@@ -207,10 +205,9 @@ class CacheManager:
         ):
             return 0
         pages = self._radix.match(lease.last_node, tokens, len(tokens) - 1, start)
-        if self.residency:
-            if self.residency.cost(pages) > self.residency.num_available:
-                return 0  # computing them again is better than waiting for frames
-            self.residency.retain(pages)
+        # To compute them again is better than to wait for frames.
+        if self.residency and self.residency.cost(pages) > self.residency.num_available:
+            return 0
         self._adopt(lease, pages)
         return len(pages) * self.page_size
 
@@ -359,7 +356,9 @@ class CacheManager:
         lease.num_offloadable = last
 
     def _adopt(self, lease: Lease, pages: list[int]) -> None:
-        """Append `pages` of the tree to those of `lease`."""
+        """Append `pages` of the tree to those of `lease`. Raises OutOfFrames, with nothing changed."""
+        if self.residency:
+            self.residency.retain(pages)
         self._radix.retain(pages)
         lease.pages += pages
         lease.num_shared_pages += len(pages)
@@ -368,21 +367,17 @@ class CacheManager:
         self._stats.hit_tokens += len(pages) * self.page_size
 
     def _check_lease(self, lease: Lease) -> None:
-        pages, num_shared = lease.pages, lease.num_shared_pages
+        pages, num_shared, num_stored = lease.pages, lease.num_shared_pages, lease.num_stored_tokens
         assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
-        assert num_shared <= lease.num_stored_tokens // self.page_size, (
-            f"{num_shared} pages in the tree, {lease.num_stored_tokens} tokens stored"
+        assert num_shared <= num_stored // self.page_size, (
+            f"{num_shared} pages in the tree, {num_stored} tokens stored"
         )
-        assert lease.num_stored_tokens <= len(pages) * self.page_size, (
-            f"{lease.num_stored_tokens} tokens in {len(pages)} pages"
-        )
-        assert self._radix.is_path(lease.namespace, pages[:num_shared]), (
-            f"{pages[:num_shared]} is no path of the tree"
-        )
+        assert num_stored <= len(pages) * self.page_size, f"{num_stored} tokens in {len(pages)} pages"
+        shared = pages[:num_shared]
+        assert self._radix.is_path(lease.namespace, shared), f"{shared} is no path of the tree"
         for page in pages[num_shared:]:
             assert page not in self._radix, f"page {page} is in the tree, but its lease takes it for private"
         # A page that can still be written must have one user, or another request would read half of it.
-        for page in pages[lease.num_stored_tokens // self.page_size :]:
-            assert self._allocator.ref_count(page) == 1, (
-                f"page {page} can be written by {self._allocator.ref_count(page)} users"
-            )
+        for page in pages[num_stored // self.page_size :]:
+            users = self._allocator.ref_count(page)
+            assert users == 1, f"page {page} can be written by {users} users"

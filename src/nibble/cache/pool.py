@@ -179,9 +179,10 @@ class PagedPool:
 
     def _stream(self, entry: StreamLayout, layer: LayerLayout, scales: KVScales) -> StreamView:
         scale = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
-        packing = packings.get(self.layout.packing_of(entry))
+        is_index = entry.stream.name == INDEX
+        packing = packings.get(packings.INDEX_PACKING if is_index else self.layout.packing)
         # Index keys are never offloaded, because every step scores all of them.
-        pages = self.pages if entry.stream.name == INDEX else self.frames
+        pages = self.pages if is_index else self.frames
         planes = packing.allocate(entry.codec.planes(entry.stream), pages, self.layout.page_size, self.device)
         value = torch.tensor(scale, dtype=torch.float32, device=self.device)
         # A scale per head, [H], becomes [H, 1] and so broadcasts over the values of a head.

@@ -194,15 +194,13 @@ class Residency:
         assert counts == self._users, "users of pages are off"
         resident = {page: frame for page, frame in enumerate(self._frame) if frame != NOT_RESIDENT}
         assert set(self._idle) == {page for page in resident if not counts[page]}, "idle pages are off"
-        assert all(frame != NOT_RESIDENT for frame, n in zip(self._frame, counts, strict=True) if n), (
-            "needed, not here"
-        )
+        in_use = [frame for frame, n in zip(self._frame, counts, strict=True) if n]
+        assert NOT_RESIDENT not in in_use, "needed, not here"
         buffers = [frame for frames in hot for frame in frames]
         assert len(buffers) == self._stats.hot, f"{len(buffers)} hot frames, in the books {self._stats.hot}"
         # Every frame is exactly one of these: free, a page's, or a hot buffer's.
-        assert sorted([*self._free, *resident.values(), *buffers]) == list(range(self.num_frames)), (
-            "frames are off"
-        )
+        frames = sorted([*self._free, *resident.values(), *buffers])
+        assert frames == list(range(self.num_frames)), "frames are off"
 
     def check_room(self, needed: int) -> None:
         """Raise OutOfFrames unless `needed` frames can be allocated."""

@@ -1,6 +1,6 @@
 """Global scales and K means of the cache: where they came from, their version, and their JSON files.
 
-A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/kv_scales.py
+A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/checkpoint.py
 reads scales from checkpoints; engine/build.py measures them.
 """
 
@@ -115,9 +115,7 @@ class KVScales:
     def version(self) -> str:
         """Return 16 hex digits that change with any scale; part of every prefix key."""
         # Sorted: the same scales in another order are the same version.
-        layers = [
-            (n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())
-        ]
+        layers = [(n, sorted(one.streams.items()), one.k_mean) for n, one in sorted(self.layers.items())]
         text = repr((layers, self.unit))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -230,10 +228,8 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
 
 def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
     try:
-        return {
-            int(layer): _parse_layer(entry, f"{path}, layer {layer}")
-            for layer, entry in data["layers"].items()
-        }
+        layers = data["layers"].items()
+        return {int(layer): _parse_layer(entry, f"{path}, layer {layer}") for layer, entry in layers}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ScaleError(
             f"{path}: not a well-formed {SCHEMA} file ({type(error).__name__}: {error})"

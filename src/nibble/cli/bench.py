@@ -204,7 +204,7 @@ def tune(
         raise device_error
     entries = evidence.load_tuned(hardware, table).entries
     after = task.plan({entry.match["subject"]: entry.order for entry in entries})
-    changes, failed = list(_changes(task.engine_plan.plan, after)), list(_failed(after))
+    changes, failed = list(_changed_routes(task.engine_plan.plan, after)), list(_failed_routes(after))
     if as_json:
         measured = {subject: [asdict(timing) for timing in timings] for subject, timings in times.items()}
         print_json({"path": str(path), "measured": measured, "changed": changes, "failed": failed})
@@ -246,7 +246,7 @@ def _times_table(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
     yield from Table(("", *(f"{workload:>9}" for workload in workloads), ""), tuple(rows)).as_text()
 
 
-def _failed(after: Plan) -> Iterator[str]:
+def _failed_routes(after: Plan) -> Iterator[str]:
     """Yield what `auto` chooses though it failed."""
     for group in after.groups:
         for route in group.routes:
@@ -255,7 +255,7 @@ def _failed(after: Plan) -> Iterator[str]:
                 yield f"{where}: {route} failed: {route.failed}; it stays, as it is by default"
 
 
-def _changes(before: Plan, after: Plan) -> Iterator[str]:
+def _changed_routes(before: Plan, after: Plan) -> Iterator[str]:
     """Yield what `auto` chooses otherwise than it did."""
     for old, new in zip(before.groups, after.groups, strict=True):
         for was, now in zip(old.routes, new.routes, strict=False):

@@ -173,7 +173,7 @@ def takes(
 
 
 def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
-    """The parameter that typer turns into an option."""
+    """Return the parameter that typer turns into an option."""
     usual = None if entry.default in (MISSING, ()) else entry.default
     # With `unset` None says that an option was left out, and the help still shows the usual value.
     default, kind = None if unset else usual, _display_type(hint)
@@ -185,7 +185,7 @@ def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Pa
 
 
 def _display_type(hint: Any) -> Any:
-    """The type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
+    """Return the type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
     # `X | None`: None says only that the option may be left out.
     hint = get_args(hint)[0] if type(None) in get_args(hint) else hint
     if get_origin(hint) is tuple:
@@ -213,7 +213,7 @@ def _parse(options: Options, hints: Mapping[str, Any]) -> Options:
 
 
 def _pair(text: str, name: str, key: type, value: type) -> tuple[Any, Any]:
-    """`KEY=VALUE`, in the mapping's types."""
+    """Parse `KEY=VALUE` in the mapping's types."""
     left, _, right = text.partition("=")
     try:
         return key(left), value(right)

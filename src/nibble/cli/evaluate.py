@@ -85,14 +85,14 @@ def evaluate(
     if as_json:
         print_json(report.as_dict())
     else:
-        _show(report)
+        _print_report(report)
     if markdown:
         markdown.write_text(report.as_markdown() + "\n", encoding="utf-8")
     if plot:
         write_plot(report, plot)
 
 
-def _show(report: Report) -> None:
+def _print_report(report: Report) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

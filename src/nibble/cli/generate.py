@@ -84,10 +84,10 @@ def generate(
         nibble generate "import re" --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
         cat prompt.txt | nibble generate - --model ./my-model
     """
-    texts = _prompts(prompts or [], prompt_file or [])
+    texts = _read_prompts(prompts or [], prompt_file or [])
     sampling_params = sampling(**params)
     base = Config(model=model, **config)
-    entries = _entries(base, compare, also or ())
+    entries = _cache_entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     terminal.quiet_libraries(model)
     from nibble.engine.build import preflight
@@ -95,19 +95,19 @@ def generate(
     # A refusal of the last cache must not come after the answers of the first.
     preflight(caches, texts, sampling_params)
     if len(caches) == 1 and len(texts) == sampling_params.n == 1 and not as_json:
-        _stream(_llm(caches[0]), texts[0], sampling_params)
+        _print_stream(_load(caches[0]), texts[0], sampling_params)
         return
     # One engine after the other: the weights are not in memory twice.
-    runs = [_batch(cache, texts, sampling_params) for cache in caches]
+    runs = [_generate_batch(cache, texts, sampling_params) for cache in caches]
     if as_json:
         print_json({"model": model, "runs": [run.facts for run in runs]})
     elif len(runs) > 1:
-        _side_by_side(runs)
+        _print_side_by_side(runs)
     else:
-        _listed(runs[0])
+        _print_list(runs[0])
 
 
-def _entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
+def _cache_entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
     """Return the caches to answer from, each once: BF16 first where it is compared with."""
     entries = [*([Entry(YARDSTICK)] if compare else []), Entry.of(base), *map(Entry.parse, also)]
     if compare and set(entries) == {Entry(YARDSTICK)}:
@@ -115,7 +115,7 @@ def _entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
     return list(dict.fromkeys(entries))
 
 
-def _prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
+def _read_prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
     """Return the prompts in order, those of files last; raise RequestError where there is none."""
     if arguments.count(STDIN) > 1:
         raise RequestError("standard input, `-`, can be one prompt only")
@@ -129,7 +129,7 @@ def _prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
     return prompts
 
 
-def _llm(config: Config) -> LLM:
+def _load(config: Config) -> LLM:
     from nibble.engine.llm import LLM
 
     with err().status(f"loading {config.model} with a {Entry.of(config).name} cache"):
@@ -138,7 +138,7 @@ def _llm(config: Config) -> LLM:
     return llm
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def _print_stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     """Print prompt and answer as they come; then what it cost."""
     started, tokens = time.perf_counter(), 0
     pieces = llm.stream(prompt, params)  # what cannot be served raises here, before anything is written
@@ -147,10 +147,10 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
         tokens += len(piece.token_ids)
         print(piece.text, end="", flush=True)
     print()
-    err().print(_cost(llm, tokens, time.perf_counter() - started), style="dim")
+    err().print(_format_cost(llm, tokens, time.perf_counter() - started), style="dim")
 
 
-def _cost(llm: LLM, tokens: int, seconds: float) -> str:
+def _format_cost(llm: LLM, tokens: int, seconds: float) -> str:
     """Return what answers cost, and what the host tier and the fidelity watch say, where there are any."""
     rate = tokens / seconds if seconds else 0.0
     size = terminal.summary_of_bytes(Entry.of(llm.config).name, llm.plan.layout)
@@ -158,8 +158,8 @@ def _cost(llm: LLM, tokens: int, seconds: float) -> str:
     return "\n".join((f"{size}; {tokens} tokens, {rate:.1f} tokens/s", *notes))
 
 
-def _batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
-    llm = _llm(config)
+def _generate_batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
+    llm = _load(config)
     started = time.perf_counter()
     outputs = llm.generate(texts, params)
     seconds = time.perf_counter() - started
@@ -179,10 +179,10 @@ def _batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
         "startup": {part: round(duration, 3) for part, duration in llm.startup.items()},
         "answers": [asdict(output) for output in outputs],
     }
-    return Run(scheme, layout.bytes_per_token, outputs, _cost(llm, tokens, seconds), facts)
+    return Run(scheme, layout.bytes_per_token, outputs, _format_cost(llm, tokens, seconds), facts)
 
 
-def _listed(run: Run) -> None:
+def _print_list(run: Run) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -193,8 +193,8 @@ def _listed(run: Run) -> None:
     err().print(run.summary, style="dim")
 
 
-def _side_by_side(runs: Sequence[Run]) -> None:
-    """One column a cache, one row an answer."""
+def _print_side_by_side(runs: Sequence[Run]) -> None:
+    """Print a table with a column a cache and a row an answer."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -242,7 +242,7 @@ def chat(
     sampling_params = sampling(**params)
     served = Config(model=model, **config)
     terminal.quiet_libraries(model)
-    llm = _llm(served)
+    llm = _load(served)
     # A model without a template is refused before the first message.
     llm.tokenizer.chat([{"role": "user", "content": "hello"}])
     if not as_json:
@@ -253,13 +253,14 @@ def chat(
 
 def _converse(llm: LLM, params: SamplingParams, as_json: bool) -> None:
     messages: Messages = []
-    for line in _lines(as_json):
+    turn = _print_json_turn if as_json else _print_turn
+    for line in _read_messages(as_json):
         if line == RESET:
             messages.clear()
             continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _json_turn(llm, messages, params) if as_json else _turn(llm, messages, params)
+            answer = turn(llm, messages, params)
         except CapacityError as error:
             err().print(f"{error}\n{RESET} begins a new conversation", style="red", markup=False)
             # The question did not fit, and must not stand in the way of a shorter one.
@@ -268,7 +269,7 @@ def _converse(llm: LLM, params: SamplingParams, as_json: bool) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-def _lines(as_json: bool) -> Iterator[str]:
+def _read_messages(as_json: bool) -> Iterator[str]:
     """Yield messages until /quit or the end of input; empty lines are no messages."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 (importing it gives input() a history and editing)
@@ -284,7 +285,7 @@ def _lines(as_json: bool) -> Iterator[str]:
             yield line
 
 
-def _turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
+def _print_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
     """Print one answer as it comes; Ctrl-C ends it and keeps what there is."""
     pieces, text = llm.stream(llm.tokenizer.chat(messages), params), ""
     try:
@@ -299,7 +300,7 @@ def _turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
     return text
 
 
-def _json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
+def _print_json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
     output = llm.chat(messages, params)
     answer = output.completions[0]
     if answer.error:

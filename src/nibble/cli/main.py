@@ -57,7 +57,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The options of `nibble` itself."""
+    """Take the options of `nibble` itself."""
 
 
 for _entry in COMMANDS:

@@ -37,7 +37,7 @@ def formats(as_json: JsonOption = False) -> None:
     facts = {
         "head_dim": HEAD_DIM,
         "schemes": [
-            {"of": of, "name": name, **_facts(name, streams)}
+            {"of": of, "name": name, **_scheme_facts(name, streams)}
             for of, streams in (("kv", HEADS), ("latent", LATENTS[:1]))
             for name in schemes.fitting(*streams)
         ],
@@ -46,10 +46,10 @@ def formats(as_json: JsonOption = False) -> None:
     if as_json:
         print_json(facts)
     else:
-        _show(facts)
+        _print_formats(facts)
 
 
-def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
+def _scheme_facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
     codecs = {stream.name: schemes.parse(name).format_of(stream) for stream in streams}
     size = schemes.bytes_per_token(name, streams)
     distinct = {codec.name: codec for codec in codecs.values()}
@@ -68,7 +68,7 @@ def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
     }
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _print_formats(facts: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -138,7 +138,7 @@ def plan(
             raise
         print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
-    request = _request(engine_plan, gpu, declared) if explain else None
+    request = _plan_request(engine_plan, gpu, declared) if explain else None
     cells = explanation.cells(request, engine_plan.plan) if request else ()
     if as_json:
         facts = explanation.as_dict(engine_plan.plan, engine_plan.budget)
@@ -151,7 +151,7 @@ def plan(
         print("\n".join(explanation.as_lines(cells, request)))
 
 
-def _request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
+def _plan_request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
     """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
     table = backends.all_backends() if gpu else backends.available_backends()
     facts = engine_plan.config, engine_plan.model_spec, engine_plan.hardware

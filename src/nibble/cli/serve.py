@@ -111,12 +111,12 @@ def serve(
     from nibble.server.run import serve as run
 
     try:
-        run(served, server_settings, locate(model), _say_json if as_json else None)
+        run(served, server_settings, locate(model), _print_address if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         # The engine's process sends the name of its error, so the exit code is that of the cause.
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 
-def _say_json(name: str, url: str) -> None:
+def _print_address(name: str, url: str) -> None:
     print_json({"model": name, "url": url})

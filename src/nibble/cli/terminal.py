@@ -34,7 +34,7 @@ def err() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 

@@ -44,8 +44,7 @@ from nibble.errors import ScaleError
 from nibble.formats import transforms as transform
 from nibble.kernels import cdiv
 from nibble.model_spec import LATENT
-from nibble.models import kv_scales as checkpoint_scales
-from nibble.models.checkpoint import download, load
+from nibble.models.checkpoint import download, load, read_scales
 from nibble.models.forward import compiled
 from nibble.models.hub import locate
 from nibble.models.refusals import load_config
@@ -254,7 +253,7 @@ def resolve_scales(cache_plan: CachePlan, source: str) -> KVScales:
         return kv_scales.load(Path(source), cache_plan.model_spec.layers)
     if not any(map(kv_scales.needs_scales, cache_plan.plan.stores)):
         return kv_scales.NONE
-    return checkpoint_scales.read(download(cache_plan.config.model))
+    return read_scales(download(cache_plan.config.model))
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -25,13 +25,6 @@ from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
 
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
-
-
-@dataclass(slots=True)
-class RequestHandle:
-    """What submit() returns: the requests of one prompt, one for each of its n answers."""
-
-    requests: tuple[Request, ...]
 
 
 def check_request(
@@ -123,8 +116,8 @@ class Engine:
         priority: int = 0,
         final_only: bool = False,
         matcher: Matcher | None = None,
-    ) -> RequestHandle:
-        """Queue a prompt.
+    ) -> tuple[Request, ...]:
+        """Queue a prompt and return its requests, one for each of its n answers.
 
         Args:
             prompt: token ids.
@@ -171,7 +164,7 @@ class Engine:
                     # A stop string ends the answer, so its text must be looked at token by token.
                     final_only=final_only and not params.stop,
                 )
-        return RequestHandle(tuple(requests))
+        return tuple(requests)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """Return the matcher of the grammar that an answer must follow, if any. May be called from any thread.
@@ -202,10 +195,10 @@ class Engine:
             self.scheduler.manager.clear()
             yield
 
-    def abort(self, handle: RequestHandle) -> None:
-        """End the requests of `handle`, whatever their state; their pages are free at once."""
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End `requests`, whatever their state; their pages are free at once."""
         with self._lock:
-            for request in handle.requests:
+            for request in requests:
                 self._abort(request)
 
     @property

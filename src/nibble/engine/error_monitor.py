@@ -242,6 +242,8 @@ class _Sample:
     num_probes_left: int = NUM_PROBES
     failure: str = ""
     """Why it cannot be finished: one of REASONS."""
+    done: torch.cuda.Event | None = None
+    """Passes once the sums of a sample that is over are on the host."""
 
     @property
     def is_over(self) -> bool:
@@ -290,15 +292,6 @@ class Probe:
             sample.failure = "failed"
 
 
-@dataclass(slots=True)
-class _PendingSums:
-    """Sums on their way to the host."""
-
-    layers: tuple[int, ...]
-    sums: Tensor
-    done: torch.cuda.Event | None
-
-
 @dataclass
 class ErrorMonitor:
     """The error monitor of one engine: which requests are sampled, what was measured, and when to warn."""
@@ -320,7 +313,7 @@ class ErrorMonitor:
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0), init=False)
     """Requests that were drawn and not compared, by reason."""
     _sample: _Sample | None = field(default=None, init=False)
-    _pending: list[_PendingSums] = field(default_factory=list, init=False)
+    _pending: list[_Sample] = field(default_factory=list, init=False)
     _sums: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
     _num_turns: int = field(default=0, init=False)
 
@@ -404,18 +397,18 @@ class ErrorMonitor:
             if sample.failure or sample.num_probes_left == NUM_PROBES:
                 self.skipped[sample.failure or "ended"] += 1
             else:
-                # A device runs on: what is read here is complete once the event has passed.
-                sums = sample.sums.to("cpu", non_blocking=True)
+                # The device goes on meanwhile: the copy on the host is complete once the event has passed.
                 done = torch.cuda.Event() if sample.sums.is_cuda else None
+                sample.sums, sample.done = sample.sums.to("cpu", non_blocking=True), done
                 if done:
                     done.record()
-                self._pending.append(_PendingSums(sample.layers, sums, done))
+                self._pending.append(sample)
         # Copies complete in the order in which they began.
         while self._pending and (self._pending[0].done is None or self._pending[0].done.query()):
             pending = self._pending.pop(0)
-            sums_by_layer = dict(zip(pending.layers, pending.sums.tolist(), strict=True))
-            if all(expected for _, _, expected in sums_by_layer.values()):
-                self._read(sums_by_layer)
+            sums = dict(zip(pending.layers, pending.sums.tolist(), strict=True))
+            if all(expected for _, _, expected in sums.values()):
+                self._read(sums)
             else:  # the step that was to be compared has failed
                 self.skipped["failed"] += 1
 

@@ -60,9 +60,8 @@ def plan_engine(
     table = backends.available_backends() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     spec = CacheSpec.from_config(config)
-    model_spec = observe_model(
-        config.model, spec.compute_dtype(hardware), config.max_context, config.index_topk
-    )
+    dtype = spec.compute_dtype(hardware)
+    model_spec = observe_model(config.model, dtype, config.max_context, config.index_topk)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS

@@ -169,11 +169,6 @@ class Batch:
         # The sort is stable, so priority stays the order within a phase.
         return cls(tuple(sorted(scheduled, key=lambda item: PHASE_ORDER.index(item.phase))))
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens that the step computes."""
-        return sum(item.num_tokens for item in self.scheduled)
-
 
 @dataclass(frozen=True, slots=True)
 class Logprob:

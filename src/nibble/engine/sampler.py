@@ -263,14 +263,11 @@ def _draw(logits_RV: Tensor, rows: _RandomRows, num_output_tokens: Sequence[int]
     # A bounded number of logits at a time, because sorting takes memory.
     step = max(1, LOGITS_PER_DRAW // logits_RV.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(logits_RV), step)]
-    tokens = [
-        _draw_part(logits_RV[part].float() / rows.temperature_R1[part], rows, part, target_R1)
-        for part in parts
-    ]
-    return torch.cat(tokens)
+    return torch.cat([_draw_part(logits_RV[part], rows, part, target_R1) for part in parts])
 
 
 def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor) -> Tensor:
+    logits_RV = logits_RV.float() / rows.temperature_R1[part]
     if not rows.has_filters:
         return _invert_cdf(logits_RV.softmax(-1), target_R1[part])[:, 0]
     sorted_RV, tokens_RV = logits_RV.sort(dim=-1, descending=True, stable=True)

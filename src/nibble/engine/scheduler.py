@@ -203,9 +203,8 @@ class Scheduler:
                 assert request.state is state, (
                     f"request {request.id!r} is {request.state}, in the queue {state}"
                 )
-                assert (request.lease in self.manager.leases) is (state is State.RUNNING), (
-                    f"lease of request {request.id!r}"
-                )
+                is_open = request.lease in self.manager.leases
+                assert is_open is (state is State.RUNNING), f"lease of request {request.id!r}"
         self.manager.check_integrity()
 
     # Admission
@@ -272,9 +271,7 @@ class Scheduler:
             self._count_hit(request, self.manager.advance(request.lease, request.token_ids))
         # The first request of all gets a token at least, even where a slice is nothing.
         reserved = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
-        demand = {
-            request: min(request.num_tokens - request.num_computed_tokens, self.chunk) for request in prompts
-        }
+        demand = {one: min(one.num_tokens - one.num_computed_tokens, self.chunk) for one in prompts}
         # Decodes come first, up to the share that is reserved for prompts and that they can use.
         split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
         room = self.token_budget - len(split)

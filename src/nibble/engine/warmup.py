@@ -249,7 +249,8 @@ class _GroupTest:
         backends: Mapping[str, AttentionBackend],
         pages: Mapping[tuple[int, ...], Sequence[int]],
     ) -> None:
-        self.plan, self.group, self.pool, self.backends = plan, group, pool, backends
+        self.plan, self.group, self.pool, self.backends = plan, group.group, pool, backends
+        self.routes = {route.phase: route for route in group.routes}
         self.layer = group.layers[0]
         self.owner = plan.owner[self.layer]
         self.view = pool.view(self.owner)
@@ -260,20 +261,19 @@ class _GroupTest:
         rows = [[*row, *[0] * (width - len(row))] for row in pages.values()]
         self.page_table_BN = torch.tensor(rows, dtype=torch.int32, device=self.device)
         self.random = torch.Generator(self.device).manual_seed(0)
-        heads, window = group.group.q_heads, group.group.window
+        heads, window = self.group.q_heads, self.group.window
         self.params = AttentionParams(
-            group.group.head_dim**-0.5,
+            self.group.head_dim**-0.5,
             None if window is None else min(window, MAX_WINDOW),
-            SOFTCAP if group.group.softcap else None,
-            self._noise(heads) if group.group.sinks else None,
+            SOFTCAP if self.group.softcap else None,
+            self._noise(heads) if self.group.sinks else None,
         )
 
     def run(self) -> None:
         """Run one step in each phase that has a route."""
-        routes = {route.phase: route for route in self.group.routes}
         for phase, query_lens in zip(PHASES, zip(*self.lens, strict=True), strict=False):
-            if phase in routes:
-                self._step(routes[phase], query_lens)
+            if phase in self.routes:
+                self._step(self.routes[phase], query_lens)
 
     def _step(self, route: Route, query_lens: tuple[int, ...]) -> None:
         slot_mapping_T = self._slots(query_lens)
@@ -284,12 +284,12 @@ class _GroupTest:
             for name, entry in self.view.streams.items()
             if name != INDEX
         }
-        q_THD = self._noise(len(slot_mapping_T), self.group.group.q_heads, self.group.group.head_dim)
+        q_THD = self._noise(len(slot_mapping_T), self.group.q_heads, self.group.head_dim)
         if self.owner != self.layer:  # this group reads what another stores
             self.pool.write(self.owner, streams, slot_mapping_T)
         ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slot_mapping_T, (batch,)))
         params = self.params
-        if self.group.group.top_k:
+        if self.group.top_k:
             # Positions only: attention() looks up the slots, as in an engine's step.
             params = replace(params, topk_indices_TK=self._topk_indices(query_lens, seq_lens))
         actual_THD = attention(ctx, self.layer, q_THD, streams, params)
@@ -308,14 +308,11 @@ class _GroupTest:
 
     def _slots(self, query_lens: Sequence[int]) -> Tensor:
         """Return the slots of the new tokens."""
-        size = self.plan.page_size
-        return torch.cat(
-            [
-                self.page_table_BN[row, positions // size].long() * size + positions % size
-                for row, (start, new) in enumerate(zip(self.num_stored, query_lens, strict=True))
-                for positions in [torch.arange(start, start + new, device=self.device)]
-            ]
-        )
+        size, slots = self.plan.page_size, []
+        for pages_N, start, new in zip(self.page_table_BN, self.num_stored, query_lens, strict=True):
+            positions_T = torch.arange(start, start + new, device=self.device)
+            slots.append(pages_N[positions_T // size].long() * size + positions_T % size)
+        return torch.cat(slots)
 
     def _topk_indices(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
         """Return some tokens that each query sees, ascending, as kernels/indexer/__init__.py gives them."""
@@ -348,7 +345,7 @@ class _GroupTest:
         stored = ":".join(dict.fromkeys(entry.format.name for entry in self.view.streams.values()))
         raise BackendError(
             f"the start-up test failed: backend {route} {what} wrongly in {route.phase} of {stored}"
-            f"@{self.plan.layout.packing}, page {self.plan.page_size} (layer group {self.group.group.name}): off by "
+            f"@{self.plan.layout.packing}, page {self.plan.page_size} (layer group {self.group.name}): off by "
             f"{error:.3g} of the reference's norm, where {limit:g} is allowed; choose another backend with "
             "--attention-backend, and please report this"
         )

@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return self.requests * self.stored
 
 
@@ -108,7 +108,7 @@ def default_workloads(on_cpu: bool) -> tuple[Workload, ...]:
 
 
 def fit_workloads(workloads: Iterable[Workload], context: int, tokens: int) -> tuple[Workload, ...]:
-    """Workloads cut down to requests of at most `context` tokens, and to `tokens` tokens in all; each once."""
+    """Return workloads cut down to requests of at most `context` tokens, and to `tokens` tokens in all; each once."""
     unique: dict[tuple[Phase, str], Workload] = {}
     for workload in workloads:
         cut = _cut(workload, min(context, tokens))
@@ -118,7 +118,7 @@ def fit_workloads(workloads: Iterable[Workload], context: int, tokens: int) -> t
 
 
 def _cut(workload: Workload, most: int) -> Workload:
-    """A workload whose requests have at most `most` tokens, new ones in proportion."""
+    """Return a workload whose requests have at most `most` tokens, new ones in proportion."""
     if workload.stored <= most:
         return workload
     in_proportion = max(workload.new * most // workload.stored, 1)
@@ -230,7 +230,7 @@ def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator)
 
 
 def _samples(workload: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
-    """The first and the last rows of the first and the last request."""
+    """Return the first and the last rows of the first and the last request, with a batch of their own."""
     rows = min(ROWS, workload.new)
     samples = []
     # Wrong offsets and bounds show at the first and at the last request.

@@ -80,7 +80,7 @@ class Parts:
 def split_text(
     text: str, tokens: int, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
 ) -> Parts:
-    """The first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
+    """Return the first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
     ids = encode(text)
     if len(ids) < 2:
         raise ConfigError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")
@@ -103,11 +103,11 @@ class Window:
 
     @property
     def targets_S(self) -> Tensor:
-        """The tokens that are scored."""
+        """Return the tokens that are scored."""
         return torch.tensor(self.ids[-self.scored :])
 
     def predictions(self, logits_TV: Tensor) -> Tensor:
-        """The rows [S, V] of the window's logits that foretell the scored tokens."""
+        """Return the rows [S, V] of the window's logits that foretell the scored tokens."""
         # Row t foretells token t + 1, so rows lie one before their targets.
         return logits_TV[-self.scored - 1 : -1]
 
@@ -134,7 +134,7 @@ def windows(ids: Sequence[int], size: int, stride: int | None = None) -> tuple[W
 
 
 def losses(logits_TV: Tensor, window: Window) -> Tensor:
-    """Negative log-likelihood [S] of the scored tokens, in nats."""
+    """Return the negative log-likelihood [S] of the scored tokens, in nats."""
     rows_SV = window.predictions(logits_TV).float()
     return F.cross_entropy(rows_SV, window.targets_S.to(rows_SV.device), reduction="none")
 
@@ -154,11 +154,11 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        """exp of the mean loss."""
+        """Return exp of the mean loss."""
         return math.exp(self.nats / self.count)
 
     def bits_per_byte(self, bytes_per_text_token: float) -> float:
-        """The mean loss in bits per byte of text, which does not depend on the tokenizer."""
+        """Return the mean loss in bits per byte of text, which does not depend on the tokenizer."""
         return self.nats / self.count / math.log(2) / bytes_per_text_token
 
 
@@ -176,31 +176,31 @@ class Prediction:
 
     @classmethod
     def of(cls, rows_SV: Tensor) -> Prediction:
-        """What to remember of logits."""
+        """Return what to remember of logits."""
         log_SV = rows_SV.float().log_softmax(-1)
         log_SK, tokens_SK = log_SV.topk(min(KEEP, log_SV.shape[-1]))
         # A vocabulary of at most KEEP tokens is remembered in full, and has no rest.
-        rest = _rest(log_SK) if log_SV.shape[-1] > KEEP else None
+        rest = _rest_log_probability(log_SK) if log_SV.shape[-1] > KEEP else None
         # int32, because the predictions of all windows are kept until the last scheme is measured.
         return cls(tokens_SK.int(), log_SK.clone(), rest)
 
     def kl(self, rows_SV: Tensor) -> Tensor:
-        """KL(yardstick || rows) [S] at each position."""
+        """Return KL(yardstick || rows) [S] at each position."""
         # Normalised over the full vocabulary before the yardstick's tokens are taken.
         log_SK = rows_SV.float().log_softmax(-1).gather(-1, self.tokens.long())
         kl_S = (self.log.exp() * (self.log - log_SK)).sum(-1)
         if self.rest is not None:
-            kl_S += self.rest.exp() * (self.rest - _rest(log_SK))
+            kl_S += self.rest.exp() * (self.rest - _rest_log_probability(log_SK))
         # Rounding leaves tiny negative values where the two are the same.
         return kl_S.clamp_min(0.0)
 
     def same(self, rows_SV: Tensor) -> Tensor:
-        """Whether [S] the likeliest token is the same."""
+        """Return whether [S] the likeliest token is the same."""
         return rows_SV.argmax(-1) == self.tokens[:, 0]
 
 
-def _rest(log_SK: Tensor) -> Tensor:
-    """Log-probability of everything but the remembered tokens."""
+def _rest_log_probability(log_SK: Tensor) -> Tensor:
+    """Return the log-probability of everything but the remembered tokens."""
     return (1.0 - log_SK.exp().sum(-1)).clamp_min(_TINY).log()
 
 
@@ -223,37 +223,37 @@ class Agreement:
 
     @property
     def top1(self) -> float:
-        """Share of positions with the same likeliest token."""
+        """Return the share of positions with the same likeliest token."""
         return self.hits / self.count
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence in nats."""
+        """Return the mean KL divergence in nats."""
         return self.nats / self.count
 
     @property
     def kl_p99(self) -> float:
-        """The KL divergence that one position in a hundred exceeds: damage is rarely spread evenly."""
+        """Return the KL divergence that one position in a hundred exceeds: damage is rarely spread evenly."""
         return float(torch.cat(self.worst).quantile(0.99))
 
 
-Side = tuple[Plan, KVScales]
-"""A scheme on trial: its plan and scales."""
+Scheme = tuple[Plan, KVScales]
+"""The plan and the scales of a scheme."""
 
 
 class Shadow(hook.Observer):
     """Attends as the yardstick does, and notes what each scheme would have answered."""
 
     def __init__(
-        self, yardstick: Side, schemes: Mapping[str, Side], tokens: int, device: torch.device
+        self, yardstick: Scheme, schemes: Mapping[str, Scheme], tokens: int, device: torch.device
     ) -> None:
         super().__init__()
-        self._baseline = _context(*yardstick, tokens, device)
-        self._schemes = {name: _context(*side, tokens, device) for name, side in schemes.items()}
+        self._baseline = _prompt_context(*yardstick, tokens, device)
+        self._schemes = {name: _prompt_context(*scheme, tokens, device) for name, scheme in schemes.items()}
         self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
 
     def observe(self, call: hook.Call) -> Tensor:
-        """A call's query [1, H, T, D] and streams [1, G, T, D] -> the yardstick's output [1, T, H, Dv]."""
+        """Return the yardstick's output [1, T, H, Dv] for a query [1, H, T, D] and streams [1, G, T, D]."""
         expected = hook.attend(self._baseline, call)
         for name, context in self._schemes.items():
             output = hook.attend(context, call)
@@ -267,8 +267,8 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
-def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
-    """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
+def _prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
+    """Return a step that computes one whole prompt, on pages in order, so that slot t holds token t."""
     pages = cdiv(tokens, plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
@@ -278,7 +278,7 @@ def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) ->
 
 @torch.inference_mode()
 def attention_errors(
-    model: nn.Module, ids: Sequence[int], yardstick: Side, schemes: Mapping[str, Side]
+    model: nn.Module, ids: Sequence[int], yardstick: Scheme, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[float, ...]]:
     """Return the relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme.
 

@@ -28,22 +28,22 @@ from nibble.engine.request import Delta
 
 
 def grade(llm: LLM, cases: Sequence[RecallCase]) -> Iterator[bool]:
-    """Of each question whether its greedy answer is exact."""
+    """Yield of each question whether its greedy answer is exact."""
     # All are submitted before the first one is read, so that the engine batches them.
-    answers = [llm.stream(case.prompt, max_tokens=_tokens(llm, case)) for case in cases]
+    answers = [llm.stream(case.prompt, max_tokens=_answer_tokens(llm, case)) for case in cases]
     for pieces, case in zip(answers, cases, strict=True):
-        yield _exact(pieces, case.answer)
+        yield _is_exact(pieces, case.answer)
 
 
-def _tokens(llm: LLM, case: RecallCase) -> int:
-    """Tokens that the answer takes, however it joins on to the prompt."""
+def _answer_tokens(llm: LLM, case: RecallCase) -> int:
+    """Return the tokens that the answer takes, however it joins on to the prompt."""
     count = len(llm.tokenizer.encode(case.prompt + case.answer)) - len(llm.tokenizer.encode(case.prompt))
     # A tokenizer may join the answer's first characters to the last token of the prompt.
     return max(count, len(llm.tokenizer.encode(case.answer)), 1)
 
 
-def _exact(pieces: Iterator[Delta], answer: str) -> bool:
-    """Whether the pieces begin with `answer`; a wrong answer is given up at its first wrong character."""
+def _is_exact(pieces: Iterator[Delta], answer: str) -> bool:
+    """Return whether the pieces begin with `answer`; a wrong answer is given up at its first wrong character."""
     text = ""
     # Closing aborts the request, so a wrong answer gives up its pages at once.
     with closing(pieces):  # type: ignore[type-var]
@@ -66,17 +66,14 @@ Filler = Callable[[random.Random], str]
 
 @dataclass(frozen=True)
 class RecallCase:
-    """One question. Greedy decoding of `prompt` must continue with exactly `answer`.
-
-    Attributes:
-        prompt: the whole context, which ends right before the answer.
-        answer: the expected continuation; it begins and ends on a token boundary of common tokenizers.
-        kind: the name of the surface form (one of `KINDS`).
-    """
+    """One question. Greedy decoding of `prompt` must continue with exactly `answer`."""
 
     prompt: str
+    """The whole context, which ends right before the answer."""
     answer: str
+    """The expected continuation; it begins and ends on a token boundary of common tokenizers."""
     kind: str
+    """The name of the surface form (one of `KINDS`)."""
 
 
 @dataclass(frozen=True)
@@ -89,29 +86,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Form:
-    """The surface of a task. Templates take `{key}` and `{value}`.
-
-    Attributes:
-        head: text before the first entry.
-        entry: one key and its value.
-        tail: text between the last entry and the first question.
-        again: text before the second and every later question.
-        question: the question, up to the answer.
-        answer: the answer.
-        close: what follows the answer.
-        block: whether values are blocks of several lines rather than single words.
-        filler: whether blocks of unrelated code stand between the entries.
-    """
+    """The surface of a task. Templates take `{key}` and `{value}`."""
 
     head: str
+    """Text before the first entry."""
     entry: str
+    """One key and its value."""
     tail: str
+    """Text between the last entry and the first question."""
     question: str
+    """The question, up to the answer."""
     answer: str = "{value}"
+    """The answer."""
     close: str = "'\n"
+    """What follows the answer."""
     again: str = ""
+    """Text before the second and every later question."""
     block: bool = False
+    """Whether values are blocks of several lines rather than single words."""
     filler: bool = False
+    """Whether blocks of unrelated code stand between the entries."""
 
 
 FORMS: dict[str, Form] = {
@@ -226,10 +220,10 @@ def document(
     order = rng.sample(range(len(pairs)), len(pairs))
 
     def render(number: int, padding: str = "") -> tuple[list[Span], int]:
-        """Spans of a document with `number` entries, and its tokens up to the end of the last answer."""
+        """Return spans of a document with `number` entries, and its tokens up to the end of the last answer."""
         spans = [Span(padding + form.head + "".join(entries[:number]) + form.tail, False)]
         for i in [i for i in order if i < number][:questions]:
-            spans += _question(form, *pairs[i], again=len(spans) > 1)
+            spans += _question_spans(form, *pairs[i], again=len(spans) > 1)
         return spans, count("".join(span.text for span in spans[:-1]))
 
     number = min(len(pairs), max(1, int(length_tokens / per_entry)))
@@ -248,12 +242,12 @@ def document(
             break
         spans, total = render(number)
     if form.block or form.filler:  # large entries leave room
-        spans, _ = render(number, _padding(rng, length_tokens - total, count))
+        spans, _ = render(number, _draw_padding(rng, length_tokens - total, count))
     return spans
 
 
-def _padding(rng: random.Random, room: int, count: Count) -> str:
-    """Draws comment lines of at most `room` tokens."""
+def _draw_padding(rng: random.Random, room: int, count: Count) -> str:
+    """Draw comment lines of at most `room` tokens."""
     lines = ""
     while True:
         line = f"# see {rng.choice(KEY_WORDS)} and {rng.choice(KEY_WORDS)}\n"
@@ -263,13 +257,13 @@ def _padding(rng: random.Random, room: int, count: Count) -> str:
         lines += line
 
 
-def _question(form: Form, key: str, value: str, again: bool) -> list[Span]:
+def _question_spans(form: Form, key: str, value: str, again: bool) -> list[Span]:
     text = (form.again if again else "") + form.question.format(key=key)
     return [Span(text, False), Span(form.answer.format(value=value), True), Span(form.close, True)]
 
 
 def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
-    """Chooses a style of keys; the result draws that many distinct keys, shuffled, in families."""
+    """Choose a style of keys; the result draws that many distinct keys, shuffled, in families."""
     style = rng.choice(("hex", "digits", "words"))
     alphabet = {"hex": HEX, "digits": DIGITS, "words": KEY_WORDS}[style]
     prefix = rng.choice(PREFIXES)
@@ -337,7 +331,7 @@ STATEMENTS = (
 
 
 def code_filler(rng: random.Random) -> str:
-    """Draws a small Python function that has nothing to do with the entries around it."""
+    """Draw a small Python function that has nothing to do with the entries around it."""
     a, b = rng.sample(NOUNS, 2)
     verb = rng.choice(VERBS)
     lines = [

@@ -53,7 +53,7 @@ class Sizes:
             raise ConfigError(f"stride {self.stride} must be smaller than the window of {self.window} tokens")
 
     def lengths(self, max_context: int) -> tuple[int, ...]:
-        """Context lengths of recall; one that was asked for and does not fit is a ConfigError."""
+        """Return context lengths of recall; raise ConfigError where one that was asked for does not fit."""
         for length in self.recall_lengths:
             if length > max_context:
                 raise ConfigError(
@@ -75,7 +75,7 @@ class Entry:
 
     @classmethod
     def parse(cls, text: str) -> Entry:
-        """An entry from its name; the layers follow --kv-layers."""
+        """Parse an entry's name; the layers follow --kv-layers."""
         scheme, mark, layers = text.partition(LAYERS_MARK)
         if not scheme.strip() or (mark and not layers.strip()):
             raise ConfigError(
@@ -99,7 +99,7 @@ COMBINATIONS = ("nvfp4+rot", "nvfp4+kmean+rot", "nvfp4@0,-1=fp8_e4m3")
 
 
 def parse_entries(names: Iterable[str]) -> tuple[Entry, ...]:
-    """Entries by name, each once, in the order given."""
+    """Return entries by name, each once, in the order given."""
     return tuple(dict.fromkeys(map(Entry.parse, names)))
 
 
@@ -132,7 +132,7 @@ class SchemeResult:
 
     @property
     def mean_attention_error(self) -> float | None:
-        """The mean over layers; None where it was not measured."""
+        """Return the mean over layers; None where it was not measured."""
         return sum(self.attention_error) / len(self.attention_error) if self.attention_error else None
 
 
@@ -151,20 +151,20 @@ class Report:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Context lengths at which recall was measured."""
+        """Return context lengths at which recall was measured."""
         return tuple(sorted({length for result in self.results for length in result.recall}))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
     def header(self) -> tuple[str, ...]:
-        """The columns of the table."""
-        recall = tuple(f"recall {_length(length)}" for length in self.lengths)
+        """Return the columns of the table."""
+        recall = tuple(f"recall {_format_length(length)}" for length in self.lengths)
         return ("scheme", "bytes/token", "x fewer", "perplexity", "top-1", "KL", *recall, "attention error")
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """The table's rows as text, the yardstick first."""
+        """Yield the table's rows as text, the yardstick first."""
         for result in self.results:
             error = result.mean_attention_error
             # Lengths may differ where the model's context is short.
@@ -174,12 +174,12 @@ class Report:
             yield (*cost, *quality, *recall, "" if error is None else f"{error:.2%}")
 
     def as_markdown(self) -> str:
-        """The table, how it was measured, the attention error by layer, and what was skipped."""
-        table = _table(self.header(), self.rows())
+        """Return the table, how it was measured, the attention error by layer, and what was skipped."""
+        table = _markdown_table(self.header(), self.rows())
         return "\n".join((*table, "", self.caption(), *self._layers(), *self._skipped()))
 
     def caption(self) -> str:
-        """How to read the table."""
+        """Return how to read the table."""
         text = self.measured
         where = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         return (
@@ -196,7 +196,7 @@ class Report:
             yield "\nAttention error by layer:\n"
             header = ("scheme", *(f"layer {layer}" for layer in range(len(results[0].attention_error))))
             rows = ((r.name, *(f"{error:.2%}" for error in r.attention_error)) for r in results)
-            yield from _table(header, rows)
+            yield from _markdown_table(header, rows)
 
     def _skipped(self) -> Iterator[str]:
         if self.skipped:
@@ -205,11 +205,11 @@ class Report:
             yield from (f"- {name}: {reason.splitlines()[0]}" for name, reason in self.skipped.items())
 
 
-def _length(tokens: int) -> str:
+def _format_length(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+def _markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(header)} |"
     # Numbers stand on the right, the name of the scheme on the left.
     yield "|---|" + "---:|" * (len(header) - 1)
@@ -221,7 +221,7 @@ INSTALL = "pip install 'nibble-llm[plot]'"
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where matplotlib is missing: to be called before hours of measuring."""
+    """Raise ConfigError where matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -229,7 +229,7 @@ def require_matplotlib() -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Writes a picture (its kind by the file's suffix: png, svg, pdf): KL and recall over bytes per token."""
+    """Write a picture (its kind by the file's suffix: png, svg, pdf): KL and recall over bytes per token."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -238,9 +238,9 @@ def write_plot(report: Report, path: Path) -> None:
     # Not pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(4.6 * panels + 2.4, 4.2), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    _kl(axes[0], report)
+    _plot_kl(axes[0], report)
     if report.lengths:
-        _recall(axes[1], report)
+        _plot_recall(axes[1], report)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     # Without a date and random ids the same report gives the same file.
     stable = {"Date": None} if path.suffix == ".svg" else {}
@@ -251,29 +251,30 @@ def write_plot(report: Report, path: Path) -> None:
             raise ConfigError(f"cannot write the plot {path}: {error}") from error
 
 
-def _kl(axes: Any, report: Report) -> None:
-    """Distance from the yardstick. The yardstick itself, at 0, is drawn on the axis below all others."""
+def _plot_kl(axes: Any, report: Report) -> None:
+    """Draw the distance from the yardstick. The yardstick itself, at 0, is drawn on the axis below all others."""
     divergences = [result.kl for result in report.results if result.kl > 0]
     floor = min(divergences, default=1e-6) / 2
-    _points(axes, report, [max(result.kl, floor) for result in report.results])
+    _plot_points(axes, report, [max(result.kl, floor) for result in report.results])
     # The divergences of 8 and 4 bits differ by orders of magnitude.
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
-    _label(axes, f"KL from {report.yardstick}, nats per token", "Next-token predictions: lower is better")
+    label = f"KL from {report.yardstick}, nats per token"
+    _label_axes(axes, label, "Next-token predictions: lower is better")
 
 
-def _recall(axes: Any, report: Report) -> None:
+def _plot_recall(axes: Any, report: Report) -> None:
     shares = (result.recall.values() for result in report.results)
-    _points(axes, report, [100 * sum(values) / len(values) for values in shares])
+    _plot_points(axes, report, [100 * sum(values) / len(values) for values in shares])
     first, last = report.lengths[0], report.lengths[-1]
     span = f"{first:,} to {last:,}" if first != last else f"{first:,}"
     # A little beyond 0 and 100, so that marks there are not cut.
     axes.set_ylim(-3, 103)
-    _label(axes, "exact answers, %", f"Recall over {span} tokens: higher is better")
+    _label_axes(axes, "exact answers, %", f"Recall over {span} tokens: higher is better")
 
 
-def _points(axes: Any, report: Report, heights: Sequence[float]) -> None:
-    """One mark for each scheme, of its own colour and shape: schemes of the same bytes lie close together."""
+def _plot_points(axes: Any, report: Report, heights: Sequence[float]) -> None:
+    """Draw one mark for each scheme, of its own colour and shape: schemes of the same bytes lie close together."""
     for index, (result, height) in enumerate(zip(report.results, heights, strict=True)):
         mark = MARKS[index % len(MARKS)]
         axes.plot(
@@ -282,7 +283,7 @@ def _points(axes: Any, report: Report, heights: Sequence[float]) -> None:
         )  # fmt: skip
 
 
-def _label(axes: Any, y: str, title: str) -> None:
+def _label_axes(axes: Any, y: str, title: str) -> None:
     axes.set_xlabel("KV cache, bytes per token")
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=10)

@@ -93,7 +93,7 @@ def evaluate(
     # Every scheme is planned before the first engine starts: a refusal must not come after an hour.
     candidates, skipped = candidates_of(config, parse_entries(names), Entry.parse(sizes.yardstick))
     with tempfile.TemporaryDirectory() as temporary:
-        run = _Run(sizes, content, candidates, progress, Path(temporary) / "kv_scales.json")
+        run = _Evaluation(sizes, content, candidates, progress, Path(temporary) / "kv_scales.json")
         results = tuple(map(run.measure, candidates))
     where = environment(candidates[0].plan)
     return Report(config.model, sizes.yardstick, results, skipped, run.measured(path), where)
@@ -102,8 +102,8 @@ def evaluate(
 def candidates_of(
     config: Config, entries: Sequence[Entry], yardstick: Entry
 ) -> tuple[tuple[Candidate, ...], dict[str, str]]:
-    """What can be measured, the yardstick first, and what cannot, with the reason."""
-    candidates, skipped = [_candidate(config, yardstick)], {}
+    """Return what can be measured, the yardstick first, and what cannot, with the reason."""
+    candidates, skipped = [_plan_candidate(config, yardstick)], {}
     if candidates[0].kv_scales == MEASURED:
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
@@ -111,7 +111,7 @@ def candidates_of(
     for entry in entries or default_entries(candidates[0].plan.model_spec):
         if entry != yardstick:
             try:
-                candidates.append(_candidate(config, entry))
+                candidates.append(_plan_candidate(config, entry))
             except NibbleError as error:
                 if entries:
                     raise
@@ -119,7 +119,7 @@ def candidates_of(
     return tuple(candidates), skipped
 
 
-def _candidate(config: Config, entry: Entry) -> Candidate:
+def _plan_candidate(config: Config, entry: Entry) -> Candidate:
     """Plan a scheme. `auto` takes the checkpoint's scales where they suffice, else what will be measured."""
     plan = plan_engine(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
     require_runnable(plan.plan)
@@ -136,7 +136,7 @@ def _candidate(config: Config, entry: Entry) -> Candidate:
 
 
 def environment(plan: EnginePlan) -> dict[str, str]:
-    """Where an evaluation ran."""
+    """Return where an evaluation ran."""
     return {
         "nibble": nibble.__version__,
         "torch": torch.__version__,
@@ -147,7 +147,7 @@ def environment(plan: EnginePlan) -> dict[str, str]:
 
 
 @dataclass
-class _Run:
+class _Evaluation:
     """What is shared by all schemes; the fields after `scales_file` are filled by the first, the yardstick."""
 
     sizes: Sizes
@@ -165,13 +165,13 @@ class _Run:
         """Measure one scheme; its engine is gone afterwards."""
         started = time.perf_counter()
         # No two questions share a beginning.
-        config = replace(candidate.plan.config, kv_scales=self._source(candidate), prefix_cache=False)
+        config = replace(candidate.plan.config, kv_scales=self._scales_source(candidate), prefix_cache=False)
         llm = LLM(**asdict(config))
         # The first candidate is the yardstick, and its engine prepares what all schemes share.
         if not self.windows:
             self._prepare(llm)
-        perplexity, agreement = self._text(llm, candidate)
-        accuracies = {length: self._recall(llm, candidate, length) for length in self.cases}
+        perplexity, agreement = self._measure_text(llm, candidate)
+        accuracies = {length: self._measure_recall(llm, candidate, length) for length in self.cases}
         # The next engine needs this one's memory, which reference cycles would hold for longer.
         del llm
         gc.collect()
@@ -192,7 +192,7 @@ class _Run:
             seconds=round(time.perf_counter() - started, 2),
         )
 
-    def _source(self, candidate: Candidate) -> str:
+    def _scales_source(self, candidate: Candidate) -> str:
         """Return what --kv-scales is for a candidate."""
         return str(self.scales_file) if candidate.kv_scales == MEASURED else candidate.kv_scales
 
@@ -210,20 +210,23 @@ class _Run:
                 f"a window of {size} tokens is more than the model's context of {model_spec.max_context}"
             )
         self.windows = perplexity.windows(self.parts.scored, size, self.sizes.stride)
-        self.cases = self._questions(llm, model_spec.max_context)
+        self.cases = self._draw_questions(llm, model_spec.max_context)
         # Now, because the errors by layer and all later engines read the file.
         if any(candidate.kv_scales == MEASURED for candidate in self.candidates):
             llm.measure_scales([self.parts.calibration], save=self.scales_file)
         ids = self.parts.scored[: min(self.sizes.attention_tokens, model_spec.max_context)]
         if ids:
             self._advance(self.candidates[0], "attention error", 0)
-            sides = {
-                c.entry.name: (c.plan.plan, resolve_scales(c.plan, self._source(c))) for c in self.candidates
+            schemes_by_name = {
+                c.entry.name: (c.plan.plan, resolve_scales(c.plan, self._scales_source(c)))
+                for c in self.candidates
             }
-            yardstick = sides[self.candidates[0].entry.name]
-            self.errors = perplexity.attention_errors(llm.engine.runner.model, ids, yardstick, sides)
+            yardstick = schemes_by_name[self.candidates[0].entry.name]
+            self.errors = perplexity.attention_errors(
+                llm.engine.runner.model, ids, yardstick, schemes_by_name
+            )
 
-    def _questions(self, llm: LLM, max_context: int) -> dict[int, list[recall.RecallCase]]:
+    def _draw_questions(self, llm: LLM, max_context: int) -> dict[int, list[recall.RecallCase]]:
         if not self.sizes.recall_cases:
             return {}
 
@@ -236,15 +239,15 @@ class _Run:
         return {length: recall.cases(seed + length, number, length, count) for length in lengths}
 
     def _advance(self, candidate: Candidate, what: str, tokens: int) -> None:
-        """Say what is being measured, and add tokens that are done."""
+        """Report what is being measured, and how many more tokens are done."""
         if self.progress:
             of_text = sum(len(window.ids) for window in self.windows)
             of_recall = sum(length * len(cases) for length, cases in self.cases.items())
             total = (of_text + of_recall) * len(self.candidates)
             self.progress(f"{candidate.entry.name}: {what}", tokens, total)
 
-    def _text(self, llm: LLM, candidate: Candidate) -> tuple[Perplexity, Agreement]:
-        """Perplexity and agreement over all windows; the first scheme's predictions are the yardstick."""
+    def _measure_text(self, llm: LLM, candidate: Candidate) -> tuple[Perplexity, Agreement]:
+        """Return perplexity and agreement over all windows; the first scheme's predictions are the yardstick."""
         perplexity, agreement = Perplexity(), Agreement()
         for index, window in enumerate(self.windows):
             self._advance(candidate, "perplexity", 0)
@@ -257,7 +260,7 @@ class _Run:
             self._advance(candidate, "perplexity", len(window.ids))
         return perplexity, agreement
 
-    def _recall(self, llm: LLM, candidate: Candidate, length: int) -> float:
+    def _measure_recall(self, llm: LLM, candidate: Candidate, length: int) -> float:
         what = f"recall at {length}"
         self._advance(candidate, what, 0)
         right = 0

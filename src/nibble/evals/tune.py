@@ -189,7 +189,7 @@ def entrants(
     """
     by_key: dict[tuple[str, str | None], Entrant] = {}
     for route in options.serving(request, part, phase):
-        page, packing = _place(request, plan, route)
+        page, packing = _page_and_packing(request, plan, route)
         if not names or route.backend in names:
             # Rows of one backend share their code, so the one with the best place races for all.
             by_key.setdefault(route.key, Entrant(route, page, packing))
@@ -201,7 +201,7 @@ def entrants(
     return racing or candidates[:1]
 
 
-def _place(request: PlanRequest, plan: Plan, route: Route) -> tuple[int, str]:
+def _page_and_packing(request: PlanRequest, plan: Plan, route: Route) -> tuple[int, str]:
     """Return the plan's page size and packing, or the first of the usual ones that the route reads."""
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     sizes = [plan.page_size, *usual, *sorted(route.row.page or ())]
@@ -235,7 +235,7 @@ def bench_backends(
                 judge = judge or _Reference(request, part, workload, entrant)
                 result = _time_entrant(request, judge, entrant, result, best)
             except Exception as error:
-                result = replace(result, failure=_summary(error))
+                result = replace(result, failure=_error_summary(error))
             # A broken device shows at the next wait, and would be blamed on the next entrant.
             _require_device(request, result)
             if result.ms is not None:
@@ -320,7 +320,7 @@ class _Reference:
     def error(self, layer: int, out_THD: Tensor) -> float:
         """Return the relative error of a layer's answer; raises WrongAnswerError where it is too large."""
         pairs = zip(self.fixture.samples, self._expected(layer), strict=True)
-        error = max(_relative(out_THD[rows], expected_THD) for (rows, _), expected_THD in pairs)
+        error = max(_relative_error(out_THD[rows], expected_THD) for (rows, _), expected_THD in pairs)
         if error > self._bound:
             raise WrongAnswerError(
                 f"relative error {error:.1e}, and {self._bound:g} is the most: a wrong answer has no speed"
@@ -336,7 +336,7 @@ class _Reference:
         return self._outputs[layer]
 
 
-def _relative(actual: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return ||actual - expected|| / ||expected||; infinite where it is not a number."""
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
     return math.inf if math.isnan(error) else error
@@ -372,7 +372,7 @@ def _require_device(request: PlanRequest, result: Result) -> None:
         _synchronise(request)
     except Exception as error:
         raise DeviceLostError(
-            f"{result.name} broke the device in {result.phase} {result.workload}: {_summary(error)}"
+            f"{result.name} broke the device in {result.phase} {result.workload}: {_error_summary(error)}"
         ) from error
 
 
@@ -380,7 +380,7 @@ class DeviceLostError(NibbleError):
     """No more can be run in this process."""
 
 
-def _summary(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -48,10 +48,8 @@ class _Latent(KVFormat):
         return (*self.proper.planes(_without_rope(stream)), *rope)
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         values = x_THD.shape[-1] - self.rope
-        rope = (x_THD[..., values:].to(torch.bfloat16),) if self.rope else ()
+        rope = (x_THD[..., values:].bfloat16(),) if self.rope else ()
         return (*self.proper.encode(x_THD[..., :values], scale), *rope)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:

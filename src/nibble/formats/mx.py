@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nibble.formats.base import E2M1_MAX, KVFormat, Plane, pack_e2m1, to_float, unpack_e2m1
+from nibble.formats.base import E2M1_MAX, KVFormat, Plane, pack_e2m1, to_float, torch_dtype, unpack_e2m1
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class MX(KVFormat):
     ties_away = False
 
     def exponent(self, amax: Tensor) -> Tensor:
-        """Finite float32 amax of a block -> float32 exponent, before clamping. Exact, so that every machine agrees."""
+        """Return the float32 exponent of a block by its finite amax, before clamping: exact, so that machines agree."""
         raise NotImplementedError
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
@@ -43,24 +43,20 @@ class MX(KVFormat):
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Encode [T, H, D] block by block."""
-        import torch
-
         x = x_THD.float().unflatten(-1, (-1, self.block))
         amax = x.abs().amax(-1, keepdim=True)
         # frexp() leaves the exponent of NaN and infinity open. NaN returns in the next line.
         exponent = self.exponent(amax.nan_to_num()).clamp_(E_MIN, E_MAX)
-        stored = torch.where(amax.isnan(), NAN_CODE, exponent + BIAS).to(torch.uint8)
+        stored = (exponent + BIAS).masked_fill_(amax.isnan(), NAN_CODE).byte()
         # A power of two scales without rounding, so pack_e2m1() rounds the value itself.
-        scaled = torch.ldexp(x, -exponent).flatten(-2)
+        scaled = x.ldexp(-exponent).flatten(-2)
         return pack_e2m1(scaled, scaled < 0, self.ties_away), stored.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         """Decode to float32 [..., H, D]."""
-        import torch
-
         data, stored = planes
         values = unpack_e2m1(data).unflatten(-1, (-1, self.block))
-        return values.mul_(to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
+        return values.mul_(to_float(stored.view(torch_dtype("float8_e8m0fnu"))).unsqueeze(-1)).flatten(-2)
 
 
 class MXFP4(MX):
@@ -72,11 +68,9 @@ class MXFP4(MX):
 
     def exponent(self, amax: Tensor) -> Tensor:
         """Return the block's exponent: floor(log2(amax)) - 2."""
-        import torch
-
-        exponent = torch.frexp(amax)[1] - 1  # floor(log2(amax))
+        exponent = amax.frexp()[1] - 1  # floor(log2(amax))
         # frexp(0) has the exponent of 0.5, so a block of zeros needs a case of its own.
-        return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
+        return (exponent.float() - 2).masked_fill_(amax == 0, E_MIN)
 
 
 class FP4MX16(MX):
@@ -88,9 +82,7 @@ class FP4MX16(MX):
 
     def exponent(self, amax: Tensor) -> Tensor:
         """Return the block's exponent: ceil(log2(amax / 6))."""
-        import torch
-
-        mantissa, exponent = torch.frexp((amax / E2M1_MAX).clamp(min=1e-10))
+        mantissa, exponent = (amax / E2M1_MAX).clamp(min=1e-10).frexp()
         # ceil(log2): a mantissa is at least 0.5 and below 1.
         return (exponent - (mantissa == 0.5).int()).float()
 

@@ -139,7 +139,7 @@ class ProcessClient:
 
     Args:
         config: of the engine.
-        restart: start it again when it dies; else it stays dead, and `died` is set.
+        restart: start it again when it dies; else it stays dead.
         log_format: of what the process logs itself.
     """
 
@@ -150,7 +150,8 @@ class ProcessClient:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self.supervisor: asyncio.Task[None] | None = None
+        """Ends when the process ended and is not to be started again."""
         # For the sockets, one of each life of the process.
         self._folder = tempfile.TemporaryDirectory(prefix="nibble-")
         self._state_changed = asyncio.Condition()
@@ -158,12 +159,11 @@ class ProcessClient:
         self.ready: wire.Ready | None = None
         self.stats: Mapping[str, float] = {}
         self.restarts = 0
-        self.died = asyncio.Event()
         self._ending = asyncio.Event()
 
     async def start(self) -> None:
         """Start the process, and wait until it serves; raises EngineDiedError where it cannot."""
-        self._supervisor = asyncio.create_task(self._supervise())
+        self.supervisor = asyncio.create_task(self._supervise())
         async with self._state_changed:
             await self._state_changed.wait_for(lambda: self.state is not State.STARTING)
         if self.state is State.DEAD:
@@ -180,8 +180,8 @@ class ProcessClient:
                         await self._process.wait()
             if self._process.returncode is None:
                 self._process.kill()
-        if self._supervisor:
-            await self._supervisor
+        if self.supervisor:
+            await self.supervisor
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
@@ -233,7 +233,6 @@ class ProcessClient:
                 break
             self.restarts += 1
         await self._set_state(State.DEAD)
-        self.died.set()
 
     async def _run(self, generation: int) -> bool:
         """Run the process until it ends; return whether it came to serve."""

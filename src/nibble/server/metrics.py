@@ -292,15 +292,18 @@ COUNTERS = (
 """Counters of one life of the engine. A new one starts at nothing, as Prometheus knows of counters."""
 
 
-FIDELITY_COUNTERS = {
-    "samples": "Requests whose attention was compared.",
-    "alerts": "Times that the error of a layer rose above its limit.",
-}
+FIDELITY_COUNTERS = (
+    Row("kv_fidelity_samples", "fidelity_samples", "Requests whose attention was compared."),
+    Row("kv_fidelity_alerts", "fidelity_alerts", "Times that the error of a layer rose above its limit."),
+)
+"""Present only with --watch-fidelity, as the gauges are."""
+FIDELITY_ALERT = Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit.")
 FIDELITY_GAUGES = {
     "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
     "own": "The same for what the layer's format makes of these rows, with scales that fit them.",
     "limit": "The error from which the watch warns.",
 }
+Family = type[CounterMetricFamily | GaugeMetricFamily]
 Samples = Mapping[Any, float]
 """Values of a metric, by the tuple of its labels' values, without the model's."""
 
@@ -315,62 +318,38 @@ class EngineCollector(Collector):
         """Yield the metrics; gauges only while the engine serves: else they would look like its present state."""
         serves, stats = self._client.state is State.READY, with_derived(self._client.stats)
         yield self._family(GaugeMetricFamily, "engine_up", "Whether the engine serves.", {(): float(serves)})
-        restarts = self._client.restarts
-        yield self._family(
-            CounterMetricFamily, "engine_restarts", "Times the engine was started again.", {(): restarts}
-        )
-        for row in COUNTERS:
-            # Counters without events are 0; those of the host tier are missing without one.
-            if row.key in stats or not row.key.startswith("tier_"):
+        restarts, doc = self._client.restarts, "Times the engine was started again."
+        yield self._family(CounterMetricFamily, "engine_restarts", doc, {(): restarts})
+        for row in (*COUNTERS, *FIDELITY_COUNTERS):
+            # Counters without events are 0; those of the host tier and of the watch are missing without one.
+            if row.key in stats or not row.key.startswith(("tier_", "fidelity_")):
                 yield self._family(CounterMetricFamily, row.name, row.doc, {(): stats.get(row.key, 0.0)})
-        # Present only with --watch-fidelity.
-        watches = "fidelity_samples" in stats
-        if watches:
-            for name, doc in FIDELITY_COUNTERS.items():
-                yield self._family(
-                    CounterMetricFamily, f"kv_fidelity_{name}", doc, {(): stats[f"fidelity_{name}"]}
-                )
-            skipped = {(reason,): value for reason, value in _fidelity_parts(stats, "skipped").items()}
+        if skipped := _fidelity_parts(stats, "skipped"):
+            samples = {(reason,): count for reason, count in skipped.items()}
             doc = "Requests that were drawn and not compared."
-            yield self._family(CounterMetricFamily, "kv_fidelity_skipped", doc, skipped, "reason")
+            yield self._family(CounterMetricFamily, "kv_fidelity_skipped", doc, samples, "reason")
         if serves:
-            yield from self._cache_gauges(stats)
-            if watches:
-                yield from self._fidelity_gauges(stats)
+            yield from self._gauges(stats)
 
-    def _cache_gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        rows = (row for row in GAUGES if row.key in stats)
+    def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
+        rows = (row for row in (*GAUGES, FIDELITY_ALERT) if row.key in stats)
         for name, group in groupby(rows, key=attrgetter("name")):
             first, *more = group
             samples = {(row.state,) if row.state else (): stats[row.key] for row in (first, *more)}
-            yield self._family(
-                GaugeMetricFamily, name, first.doc, samples, *(["state"] if first.state else [])
-            )
+            labels = ["state"] if first.state else []
+            yield self._family(GaugeMetricFamily, name, first.doc, samples, *labels)
         if stats.get("cache_total"):
             usage = stats["cache_held"] / stats["cache_total"]
             doc = "Share of the KV cache's pages that are held: 1 is all."
             yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", doc, {(): usage})
-
-    def _fidelity_gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        alert = stats["fidelity_alert"]
-        yield self._family(
-            GaugeMetricFamily, "kv_fidelity_alert", "Whether a layer is above its limit.", {(): alert}
-        )
         groups = self._client.ready.about.get("groups", ()) if self._client.ready else ()
         schemes = {str(layer): group["scheme"] for group in groups for layer in group["layers"]}
         for name, doc in FIDELITY_GAUGES.items():
-            parts = _fidelity_parts(stats, name)
-            samples = {(layer, schemes.get(layer, "")): value for layer, value in parts.items()}
-            yield self._family(GaugeMetricFamily, f"kv_fidelity_{name}", doc, samples, "layer", "scheme")
+            if parts := _fidelity_parts(stats, name):
+                errors = {(layer, schemes.get(layer, "")): value for layer, value in parts.items()}
+                yield self._family(GaugeMetricFamily, f"kv_fidelity_{name}", doc, errors, "layer", "scheme")
 
-    def _family(
-        self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        doc: str,
-        samples: Samples,
-        *labels: str,
-    ) -> Metric:
+    def _family(self, kind: Family, name: str, doc: str, samples: Samples, *labels: str) -> Metric:
         family = kind(f"nibble:{name}", doc, labels=[MODEL_LABEL, *labels])
         for values, value in samples.items():
             family.add_metric([self._model, *values], value)

@@ -111,10 +111,9 @@ async def _listen(
         await start
         await app.state.api.grammars.prepare(client.ready.vocab_size if client.ready else 0)
         on_ready()
-        died = asyncio.create_task(client.died.wait())
-        await asyncio.wait((listening, died), return_when=asyncio.FIRST_COMPLETED)
-        died.cancel()
-        if client.died.is_set():
+        assert client.supervisor
+        await asyncio.wait((listening, client.supervisor), return_when=asyncio.FIRST_COMPLETED)
+        if client.supervisor.done():
             raise EngineDiedError("the engine's process ended, and is not to be started again (--no-restart)")
     finally:
         server.should_exit = True

@@ -26,8 +26,8 @@ from nibble.errors import NibbleError, RequestError
 from nibble.server.logging import configure
 
 if TYPE_CHECKING:
-    from nibble.engine.engine import RequestHandle
     from nibble.engine.llm import LLM
+    from nibble.engine.request import Request
     from nibble.engine.structured_output import Matcher
 
 
@@ -66,8 +66,6 @@ Command = Submit | Abort | Stop
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Event: the engine serves."""
 
-    folder: str
-    """Where the tokenizer is."""
     max_context: int
     vocab_size: int
     about: dict[str, Any]
@@ -134,7 +132,7 @@ class Worker:
 
     def __init__(self, llm: LLM, socket: zmq.Socket[bytes], parent: int) -> None:
         self._llm, self._engine, self._socket = llm, llm.engine, socket
-        self._handles: dict[int, RequestHandle] = {}
+        self._requests: dict[int, tuple[Request, ...]] = {}
         self._num_open: dict[int, int] = {}
         """Answers that have not ended, by request."""
         self._outbox: list[tuple[int, int, float | None, Delta]] = []
@@ -170,9 +168,9 @@ class Worker:
 
     def _execute(self, command: Submit | Abort) -> None:
         if isinstance(command, Abort):
-            if handle := self._handles.pop(command.id, None):
+            if requests := self._requests.pop(command.id, None):
                 self._num_open.pop(command.id)
-                self._engine.abort(handle)
+                self._engine.abort(requests)
             if preparing := self._preparing.pop(command.id, None):
                 preparing[1].cancel()
         elif command.request.params.grammar is None:
@@ -201,18 +199,18 @@ class Worker:
         request, params = command.request, command.request.params
 
         def add(delta: Delta) -> None:
-            handle = self._handles.get(command.id)
-            if handle is None:  # aborted
+            requests = self._requests.get(command.id)
+            if requests is None:  # aborted
                 return
-            leader = handle.requests[0]
+            leader = requests[0]
             self._outbox.append((command.id, leader.num_prefix_hit_tokens, leader.start_time, delta))
             if delta.finish_reason:
                 self._num_open[command.id] -= 1
                 if not self._num_open[command.id]:
-                    del self._handles[command.id], self._num_open[command.id]
+                    del self._requests[command.id], self._num_open[command.id]
 
         try:
-            self._handles[command.id] = self._engine.submit(
+            self._requests[command.id] = self._engine.submit(
                 request.prompt, params, add, salt=request.salt, priority=request.priority, matcher=matcher
             )
             self._num_open[command.id] = params.n
@@ -226,7 +224,6 @@ class Worker:
 def ready_message(llm: LLM) -> Ready:
     """Return what is served."""
     from nibble.attention.planner.explain import as_dict, staging_warnings
-    from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
     # The plan has these as numbers.
@@ -237,7 +234,7 @@ def ready_message(llm: LLM) -> Ready:
         "startup": dict(llm.startup),
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+    return Ready(scheduler.limit, llm.engine.vocab_size, plan)
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:

@@ -40,7 +40,7 @@ class Engine:
         self.scheduler.check_integrity()
         if batch is None:
             return None
-        assert batch.num_tokens <= self.scheduler.token_budget
+        assert sum(work.num_tokens for work in batch.scheduled) <= self.scheduler.token_budget
         assert all(0 < work.num_tokens <= self.scheduler.chunk for work in batch.scheduled)
         places = [PHASE_ORDER.index(work.phase) for work in batch.scheduled]
         assert places == sorted(places), "works of one phase are not side by side"
@@ -165,7 +165,7 @@ def test_batches_are_ordered_by_phase_and_then_arrival():
         Phase.PREFILL,
     ]
     assert [work.request.id for work in batch.scheduled if work.phase is Phase.DECODE] == ["r0", "r1"]
-    assert batch.num_tokens == 1 + 1 + 8 + 5
+    assert sum(work.num_tokens for work in batch.scheduled) == 1 + 1 + 8 + 5
 
 
 def test_nothing_to_do():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nibble.kernels import linear as op
 from nibble.kernels.linear import triton as twin
-from nibble.models.merged_linear import LargeLinear
+from nibble.models.linear import LargeLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -94,7 +94,6 @@ _backend = partial(
     unavailable_reason=unavailable_reason,
 )
 
-FP8 = frozenset({"fp8_e4m3", "fp8_e5m2"})
 HEAD_FACTS: dict[str, Any] = {
     "phase": ALL, "kind": {"mha"}, "packing": {"nhd", "hnd"}, "arch": GPUS, "sinks": NEVER,
     "workspace_bytes": WORKSPACE + PLANS,
@@ -106,7 +105,7 @@ FLASHINFER = _backend(
     support=(
         *plain_rows(**HEAD_FACTS, dim={64, 128, 256}, source="flashinfer/prefill.py, decode.py"),
         Support(
-            **HEAD_FACTS, format=FP8, dim={64, 128, 256}, dtype=HALF_DTYPES,
+            **HEAD_FACTS, format={"fp8_e4m3", "fp8_e5m2"}, dim={64, 128, 256}, dtype=HALF_DTYPES,
             source="flashinfer/prefill.py: fa2 reads both",
         ),
         Support(

@@ -86,10 +86,8 @@ def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
         return ()
     try:
         content = json.loads(path.read_text())
-        if content["schema"] != LEDGER_SCHEMA:
-            raise ConfigError(
-                f"{path} has schema {content['schema']}, and this version reads {LEDGER_SCHEMA}"
-            )
+        if (schema := content["schema"]) != LEDGER_SCHEMA:
+            raise ConfigError(f"{path} has schema {schema}, and this version reads {LEDGER_SCHEMA}")
         return tuple(LedgerEntry(**entry) for entry in content["entries"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error

@@ -311,12 +311,10 @@ def _bytes(plan: Plan) -> Iterator[str]:
     for group in plan.groups:
         stored = _stored(plan, group)
         if stored:
-            parts = " + ".join(
-                f"{entry.stream.name} {entry.format} {entry.bytes_per_token:,}" for entry in stored.streams
-            )
+            streams = (f"{x.stream.name} {x.format} {x.bytes_per_token:,}" for x in stored.streams)
             count = sum(entry.layer in group.layers for entry in layout.layers)
             total = f"{stored.bytes_per_token:,} bytes a token, {count} layers"
-            yield f"  {group}: {parts} = {total}"
+            yield f"  {group}: {' + '.join(streams)} = {total}"
     baseline = baseline_bytes(layout)
     saving = f"{baseline:,} in 16 bits: {baseline / layout.bytes_per_token:.2f} x fewer"
     yield f"  all layers: {layout.bytes_per_token:,} bytes a token, {saving}"
@@ -457,9 +455,8 @@ def staging_cost(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: 
     within = min(tokens, group.window or tokens)
     # Sparse attention stages all tokens, and reads the chosen ones only.
     looked_at = min(within, group.top_k or within)
-    return StagingCost(
-        tokens, within * (direct + plain) + looked_at * plain, looked_at * direct, looked_at * plain
-    )
+    staged = within * (direct + plain) + looked_at * plain
+    return StagingCost(tokens, staged, looked_at * direct, looked_at * plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,9 +409,8 @@ class MemoryPlanner:
             if device_pages < request_pages:
                 raise CapacityError(self._too_small(tier, room, request_pages * frame, host_pages))
             return PageSplit(device_pages, device_pages, 0)
-        return PageSplit(
-            pages, min((room - pages * index) // frame, pages), pages * tier.layout.bytes_per_page
-        )
+        frames = min((room - pages * index) // frame, pages)
+        return PageSplit(pages, frames, pages * tier.layout.bytes_per_page)
 
     def _host_pages(self, tier: Tier) -> int | None:
         """Return how many pages the host has room for, None where that is not known; raise CapacityError where more

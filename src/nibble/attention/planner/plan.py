@@ -50,9 +50,8 @@ class Route:
 
     def fits(self, page: int, packing: str) -> bool:
         """Whether it serves on this page size and packing."""
-        return (self.row.page is None or page in self.row.page) and (
-            self.packings is None or packing in self.packings
-        )
+        pages, packings = self.row.page, self.packings
+        return (pages is None or page in pages) and (packings is None or packing in packings)
 
     @property
     def why(self) -> str:

@@ -86,11 +86,11 @@ def no_common_storage(request: PlanRequest, options: Options) -> Refusal:
 
 def _limits(routes: Iterable[Route]) -> dict[str, Set[Any] | None]:
     """Return the page sizes and the packings that any of the routes reads; None for all."""
-    pages, packings = [route.row.page for route in routes], [route.packings for route in routes]
-    return {
-        name: None if None in sets else frozenset().union(*sets)
-        for name, sets in (("page", pages), ("packing", packings))
+    sets_by_name: dict[str, list[Any]] = {
+        "page": [route.row.page for route in routes],
+        "packing": [route.packings for route in routes],
     }
+    return {name: None if None in sets else frozenset().union(*sets) for name, sets in sets_by_name.items()}
 
 
 def _common(allowed: Iterable[Set[Any] | None]) -> bool:
@@ -214,10 +214,8 @@ def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
         # A transform may be what is refused, and not the format.
         if old.transforms:
             yield iter([_rename(old, old.base)])
-        names = sorted(
-            (name for name in schemes.names() if name != old.base), key=lambda name: _distance(old.base, name)
-        )
-        for name in names:
+        others = (name for name in schemes.names() if name != old.base)
+        for name in sorted(others, key=lambda name: _distance(old.base, name)):
             yield iter([_rename(old, "+".join((name, *old.transforms)))])
 
 

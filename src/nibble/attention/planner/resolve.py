@@ -98,8 +98,12 @@ def attempt(
         hardware: The machine.
         declared: Let `auto` also choose backends that cannot run yet.
     """
+    return _plan_or_none(PlanRequest(config, model_spec, hardware, all_backends(), declared))
+
+
+def _plan_or_none(request: PlanRequest) -> Plan | None:
     try:
-        return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared))
+        return _resolve(request)
     except ConfigError:
         return None
 
@@ -125,22 +129,15 @@ def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> tupl
     of the first that works."""
     slow: tuple[Config, Plan] | None = None
     for kind in kinds:
-        if plans := [(config, plan) for config in kind if (plan := _attempt(request, config))]:
+        edited = ((config, _plan_or_none(replace(request, config=config))) for config in kind)
+        plans = [(config, plan) for config, plan in edited if plan and refusal.is_acceptable(request, plan)]
+        if plans:
             best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
             if not refusal.uses_reference(request, best[1]):
                 return best
             # Kept for the case that no kind of edit avoids plain torch on a GPU.
             slow = slow or best
     return slow
-
-
-def _attempt(request: PlanRequest, config: Config) -> Plan | None:
-    """Return the plan of an edited config; None where there is none, or none that can run."""
-    try:
-        plan = _resolve(replace(request, config=config))
-    except ConfigError:
-        return None
-    return plan if refusal.is_acceptable(request, plan) else None
 
 
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:

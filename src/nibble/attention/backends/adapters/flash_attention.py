@@ -29,6 +29,7 @@ VLLM_NAMES = {
     "page_table": "block_table",
     "qv": "q_v",
 }
+"""What vLLM calls arguments that have other names elsewhere."""
 LARGEST, NARROW = 64, 192
 """Slots of the largest page that no kernel for heads of up to NARROW values fetches whole; half as many for wider ones,
 and for latents."""

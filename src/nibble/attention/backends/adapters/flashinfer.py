@@ -67,13 +67,9 @@ class _Wrapper:
 
     def __init__(self, planned: Any) -> None:
         self.planned = planned
-        self._state: Callable[[], _PlanState | None] = lambda: None
+        self.state: Callable[[], _PlanState | None] = lambda: None
+        """Returns the state that is planned for; None once its step is over."""
         self._copied: torch.cuda.Event | None = None
-
-    @property
-    def state(self) -> _PlanState | None:
-        """Return the state that is planned for; None once its step is over."""
-        return self._state()
 
     def plan(self, state: _PlanState, arguments: dict[str, Any]) -> None:
         """Plan for another state, with the arguments that the package's plan() takes."""
@@ -81,12 +77,12 @@ class _Wrapper:
         if self._copied is not None:
             self._copied.synchronize()
         # Should the package refuse, the wrapper is planned for nothing.
-        self._state = lambda: None
+        self.state = lambda: None
         self.planned.plan(**arguments)
         if state.batch.page_table_BN.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        self._state = ref(state)
+        self.state = ref(state)
         state.wrapper = self
 
 
@@ -143,7 +139,7 @@ class FlashInfer(AttentionBackend):
     ) -> Tensor:
         """Run the wrapper that is planned for this batch."""
         # Another state of the step may have taken the wrapper over.
-        if state.wrapper is None or state.wrapper.state is not state:
+        if state.wrapper is None or state.wrapper.state() is not state:
             self._plan(state)
         assert state.wrapper is not None
         run = state.wrapper.planned.run
@@ -168,7 +164,7 @@ class FlashInfer(AttentionBackend):
         """Plan a wrapper for a state: one whose step is over, a new one, or the one that was planned first."""
         kind, batch = state.kind, state.batch
         wrappers = self._wrappers.setdefault(kind, [])
-        entry = next((wrapper for wrapper in wrappers if wrapper.state is None), None)
+        entry = next((wrapper for wrapper in wrappers if wrapper.state() is None), None)
         if entry is not None:
             wrappers.remove(entry)
         elif len(wrappers) < facts.COPIES:
@@ -278,7 +274,10 @@ class _TrtllmState:
 
 
 class TrtllmMha(AttentionBackend):
-    """The adapter for MHA. Its workspace serves one step at a time and no other backend: kernels count in it."""
+    """The adapter for MHA.
+
+    Its workspace serves one step at a time, and no other backend: kernels keep counters in it.
+    """
 
     def __init__(self) -> None:
         self._decode = facts.import_flashinfer(f"{facts.PACKAGE}.decode")

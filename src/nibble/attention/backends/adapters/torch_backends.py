@@ -142,9 +142,8 @@ def _spans(
     """Yield key ranges that start on a tile and cover all that the last n tokens of requests of `lens` tokens see."""
     positions_Bn = torch.tensor(lens, device=device)[:, None] + torch.arange(-n, 0, device=device)
     rows = n * group
-    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, _pad_rows(rows) - rows))[
-        :, None, :, None
-    ]
+    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, _pad_rows(rows) - rows))
+    positions_BR = positions_BR[:, None, :, None]
     # Down to a tile's start: tiles lie at the same keys in every batch.
     first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
     step = max(1, SPAN_VALUES // (len(lens) * values) // TILE) * TILE

@@ -51,5 +51,4 @@ class Cuda(AttentionBackend):
         if self._decode is None:
             self._decode = self._kernels.Decode(q_THD.device)
         k, v = view.streams["k"].paged, view.streams["v"].paged
-        out_THD: Tensor = self._decode(q_THD.contiguous(), k, v, batch, params)
-        return out_THD
+        return self._decode(q_THD.contiguous(), k, v, batch, params)
