@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from nibble.cache.radix_cache import Key, Node, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.errors import OutOfPages
+from nibble.kernels import cdiv
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +130,7 @@ class CacheManager:
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
-        return -(-tokens // self.page_size)
+        return cdiv(tokens, self.page_size)
 
     def min_frames(self, leases: Iterable[tuple[int, bool]]) -> int:
         """Return the frames that leases need under pressure, room to grow included; 0 without a host tier.

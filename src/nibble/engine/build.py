@@ -42,6 +42,7 @@ from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.formats import transforms as transform
+from nibble.kernels import cdiv
 from nibble.model_spec import LATENT
 from nibble.models.checkpoint import download, load, read_scales
 from nibble.models.forward import compiled
@@ -283,7 +284,7 @@ def measure_scales(
     config = replace(cache_plan.config, kv_format=plain_format, kv_layers="", hisparse="")
     plan = resolve(config, cache_plan.model_spec, cache_plan.hardware, backends.available_backends())
     length = min(cache_plan.model_spec.max_context, CALIBRATION_TOKENS)
-    pages = -(-length // plan.page_size)
+    pages = cdiv(length, plan.page_size)
     recorder = Recorder(plan.layout, pages, cache_plan.hardware.device)
     tables = PageTables(1, pages, cache_plan.hardware.device)
     runner = ModelRunner(model, plan, recorder, adapters(plan), tables)

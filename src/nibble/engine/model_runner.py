@@ -26,7 +26,7 @@ from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
 from nibble.errors import BackendError
-from nibble.kernels import ALIGNED
+from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
@@ -321,7 +321,7 @@ class ModelRunner:
         pages_T = self.tables.table_RN[rows_T, positions_T // page_size]
         sent_int32, batches, start = sent.int(), [], 0
         for group in groups:
-            width = -(-max(group.seq_lens) // page_size)
+            width = cdiv(max(group.seq_lens), page_size)
             # Rows are gathered in full width and cut then, so that their stride is always the same.
             page_table_BN = self.tables.table_RN.index_select(0, sent[group.rows])[:, :width]
             stop = start + sum(group.query_lens)
@@ -435,7 +435,7 @@ class ModelRunner:
         """Return where attention batches of decodes begin and end."""
         # With a host tier there are two. What one has selected is fetched while the other selects, and the first
         # attends while the rest is fetched.
-        half = -(-size // (2 * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE
+        half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
         return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
 
 

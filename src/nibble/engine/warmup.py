@@ -33,6 +33,7 @@ from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.errors import BackendError, CapacityError
 from nibble.formats.base import raw
 from nibble.hardware import format_bytes
+from nibble.kernels import cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import alike, resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
@@ -127,7 +128,7 @@ def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[
     while tokens and pages and len(lengths) < runner.tables.padding_row:
         length = min(tokens, max_tokens, pages * size)
         lengths.append(length)
-        tokens, pages = tokens - length, pages - -(-length // size)
+        tokens, pages = tokens - length, pages - cdiv(length, size)
     return lengths
 
 
@@ -217,7 +218,7 @@ def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
     pages: dict[tuple[int, ...], list[int]] = {}
     free = list(range(min(pool.pages, pool.frames)))
     for lens in REQUESTS:
-        needed = -(-sum(lens) // pool.layout.page_size)
+        needed = cdiv(sum(lens), pool.layout.page_size)
         if needed <= len(free):
             # From both ends in turn, so that a kernel that takes pages for neighbours fails.
             pages[lens] = [free.pop(-1 if i % 2 else 0) for i in range(needed)]

@@ -34,6 +34,7 @@ from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.errors import ConfigError
+from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Phase
 
@@ -195,9 +196,9 @@ def make_fixture(
     query_shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
     query_bytes = math.prod(query_shape) * query_dtype.itemsize
     # As many layers as outgrow the L2 cache, so that no call reads from it what another has left there.
-    layers = min(max(-(-L2_TIMES * l2_bytes(device) // (read + query_bytes)), 1), CALLS)
+    layers = min(max(cdiv(L2_TIMES * l2_bytes(device), read + query_bytes), 1), CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
-    pages = -(-workload.stored // page)
+    pages = cdiv(workload.stored, page)
     pool = PagedPool(layout, workload.requests * pages, ONE, device)
     for layer in range(layers):
         _fill(pool, layer, query_dtype, rng)

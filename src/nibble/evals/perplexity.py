@@ -34,6 +34,7 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.build import adapters, builtin_texts
 from nibble.errors import ConfigError, WeightError
+from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models import hook
@@ -268,7 +269,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 def _prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
     """Return a step that computes one whole prompt, on pages in order, so that slot t holds token t."""
-    pages = -(-tokens // plan.page_size)
+    pages = cdiv(tokens, plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
     meta = AttentionMetadata(torch.arange(tokens, device=device), (batch,))

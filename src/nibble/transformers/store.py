@@ -27,7 +27,7 @@ from nibble.cache.radix_cache import PageAllocator
 from nibble.cache.scales import KVScales
 from nibble.engine.request import PHASE_ORDER
 from nibble.errors import CapacityError, OutOfPages
-from nibble.kernels import ALIGNED
+from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.offload import copy_tokens
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
 from nibble.model_spec import Phase
@@ -129,7 +129,7 @@ def _batches(
         pages = [rows[i].pages for i in members]
         width = max(map(len, pages))
         # Triton compiles a kernel anew for rows that are not on a grid of 16 bytes.
-        stride = -(-width // ALIGNED) * ALIGNED
+        stride = cdiv(width, ALIGNED) * ALIGNED
         table = torch.tensor([row + [0] * (stride - len(row)) for row in pages], dtype=torch.int32)
         page_table_BN = table.to(device)[:, :width]
         query_lens = [counts[i] for i in members]
@@ -167,7 +167,7 @@ class Store:
         self, layout: CacheLayout, scales: KVScales, device: torch.device, memory: int | None = None
     ) -> None:
         self.layout, self._scales, self._device, self.bounded = layout, scales, device, memory is not None
-        pages = -(-FIRST_TOKENS // layout.page_size) if memory is None else memory // layout.bytes_per_page
+        pages = cdiv(FIRST_TOKENS, layout.page_size) if memory is None else memory // layout.bytes_per_page
         if not pages:
             raise CapacityError(
                 f"kv_memory {memory} has room for no page of {layout.page_size} tokens, which takes "
@@ -208,7 +208,7 @@ class Store:
         for row in rows:
             self.cut(row, row.num_stored_tokens)
         new_pages = [
-            -(-(row.num_stored_tokens + count) // size) - len(row.pages)
+            cdiv(row.num_stored_tokens + count, size) - len(row.pages)
             for row, count in zip(rows, counts, strict=True)
         ]
         shared = list(self._rows_to_copy(rows))
@@ -273,7 +273,7 @@ class Store:
 
     def cut(self, row: Row, num_tokens: int) -> None:
         """Drop all tokens of `row` but the first `num_tokens`."""
-        keep = -(-num_tokens // self.layout.page_size)
+        keep = cdiv(num_tokens, self.layout.page_size)
         self.pages.release(reversed(row.pages[keep:]))
         del row.pages[keep:]
         row.num_stored_tokens = num_tokens

@@ -28,6 +28,7 @@ from nibble.config import Config, OffloadSpec
 from nibble.errors import ConfigError, Unsupported
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
+from nibble.kernels import cdiv
 from nibble.model_spec import INDEX, ModelSpec, Phase
 from nibble.spec import CacheSpec
 
@@ -271,7 +272,7 @@ def _tier(offload: OffloadSpec | None, parts: tuple[SchemeGroup, ...], layout: C
         _check_format(offload.host_format, parts)
     size = layout.page_size
     # Hot buffers are whole pages, since they lie in frames.
-    return Tier(-(-buffer // size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
+    return Tier(cdiv(buffer, size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
 
 
 def _check_format(name: str, parts: tuple[SchemeGroup, ...]) -> None:
