@@ -242,7 +242,7 @@ def compute(llm: LLM, costs: Costs, workload: Workload, concurrency: int) -> Out
     for request in asked:
         scheduler.add(request)
     now, first, last = 0.0, dict[str, float](), dict[str, float]()
-    while scheduler.unfinished:
+    while scheduler.waiting or scheduler.running:
         batch = scheduler.schedule()
         assert batch is not None
         now += step_seconds(batch, costs, unit)
