@@ -120,7 +120,7 @@ def share(llm: LLM, length: int, number: int) -> float:
 
 
 def hot_answers(llm: LLM, cases: Sequence[recall.RecallCase]) -> Iterator[bool]:
-    """recall.judged(), with every answer decoded from a hot buffer, all full pages of its prompt on the host alone."""
+    """recall.grade(), with every answer decoded from a hot buffer, all full pages of its prompt on the host alone."""
     engine, manager = llm.engine, llm.engine.scheduler.manager
     assert manager.residency
     streams = [

@@ -1,4 +1,4 @@
-"""The command `nibble`: the list of its commands. Heavy imports wait until a command needs them."""
+"""The command `nibble`: the list of its commands. Torch and Transformers wait until a command needs them."""
 
 from __future__ import annotations
 

@@ -153,8 +153,10 @@ class Engine:
                     matcher=matcher.fork() if matcher else None,
                     priority=priority,
                 )
-                self.scheduler.add(request)
                 requests.append(request)
+            # Once all are made: an error above leaves none of them behind.
+            for index, request in enumerate(requests):
+                self.scheduler.add(request)
                 self._streams[request] = OutputStream(
                     request,
                     index,

@@ -242,8 +242,6 @@ class _Sample:
     num_probes_left: int = NUM_PROBES
     failure: str = ""
     """Why it cannot be finished: one of REASONS."""
-    done: torch.cuda.Event | None = None
-    """Passes once the sums of a sample that is over are on the host."""
 
     @property
     def is_over(self) -> bool:
@@ -313,7 +311,10 @@ class ErrorMonitor:
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0), init=False)
     """Requests that were drawn and not compared, by reason."""
     _sample: _Sample | None = field(default=None, init=False)
-    _pending: list[_Sample] = field(default_factory=list, init=False)
+    _pending: list[tuple[tuple[int, ...], Tensor, torch.cuda.Event | None]] = field(
+        default_factory=list, init=False
+    )
+    """Of samples that are over: layers, sums on their way to the host, and what passes once they are there."""
     _sums: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
     _num_turns: int = field(default=0, init=False)
 
@@ -399,16 +400,19 @@ class ErrorMonitor:
             else:
                 # The device goes on meanwhile: the copy on the host is complete once the event has passed.
                 done = torch.cuda.Event() if sample.sums.is_cuda else None
-                sample.sums, sample.done = sample.sums.to("cpu", non_blocking=True), done
+                sums = sample.sums.to("cpu", non_blocking=True)
                 if done:
                     done.record()
-                self._pending.append(sample)
+                self._pending.append((sample.layers, sums, done))
         # Copies complete in the order in which they began.
-        while self._pending and (self._pending[0].done is None or self._pending[0].done.query()):
-            pending = self._pending.pop(0)
-            sums = dict(zip(pending.layers, pending.sums.tolist(), strict=True))
-            if all(expected for _, _, expected in sums.values()):
-                self._read(sums)
+        while self._pending:
+            layers, sums, done = self._pending[0]
+            if done and not done.query():
+                return
+            del self._pending[0]
+            by_layer = dict(zip(layers, sums.tolist(), strict=True))
+            if all(expected for _, _, expected in by_layer.values()):
+                self._read(by_layer)
             else:  # the step that was to be compared has failed
                 self.skipped["failed"] += 1
 

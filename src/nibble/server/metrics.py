@@ -366,7 +366,7 @@ def with_derived(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def cache_view(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of `GET /v1/cache`, made of what the engine last sent (`wire.Stats`, `wire.Ready.about`).
+    """Return the body of `GET /v1/cache`, made of what the engine last sent (`worker.Stats`, `worker.Ready.about`).
 
     `at` is in seconds on the engine's clock, None before the first counts. Counters run over the engine's life: a
     client that wants rates takes the difference of two answers. The hit rate is None before the first lookup.

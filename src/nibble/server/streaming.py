@@ -162,7 +162,11 @@ async def merge_streams(
 async def _single(
     source: AsyncGenerator[Pieces], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
-    # A task for each piece would cost more than all else that is done with it.
+    # A task or a timeout for each piece would cost more than all else that is done with it.
+    if deadline is None:
+        async for all_pieces in source:
+            yield 0, all_pieces
+        return
     while True:
         async with asyncio.timeout_at(deadline):
             pieces = await anext(source, None)

@@ -88,7 +88,7 @@ def available_backends() -> Mapping[str, BackendInfo]:
 def _discover() -> None:
     """Register the BACKEND or the BACKENDS of every module in this package."""
     for entry in pkgutil.iter_modules(__path__):
-        if entry.ispkg:  # the adapters, which import torch
+        if entry.name == "adapters":  # which imports torch
             continue
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if hasattr(module, "BACKEND"):

@@ -88,9 +88,15 @@ def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
         content = json.loads(path.read_text())
         if (schema := content["schema"]) != LEDGER_SCHEMA:
             raise ConfigError(f"{path} has schema {schema}, and this version reads {LEDGER_SCHEMA}")
-        return tuple(LedgerEntry(**entry) for entry in content["entries"])
+        return tuple(map(_ledger_entry, content["entries"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error
+
+
+def _ledger_entry(values: Mapping[str, Any]) -> LedgerEntry:
+    # A newer version may have written more fields.
+    required = {entry.name: values[entry.name] for entry in fields(LedgerEntry) if entry.name != "versions"}
+    return LedgerEntry(**required, versions=dict(values.get("versions") or {}))
 
 
 def update_ledger(
@@ -414,9 +420,11 @@ def _timing(values: Mapping[str, Any]) -> Timing:
     ms = {str(name): float(time) for name, time in values["ms"].items()}
     if not all(0 < time < math.inf for time in ms.values()):
         raise ValueError(f"{values['backend']} has times that are none")
-    kinds = {"stage_to": str, "page": int, "packing": str, "gap": float}
+    kinds = {"page": int, "packing": str, "gap": float}
     stated = {name: kind(values[name]) for name, kind in kinds.items() if values.get(name) is not None}
-    return Timing(backend=str(values["backend"]), ms=ms, failure=str(values["failure"]), **stated)
+    # Required, because a time of plain pages and one of pages that are dequantised first are not the same.
+    stage_to = None if values["stage_to"] is None else str(values["stage_to"])
+    return Timing(str(values["backend"]), stage_to, ms=ms, failure=str(values["failure"]), **stated)
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------

@@ -169,11 +169,11 @@ class StepMemory:
         """Return the workspace that dequantised pages of `layer` take.
 
         tokens x (bytes of all streams in the plain format + 4 bytes x values of the widest stream, while it is
-        decoded). tokens: the bound of dequantize.py, or one request if that is longer, but no more than all requests
+        decoded). tokens: MAX_STAGED_TOKENS, or one request if that is longer, but no more than all requests
         together.
         """
         longest = page_size * cdiv(self.context, page_size)
-        # dequantize.py cuts a batch into parts, but never a request.
+        # cut_parts() in attention/layer.py cuts a batch into parts, but never a request.
         tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
         widest = max(entry.stream.values for entry in layer.streams)
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)

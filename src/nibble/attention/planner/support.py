@@ -59,7 +59,7 @@ class Need:
         return f"{', '.join(parts)} on {_show('arch', self.arch)}"
 
 
-NEVER, WITH = frozenset({False}), frozenset({True})
+NEVER = frozenset({False})
 ALL = frozenset(Phase)
 PROMPT = frozenset({Phase.PREFILL, Phase.EXTEND})
 TOKEN = frozenset({Phase.DECODE, Phase.VERIFY})

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import triton
@@ -182,8 +183,10 @@ def tile_of(rows: int, group: int, latents: Paged, rope: int, query: torch.dtype
     Returns:
         The tile.
     """
-    suits_sm90 = gpu.arch == SM90 and _suits_sm90(latents, query)
-    candidates = (*(_sm90_tiles(rows, latents) if suits_sm90 else ()), *_portable_tiles(rows))
+    candidates: Iterable[LatentTile] = _portable_tiles(rows)
+    if gpu.arch == SM90 and _suits_sm90(latents, query):
+        # A chain, because every launch comes here: mostly the first tile fits, and no other is made.
+        candidates = chain(_sm90_tiles(rows, latents), candidates)
     return _first_fitting(candidates, group, latents, rope, query, gpu)
 
 
@@ -191,7 +194,8 @@ def _first_fitting(
     candidates: Iterable[LatentTile], group: int, latents: Paged, rope: int, query: torch.dtype, gpu: GPU
 ) -> LatentTile:
     """Return the first tile, widened to the heads of a token, that fits into shared memory."""
-    wide = (replace(tile, rows=max(tile.rows, padded_rows(group))) for tile in candidates)
+    rows = padded_rows(group)
+    wide = (tile if tile.rows >= rows else replace(tile, rows=rows) for tile in candidates)
     return next(
         tile for tile in wide if tile.programs * memory_of(tile, latents, rope, query.itemsize) <= gpu.memory
     )
