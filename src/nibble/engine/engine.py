@@ -157,15 +157,10 @@ class Engine:
             # Once all are made: an error above leaves none of them behind.
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
-                self._streams[request] = OutputStream(
-                    request,
-                    index,
-                    on_output,
-                    Detokenizer(self.tokenizer, prompt, visible) if self.tokenizer else None,
-                    StopStrings(params.stop),
-                    # A stop string ends the answer, so its text must be looked at token by token.
-                    final_only=final_only and not params.stop,
-                )
+                # A stop string ends the answer, so its text must be looked at token by token.
+                final, stop_strings = final_only and not params.stop, StopStrings(params.stop)
+                text = Detokenizer(self.tokenizer, prompt, visible) if self.tokenizer else None
+                self._streams[request] = OutputStream(request, index, on_output, text, stop_strings, final)
         return tuple(requests)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
