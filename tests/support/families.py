@@ -253,9 +253,11 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "flint": {"mlp_only_layers": [0]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 1, "L_bp_cycles": [1]},
     "kimi_linear": {"num_key_value_heads": 4},
     "kolibri1": {"layer_types": MIXED["layer_types"]},
     "laguna": {"layer_types": MIXED["layer_types"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [2]}},
@@ -308,6 +310,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_text, keys as values": ("gemma4_text", {"attention_k_eq_v": True}),
     "gemma4_text, experts": (
         "gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "minimax_m3_vl_text, sparse": (
+        "minimax_m3_vl_text",
+        {
+            "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2, "index_head_dim": 16,
+            "index_block_size": 4, "index_topk_blocks": 2,
+        },
     ),
     "jetmoe, 4 keys": ("jetmoe", {"num_key_value_heads": 4}),
     "qwen2, windows": (
