@@ -245,6 +245,7 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
         **MIXED, "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in MIXED["layer_types"]},
     },
     "cwm": {"bos_token_id": 1},
+    "cohere2_moe": {"logit_scale": 1.0},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 4.0}, "ffn_config": {"ffn_hidden_size": 32}},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"text_config": _DOTS3, "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64}, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}},
@@ -291,26 +292,51 @@ NOT_BUILT = {
 }
 """Types that cannot be built here, or give no logits by themselves: why."""
 
+_FULL = {"layer_types": ["full_attention"] * 4}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_SCALED = {
+    "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+            "num_hidden_layers": 4, "num_kv_shared_layers": 4,
+        },
+    },
+}  # fmt: skip
+"""Options without which a type's default config is refused by Transformers itself."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["full_attention"] * 4}),
-    "granitemoehybrid, attention only, rope": (
-        "granitemoehybrid", {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
-    ),
-    "lfm2, attention only": ("lfm2", {"layer_types": ["full_attention"] * 4}),
-    "lfm2_moe, attention only": ("lfm2_moe", {"layer_types": ["full_attention"] * 4}),
-    "lfm3, attention only": ("lfm3", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    "bailing_hybrid, attention only": ("bailing_hybrid", _FULL),
     "bamba, attention only": ("bamba", {"attn_layer_indices": [0, 1, 2, 3]}),
-    "deepseek_v2, no query rank": ("deepseek_v2", {"q_lora_rank": None}),
     "bert, bidirectional": ("bert", {"is_decoder": False}),
-    "falcon, new architecture": ("falcon", {"new_decoder_architecture": True}),
+    "deepseek_v2, no query rank": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3, halves rotated": ("deepseek_v3", {"rope_interleave": False}),
+    "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v32, yarn": ("deepseek_v32", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v4, windows only": ("deepseek_v4", {"layer_types": ["sliding_attention"] * 4}),
     "falcon, alibi": ("falcon", {"alibi": True}),
-    "gpt_bigcode, many keys": ("gpt_bigcode", {"multi_query": False}),
-    "qwen4_exp_text, no indexer": ("qwen4_exp_text", dict.fromkeys(_QSA)),
-    "minimax, full attention": ("minimax", {"layer_types": ["full_attention"] * 4}),
-    "gemma4_text, keys as values": ("gemma4_text", {"attention_k_eq_v": True}),
+    "falcon, new architecture": ("falcon", {"new_decoder_architecture": True}),
     "gemma4_text, experts": (
         "gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
+    "gemma4_text, keys as values": ("gemma4_text", {"attention_k_eq_v": True}),
+    "gpt2, scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, upcast": ("gpt2", {"reorder_and_upcast_attn": True}),
+    "gpt_bigcode, many keys": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neox, in sequence": ("gpt_neox", {"use_parallel_residual": False}),
+    "granitemoehybrid, attention only": ("granitemoehybrid", _FULL),
+    "granitemoehybrid, attention only, rope": ("granitemoehybrid", {**_FULL, "position_embedding_type": "rope"}),
+    "hy_v4, dense": ("hy_v4", {"index_topk": 64}),
+    "jetmoe, 4 keys": ("jetmoe", {"num_key_value_heads": 4}),
+    "kimi_linear, attention only": ("kimi_linear", _FULL),
+    "lfm2, attention only": ("lfm2", _FULL),
+    "lfm2_moe, attention only": ("lfm2_moe", _FULL),
+    "lfm3, attention only": ("lfm3", MIXED),
+    "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "minimax, attention only": ("minimax", _FULL),
     "minimax_m3_vl_text, sparse": (
         "minimax_m3_vl_text",
         {
@@ -318,15 +344,123 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "index_block_size": 4, "index_topk_blocks": 2,
         },
     ),
-    "jetmoe, 4 keys": ("jetmoe", {"num_key_value_heads": 4}),
-    "qwen2, windows": (
-        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED["layer_types"]},
-    ),
-    "olmo_hybrid, attention only": ("olmo_hybrid", {"layer_types": ["full_attention"] * 4}),
-    "hy_v4, dense": ("hy_v4", {"index_topk": 64}),
+    "ministral3, scaled": ("ministral3", {"rope_parameters": _SCALED}),
     "mistral4": ("mistral4", {}),
+    "mistral4, scaled": ("mistral4", {"rope_parameters": _SCALED}),
+    "nemotron_h, attention only": ("nemotron_h", {"layers_block_type": ["full_attention", "moe"] * 2}),
+    "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "phi, norms of queries": ("phi", {"qk_layernorm": True}),
+    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, **MIXED}),
+    "qwen3_5_text, attention only": ("qwen3_5_text", _FULL),
+    "qwen3_next, attention only": ("qwen3_next", _FULL),
+    "qwen4_exp_text, indexed only": ("qwen4_exp_text", {"layer_types": ["indexed_attention"] * 4}),
 }  # fmt: skip
 """More than one model of a type, by another name."""
+
+
+_STATE = "keep a recurrent state, not keys and values only"
+_POSITIONS = "counts positions by itself"
+_NO_INTERFACE = "do not attend through Transformers' AttentionInterface"
+_OWN_CLASSES = "knows a fixed set of attention implementations"
+_OTHER_LAYERS = "layers are more than attention over one key and value for each token"
+_ALL_LOGITS = "cannot compute the logits of chosen tokens only"
+_REASONS = {
+    _STATE: (
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 "
+        "lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
+        "qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya"
+    ),
+    _POSITIONS: "bart blenderbot blenderbot-small marian mbart pegasus plbart",
+    _NO_INTERFACE: "bloom codegen cpmant gpt_neox_japanese mvp openai-gpt rwkv xglm",
+    _OWN_CLASSES: "falcon git gpt_neo gptj",
+    _OTHER_LAYERS: "deepseek_v4",
+    _ALL_LOGITS: "prophetnet trocr whisper",
+    "chunked attention lives in the mask": "llama4 llama4_text",
+    "layers attend 8 times in one pass": "diffllama",
+    "passes attention_mask to its attention": "doge",
+    "scales by the largest position of the batch": "phimoe",
+}
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()} | {
+    "bert, bidirectional": "is_causal=False",
+    "falcon, alibi": _OWN_CLASSES,
+    "falcon, new architecture": _OWN_CLASSES,
+    "minimax_m3_vl_text, sparse": _OTHER_LAYERS,
+}
+"""Types that are refused for what they are: a pattern of the reason."""
+
+_FIRST_POSITION = "its first position is pad_token_id + 1 where none are given, and Nibble gives 0: every position is off by as much"
+WRONG = {
+    "camembert": _FIRST_POSITION,
+    "data2vec-text": _FIRST_POSITION,
+    "hy_v4": "sparse attention drops sinks, and its indexer rotates the last values of a head instead of the first",
+    "hy_v4, dense": "sparse attention drops sinks",
+    "roberta": _FIRST_POSITION,
+    "roberta-prelayernorm": _FIRST_POSITION,
+    "xlm-roberta": _FIRST_POSITION,
+    "xlm-roberta-xl": _FIRST_POSITION,
+}
+"""Types that are served and answer otherwise than the unmodified model: the cause."""
+
+_META = r"does more than call .* \((RuntimeError|NotImplementedError|AttributeError)"
+_NO_CONTEXT = "was not given nibble_ctx"
+_PADDING_WARNING = "only a warning about padding needs values; its layers " + _NO_INTERFACE
+_NO_CONV = "only the mask of recurrent layers, of which it has none, needs values; it can be served"
+FALSE_REASONS = {
+    "bamba, attention only": (_META, _NO_CONV),
+    "bailing_hybrid, attention only": (_META, _NO_CONV),
+    "big_bird": (_META, _PADDING_WARNING),
+    "bigbird_pegasus": ("is_causal=False", "its decoder is causal, by a mask; it counts positions by itself"),
+    "blt": (_NO_CONTEXT, "it attends from patches of bytes to bytes, which are no keys of one token each"),
+    "gemma4_unified": ("mask of layer 0", "only images see later tokens; gemma4_unified_text is served"),
+    "granitemoehybrid, attention only": (_POSITIONS, "it has no positions; it can be served"),
+    "granitemoehybrid, attention only, rope": (_META, _NO_CONV),
+    "hrm_text": (
+        _NO_INTERFACE,
+        "its layers run several times in a pass, each time over other keys and values",
+    ),
+    "jetmoe": (_META, "its experts read their counts as numbers, so it cannot be observed without weights"),
+    "jetmoe, 4 keys": (
+        _META,
+        "its experts read their counts as numbers, so it cannot be observed without weights",
+    ),
+    "kimi_linear, attention only": (_POSITIONS, "it has no positions; it can be served"),
+    "lfm2, attention only": (_META, _NO_CONV),
+    "lfm2_moe, attention only": (_META, _NO_CONV),
+    "megatron-bert": (_META, _PADDING_WARNING),
+    "minimax, attention only": (_META, _NO_CONV),
+    "mllama": (
+        _NO_INTERFACE,
+        "one layer attends to images, and is skipped in text; it holds no keys and values",
+    ),
+    "mpt": (_META, "its layers " + _NO_INTERFACE + ", and add ALiBi to the scores"),
+    "nemotron": (
+        _NO_CONTEXT,
+        "its decoder layers drop keywords; it can be served by a context from elsewhere",
+    ),
+    "nemotron_h, attention only": (_OTHER_LAYERS, "its moe layers have no attention at all"),
+    "phi4_multimodal": (
+        "convolution",
+        "the convolution belongs to its audio tower, which text does not pass",
+    ),
+    "qwen3_5_text, attention only": (_META, _NO_CONV),
+    "qwen3_next, attention only": (_META, _NO_CONV),
+    "qwen4_exp_text, indexed only": (_META, "its indexer chooses blocks of keys, which only a mask tells of"),
+    "reformer": (_META, _PADDING_WARNING),
+    "rembert": (_META, _PADDING_WARNING),
+    "roformer": (_META, _PADDING_WARNING),
+    "stablelm": (
+        _NO_CONTEXT,
+        "its decoder layers drop keywords; it can be served by a context from elsewhere",
+    ),
+    "xlm": (_META, "its layers " + _NO_INTERFACE),
+    "xlnet": (
+        _META,
+        "its layers " + _NO_INTERFACE + "; its attention is over permutations, with relative positions",
+    ),
+    "xlstm": (_META, "it keeps a recurrent state, not keys and values"),
+    "xmod": (_META, "its adapters choose rows by language; its first position is pad_token_id + 1"),
+}
+"""Types whose refusal today is untrue, or the accident of foreign code: a pattern of it, and what is true."""
 
 
 def shrunk(default: Any) -> dict[str, Any]:

@@ -24,26 +24,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-for folder in (Path(__file__).parent, Path(__file__).parents[2] / "src"):
-    sys.path.insert(0, str(folder))
-# torch and Transformers read these when they are imported.
-for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
-    os.environ.setdefault(name, value)
-
 import torch
 from torch import Tensor
 from transformers import logging as transformers_logging
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from families import NOT_BUILT, TOLERANCE, VARIANTS, VOCAB, tiny_model
+from families import DEFAULTS, NOT_BUILT, TOLERANCE, VARIANTS, VOCAB, tiny_model
 from nibble import LLM
+from nibble.config import Config
 from nibble.engine.build import run_prompt
+from nibble.engine.plan import plan_engine
 from nibble.errors import NibbleError
 from nibble.models import observations
 from nibble.models.hub import first_line, quiet
 
 BATCH = 12
 """Types of one process."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 OPTIONS: dict[str, Any] = {
     "kv_format": "fp32", "max_context": 96, "max_running": 4, "token_budget": 7, "kv_memory": "8MiB",
 }  # fmt: skip
@@ -99,7 +97,8 @@ def examine(name: str, folder: Path) -> Result:
 
 def _examine(result: Result, folder: Path) -> None:
     if result.name in NOT_BUILT:
-        result.outcome, result.reason = "not built", NOT_BUILT[result.name]
+        answer = refusal_by_config(result.name, folder)
+        result.outcome, result.reason = "not built", "; ".join([NOT_BUILT[result.name], f"Nibble: {answer}"])
         return
     model = tiny_model(result.name)
     with quiet():
@@ -117,6 +116,17 @@ def _examine(result: Result, folder: Path) -> None:
     result.answers = answers_difference(model, llm)
     right = result.error < TOLERANCE and not result.answers
     result.outcome = "served" if right else "wrong"
+
+
+def refusal_by_config(name: str, folder: Path) -> str:
+    """What Nibble says of a type by its default config alone; empty if it would be served."""
+    try:
+        with quiet():
+            CONFIG_MAPPING[name](**DEFAULTS.get(name, {})).save_pretrained(folder)
+        plan_engine(Config(model=str(folder), **OPTIONS))
+    except NibbleError as error:
+        return _one_line(error)
+    return ""
 
 
 def _kind(group: Any) -> str:
@@ -194,7 +204,8 @@ def survey(names: Sequence[str]) -> list[Result]:
     while len(results) < len(names):
         batch = names[len(results) :][:BATCH]
         command = [sys.executable, __file__, "--worker", *batch]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, **pipes) as process:
             assert process.stdout and process.stderr
             lines = [line for line in process.stdout if line.startswith("{")]
             errors = process.stderr.read()
