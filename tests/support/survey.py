@@ -60,6 +60,8 @@ class Result:
     error: float | None = None
     """Over all chunk sizes."""
     by_chunk: dict[str, float] | None = None
+    is_invariant: bool | None = None
+    """Whether logits are the same to the last bit, however the prompt is cut."""
     own: float | None = None
     """Between the unmodified model whole, and token by token over its own cache."""
     to_cached: float | None = None
@@ -111,6 +113,7 @@ def _examine(result: Result, folder: Path) -> None:
     served = {chunk: _served(llm, chunk) for chunk in CHUNKS}
     result.by_chunk = {str(chunk): _difference(logits, whole) for chunk, logits in served.items()}
     result.error = max(result.by_chunk.values())
+    result.is_invariant = all(torch.equal(logits, served[CHUNKS[0]]) for logits in served.values())
     if cached is not None:
         result.to_cached = max(_difference(logits, cached) for logits in served.values())
     result.answers = answers_difference(model, llm)
