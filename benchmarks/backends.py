@@ -34,15 +34,15 @@ from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Phase, SchemeGroup
+from nibble.attention.planner.support import BackendInfo, SchemeGroup
 from nibble.config import Config
 from nibble.errors import ConfigError
-from nibble.evals.tuning import bench as race
-from nibble.evals.tuning import fixtures
-from nibble.evals.tuning.bench import Result, fastest
-from nibble.evals.tuning.fixtures import Workload
+from nibble.evals import fixtures
+from nibble.evals import tune as race
+from nibble.evals.fixtures import Workload
+from nibble.evals.tune import Result, fastest
 from nibble.hardware import Hardware, probe
-from nibble.model_spec import LATENT, LayerGroup, ModelSpec, Stream
+from nibble.model_spec import LATENT, LayerGroup, ModelSpec, Phase, Stream
 
 FORMATS, LATENTS = "bf16,fp8_e4m3,nvfp4", "bf16,fp8_e4m3,nvfp4_ds_mla"
 """Schemes that are measured, of heads and of latents."""
@@ -155,7 +155,7 @@ def verdict(job: str, results: Sequence[Result]) -> Verdict:
 
 def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, BackendInfo]) -> Iterator[Job]:
     """Everything to measure on a machine with these backends, in an order in which neighbours are alike."""
-    works = small_works() if options.tiny or options.small else fixtures.usual(hardware.is_cpu)
+    works = small_works() if options.tiny or options.small else fixtures.default_workloads(hardware.is_cpu)
     phases = set(options.phases.split(","))
     for model_spec in geometries(options):
         latents = model_spec.groups[0].streams[0].name == LATENT
@@ -177,7 +177,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
 
 def small_works() -> list[Workload]:
     texts = {Phase.PREFILL: "1x40", Phase.EXTEND: "8+33", Phase.DECODE: "3x40", Phase.VERIFY: "2x40"}
-    return [fixtures.parse(phase, text) for phase, text in texts.items()]
+    return [fixtures.parse_workload(phase, text) for phase, text in texts.items()]
 
 
 def wanted(job: Job, only: str | None) -> bool:
@@ -205,8 +205,8 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
     modules: dict[str, set[tuple[object, ...]]] = {}
     for job in found:
         for entrant in race.entrants(job.request, job.plan, job.part, job.work.phase, names):
-            info, shape = entrant.option.backend, job.part.group
-            stored = entrant.option.stage_to or job.part.stored_layer(0).format_key
+            shape = job.part.group
+            stored = entrant.route.stage_to or job.part.stored_layer(0).format_key
             key = (
                 shape.kind,
                 job.work.phase.decodes,
@@ -215,7 +215,7 @@ def compiled(found: Sequence[Job], names: Sequence[str]) -> str:
                 shape.window is None,
                 shape.softcap,
             )
-            modules.setdefault(info.name, set()).add(key)
+            modules.setdefault(entrant.route.backend, set()).add(key)
     counts = ", ".join(f"{name} {len(keys)}" for name, keys in sorted(modules.items()))
     return f"{len(found)} jobs; kinds of kernels that may have to be compiled, at most: {counts}"
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import gpu
 from gpu import CALLS, time_calls
-from nibble.attention.planner.support import Phase
+from nibble.model_spec import Phase
 
 SHAPES = ("64x8K", "64x32K", "16x8K", "1x128K", "1x32K", "128x1K", "1x128K+31x4K")
 QUICK = ("64x8K", "1x32K")

@@ -175,7 +175,7 @@ def decode_step(llm: LLM, requests: int, context: int) -> Decode:
         ends.append(time.perf_counter() if full else None)
     if any(piece.error for piece in pieces):
         raise SystemExit(f"a decode step failed: {next(piece.error for piece in pieces if piece.error)}")
-    if any(ticket.requests[0].num_prefix_hit_tokens != context for ticket in tickets):
+    if any(ticket[0].num_prefix_hit_tokens != context for ticket in tickets):
         raise SystemExit(f"{context} tokens were planted, and the engine found others: nothing was measured")
     spans = [(b - a) * 1e3 for a, b in pairwise(ends) if a is not None and b is not None]
     engine.scheduler.manager.clear()
@@ -242,7 +242,7 @@ def compute(llm: LLM, costs: Costs, workload: Workload, concurrency: int) -> Out
     for request in asked:
         scheduler.add(request)
     now, first, last = 0.0, dict[str, float](), dict[str, float]()
-    while scheduler.unfinished:
+    while scheduler.waiting or scheduler.running:
         batch = scheduler.schedule()
         assert batch is not None
         now += step_seconds(batch, costs, unit)

@@ -28,7 +28,7 @@ from report import Aim, aims_table, markdown, ratio
 from torch import Tensor
 
 import gpu
-from nibble.attention.planner.support import Phase
+from nibble.model_spec import Phase
 
 SHAPES = ("8K+32K", "2K+0", "512+8K")
 AIMED = SHAPES[0]

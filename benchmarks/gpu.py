@@ -1,6 +1,6 @@
 """What the GPU benchmarks share: the copy bandwidth, the clock, the machine, options, and how results are published.
 
-Times are taken by nibble.evals.tuning.bench. On a CPU a step is just run, which checks the benchmark and measures
+Times are taken by nibble.evals.fixtures. On a CPU a step is just run, which checks the benchmark and measures
 nothing.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from report import REPORTS, command_line, cpu, write_figures, write_report
 
-from nibble.evals.tuning.fixtures import CALLS, L2_TIMES, Step, Timed, here, l2_bytes, time_calls
+from nibble.evals.fixtures import CALLS, L2_TIMES, Step, Timed, device_type, l2_bytes, time_calls
 
 __all__ = ["CALLS", "L2_TIMES", "Step", "Timed", "device", "l2_bytes", "time_calls"]
-device = here
+device = device_type
 
 FEW, STEP_MS, BYTES_PER_MS = 8, 8.0, 4e9
 """Fewer than CALLS calls make a step where they take long: FEW at least, STEP_MS in all."""

@@ -39,10 +39,11 @@ from report import Aim, aims_table, markdown, ratio, worst, write_figures
 
 import gpu
 from nibble import LLM, SamplingParams
-from nibble.attention.planner import resolve as tiering
+from nibble.attention.planner.memory import HOT_SLOT_BYTES
+from nibble.attention.planner.resolve import HOT_BUFFER_FACTOR
 from nibble.cache.hot_buffer import HotBuffers
+from nibble.engine.model_runner import PackedInts
 from nibble.engine.request import Delta
-from nibble.engine.transfer import PackedInts
 from nibble.formats import scheme as schemes
 from nibble.kernels.offload import copy_tokens
 from nibble.model_spec import INDEX, LATENT, Stream
@@ -126,8 +127,8 @@ def memory(todo: Plan, scheme: str, hisparse: str) -> int:
     latent = Stream(LATENT, 1, shape["kv_lora_rank"] + rope, rope)
     index = Stream(INDEX, 1, shape["index_head_dim"], rope)
     size = layers * schemes.bytes_per_token(scheme, (latent, index)) * todo.fits * todo.engine["max_context"]
-    buffer = tiering.HOT_BUFFER_FACTOR * shape["index_topk"]
-    return size - bool(hisparse) * layers * (todo.asked + 2) * buffer * tiering.HOT_SLOT_BYTES
+    buffer = HOT_BUFFER_FACTOR * shape["index_topk"]
+    return size - bool(hisparse) * layers * (todo.asked + 2) * buffer * HOT_SLOT_BYTES
 
 
 def measure(todo: Plan, scheme: str, hisparse: str, likeness: float) -> Result:

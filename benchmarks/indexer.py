@@ -27,11 +27,10 @@ from torch import Tensor
 
 import gpu
 from nibble import formats
-from nibble.attention.planner.support import Phase
 from nibble.kernels import indexer as op
 from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.types import AttentionBatch, Paged
-from nibble.model_spec import INDEX, Stream
+from nibble.model_spec import INDEX, Phase, Stream
 
 HEADS, PAGE = 64, 64
 STREAM = Stream(INDEX, 1, 128)

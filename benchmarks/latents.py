@@ -8,12 +8,12 @@ import torch
 
 from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import Need, Phase
+from nibble.attention.planner.support import Need
 from nibble.cache import layout as packings
 from nibble.cache.pool import KVView, StreamView
 from nibble.hardware import probe
 from nibble.kernels.types import Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 
 def adapters(

@@ -29,11 +29,10 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Phase
 from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.mla import mla_attention, naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)
@@ -96,8 +95,8 @@ def own(segment: AttentionBatch) -> Attention:
 
 
 def through(adapter: AttentionBackend, segment: AttentionBatch) -> Attention:
-    spec, prepared = AttentionParams(SCALE), PreparedBatch.create(adapter, None, segment, PAGE, None)
-    return lambda q_THD, latents: next(prepared.attend(q_THD, made_up.view(latents, STREAM, "nhd"), spec))
+    spec, prepared = AttentionParams(SCALE), PreparedBatch(adapter, None, segment, PAGE, None)
+    return lambda q_THD, latents: prepared.attend(q_THD, made_up.view(latents, STREAM, "nhd"), spec)
 
 
 def flashinfer(segment: AttentionBatch, heads: int) -> Attention:

@@ -23,7 +23,7 @@ import gpu
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Need, Phase
+from nibble.attention.planner.support import Need
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.layout import names as packings
 from nibble.cache.pool import KVView, PagedPool
@@ -31,7 +31,7 @@ from nibble.cache.scales import ONE
 from nibble.formats import scheme as schemes
 from nibble.hardware import probe
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from nibble.model_spec import Stream
+from nibble.model_spec import Phase, Stream
 
 CHUNK = 1 << 16
 """Tokens that are made up and written at a time."""
@@ -231,13 +231,12 @@ def need(phase: Phase, heads: Heads, key: str, packing: str, page_size: int) -> 
 
 def begin_step(way: Way, adapter: AttentionBackend, segment: AttentionBatch, page_size: int) -> PreparedBatch:
     """What the layers of a step share."""
-    return PreparedBatch.create(adapter, way.stage_to, segment, page_size, None)
+    return PreparedBatch(adapter, way.stage_to, segment, page_size, None)
 
 
 def attend(prepared: PreparedBatch, q_THD: Tensor, view: KVView, spec: AttentionParams) -> Tensor:
     """One layer's attention as the engine calls it, staging included."""
-    parts = list(prepared.attend(view.query(q_THD), view, spec))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return prepared.attend(view.query(q_THD), view, spec)
 
 
 def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 from backends import Job, arguments, by_need, jobs
 
 from nibble.attention.backends import all_backends
-from nibble.evals.tuning.bench import Result, blank, entrants
+from nibble.evals.tune import Result, entrants, initial_result
 from nibble.hardware import lookup_gpu
 
 Records = dict[tuple[str, str, str | None], dict[int, dict[str, Any]]]
@@ -38,10 +38,12 @@ def read(paths: list[Path]) -> Records:
 def replayed(job: Job, records: Records) -> Iterator[Result]:
     """Yield the results of a job, with the places and the choice of today."""
     for entrant in entrants(job.request, job.plan, job.part, job.work.phase):
-        pages = records.get((job.name, *entrant.option.key), {})
+        pages = records.get((job.name, *entrant.route.key), {})
         page = entrant.page if entrant.page in pages else next(iter(pages), None)
         if page is not None:
-            yield replace(blank(job.plan, job.part, entrant, job.work), page=page, ms=pages[page]["ms"])
+            yield replace(
+                initial_result(job.plan, job.part, entrant, job.work), page=page, ms=pages[page]["ms"]
+            )
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
         [--top-k 2048] [--packings nhd,record] [--pool 4096K] [--backends flashmla] [--tiny] [--out FOLDER] [--report]
 
 Latents of 512 values and 64 rotary ones, pages of 64 tokens. One query token a request, each with top-k slots of its
-own, random ones of the whole pool. Nibble's side is kernels/sparse_mla/__init__.py, as a backend calls it, and the
+own, random ones of the whole pool. Nibble's side is kernels/mla/__init__.py, as a backend calls it, and the
 adapters of --backends. Each time is the median replay of a CUDA graph of several calls, divided by their number; the
 calls go round several lists, which do not all fit into the L2 cache. Gate: outputs of the last replay, poisoned
 before, against float64 over the dequantised latents, at most twice the error of torch in bfloat16.
@@ -27,12 +27,11 @@ from torch import Tensor
 import gpu
 from nibble import formats
 from nibble.attention.layer import AttentionBackend, PreparedBatch
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels.append.naive import dequantize_tokens
-from nibble.kernels.sparse_mla import naive, sparse_mla_attention
+from nibble.kernels.mla import naive, sparse_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 RANK, ROPE, PAGE = 512, 64, 64
 STREAM = Stream(LATENT, 1, RANK + ROPE, ROPE)
@@ -121,9 +120,9 @@ def through(adapter: AttentionBackend, pool: Paged, packing: str, batch: int) ->
     view = latents.view(pool, STREAM, packing)
     page_table_BN = torch.zeros(batch, 1, dtype=torch.int32, device=gpu.device())
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1] * batch, [1] * batch, page_table_BN)
-    prepared = PreparedBatch.create(adapter, None, segment, PAGE, None)
-    return lambda q_THD, topk_slots_TK: next(
-        prepared.attend(q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK))
+    prepared = PreparedBatch(adapter, None, segment, PAGE, None)
+    return lambda q_THD, topk_slots_TK: prepared.attend(
+        q_THD, view, AttentionParams(SCALE, topk_slots_TK=topk_slots_TK)
     )
 
 
@@ -169,8 +168,8 @@ def error_of(q_THD: Tensor, out_THD: Tensor, pool: Paged, topk_slots_TK: Tensor,
         dequantize_tokens(pool, topk_slots_TK[one].long()).squeeze(-2),
         topk_slots_TK[one] < 0,
     )
-    exact = naive.dense(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE)
-    same = naive.dense(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE)
+    exact = naive.dense_topk(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE)
+    same = naive.dense_topk(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE)
 
     def relative(x: Tensor) -> float:
         return float((x.double() - exact).norm() / exact.norm())

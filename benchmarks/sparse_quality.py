@@ -28,7 +28,7 @@ from nibble import LLM
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
 from nibble.evals import recall
-from nibble.evals.perplexity import Perplexity, read, split, windows
+from nibble.evals.perplexity import Perplexity, read_text, split_text, windows
 
 FORMATS = "bf16,fp8_e4m3,fp8_ds_mla,nvfp4_ds_mla,nvfp4,fp4_mx16"
 HOST = "nvfp4_ds_mla"
@@ -93,7 +93,7 @@ def tight(made: dict[str, Any]) -> dict[str, Any]:
 def measure(todo: Plan, scheme: str, attention: str) -> Result:
     llm = LLM(**config(todo, scheme, attention))
     tier, plan = llm.engine.runner.tier, llm.plan
-    parts = split(read(None, todo.model), todo.tokens, llm.tokenizer.encode, llm.tokenizer.decode)
+    parts = split_text(read_text(None, todo.model), todo.tokens, llm.tokenizer.encode, llm.tokenizer.decode)
     perplexity = Perplexity()
     for window in windows(parts.scored, todo.window):
         perplexity.add(llm.logits(window.ids), window)

@@ -350,6 +350,39 @@ LEARN = 1 << 15
 """The bit that marks a token of a recall document as one to learn; token ids lie far below it."""
 
 
+def training_document(
+    rng: random.Random, length_tokens: int, count: recall.Count, filler: recall.Filler
+) -> list[recall.Span]:
+    """Draws a document of at most `length_tokens` with several questions, or one long verbatim copy.
+
+    Args:
+        rng: the source of every choice.
+        length_tokens: upper bound, in tokens.
+        count: measures a text in tokens.
+        filler: draws the blocks between scattered entries.
+    """
+    if rng.random() < 0.12:
+        return verbatim(rng, length_tokens, count)
+    kind = rng.choice(recall.KINDS)
+    # At most two thirds of the document are questions; one document in eight asks once, as evaluation does.
+    most = max(1, length_tokens // (200 if recall.FORMS[kind].block else 40))
+    questions = 1 if rng.random() < 0.125 else rng.randint(1, most)
+    return recall.document(rng, length_tokens, count, kind, questions, filler)
+
+
+def verbatim(rng: random.Random, length_tokens: int, count: recall.Count) -> list[recall.Span]:
+    """A random text and its repetition, which is all to be learnt."""
+    values = recall.value_maker(rng, block=True)
+    sample = values()
+    # The text stands there twice, and headings need some room.
+    lines = max(1, int(0.45 * length_tokens / (count(sample) + 1)))
+    text = "\n".join(values() for _ in range(lines))
+    while lines > 1 and 2 * count(text) + 16 > length_tokens:
+        lines = max(1, int(lines * 0.9))
+        text = "\n".join(values() for _ in range(lines))
+    return [recall.Span(f"### text\n{text}\n### again\n", False), recall.Span(f"{text}\n", True)]
+
+
 class RecallRows(IterableDataset):
     """Batches of rows packed with recall documents, uint16 [rows, T + 1], endlessly; see `LEARN`.
 
@@ -393,7 +426,7 @@ class RecallRows(IterableDataset):
             else:
                 length = int(128 * (longest / 128) ** rng.random())
             filler = self.corpus_filler if rng.random() < 0.7 else recall.code_filler
-            for span in recall.training_document(rng, max(128, length - 8), self.count, filler):
+            for span in training_document(rng, max(128, length - 8), self.count, filler):
                 piece = np.array(self.tokenizer.encode(span.text).ids[: self.length + 1 - start], np.uint16)
                 ids[start : start + len(piece)] = piece | (LEARN if span.learn else 0)
                 start += len(piece)

@@ -33,14 +33,8 @@ _HOME = {
     "Output": "nibble.engine.request",
     "Config": "nibble.config",
     "SamplingParams": "nibble.config",
-    **dict.fromkeys(
-        (
-            "BackendError", "CapacityError", "ConfigError", "NibbleError", "OutOfPages", "PromptTooLong",
-            "RequestError", "ScaleError", "Unsupported", "WeightError",
-        ),
-        "nibble.errors",
-    ),
-}  # fmt: skip
+}
+"""Where public names are defined, but for those of nibble.errors."""
 
 __all__ = [
     "LLM",
@@ -62,6 +56,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'nibble' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_HOME.get(name, "nibble.errors")), name)

@@ -104,10 +104,13 @@ class Config:
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         # Callers from Python give bytes as a number.
-        if _is_int(self.kv_memory):
+        if _is("int", self.kv_memory):
             object.__setattr__(self, "kv_memory", str(self.kv_memory))
         for option in fields(self):
-            _check_type(option.name, str(option.type), getattr(self, option.name))
+            annotation, value = str(option.type), getattr(self, option.name)
+            if not _fits(annotation, value):
+                kind = type(value).__name__
+                raise ConfigError(f"{option.name} must be {_expected(annotation)}, not {value!r} ({kind})")
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
         for name in ("max_running", "token_budget", "page_size", "max_context", "index_topk"):
@@ -118,15 +121,12 @@ class Config:
         self._check_watch()
 
     def _check_watch(self) -> None:
-        if not 0 <= self.watch_fidelity <= 1:
-            raise ConfigError(
-                f"watch_fidelity is a share of requests, from 0 to 1, not {self.watch_fidelity}"
-            )
-        if self.fidelity_alert is None:
-            return
-        if not 0 < self.fidelity_alert < math.inf:
-            raise ConfigError(f"fidelity_alert must be a number above 0, as 0.2, not {self.fidelity_alert}")
-        if not self.watch_fidelity:
+        share, alert = self.watch_fidelity, self.fidelity_alert
+        if not 0 <= share <= 1:
+            raise ConfigError(f"watch_fidelity is a share of requests, from 0 to 1, not {share}")
+        if alert is not None and not 0 < alert < math.inf:
+            raise ConfigError(f"fidelity_alert must be a number above 0, as 0.2, not {alert}")
+        if alert is not None and not share:
             raise ConfigError(
                 "fidelity_alert needs watch_fidelity, which says what share of requests is watched"
             )
@@ -146,34 +146,25 @@ class Config:
         return (self.decode_backend if decode else self.prefill_backend) or self.attention_backend
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_TYPES = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+_TITLES = {"str": "a text", "int": "an integer", "float": "a number", "bool": "True or False"}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is(kind: str, value: Any) -> bool:
+    """Whether `value` is of a kind of _TYPES; True and False are no numbers, although Python says so."""
+    return isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "bool")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_TYPES = {"str": "a text", "int": "an integer", "bool": "True or False", "float": "a number"}
-
-
-def _check_type(name: str, annotation: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is of the type that a field of Config is annotated with."""
+def _expected(annotation: str) -> str:
+    """Return what values of a field with this annotation are, for people."""
     kind, _, optional = annotation.partition(" | ")
-    if optional and value is None:
-        return
-    checks = {"int": _is_int, "float": _is_number, "str": _is_text, "bool": _is_flag}
-    if not checks[kind](value):
-        expected = _TYPES[kind] + (" or None" if optional else "")
-        raise ConfigError(f"{name} must be {expected}, not {value!r} ({type(value).__name__})")
+    return _TITLES[kind] + (" or None" if optional else "")
+
+
+def _fits(annotation: str, value: Any) -> bool:
+    """Whether `value` is of the type that a field is annotated with."""
+    kind, _, optional = annotation.partition(" | ")
+    return bool(optional and value is None) or _is(kind, value)
 
 
 def configured(**values: Any) -> Config:
@@ -219,13 +210,11 @@ class OffloadSpec:
             return None
         items = [item.partition("=") for item in map(str.strip, text.split(",")) if item != "on"]
         settings = {name.strip(): value.strip() for name, _, value in items}
-        names = [option.name for option in fields(cls)]
         # A dictionary keeps the last value of a name.
         if len(settings) < len(items):
             raise ConfigError(f"hisparse says something twice: {text!r}")
+        _check_names("setting of hisparse", settings, cls, ConfigError)
         for name, value in settings.items():
-            if name not in names:
-                raise ConfigError(unknown("setting of hisparse", name, names))
             if not value:
                 raise ConfigError(
                     f"hisparse {name} has no value; write it as {name}=VALUE, or hisparse as `on`"
@@ -277,8 +266,9 @@ class SamplingParams:
     n: int = option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
 
     def __post_init__(self) -> None:
-        for name, kind, low, high in _RANGES:
-            _check_range(name, kind, low, high, getattr(self, name))
+        for option in fields(self):
+            if option.name in _RANGES:
+                _check_range(option.name, str(option.type), getattr(self, option.name))
         # One value for greedy, so that nobody divides by almost nothing.
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
@@ -301,31 +291,26 @@ class SamplingParams:
             raise RequestError("stop strings must not be empty")
 
 
-_RANGES = (
-    ("max_tokens", int, 1, 1 << 30), ("temperature", float, 0.0, 100.0), ("top_k", int, 0, 1 << 30),
-    ("top_p", float, 0.0, 1.0), ("min_p", float, 0.0, 1.0), ("repetition_penalty", float, 0.0, 100.0),
-    ("presence_penalty", float, -100.0, 100.0), ("frequency_penalty", float, -100.0, 100.0),
-    ("logprobs", int, 0, 100), ("n", int, 1, 1024), ("seed", int, -(1 << 63), (1 << 64) - 1),
-)  # fmt: skip
-_NONE_ALLOWED = frozenset({"logprobs", "seed"})
+_RANGES = {
+    "max_tokens": (1, 1 << 30), "temperature": (0.0, 100.0), "top_k": (0, 1 << 30), "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0), "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0), "logprobs": (0, 100), "n": (1, 1024), "seed": (-(1 << 63), (1 << 64) - 1),
+}  # fmt: skip
 
 
-def _check_range(name: str, kind: type, low: float, high: float, value: Any) -> None:
-    if value is None and name in _NONE_ALLOWED:
-        return
-    if not (_is_int(value) if kind is int else _is_number(value)):
-        allowed = ("an integer" if kind is int else "a number") + (
-            " or None" if name in _NONE_ALLOWED else ""
-        )
-        raise RequestError(f"{name} must lie in [{low}, {high}] and be {allowed}, not {value!r}")
-    if not low <= value <= high:
-        raise RequestError(f"{name} must lie in [{low}, {high}], not {value!r}")
+def _check_range(name: str, annotation: str, value: Any) -> None:
+    low, high = _RANGES[name]
+    bounds = f"{name} must lie in [{low}, {high}]"
+    if not _fits(annotation, value):
+        raise RequestError(f"{bounds} and be {_expected(annotation)}, not {value!r}")
+    if value is not None and not low <= value <= high:
+        raise RequestError(f"{bounds}, not {value!r}")
 
 
 def _items(name: str, values: Any, kind: str) -> tuple[Any, ...]:
     """Return `values` as a tuple of strings or of integers, () for None; raise RequestError."""
     items = tuple(values) if isinstance(values, Iterable) else () if values is None else (None,)
-    if not all(isinstance(item, str) if kind == "strings" else _is_int(item) for item in items):
+    if not all(isinstance(item, str) if kind == "strings" else _is("int", item) for item in items):
         raise RequestError(f"{name} must be a list of {kind}, not {values!r}")
     return items
 
@@ -337,9 +322,9 @@ def _bias(logit_bias: Any) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in (logit_bias or {}).items():
         # JSON has strings as keys only.
-        if not (_is_int(key) or (isinstance(key, str) and key.isascii() and key.isdigit())):
+        if not (_is("int", key) or (isinstance(key, str) and key.isascii() and key.isdigit())):
             raise RequestError(f"logit_bias keys must be token ids, as 42 or '42', not {key!r}")
-        if not (_is_number(value) and abs(value) <= _FLOAT32_MAX):
+        if not (_is("float", value) and abs(value) <= _FLOAT32_MAX):
             raise RequestError(
                 f"logit_bias values must be finite numbers, not {value!r}; use -100 to ban a token"
             )

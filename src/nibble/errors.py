@@ -22,6 +22,11 @@ from typing import Any
 class NibbleError(Exception):
     """Base of every error that Nibble raises on purpose."""
 
+    status: int = 500
+    """The HTTP status that a server answers with."""
+    code: str | None = None
+    """What OpenAI's clients call this very error, if they have a name for it."""
+
 
 class ConfigError(NibbleError):
     """A requested value is malformed or cannot be had; raised before weights load."""
@@ -86,6 +91,8 @@ class OutOfFrames(OutOfPages):
 
 class PromptTooLong(CapacityError):
     """A prompt (with what must follow it) does not fit the context or the pool."""
+
+    status, code = 400, "context_length_exceeded"
 
 
 class BackendError(NibbleError):

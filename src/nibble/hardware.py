@@ -78,38 +78,28 @@ def lookup_gpu(name: str) -> Hardware:
 def cpu() -> Hardware:
     """Return this machine's CPU, with the memory that this process may use: physical, or a container's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware("cpu", CPU_ARCH, min(physical, _container_limit() or physical), _free())
+    return Hardware("cpu", CPU_ARCH, min(physical, _cgroup("memory.max") or physical), _free())
 
 
 def _free() -> int | None:
-    """Return the memory that programs of this machine can still have."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    # A container may take less than the machine has.
-    free = _container_free()
+    """Return the memory that programs of this machine can still have; a container may take less than it has."""
+    kib = next((x.split()[1] for x in _lines("/proc/meminfo") if x.startswith("MemAvailable:")), None)
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    free = None if limit is None or used is None else max(limit - used, 0)
     return min(size for size in (1024 * int(kib), free) if size is not None) if kib else free
 
 
-def _container_limit() -> int | None:
-    """Return the memory limit of the control group (cgroup v2) that this process is in, where there is one."""
-    return _group("memory.max")
-
-
-def _container_free() -> int | None:
-    """Return what the control group may still take."""
-    limit, used = _group("memory.max"), _group("memory.current")
-    return None if limit is None or used is None else max(limit - used, 0)
-
-
-def _group(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
+def _cgroup(name: str) -> int | None:
+    """Return a number of the control group (cgroup v2) that this process is in, None where there is none."""
+    text = "".join(_lines(f"/sys/fs/cgroup/{name}"))
     return int(text) if text.isdigit() else None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def probe(device: str = "auto") -> Hardware:
@@ -143,11 +133,8 @@ def may_have_gpu() -> bool:
 
 def processor() -> str:
     """Return the name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    lines = (line for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in lines)
     return next(names, "") or platform.processor() or platform.machine()
 
 

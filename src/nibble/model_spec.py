@@ -100,12 +100,3 @@ class ModelSpec:
     def layers(self) -> int:
         """Number of attention layers."""
         return len(self.owner)
-
-    @property
-    def stored_layers(self) -> tuple[int, ...]:
-        """Layers that have pages of their own."""
-        return tuple(layer for layer, owner in enumerate(self.owner) if owner == layer)
-
-    def group_of(self, layer: int) -> LayerGroup:
-        """Return the group that `layer` belongs to."""
-        return next(group for group in self.groups if layer in group.layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from nibble.config import Config, OffloadSpec
 from nibble.errors import ConfigError
@@ -43,18 +44,10 @@ class LayerRule:
 
     def indices(self, layers: int) -> Iterator[int]:
         """Yield the rule's layer indices in [0, layers); raise ConfigError for one out of range."""
-        for first, last in self.spans:
-            for layer in range(first, last + 1):
-                if not -layers <= layer < layers:
-                    raise ConfigError(
-                        f"layer {layer} is out of range: the model has layers 0 to {layers - 1}"
-                    )
-                yield layer % layers
-
-
-def parse_layer_rules(kv_layers: str) -> tuple[LayerRule, ...]:
-    """Parse the rules of `kv_layers`, which stand between semicolons; raise ConfigError."""
-    return tuple(map(LayerRule.parse, filter(str.strip, kv_layers.split(";"))))
+        for layer in chain.from_iterable(range(first, last + 1) for first, last in self.spans):
+            if not -layers <= layer < layers:
+                raise ConfigError(f"layer {layer} is out of range: the model has layers 0 to {layers - 1}")
+            yield layer % layers
 
 
 def _parse_span(item: str, where: str) -> tuple[int, int]:
@@ -104,17 +97,15 @@ class CacheSpec:
     @classmethod
     def from_config(cls, config: Config) -> CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
-        # `auto` and a missing option mean the same from here on.
-        prefill, decode = (
-            None if name == AUTO else name for name in (config.backend_for(False), config.backend_for(True))
-        )
+        prefill, decode = config.backend_for(False), config.backend_for(True)
         return cls(
             scheme=schemes.parse(config.kv_format),
-            layer_rules=parse_layer_rules(config.kv_layers),
+            layer_rules=tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))),
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
-            prefill_backend=prefill,
-            decode_backend=decode,
+            # `auto` and a missing option mean the same from here on.
+            prefill_backend=None if prefill == AUTO else prefill,
+            decode_backend=None if decode == AUTO else decode,
             allow_staging=config.allow_staging,
             kv_memory=config.kv_memory_bytes,
             offload=config.offload,

@@ -24,18 +24,18 @@ from torch import Tensor
 from conformance_report import PROPERTY
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import StepContext, attention
 from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
-from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Phase, Support
+from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
 from nibble.hardware import probe
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
-from nibble.model_spec import LATENT, Kind, LayerGroup, Stream
+from nibble.model_spec import LATENT, Kind, LayerGroup, Phase, Stream
 
 HARDWARE = probe()
 DEVICE = HARDWARE.device

@@ -13,10 +13,9 @@ from nibble.attention.planner.evidence import LedgerEntry, update_ledger
 from nibble.attention.planner.explain import Cell, Status
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
 from nibble.config import Config
 from nibble.hardware import lookup_gpu
-from nibble.model_spec import ModelSpec
+from nibble.model_spec import ModelSpec, Phase
 from planning import DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, MODELS, QWEN3_8B
 
 SEEN = LedgerEntry(

@@ -20,11 +20,11 @@ import pytest
 from nibble.attention.backends import all_backends
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
 from nibble.hardware import lookup_gpu
-from nibble.model_spec import ModelSpec
+from nibble.model_spec import ModelSpec, Phase
 from planning import DEEPSEEK_V3, DEEPSEEK_V32, GEMMA2, GPT_OSS, HEAD_72, HEAD_80, QWEN3_8B, parse_command
 
 MX, NV = "fp4_mx16", "nvfp4"

@@ -15,12 +15,12 @@ from nibble.attention.backends import all_backends
 from nibble.attention.planner.evidence import LedgerEntry, read_ledger, update_ledger
 from nibble.attention.planner.explain import as_dict, as_text
 from nibble.attention.planner.resolve import require_runnable, resolve
-from nibble.attention.planner.support import BackendInfo, Phase, Support, format_layers
+from nibble.attention.planner.support import BackendInfo, Support, format_layers
 from nibble.cli import docs as tables
 from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, Hardware, lookup_gpu
-from nibble.model_spec import HEADS
+from nibble.model_spec import HEADS, Phase
 from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES, memory_plan
 
 MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {

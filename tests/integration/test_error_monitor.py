@@ -17,7 +17,7 @@ import torch
 from test_compile import unpacked
 
 from nibble import LLM, formats
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.planner.memory import ERROR_MONITOR_BYTES
 from nibble.config import Config, SamplingParams
 from nibble.engine import build
@@ -240,7 +240,7 @@ def _answer_over_damage(llm: LLM, seed: int) -> None:
     prompt = torch.randint(32, 127, (60,), generator=torch.Generator().manual_seed(900 + seed)).tolist()
     ticket = llm.engine.submit(prompt, SamplingParams(max_tokens=8, ignore_eos=True), pieces.append)
     llm.engine.step()
-    lease = ticket.requests[0].lease
+    lease = ticket[0].lease
     assert lease
     for view in llm.engine.runner.pool.views.values():
         for page in lease.pages:
@@ -361,10 +361,10 @@ def test_room_is_bounded_and_all_layers_have_their_turn(gqa: Path) -> None:
     assert llm.error_monitor
     rows = llm.error_monitor.rows
     assert rows.turn(0) == (0, 1, 2, 3) and rows.turn(1) == (4, 5, 0, 1)
-    assert rows.tokens == 1024 and rows.nbytes == 4 * 1024 * 128 * 4
+    assert rows.tokens == 1024 and rows._memory.nbytes == 4 * 1024 * 128 * 4
     large = ReferenceRows(llm.plan, 1 << 20, torch.device("cpu"))
     assert large.tokens == 4096
-    assert large.nbytes <= MAX_BYTES
+    assert large._memory.nbytes <= MAX_BYTES
 
 
 def test_a_gpu_has_the_room_planned() -> None:
@@ -434,10 +434,10 @@ def test_a_sample_survives_its_preemption(gqa: Path) -> None:
     ticket = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True), lambda _: None)
     other = llm.engine.submit(PROMPTS[1], SamplingParams(max_tokens=9, ignore_eos=True), lambda _: None)
     llm.engine.step()
-    llm.engine.scheduler._preempt(ticket.requests[0])
+    llm.engine.scheduler._preempt(ticket[0])
     while llm.engine.busy:
         llm.engine.step()
-    assert llm.error_monitor and other and ticket.requests[0].num_preemptions == 1
+    assert llm.error_monitor and other and ticket[0].num_preemptions == 1
     assert llm.error_monitor.numbers()["fidelity_samples"] == 1 and llm.error_monitor.skipped["busy"] == 1
     assert all(
         0.4 < reading.error / reading.format_error < 2 for reading in llm.error_monitor.readings.values()
@@ -472,7 +472,7 @@ def test_a_step_that_fails_leaves_no_false_alert(gqa: Path, monkeypatch: pytest.
         broken.setattr(TorchRef, "forward", fails)
         output = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=4), lambda _: None)
         llm.engine.step()
-    assert output.requests[0].is_finished and llm.error_monitor
+    assert output[0].is_finished and llm.error_monitor
     assert llm.error_monitor.numbers()["fidelity_alerts"] == llm.error_monitor.samples == 0
     assert llm.error_monitor.skipped["failed"] == 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from families import FAMILIES, make
-from nibble.models.merged_linear import MergedLinear, linears_by_input, merge_linears
+from nibble.models.linear import MergedLinear, linears_by_input, merge_linears
 from nibble.models.mla import RopeTable, fix_rope, tabulate_rope
 
 IDS = torch.randint(1, 300, (1, 40), generator=torch.Generator().manual_seed(1))

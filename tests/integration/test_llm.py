@@ -21,7 +21,7 @@ def llm(tiny: Path) -> LLM:
 
 def idle(llm: LLM) -> None:
     """Nothing is left running, and every page is free or in the prefix cache."""
-    assert not llm.engine.busy and llm.engine.scheduler.unfinished == 0
+    assert not llm.engine.busy and not llm.engine.scheduler.waiting and not llm.engine.scheduler.running
     llm.engine.scheduler.check_integrity()
     assert llm.engine.scheduler.manager.stats.held == 0
 

@@ -72,7 +72,7 @@ class Ahead:
         self.scheduler.check_integrity()
         flight = (batch, self.device.run(batch)) if batch else None
         if batch:
-            assert batch.num_tokens <= self.scheduler.token_budget
+            assert sum(work.num_tokens for work in batch.scheduled) <= self.scheduler.token_budget
             self.scheduler.launch(batch)
         if self.flight:
             self.scheduler.commit(*self.flight)
@@ -82,7 +82,11 @@ class Ahead:
 
     def finish(self) -> None:
         for _ in range(10_000):
-            if self.step() is None and self.flight is None and not self.scheduler.unfinished:
+            if (
+                self.step() is None
+                and self.flight is None
+                and not (self.scheduler.waiting or self.scheduler.running)
+            ):
                 return
         raise AssertionError("no end in sight")
 
@@ -95,11 +99,12 @@ def test_any_mix_ends_right(seed: int, chunk: int | None) -> None:
     engine = Ahead(**limits(dice), chunk=chunk)
     requests: list[Request] = []
     aborted = set()
-    while len(requests) < 40 or engine.scheduler.unfinished:
+    while len(requests) < 40 or engine.scheduler.waiting or engine.scheduler.running:
         if len(requests) < 40 and dice.random() < 0.4:
             requests += arrivals(engine, dice, (0, 0, -3, 2) if seed % 2 else (0,))
         engine.step()
-        if dice.random() < 0.05 and requests and engine.scheduler.abort((victim := dice.choice(requests)).id):
+        if dice.random() < 0.05 and requests and not (victim := dice.choice(requests)).is_finished:
+            engine.scheduler.finish(victim, "abort")
             aborted.add(victim)
     engine.finish()
     for request in set(requests) - aborted:
@@ -171,7 +176,12 @@ def pair(tiny: Path) -> tuple[LLM, LLM]:
 def idle(pair: tuple[LLM, LLM]) -> Iterator[None]:
     yield
     for llm in pair:
-        assert not llm.engine.busy and not llm.engine._in_flight and llm.engine.scheduler.unfinished == 0
+        assert (
+            not llm.engine.busy
+            and not llm.engine._in_flight
+            and not llm.engine.scheduler.waiting
+            and not llm.engine.scheduler.running
+        )
         llm.engine.scheduler.check_integrity()
         assert llm.engine.scheduler.manager.stats.held == 0
 

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from nibble import LLM, BackendError
 from nibble.attention import backends
-from nibble.attention.backends import torch_ref
-from nibble.attention.backends.adapters.torch_ref import TorchRef
-from nibble.attention.planner.support import Phase
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.cache.pool import KVView
 from nibble.config import Config
 from nibble.engine.build import build
-from nibble.engine.selftest import self_test
+from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 from tiny import MLA, SPARSE, save_tiny
 
 
@@ -65,8 +64,9 @@ def wrong() -> Iterator[type[Wrong]]:
     class Planted(Wrong):
         pass
 
-    rows = tuple(replace(row, gathers=False) for row in torch_ref.BACKEND.support)
-    backends.register(replace(torch_ref.BACKEND, name="toy_wrong", adapter=Planted, support=rows))
+    reference = backends.get("torch_ref")
+    rows = tuple(replace(row, gathers=False) for row in reference.support)
+    backends.register(replace(reference, name="toy_wrong", adapter=Planted, support=rows))
     yield Planted
     backends.unregister("toy_wrong")
 

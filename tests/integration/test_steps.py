@@ -16,13 +16,16 @@ from nibble.attention.planner.plan import graph_sizes
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
+from nibble.engine.engine import StartupReport
+from nibble.engine.model_runner import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
-from nibble.engine.sampler import Sampler, uniform, uniforms
-from nibble.engine.transfer import ALIGNED, PackedInts, PageTables
-from nibble.engine.warmup import StartupReport, _longest_prompts, check_memory, explain_out_of_memory
+from nibble.engine.sampler import Sampler, uniforms
+from nibble.engine.warmup import _longest_prompts, check_memory, explain_out_of_memory
 from nibble.hardware import GIB, lookup_gpu
+from nibble.kernels import ALIGNED
 from planning import QWEN3_8B, memory_plan
+from sampling import sample, uniform
 
 CPU = torch.device("cpu")
 
@@ -78,7 +81,7 @@ def test_a_pick_knows_how_many_there_will_be() -> None:
     early = [sampler.launch(logits, [request], [made]).read()[0] for made in range(3)]
     late = []
     for _ in range(3):
-        late += sampler.sample(logits, [request])
+        late += sample(sampler, logits, [request])
         request.token_ids.append(0)
     assert early == late and len({pick.token for pick in early if pick}) == 3
 
@@ -97,9 +100,9 @@ def test_what_is_no_number_has_a_token_that_a_step_may_run_on() -> None:
 def test_draws_in_parts_are_the_same(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 200, generator=torch.Generator().manual_seed(1))
     requests = [Request(str(i), [1], SamplingParams(temperature=1.0, seed=i, **params)) for i in range(9)]
-    whole = Sampler().sample(logits, requests)
+    whole = sample(Sampler(), logits, requests)
     monkeypatch.setattr("nibble.engine.sampler.LOGITS_PER_DRAW", 500)
-    assert Sampler().sample(logits, requests) == whole
+    assert sample(Sampler(), logits, requests) == whole
 
 
 # Starting

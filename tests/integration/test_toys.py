@@ -9,8 +9,8 @@ import pytest
 
 from nibble import LLM, formats
 from nibble.attention import backends
-from nibble.attention.planner.support import Phase
 from nibble.formats import scheme
+from nibble.model_spec import Phase
 from toys import int8_format, loop_backend
 
 PROMPT = list(b"def add(a, b):\n    return a + b\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from nibble import formats
-from nibble.errors import ConfigError
 from nibble.formats import KVFormat, scheme
-from nibble.formats import base as e2m1
+from nibble.formats.base import pack_e2m1
 from nibble.model_spec import HEADS, Stream
 
 ALL = [formats.get(name) for name in scheme.fitting(*HEADS) if name in formats.names()]
@@ -134,8 +134,8 @@ def test_an_outlier_harms_its_block_only(fmt: KVFormat) -> None:
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt.block > 1], **ids)
 def test_odd_head_sizes_are_refused(fmt: KVFormat) -> None:
-    with pytest.raises(ConfigError, match=rf"{fmt.name} shares a scale among {fmt.block} .* heads of 40"):
-        fmt.check(Stream("k", 2, 40))
+    reason = fmt.refuses(Stream("k", 2, 40)) or ""
+    assert re.search(rf"{fmt.name} shares a scale among {fmt.block} .* heads of 40", reason)
     assert fmt.refuses(Stream("k", 2, 96)) is None
 
 
@@ -166,15 +166,15 @@ def e2m1_reference(value: float, ties_away: bool) -> int:
     return best[-1] if ties_away else next(c for c in best if c % 2 == 0) if len(best) > 1 else best[0]
 
 
-@pytest.mark.parametrize("ties", [e2m1.TIES_TO_EVEN, e2m1.TIES_AWAY], ids=["even", "away"])
-def test_e2m1_rounds_as_an_exhaustive_search_does(ties: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("ties_away", [False, True], ids=["even", "away"])
+def test_e2m1_rounds_as_an_exhaustive_search_does(ties_away: bool) -> None:
     values = [i / 64 for i in range(0, 64 * 8)] + [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     x = torch.tensor(values + [-v for v in values])
     x = torch.cat((x, x[: len(x) % 2]))
-    packed = e2m1.pack(x, x < 0, ties)
+    packed = pack_e2m1(x, x < 0, ties_away)
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten().tolist()
     for value, code in zip(x.tolist(), codes, strict=True):
-        assert code & 7 == e2m1_reference(value, ties is e2m1.TIES_AWAY), value
+        assert code & 7 == e2m1_reference(value, ties_away), value
         assert bool(code & 8) == (value < 0)
 
 

@@ -102,8 +102,7 @@ def test_index_keys() -> None:
     assert torch.equal(planes[1].log2(), planes[1].log2().round()), "scales are powers of two"
     assert (fmt.decode(planes, ONE_SCALE) - x).norm() < 0.03 * x.norm()
     assert fmt.decode(fmt.encode(torch.zeros(1, 1, 128), ONE_SCALE), ONE_SCALE).count_nonzero() == 0
-    with pytest.raises(ConfigError, match="stores index keys"):
-        fmt.check(SHAPE)
+    assert "stores index keys" in (fmt.refuses(SHAPE) or "")
     with pytest.raises(ConfigError, match="unknown KV format"):
         scheme.parse("index_fp8")
 
@@ -111,12 +110,10 @@ def test_index_keys() -> None:
 @pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
 def test_what_is_stored_must_be_a_latent_of_the_right_width(name: str) -> None:
     fmt = formats.get(name)
-    with pytest.raises(ConfigError, match="stores the latent of MLA"):
-        fmt.check(HEADS[0])
-    fmt.check(Stream(LATENT, 1, 256 + 32, 32))
-    fmt.check(Stream(LATENT, 1, 512))
-    with pytest.raises(ConfigError, match="not a multiple of"):
-        fmt.check(Stream(LATENT, 1, 72 + 64, 64))
+    assert "stores the latent of MLA" in (fmt.refuses(HEADS[0]) or "")
+    assert fmt.refuses(Stream(LATENT, 1, 256 + 32, 32)) is None
+    assert fmt.refuses(Stream(LATENT, 1, 512)) is None
+    assert "not a multiple of" in (fmt.refuses(Stream(LATENT, 1, 72 + 64, 64)) or "")
     x = latents(3, Stream(LATENT, 1, 512))
     bound = fmt.bound(Stream(LATENT, 1, 512))
     planes = bound.encode(x, ONE_SCALE)

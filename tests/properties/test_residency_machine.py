@@ -163,7 +163,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         """Not after every rule: what several do is told to the device together."""
         self.settle()
         for page, frame in self.places.items():
-            assert self.residency.frame_of(page) == frame, "the device was told something else"
+            assert self.residency._frame[page] == frame, "the device was told something else"
         for writer in self.writers:
             lease = writer.lease
             for i in range(lease.num_stored_tokens):

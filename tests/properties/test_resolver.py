@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Origin, Phase, SchemeGroup, Support, scheme_groups
+from nibble.attention.planner.support import BackendInfo, Origin, SchemeGroup, Support, scheme_groups
 from nibble.config import Config
 from nibble.errors import ConfigError, Unsupported
 from nibble.hardware import GIB, Hardware
-from nibble.model_spec import LayerGroup, ModelSpec
+from nibble.model_spec import LayerGroup, ModelSpec, Phase
 from nibble.spec import CacheSpec
 from planning import gqa, model_spec, parse_command
 

@@ -101,7 +101,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.state, self.restarts, self.pause = State.READY, 0, 0.0
-        self.ready: wire.Ready | None = wire.Ready("", 64, 256, {"dtype": "none"})
+        self.ready: wire.Ready | None = wire.Ready(64, 256, {"dtype": "none"})
         self.stats: Mapping[str, float] = {}
         self.open = self.aborted = 0
         self.requests: list[GenerationRequest] = []

@@ -416,7 +416,7 @@ def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
 
 
 def test_the_chosen_token_is_among_the_likeliest() -> None:
-    writer = TextWriter("m", lambda ids: chr(ids[0]), [1], [], True)
+    writer = TextWriter("m", lambda ids: chr(ids[0]), 1, True)
     for token, top in ((97, ((98, -0.1),)), (98, ((98, -0.1), (99, -2.0))), (97, ())):
         writer.take(
             0, Delta(0, chr(token), (token,), None, (Logprob(token, -0.1 if token == 98 else -3.0, top),))
@@ -430,8 +430,8 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
 def test_what_is_streamed_is_not_kept(kept: bool) -> None:
     readers = AnswerParser()
     for writer in (
-        TextWriter("m", lambda ids: "x", [1], [], True, kept),
-        ChatWriter("m", lambda ids: "x", [1], True, lambda: readers, kept),
+        TextWriter("m", lambda ids: "x", 1, True, kept),
+        ChatWriter("m", lambda ids: "x", 1, True, kept, lambda: readers),
     ):
         for end in (None, "stop"):
             choice = writer.take(0, Delta(0, "ab", (5,), end, (Logprob(5, -1.0, ()),)))  # type: ignore[arg-type]
@@ -485,7 +485,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 
 def test_tool_calls_and_reasoning() -> None:
     async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-        engine.ready = wire.Ready("", 1000, 256, {})
+        engine.ready = wire.Ready(1000, 256, {})
         said = {"role": "user", "content": f"<think>hm</think>So: {CALL}"}
         asked: dict[str, Any] = {"model": "m", "messages": [said], "tools": [TOOL]}
         (choice,) = (await client.post("/v1/chat/completions", json=asked)).json()["choices"]
@@ -529,7 +529,7 @@ def test_hostile_schemas_of_tools(name: str) -> None:
     """They are followed or refused, and never an error of the server's."""
 
     async def test(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-        engine.ready = wire.Ready("", 1000, 256, {})
+        engine.ready = wire.Ready(1000, 256, {})
         for schema in HOSTILE:
             for choice in ("auto", "required"):
                 tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}

@@ -48,7 +48,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA
 def echo(engine: FakeEngine | None = None, **settings: Any) -> Iterator[str]:
     """The address of a server that says prompts back."""
     engine = engine or FakeEngine()
-    engine.ready = wire.Ready("", 4096, 256, {})
+    engine.ready = wire.Ready(4096, 256, {})
     with listening(make_app(engine, FakeTokens(), "demo", Settings(**settings))) as url:
         yield f"{url}v1"
 

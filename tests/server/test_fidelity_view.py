@@ -24,7 +24,7 @@ ABOUT: dict[str, Any] = {
 
 def watched(**changes: float) -> FakeEngine:
     engine = FakeEngine()
-    engine.ready = wire.Ready("", 64, 256, ABOUT)
+    engine.ready = wire.Ready(64, 256, ABOUT)
     engine.stats = {**STATS, **WATCH, **changes}
     return engine
 

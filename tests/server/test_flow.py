@@ -71,7 +71,7 @@ def test_a_slow_reader_does_not_make_the_engine_look_slow() -> None:
 def test_the_client_stamps_what_it_hears() -> None:
     async def run() -> list[Piece]:
         client = ProcessClient(Config(model="demo"))
-        client._state = State.READY
+        client.state = State.READY
         said: list[Any] = []
 
         async def say(order: Any) -> None:
@@ -173,7 +173,7 @@ def test_a_request_to_an_engine_that_has_just_died_ends_at_once() -> None:
 
     async def run() -> None:
         client = ProcessClient(Config(model="demo"))
-        client._state = State.READY
+        client.state = State.READY
         socket = client._socket = client._context.socket(zmq.PAIR)
         socket.bind("inproc://nobody")
         with pytest.raises(EngineDiedError, match="process ended"):

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from conftest import FakeEngine, FakeTokens, listening  # type: ignore[attr-defined]
-from nibble.server import page as pages
+from nibble.server import middleware as pages
 from nibble.server import worker as wire
 from nibble.server.app import make_app
 from nibble.server.metrics import cache_view
@@ -58,7 +58,7 @@ TIER_STATS = {
 
 
 def page_app(engine: FakeEngine, **settings: Any) -> FastAPI:
-    engine.ready = wire.Ready("", 64, 256, {**ABOUT, "hisparse": TIER})
+    engine.ready = wire.Ready(64, 256, {**ABOUT, "hisparse": TIER})
     engine.stats = STATS | TIER_STATS
     return make_app(engine, FakeTokens(), "m", Settings(**settings))
 
@@ -66,7 +66,7 @@ def page_app(engine: FakeEngine, **settings: Any) -> FastAPI:
 def fetched(path: str, **headers: str) -> httpx.Response:
     async def get() -> httpx.Response:
         app = FastAPI()
-        pages.mount(app)
+        pages.mount_page(app)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://test"
         ) as client:
@@ -78,11 +78,11 @@ def fetched(path: str, **headers: str) -> httpx.Response:
 # The files
 
 
-@pytest.mark.parametrize("path", sorted(pages.PATHS))
+@pytest.mark.parametrize("path", sorted(pages.PAGE_PATHS))
 def test_a_file_is_served_and_kept(path: str) -> None:
     response = fetched(path)
     assert response.status_code == 200 and response.content
-    assert response.headers["content-type"] == pages.FILES[path][1]
+    assert response.headers["content-type"] == pages.PAGE_FILES[path][1]
     assert response.headers["x-content-type-options"] == "nosniff"
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
@@ -92,7 +92,7 @@ def test_a_file_is_served_and_kept(path: str) -> None:
     assert again.headers["content-security-policy"] == policy
 
 
-@pytest.mark.parametrize("path", sorted(pages.PATHS))
+@pytest.mark.parametrize("path", sorted(pages.PAGE_PATHS))
 def test_a_file_stays_at_home(path: str) -> None:
     text = fetched(path).text
     assert set(re.findall(r"https?:[^\s\"')]*", text)) <= {"http://www.w3.org/2000/svg"}
@@ -103,9 +103,9 @@ def test_a_file_stays_at_home(path: str) -> None:
 
 def test_every_named_file_is_served() -> None:
     named = {"/" + name for name in re.findall(r"(?:src|href)=\"([^\"]+)\"", fetched("/").text)}
-    for path in pages.PATHS:
+    for path in pages.PAGE_PATHS:
         named |= {"/" + name for name in re.findall(r"from \"\./([^\"]+)\"", fetched(path).text)}
-    assert named | {"/"} == pages.PATHS
+    assert named | {"/"} == pages.PAGE_PATHS
 
 
 def test_files_need_no_key_and_calls_do() -> None:
@@ -113,7 +113,7 @@ def test_files_need_no_key_and_calls_do() -> None:
         engine = FakeEngine()
         transport = httpx.ASGITransport(app=page_app(engine, api_key="secret"))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            for path in pages.PATHS:
+            for path in pages.PAGE_PATHS:
                 assert (await client.get(path)).status_code == 200
             for path in ("/v1/cache", "/v1/plan", "/v1/models", "/page.js/../v1/cache", "/page.jsx"):
                 assert (await client.get(path)).status_code == 401

@@ -14,7 +14,8 @@ from nibble.engine import structured_output as grammar
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import RequestError
-from nibble.server.tools import GrammarCheck, StructuredFields
+from nibble.server.chat_format import GrammarCheck
+from nibble.server.protocol import StructuredFields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)

@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nibble.errors import RequestError
-from nibble.server.tools import ToolFields, arguments_as_text, message_for_template, tools_for_template
+from nibble.server.chat_format import arguments_as_text, message_for_template, tools_for_template
+from nibble.server.protocol import ToolFields
 
 
 class Other(BaseModel):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from conformance.test_rows import Scene, Shape
-from nibble.attention.planner.support import Phase
 from nibble.kernels.types import AttentionBatch
+from nibble.model_spec import Phase
 from tape import record
 
 

@@ -20,7 +20,7 @@ LAYERS = (
 )  # fmt: skip
 BASE = {"model_spec", "hardware", "config", "files", "errors"}
 TORCH_FREE = (
-    "errors", "files", "config", "spec", "model_spec", "cache/page_allocator", "cache/radix_cache", "cache/manager",
+    "errors", "files", "config", "spec", "model_spec", "cache/radix_cache", "cache/manager",
     "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
     "attention/planner/evidence", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
@@ -34,7 +34,7 @@ BOOKS = (
     "nibble.models.observations",
     "nibble.spec",
     "nibble.cache.layout",
-    "nibble.kernels.sizes",
+    "nibble.kernels",
     "nibble.cache.manager",
     "nibble.engine.scheduler",
     "nibble.engine.request",
@@ -45,7 +45,7 @@ FOREIGN = {
     "transformers": {"models", "engine/tokenizer", "transformers/cache"},
     "flashinfer": {"attention/backends/flashinfer"},
     "flash_mla": {"attention/backends/flashmla"},
-    "flash_attn_interface": {"attention/backends/fa3"},
+    "flash_attn_interface": {"attention/backends/flash_attention"},
     "vllm": set(),
     "sgl_kernel": set(),
     "typer": {"cli"},

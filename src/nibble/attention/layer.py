@@ -2,19 +2,17 @@
 
 Attention sees what is stored: K and V are written first and read back from the pool.
 
+Staging is to dequantise pages into a workspace, for a backend that cannot read the cache's format. It happens here
+only, always declared by a route and priced by the plan (planner/explain.py). The workspace is made for the requests at
+hand, never for the pool.
+
 `nibble::attention` and `nibble::select` are the same as operators that a compiler of models calls and does not look
 into. What a step stores and reads does not pass through the compiled model: the operator is given a number that is a
 constant of that model, and finds there the StepContext that the model's owner has set. So there is no current step of
 the process: any number of engines may run side by side.
 
-Shape suffixes: T tokens, H query heads, D values of a head, K chosen tokens, N pages of a request, B requests.
-
-Staging: dequantise pages into a workspace, for a backend that cannot read the cache's format.
-
-The only place where that happens, always declared by a route and priced by the plan (planner/explain.py). The workspace
-is made for the requests at hand, never for the whole pool.
-
-Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
+Shape suffixes: T tokens, H query heads, D values of a head, K chosen tokens, N pages of a request, B requests, L tokens
+of pages (N * page_size).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from nibble.cache import layout as packings
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.errors import BackendError, NibbleError
-from nibble.kernels import indexer
+from nibble.kernels import cdiv, indexer
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
@@ -115,6 +113,82 @@ class AttentionObserver(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """Requests that are attended to together."""
+
+    batch: AttentionBatch
+    """The requests, over staged pages where their pages are dequantised first."""
+    stored_BN: Tensor | None = None
+    """Their pages in the pool, where those are dequantised."""
+
+
+def cut_parts(batch: AttentionBatch, page_size: int, window: int | None) -> tuple[PagePart, ...]:
+    """Cut a batch into parts whose padded pages hold at most MAX_STAGED_TOKENS; at least one request each.
+
+    The layers of a step share the parts, and with them what backends prepare for each.
+
+    Args:
+        batch: the requests over their pages in the pool.
+        page_size: tokens of a page.
+        window: tokens that a query sees, if not all. Leading pages that no new token sees are left out.
+    """
+    batch = _within_window(batch, page_size, window)
+    count, width = batch.page_table_BN.shape
+    step = max(1, MAX_STAGED_TOKENS // max(width * page_size, 1))
+    # Staged pages are numbered in the order in which they are dequantised.
+    staged_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=batch.page_table_BN.device)
+    staged_BN = staged_BN.view(-1, width)
+    if step >= count:
+        # Lengths stay where they are on the device: to send them again would make the host wait.
+        return (PagePart(replace(batch, page_table_BN=staged_BN), batch.page_table_BN),)
+    parts, start = [], batch.start
+    for first in range(0, count, step):
+        requests = slice(first, first + step)
+        query_lens, seq_lens = batch.query_lens[requests], batch.seq_lens[requests]
+        pages_BN = staged_BN[: len(query_lens)]
+        part = AttentionBatch.from_lens(batch.phase, start, query_lens, seq_lens, pages_BN)
+        parts.append(PagePart(part, batch.page_table_BN[requests]))
+        start = part.stop
+    return tuple(parts)
+
+
+def _within_window(batch: AttentionBatch, page_size: int, window: int | None) -> AttentionBatch:
+    """Return the batch without the leading pages that no new token sees."""
+    if window is None:
+        return batch
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    skipped = [max(0, stored - new - window + 1) // page_size for new, stored in lens]
+    if not any(skipped):
+        return batch
+    # Masks look at distances only, so tokens may be counted from the first page that stays.
+    seq_lens = [stored - skip * page_size for stored, skip in zip(batch.seq_lens, skipped, strict=True)]
+    rows = [row[skip:] for row, skip in zip(batch.page_table_BN, skipped, strict=True)]
+    page_table_BN = pad_sequence(rows, batch_first=True)[:, : cdiv(max(seq_lens), page_size)]
+    return AttentionBatch.from_lens(batch.phase, batch.start, batch.query_lens, seq_lens, page_table_BN)
+
+
+def dequantize_pages(view: KVView, part: PagePart, target: str) -> KVView:
+    """Return a view of the part's pages in the plain format `target`.
+
+    Args:
+        view: the layer's pages in the pool.
+        part: the requests, with their pages.
+        target: the plain format.
+    """
+    assert part.stored_BN is not None
+    codec, packing = formats.get(target), packings.get(STAGED_PACKING)
+    streams: dict[str, StreamView] = {}
+    for name, stored in view.streams.items():
+        if name == INDEX:
+            continue
+        (plane,) = codec.planes(stored.stream)
+        values_BLHD = stored.dequantize(part.stored_BN, plane.torch_dtype)
+        pages = values_BLHD.flatten(0, 1).unflatten(0, (-1, view.page_size))
+        streams[name] = StreamView(stored.stream, codec, packing, (pages,), stored.scale)
+    return replace(view, streams=streams)
+
+
 class PreparedBatch:
     """A batch as one kind of layer attends over it: its parts, and what the backend prepared for each."""
 
@@ -122,26 +196,12 @@ class PreparedBatch:
         self,
         backend: AttentionBackend,
         stage_to: str | None,
-        parts: tuple[PagePart, ...],
-        states_by_kind: dict[Hashable, Any],
-    ) -> None:
-        self._backend = backend
-        self._stage_to = stage_to
-        self.parts = parts
-        # Of each part, from the first layer that reaches it.
-        self._states: list[Any] = []
-        self._states_by_kind = states_by_kind
-
-    @classmethod
-    def create(
-        cls,
-        backend: AttentionBackend,
-        stage_to: str | None,
         batch: AttentionBatch,
         page_size: int,
         window: int | None,
-    ) -> PreparedBatch:
-        """Return a batch that shares nothing with others, for callers that have no step.
+        shared: dict[Hashable, Any] | None = None,
+    ) -> None:
+        """Cut the batch, where its pages are dequantised first.
 
         Args:
             backend: the adapter.
@@ -149,14 +209,24 @@ class PreparedBatch:
             batch: the requests.
             page_size: tokens of a page.
             window: tokens that a query sees, if not all.
+            shared: what other layers of the step cut and prepared. None for callers that have no step.
         """
-        parts = cut_parts(batch, page_size, window) if stage_to else (PagePart(batch),)
-        return cls(backend, stage_to, parts, {})
+        self._backend = backend
+        self._stage_to = stage_to
+        self._shared = {} if shared is None else shared
+        self.parts = (PagePart(batch),)
+        if stage_to:
+            # Layers with the same window share the cut, whatever their backends.
+            if (batch, window) not in self._shared:
+                self._shared[batch, window] = cut_parts(batch, page_size, window)
+            self.parts = self._shared[batch, window]
+        # Of each part, from the first layer that reaches it.
+        self._states: list[Any] = []
 
     def attend(
         self, q_THD: Tensor, view: KVView, params: AttentionParams, topk_slots_TK: Tensor | None = None
-    ) -> Iterator[Tensor]:
-        """Yield the output of each part, in order.
+    ) -> Tensor:
+        """Return the output of the batch's rows [T, H, Dv].
 
         Args:
             q_THD: the rows of the whole step.
@@ -164,6 +234,7 @@ class PreparedBatch:
             params: what the layer asks for.
             topk_slots_TK: where the tokens that this batch has chosen lie in the pool.
         """
+        outputs = []
         for i, part in enumerate(self.parts):
             rows = slice(part.batch.start, part.batch.stop)
             part_view = dequantize_pages(view, part, self._stage_to) if self._stage_to else view
@@ -176,14 +247,15 @@ class PreparedBatch:
             arguments = q_THD[rows], part_view, part.batch, part_params
             if i == len(self._states):
                 self._states.append(self._prepare(*arguments))
-            yield self._backend.forward(*arguments, self._states[i])
+            outputs.append(self._backend.forward(*arguments, self._states[i]))
+        return _concatenate(outputs)
 
     def _prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
         """Return the state of this kind of layer, which layers of another group may have prepared."""
         key = self._backend, batch, self._backend.kind(q_THD, view, batch, params)
-        if key not in self._states_by_kind:
-            self._states_by_kind[key] = self._backend.prepare(q_THD, view, batch, params)
-        return self._states_by_kind[key]
+        if key not in self._shared:
+            self._shared[key] = self._backend.prepare(q_THD, view, batch, params)
+        return self._shared[key]
 
 
 class StepStates:
@@ -191,8 +263,8 @@ class StepStates:
 
     def __init__(self) -> None:
         self._batches: dict[Hashable, PreparedBatch] = {}
-        self._parts: dict[Hashable, tuple[PagePart, ...]] = {}
-        self._states_by_kind: dict[Hashable, Any] = {}
+        # Apart, as the batches refer to it. A circle of references would outlive the step.
+        self._shared: dict[Hashable, Any] = {}
 
     def lookup(
         self,
@@ -215,16 +287,10 @@ class StepStates:
         key = id(route), batch, params.scale, params.window, params.softcap
         prepared = self._batches.get(key)
         if prepared is None:
-            parts = self._cut(batch, page_size, params.window) if route.stage_to else (PagePart(batch),)
-            prepared = PreparedBatch(backends[route.backend], route.stage_to, parts, self._states_by_kind)
+            backend = backends[route.backend]
+            prepared = PreparedBatch(backend, route.stage_to, batch, page_size, params.window, self._shared)
             self._batches[key] = prepared
         return prepared
-
-    def _cut(self, batch: AttentionBatch, page_size: int, window: int | None) -> tuple[PagePart, ...]:
-        # Layers with the same window share the cut, whatever their backends.
-        if (batch, window) not in self._parts:
-            self._parts[batch, window] = cut_parts(batch, page_size, window)
-        return self._parts[batch, window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,36 +342,28 @@ def attention(
     rotated_THD = view.query(q_THD)
     outputs: list[Tensor] = []
     for batch, topk_slots_TK in zip(meta.batches, _lookup_topk_slots(ctx, layer, params), strict=True):
-        outputs += _attend_batch(ctx, layer, rotated_THD, view, batch, params, topk_slots_TK)
+        route = ctx.plan.route(layer, batch.phase)
+        prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
+        try:
+            outputs.append(prepared.attend(rotated_THD, view, params, topk_slots_TK))
+        except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise BackendError(f"backend {route} failed in {batch.phase}: {reason}") from error
     padding = len(q_THD) - sum(map(len, outputs))
     if padding:
         # The model expects a row of output for each row of input.
         outputs.append(outputs[0].new_zeros(padding, *outputs[0].shape[1:]))
-    out_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    out_THD = _concatenate(outputs)
     if ctx.observer is not None:
         ctx.observer.observe(layer, q_THD, streams, params, out_THD)
     return out_THD
 
 
-def _attend_batch(
-    ctx: StepContext,
-    layer: int,
-    q_THD: Tensor,
-    view: KVView,
-    batch: AttentionBatch,
-    params: AttentionParams,
-    topk_slots_TK: Tensor | None,
-) -> list[Tensor]:
-    route = ctx.plan.route(layer, batch.phase)
-    prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
-    try:
-        return list(prepared.attend(q_THD, view, params, topk_slots_TK))
-    except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
-        raise
-    except Exception as error:
-        raise BackendError(
-            f"backend {route} failed in {batch.phase}: {type(error).__name__}: {error}"
-        ) from error
+def _concatenate(outputs: list[Tensor]) -> Tensor:
+    """Return the rows of all outputs; a single one is not copied."""
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def select_topk(
@@ -420,11 +478,10 @@ def attention_op(
     Returns:
         [T, H, width].
     """
-    out_THD: Tensor = torch.ops.nibble.attention(
+    return torch.ops.nibble.attention(
         q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
         params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer,
     )  # fmt: skip
-    return out_THD
 
 
 def select_topk_op(
@@ -440,8 +497,7 @@ def select_topk_op(
         weights_TH: weights of its heads.
         top_k: tokens to choose.
     """
-    topk_indices_TK: Tensor = torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
-    return topk_indices_TK
+    return torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
 
 
 def _context(step: int) -> StepContext:
@@ -482,87 +538,3 @@ torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
 _library.define("select(Tensor q, Tensor key, Tensor weights, int step, int layer, int top_k) -> Tensor")
 _library.impl("select", _select, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::select", _select_fake, lib=_library)
-
-
-@dataclass(frozen=True, slots=True)
-class PagePart:
-    """Requests that are attended to together."""
-
-    batch: AttentionBatch
-    """The requests, over staged pages where their pages are dequantised first."""
-    stored_BN: Tensor | None = None
-    """Their pages in the pool, where those are dequantised."""
-
-
-def cut_parts(batch: AttentionBatch, page_size: int, window: int | None) -> tuple[PagePart, ...]:
-    """Cut a batch into parts whose padded pages hold at most MAX_STAGED_TOKENS; at least one request each.
-
-    The layers of a step share the parts, and with them what backends prepare for each.
-
-    Args:
-        batch: the requests over their pages in the pool.
-        page_size: tokens of a page.
-        window: tokens that a query sees, if not all. Leading pages that no new token sees are left out.
-    """
-    return tuple(_parts(_within_window(batch, page_size, window), page_size))
-
-
-def dequantize_pages(view: KVView, part: PagePart, target: str) -> KVView:
-    """Return a view of the part's pages in the plain format `target`.
-
-    Args:
-        view: the layer's pages in the pool.
-        part: the requests, with their pages.
-        target: the plain format.
-    """
-    assert part.stored_BN is not None
-    streams = {
-        name: _dequantize_stream(stream, part.stored_BN, view.page_size, target)
-        for name, stream in view.streams.items()
-        if name != INDEX
-    }
-    return replace(view, streams=streams)
-
-
-def _dequantize_stream(stream: StreamView, page_table_BN: Tensor, page_size: int, target: str) -> StreamView:
-    codec = formats.get(target)
-    (plane,) = codec.planes(stream.stream)
-    values_BLHD = stream.dequantize(page_table_BN, plane.torch_dtype)
-    pages = values_BLHD.flatten(0, 1).unflatten(0, (-1, page_size))
-    return StreamView(stream.stream, codec, packings.get(STAGED_PACKING), (pages,), stream.scale)
-
-
-def _within_window(batch: AttentionBatch, page_size: int, window: int | None) -> AttentionBatch:
-    """Return the batch without the leading pages that no new token sees."""
-    if window is None:
-        return batch
-    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
-    skipped = [max(0, stored - new - window + 1) // page_size for new, stored in lens]
-    if not any(skipped):
-        return batch
-    # Masks look at distances only, so tokens may be counted from the first page that stays.
-    seq_lens = [stored - skip * page_size for stored, skip in zip(batch.seq_lens, skipped, strict=True)]
-    rows = [row[skip:] for row, skip in zip(batch.page_table_BN, skipped, strict=True)]
-    page_table_BN = pad_sequence(rows, batch_first=True)[:, : -(-max(seq_lens) // page_size)]
-    return AttentionBatch.from_lens(batch.phase, batch.start, batch.query_lens, seq_lens, page_table_BN)
-
-
-def _parts(batch: AttentionBatch, page_size: int) -> Iterator[PagePart]:
-    count, width = batch.page_table_BN.shape
-    step = max(1, MAX_STAGED_TOKENS // max(width * page_size, 1))
-    # Staged pages are numbered in the order in which they are dequantised.
-    staged_BN = torch.arange(min(step, count) * width, dtype=torch.int32, device=batch.page_table_BN.device)
-    staged_BN = staged_BN.view(-1, width)
-    if step >= count:
-        # Lengths stay where they are on the device: to send them again would make the host wait.
-        yield PagePart(replace(batch, page_table_BN=staged_BN), batch.page_table_BN)
-        return
-    start = batch.start
-    for first in range(0, count, step):
-        requests = slice(first, first + step)
-        query_lens, seq_lens = batch.query_lens[requests], batch.seq_lens[requests]
-        part = AttentionBatch.from_lens(
-            batch.phase, start, query_lens, seq_lens, staged_BN[: len(query_lens)]
-        )
-        yield PagePart(part, batch.page_table_BN[requests])
-        start = part.stop

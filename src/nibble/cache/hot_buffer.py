@@ -1,14 +1,12 @@
-"""Latents of all pages in host memory, in the device's format or a smaller one.
-
-A token is one record, whatever the packing of the device's pool, so that fetching it is one read. Kernels read and
-write this memory in place (kernels/offload/).
-
-The device side of a host tier: where pages lie, hot buffers of requests, and copies between device and host.
+"""The device side of a host tier: latents of all pages on the host, hot buffers of requests, and copies between both.
 
 The scheduler decides moves (residency.py). The device applies them at the start of a step, in stream order, so a
 running step is not disturbed. Full pages are saved during steps on a stream of their own, for which the device waits
 only before frames change hands. Within a step nothing waits for the host: kernels find the tokens that are missing and
 fetch them (kernels/offload/) on another stream, while the step goes on until it needs them.
+
+Host memory holds the device's format or a smaller one. A token is one record there, whatever the packing of the
+device's pool, so that fetching it is one read. Kernels read and write this memory in place.
 
 Shape suffixes: T query tokens, K tokens that each looks at, N pages of a request, P pages in all, R rows of the tables
 of requests, F frames of a hot buffer, B slots of it, M slots.
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nibble.cache import layout as packings
-from nibble.cache.layout import CacheLayout, StreamLayout
+from nibble.cache.layout import CacheLayout
 from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool, StreamView
 from nibble.cache.residency import Copy, Moves, Residency
@@ -32,11 +30,14 @@ from nibble.errors import CapacityError
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import HotBuffer, HotLookup, copy_tokens, host_memory, lookup_hot, resident_slots
 from nibble.kernels.types import Paged
-from nibble.model_spec import LATENT
+from nibble.model_spec import INDEX, LATENT
+
+SAVE_PROGRAMS = 16
+"""Programs that save pages during a step. Few: the link to the host is slow, and the step needs the processors."""
 
 
-class HostPool:
-    """Storage of every stored layer's latents.
+def host_latents(layout: CacheLayout, pages: int, scales: KVScales, device: torch.device) -> dict[int, Paged]:
+    """Allocate host memory for the latents of every stored layer, and return it as kernels read it.
 
     Args:
         layout: the host's layout, latents only.
@@ -47,39 +48,24 @@ class HostPool:
     Raises:
         CapacityError: the host has too little memory.
     """
-
-    def __init__(self, layout: CacheLayout, pages: int, scales: KVScales, device: torch.device) -> None:
-        self.layout = layout
-        self._views: dict[int, StreamView] = {}
-        for layer in layout.layers:
-            # A latent is the only stream here, because index keys stay on the device.
-            (entry,) = layer.streams
-            scale = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
-            self._views[layer.layer] = self._stream(entry, pages, scale, device)
-
-    def _stream(
-        self, entry: StreamLayout, pages: int, scale: float | tuple[float, ...], device: torch.device
-    ) -> StreamView:
-        packing, size = packings.get(self.layout.packing), self.layout.page_size
-        # Kernels of a GPU read and write this memory in place, which ordinary memory does not allow.
-        empty = torch.empty if device.type == "cpu" else host_memory.empty
+    packing, latents = packings.get(layout.packing), {}
+    # Kernels of a GPU read and write this memory in place, which ordinary memory does not allow.
+    empty = torch.empty if device.type == "cpu" else host_memory.empty
+    for layer in layout.layers:
+        # A latent is the only stream here, because index keys stay on the device.
+        (entry,) = layer.streams
+        codec, stream = entry.codec, entry.stream
+        scale = scales.scale(layer.layer, stream.name, layer.transforms, codec)
         try:
-            planes = packing.allocate(entry.codec.planes(entry.stream), pages, size, device, empty)
+            planes = packing.allocate(codec.planes(stream), pages, layout.page_size, device, empty)
         except RuntimeError as error:  # torch raises no OutOfMemoryError for host memory
             raise CapacityError(
                 f"the host has no memory for {pages} pages of the cache ({error}); a smaller --hisparse "
                 "host_memory=... would help"
             ) from error
         value = torch.tensor(scale, dtype=torch.float32, device=device)
-        return StreamView(entry.stream, entry.codec, packing, planes, value)
-
-    def paged(self, layer: int) -> Paged:
-        """Return the latents of stored layer `layer`, as kernels read them."""
-        return self._views[layer].paged
-
-
-SAVE_PROGRAMS = 16
-"""Programs that save pages during a step. Few: the link to the host is slow, and the step needs the processors."""
+        latents[layer.layer] = StreamView(stream, codec, packing, planes, value).paged
+    return latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +105,17 @@ class HotBuffers:
 
     Args:
         residency: the scheduler's books.
-        host: latents on the host.
+        host: latents on the host, by layer.
         pool: latents on the device.
-        index_layers: layers that select tokens, for themselves and for layers that share their selection.
         rows: rows of the tables of requests; the last is padding.
     """
 
-    def __init__(
-        self, residency: Residency, host: HostPool, pool: PagedPool, index_layers: Sequence[int], rows: int
-    ) -> None:
+    def __init__(self, residency: Residency, host: Mapping[int, Paged], pool: PagedPool, rows: int) -> None:
         self.residency = residency
         self.page_size, self.device = pool.layout.page_size, pool.device
-        self.stores = {
-            layer: (view.streams[LATENT].paged, host.paged(layer)) for layer, view in pool.views.items()
-        }
+        self.stores = {layer: (view.streams[LATENT].paged, host[layer]) for layer, view in pool.views.items()}
+        # Layers that select tokens, for themselves and for layers that share their selection.
+        index_layers = [layer for layer, view in pool.views.items() if INDEX in view.streams]
         self.frames_P = self._full(pool.pages)
         size = residency.frames_per_hot_buffer * self.page_size
         self._buffers_RF = self._full(rows, residency.frames_per_hot_buffer)
@@ -142,7 +125,7 @@ class HotBuffers:
         self._order = self._fresh.repeat(len(index_layers), rows, 1)
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._hot = {
-            layer: HotBuffer(self._buffers_RF, self._tokens[i], self._order[i], self._counts)
+            layer: HotBuffer(self.frames_P, self._buffers_RF, self._tokens[i], self._order[i], self._counts)
             for i, layer in enumerate(index_layers)
         }
         self._frames_on_device: dict[int, list[int]] = {}
@@ -288,9 +271,7 @@ class HotBuffers:
     def _lookup(
         self, layer: int, topk_indices_TK: Tensor, page_table_TN: Tensor, rows_T: Tensor
     ) -> PendingFetch:
-        lookup = lookup_hot(
-            topk_indices_TK, rows_T, page_table_TN, self.frames_P, self._hot[layer], self.page_size
-        )
+        lookup = lookup_hot(topk_indices_TK, rows_T, page_table_TN, self._hot[layer])
         self.fetch(layer, lookup)
         return PendingFetch(lookup.topk_slots_TK, layer, lookup)
 

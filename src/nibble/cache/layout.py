@@ -1,6 +1,6 @@
-"""What each layer stores: streams, formats and packing. All sizes derive from the formats' planes.
+"""What each layer stores: streams, their formats, and the packing. All sizes derive from the formats' planes.
 
-Packings: how the planes of a format lie in a page.
+A packing says how the planes of a format lie in a page:
 
     nhd      [page, token, head, values]   one token's heads together
     hnd      [page, head, token, values]   one head's tokens together
@@ -62,15 +62,12 @@ class Packing:
             width = sum(plane.bytes_per_token for plane in planes) // planes[0].shape[0]
             shape = (pages, page_size, planes[0].shape[0], width)
             return tuple(_columns(planes, empty(shape, dtype=torch.uint8, device=device)))
-        return tuple(
-            empty(self._shape(plane, pages, page_size), dtype=plane.torch_dtype, device=device)
-            for plane in planes
-        )
-
-    def _shape(self, plane: Plane, pages: int, page_size: int) -> tuple[int, ...]:
-        heads, *rest = plane.shape
-        inner = (heads, page_size) if self.heads_first else (page_size, heads)
-        return (pages, *inner, *rest)
+        storage = []
+        for plane in planes:
+            heads, *rest = plane.shape
+            inner = (heads, page_size) if self.heads_first else (page_size, heads)
+            storage.append(empty((pages, *inner, *rest), dtype=plane.torch_dtype, device=device))
+        return tuple(storage)
 
     def gather(self, storage: Tensor, page_table_BN: Tensor) -> Tensor:
         """Read whole pages: integer page_table_BN -> [B, N * page_size, H, ...]."""
@@ -182,10 +179,6 @@ class CacheLayout:
     def without_index(self) -> CacheLayout:
         """Return the layout of what attention reads: without index keys."""
         return replace(self, layers=tuple(layer.without_index for layer in self.layers))
-
-    def packing_of(self, entry: StreamLayout) -> str:
-        """Return the name of a stream's packing."""
-        return INDEX_PACKING if entry.stream.name == INDEX else self.packing
 
     def stored_as(self, format: str | None, packing: str) -> CacheLayout:
         """Return the layout of the same streams in another packing, and in `format` unless that is None."""

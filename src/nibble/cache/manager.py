@@ -12,19 +12,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from nibble.cache.page_allocator import PageAllocator
-from nibble.cache.radix_cache import Key, Node, RadixCache
+from nibble.cache.radix_cache import Key, Node, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.errors import OutOfPages
+from nibble.kernels import cdiv
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes a lease."""
+    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes a lease.
 
-    namespace: str
+    The pages of an open lease, as half-open intervals:
+
+        [0, num_shared_pages)                               full, in the radix tree, never written again
+        [num_shared_pages, num_stored_tokens / page_size)   stored, private; the last one may be full in part
+        [num_stored_tokens / page_size, len(pages))         reserved, private, to be written
+
+    num_shared_pages * page_size <= num_stored_tokens <= len(pages) * page_size. A closed lease has no pages.
+    """
+
+    namespace: str = ""
     pages: list[int] = field(default_factory=list)
     num_stored_tokens: int = 0
     """Leading tokens whose KV the pages hold."""
@@ -52,22 +61,22 @@ class Lease:
         return self.pages[self.num_shared_pages - 1] if self.num_shared_pages else self.namespace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CacheStats:
     """Counts of pages and, over the manager's life, of tokens."""
 
     total: int
-    free: int
-    held: int
+    free: int = 0
+    held: int = 0
     """Pages of open leases."""
-    cached: int
+    cached: int = 0
     """Pages in the tree, in use or idle."""
-    idle: int
+    idle: int = 0
     """Pages that only the tree holds."""
-    evicted: int
-    lookup_tokens: int
+    evicted: int = 0
+    lookup_tokens: int = 0
     """Tokens of all leases that were opened."""
-    hit_tokens: int
+    hit_tokens: int = 0
     """Tokens of those that the prefix cache had."""
     tier: TierStats | None = None
 
@@ -89,12 +98,13 @@ class CacheManager:
         assert page_size > 0, f"a page of {page_size} tokens"
         self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self.num_releases = 0  # goes up whenever pages may have become free
         self.residency = residency
+        self.leases: set[Lease] = set()
+        """All open leases."""
         self._allocator = PageAllocator(num_pages, residency.free if residency else None)
         self._radix = RadixCache(self._allocator, page_size)
-        self._leases: set[Lease] = set()
-        self._evicted = self._lookup_tokens = self._hit_tokens = 0
+        self._stats = CacheStats(num_pages)
+        self._num_releases = 0
 
     @property
     def num_tokens(self) -> int:
@@ -107,38 +117,36 @@ class CacheManager:
         return self._allocator.num_free + self._radix.num_idle
 
     @property
+    def num_releases(self) -> int:
+        """Return a number that goes up whenever pages or frames may have become free."""
+        return self._num_releases + (self.residency.num_releases if self.residency else 0)
+
+    @property
     def stats(self) -> CacheStats:
         """Return the current counts."""
-        free, idle, total = self._allocator.num_free, self._radix.num_idle, self._allocator.num_pages
-        return CacheStats(
-            total=total,
-            free=free,
-            held=total - free - idle,
-            cached=len(self._radix),
-            idle=idle,
-            evicted=self._evicted,
-            lookup_tokens=self._lookup_tokens,
-            hit_tokens=self._hit_tokens,
-            tier=self.residency.stats if self.residency else None,
-        )
+        free, idle = self._allocator.num_free, self._radix.num_idle
+        in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
+        return replace(self._stats, free=free, held=in_use, cached=len(self._radix), idle=idle, tier=tier)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
-        return -(-tokens // self.page_size)
+        return cdiv(tokens, self.page_size)
 
-    def min_frames(self, tokens: int, decodes: bool) -> int:
-        """Return the frames that a lease needs under pressure, room to grow included; 0 without a host tier.
+    def min_frames(self, leases: Iterable[tuple[int, bool]]) -> int:
+        """Return the frames that leases need under pressure, room to grow included; 0 without a host tier.
 
         Args:
-            tokens: tokens of the lease.
-            decodes: whether it can be reduced to a hot buffer.
+            leases: of each its tokens, and whether it can be reduced to a hot buffer, as a decoding one can.
         """
         if self.residency is None:
             return 0
-        # One frame more than the tokens fill: the next token may begin a page.
-        needed = self.pages_for(tokens) + 1
         # A decoding lease gets by with its hot buffer, the page that it writes, and one to grow into.
-        return min(needed, self.residency.frames_per_hot_buffer + 2) if decodes else needed
+        smallest, num_frames = self.residency.frames_per_hot_buffer + 2, 0
+        for tokens, decodes in leases:
+            # One frame more than the tokens fill: the next token may begin a page.
+            needed = self.pages_for(tokens) + 1
+            num_frames += min(needed, smallest) if decodes else needed
+        return num_frames
 
     def open(
         self,
@@ -173,22 +181,18 @@ class CacheManager:
                 raise OutOfPages(
                     f"{needed} pages and {spare_pages} to spare are needed, {available} can be had"
                 )
-            if reserved_frames:  # a lease that is alone fits onto the device if it fits into the pool
-                self._check_frames(self.min_frames(len(tokens), False) + reserved_frames)
-        if self.residency:
-            # Before the lease exists: this raises if the prefix does not fit onto the device.
-            self.residency.retain(prefix)
+            num_frames = self.min_frames([(len(tokens), False)]) + reserved_frames
+            # A lease that is alone fits onto the device if it fits into the pool.
+            if self.residency and reserved_frames and num_frames > self.residency.num_frames:
+                raise OutOfPages(
+                    f"{num_frames} frames of the device are needed, there are {self.residency.num_frames}"
+                )
         lease = Lease(namespace, is_sharing=sharing)
-        self._leases.add(lease)
-        self._lookup_tokens += len(tokens)
+        # Before the lease is in the books: this raises if the prefix does not fit onto the device.
         self._adopt(lease, prefix)
+        self.leases.add(lease)
+        self._stats.lookup_tokens += len(tokens)
         return lease
-
-    def _check_frames(self, needed: int) -> None:
-        if self.residency and needed > self.residency.num_frames:
-            raise OutOfPages(
-                f"{needed} frames of the device are needed, there are {self.residency.num_frames}"
-            )
 
     def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Add pages of `tokens` that other leases have shared since, and return how many tokens they save."""
@@ -201,10 +205,9 @@ class CacheManager:
         ):
             return 0
         pages = self._radix.match(lease.last_node, tokens, len(tokens) - 1, start)
-        if self.residency:
-            if self.residency.cost(pages) > self.residency.num_available:
-                return 0  # computing them again is better than waiting for frames
-            self.residency.retain(pages)
+        # To compute them again is better than to wait for frames.
+        if self.residency and self.residency.cost(pages) > self.residency.num_available:
+            return 0
         self._adopt(lease, pages)
         return len(pages) * self.page_size
 
@@ -224,7 +227,7 @@ class CacheManager:
         needed = self.pages_for(upto) - len(lease.pages)
         if needed <= 0:
             return
-        assert lease in self._leases, "the lease is not open"
+        assert lease in self.leases, "the lease is not open"
         # All checks come before the first change, so that an error leaves nothing half done.
         short = needed - self._allocator.num_free
         if short > self._radix.num_idle:
@@ -233,9 +236,10 @@ class CacheManager:
                 f"{needed} more pages are needed, {self.num_available_pages} of {total} can be had"
             )
         if self.residency:
-            self.residency.check_room(needed)  # after pages: giving a hot buffer frees frames, but no pages
+            # After the check of pages: giving a hot buffer frees frames, but no pages.
+            self.residency.check_room(needed)
         if short > 0:
-            self._evicted += self._radix.evict(short)
+            self._stats.evicted += self._radix.evict(short)
         pages = self._allocator.allocate(needed)
         lease.pages += pages
         if self.residency:
@@ -243,6 +247,44 @@ class CacheManager:
             if lease.hot_frames:
                 # Only the newest page is written; the pages before it are read through the hot buffer.
                 self._mark_offloadable(lease)
+
+    def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
+        """Record that the KV of tokens[:upto] is stored, and share the pages that are full.
+
+        Args:
+            lease: an open lease with room for `upto` tokens.
+            tokens: the request's tokens.
+            upto: tokens that are stored, at least as many as before.
+        """
+        assert lease.num_stored_tokens <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
+            f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} tokens, {len(lease.pages)} pages"
+        )
+        lease.num_stored_tokens = upto
+        # A page that is not full will be written again, so it stays private.
+        full = upto // self.page_size
+        while lease.is_sharing and lease.num_shared_pages < full:
+            start = lease.num_shared_pages * self.page_size
+            page, page_tokens = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
+            # If another request shared an equal page first, this lease keeps its own copy and shares no more:
+            # a shared page must lie below pages of the tree that the lease itself holds.
+            lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
+            lease.num_shared_pages += lease.is_sharing
+
+    def release(self, lease: Lease) -> None:
+        """Close `lease`; its pages are free unless other leases or the tree hold them."""
+        self.leases.remove(lease)
+        if self.residency:
+            # The residency comes first: a page must have no users there when the allocator frees it.
+            # In reverse, so that the beginning of a prefix is evicted last.
+            self.residency.release(reversed(lease.resident_pages))
+            self.residency.release_hot_buffer(lease.hot_frames)
+            lease.hot_frames, lease.num_offloadable = [], 0
+        shared, private = lease.pages[: lease.num_shared_pages], lease.pages[lease.num_shared_pages :]
+        # In reverse, so that the stack of free pages hands them out in their old order.
+        self._allocator.release(reversed(private))
+        self._radix.release(shared)
+        lease.pages, lease.num_stored_tokens, lease.num_shared_pages = [], 0, 0
+        self._num_releases += 1
 
     def offload(self, leases: Iterable[Lease]) -> bool:
         """Give hot buffers to the first of these leases, to as many as it takes to free frames.
@@ -266,24 +308,13 @@ class CacheManager:
                 num_freed += users[page] == self.residency.num_users(page)
             # The buffers take frames themselves, so only what goes beyond them is gained.
             if num_freed > frames_per_buffer * len(candidates):
-                self._give_hot_buffers(candidates)
+                # All leases give up their pages before the first buffer is allocated: it takes frames of those.
+                for candidate in candidates:
+                    self._mark_offloadable(candidate)
+                for candidate in candidates:
+                    candidate.hot_frames = self.residency.allocate_hot_buffer()
                 return True
         return False
-
-    def _give_hot_buffers(self, leases: Sequence[Lease]) -> None:
-        assert self.residency
-        # All leases give up their pages before the first buffer is allocated: it takes frames of those.
-        for lease in leases:
-            self._mark_offloadable(lease)
-        for lease in leases:
-            lease.hot_frames = self.residency.allocate_hot_buffer()
-
-    def _mark_offloadable(self, lease: Lease) -> None:
-        """Mark all pages but the last as offloadable."""
-        assert self.residency
-        last = len(lease.pages) - 1
-        self.residency.release(lease.pages[lease.num_offloadable : last])
-        lease.num_offloadable = last
 
     def round_trip(self, lease: Lease) -> None:
         """Send a lease's full pages to the host tier, if there is one, and load them back."""
@@ -294,99 +325,59 @@ class CacheManager:
             self.residency.evict(full)
             self.residency.retain(full)
 
-    def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
-        """Record that the KV of tokens[:upto] is stored, and share the pages that are full.
-
-        Args:
-            lease: an open lease with room for `upto` tokens.
-            tokens: the request's tokens.
-            upto: tokens that are stored, at least as many as before.
-        """
-        assert lease.num_stored_tokens <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
-            f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} tokens, {len(lease.pages)} pages"
-        )
-        lease.num_stored_tokens = upto
-        # A page that is not full will be written again, so it stays private.
-        full = upto // self.page_size
-        while lease.is_sharing and lease.num_shared_pages < full:
-            self._share_next_page(lease, tokens)
-
-    def release(self, lease: Lease) -> None:
-        """Close `lease`; its pages are free unless other leases or the tree hold them."""
-        self._leases.remove(lease)
-        if self.residency:
-            # The residency comes first: a page must have no users there when the allocator frees it.
-            self.residency.release(
-                reversed(lease.resident_pages)
-            )  # the beginning of a prefix is evicted last
-            self.residency.release_hot_buffer(lease.hot_frames)
-            lease.hot_frames, lease.num_offloadable = [], 0
-        shared, private = lease.pages[: lease.num_shared_pages], lease.pages[lease.num_shared_pages :]
-        # In reverse, so that the stack of free pages hands them out in their old order.
-        self._allocator.release(reversed(private))
-        self._radix.release(shared)
-        lease.pages, lease.num_stored_tokens, lease.num_shared_pages = [], 0, 0
-        self.num_releases += 1
-
     def clear(self) -> None:
         """Empty the prefix cache. Open leases keep their pages, which are private from now on."""
         self._radix.clear()
-        for lease in self._leases:
+        for lease in self.leases:
             # Pages that left the tree cannot be parents in it, so these leases share no more.
             lease.num_shared_pages, lease.is_sharing = 0, False
-        self.num_releases += 1
+        self._num_releases += 1
 
     def check_integrity(self) -> None:
         """Assert that a recount of all pages, from the open leases and the tree, agrees with the books."""
         # The tree itself is one user of each of its pages.
         counts = [int(page in self._radix) for page in range(self._allocator.num_pages)]
-        for lease in self._leases:
+        for lease in self.leases:
             for page in lease.pages:
                 counts[page] += 1
         self._allocator.check_integrity(counts)
         self._radix.check_integrity()
         if self.residency:
-            leases = self._leases
-            self.residency.check_integrity(
-                (lease.resident_pages for lease in leases), (lease.hot_frames for lease in leases)
-            )
-        for lease in self._leases:
+            resident = (lease.resident_pages for lease in self.leases)
+            self.residency.check_integrity(resident, (lease.hot_frames for lease in self.leases))
+        for lease in self.leases:
             self._check_lease(lease)
 
+    def _mark_offloadable(self, lease: Lease) -> None:
+        """Mark all pages but the last as offloadable."""
+        assert self.residency
+        last = len(lease.pages) - 1
+        self.residency.release(lease.pages[lease.num_offloadable : last])
+        lease.num_offloadable = last
+
     def _adopt(self, lease: Lease, pages: list[int]) -> None:
-        """Append `pages` of the tree to those of `lease`."""
+        """Append `pages` of the tree to those of `lease`. Raises OutOfFrames, with nothing changed."""
+        if self.residency:
+            self.residency.retain(pages)
         self._radix.retain(pages)
         lease.pages += pages
         lease.num_shared_pages += len(pages)
         lease.num_stored_tokens = lease.num_shared_pages * self.page_size
         lease.num_hit_tokens += len(pages) * self.page_size
-        self._hit_tokens += len(pages) * self.page_size
-
-    def _share_next_page(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Insert the first page that is not in the tree yet, unless an equal one is there."""
-        start = lease.num_shared_pages * self.page_size
-        page, page_tokens = lease.pages[lease.num_shared_pages], tokens[start : start + self.page_size]
-        # If another request shared an equal page first, this lease keeps its own copy and shares no more:
-        # a shared page must lie below pages of the tree that the lease itself holds.
-        lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
-        lease.num_shared_pages += lease.is_sharing
+        self._stats.hit_tokens += len(pages) * self.page_size
 
     def _check_lease(self, lease: Lease) -> None:
-        pages, num_shared = lease.pages, lease.num_shared_pages
+        pages, num_shared, num_stored = lease.pages, lease.num_shared_pages, lease.num_stored_tokens
         assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
-        assert num_shared <= lease.num_stored_tokens // self.page_size, (
-            f"{num_shared} pages in the tree, {lease.num_stored_tokens} tokens stored"
+        assert num_shared <= num_stored // self.page_size, (
+            f"{num_shared} pages in the tree, {num_stored} tokens stored"
         )
-        assert lease.num_stored_tokens <= len(pages) * self.page_size, (
-            f"{lease.num_stored_tokens} tokens in {len(pages)} pages"
-        )
-        assert self._radix.is_path(lease.namespace, pages[:num_shared]), (
-            f"{pages[:num_shared]} is no path of the tree"
-        )
+        assert num_stored <= len(pages) * self.page_size, f"{num_stored} tokens in {len(pages)} pages"
+        shared = pages[:num_shared]
+        assert self._radix.is_path(lease.namespace, shared), f"{shared} is no path of the tree"
         for page in pages[num_shared:]:
             assert page not in self._radix, f"page {page} is in the tree, but its lease takes it for private"
         # A page that can still be written must have one user, or another request would read half of it.
-        for page in pages[lease.num_stored_tokens // self.page_size :]:
-            assert self._allocator.ref_count(page) == 1, (
-                f"page {page} can be written by {self._allocator.ref_count(page)} users"
-            )
+        for page in pages[num_stored // self.page_size :]:
+            users = self._allocator.ref_count(page)
+            assert users == 1, f"page {page} can be written by {users} users"

@@ -1,10 +1,6 @@
-"""The bytes of the cache: one pool class for all formats, which allocates what the layout says.
+"""The bytes of the cache: one pool for all formats, which allocates what the layout says, and a backend's view of it.
 
-Shape suffixes: T tokens, H heads, D values of a head.
-
-What a backend reads of one layer: planes, scales, format, packing and page size.
-
-Shape suffixes: B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
+Shape suffixes: T tokens, B requests, N pages of a request, L tokens (N * page_size), H heads, D values of a head.
 """
 
 from __future__ import annotations
@@ -55,11 +51,9 @@ class StreamView:
 
     def dequantize(self, page_table_BN: Tensor, dtype: torch.dtype) -> Tensor:
         """Dequantise whole pages: int32 page_table_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
-        return (
-            dequantize_pages(self.paged, page_table_BN, dtype)
-            if self.scale.is_cuda
-            else self.gather_reference(page_table_BN).to(dtype)
-        )
+        if self.scale.is_cuda:
+            return dequantize_pages(self.paged, page_table_BN, dtype)
+        return self.gather_reference(page_table_BN).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +95,19 @@ class KVView:
         packed = [_heads(entry, page_table_BN, first, counts, length) for entry in views]
         if self.joint_scale is None:
             pairs = zip(views, packed, strict=True)
-            return _keys_and_values(
-                tuple(entry.format.decode(planes, _per_head(entry.scale)) for entry, planes in pairs),
-                views[0],
-            )
-        joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
-        return _keys_and_values(
-            views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind(), views[0]
-        )
+            streams = tuple(entry.format.decode(planes, _append_axis(entry.scale)) for entry, planes in pairs)
+        else:
+            joint = tuple(torch.stack(planes) for planes in zip(*packed, strict=True))
+            streams = views[0].format.decode(joint, self.joint_scale.unsqueeze(-1)).unbind()
+        if len(streams) > 1:
+            return streams
+        # A latent is key and value in one: its rotary part belongs to the key alone.
+        stream = views[0].stream
+        return streams[0], streams[0][..., : stream.dim - stream.rope]
 
 
-def _keys_and_values(streams: tuple[Tensor, ...], entry: StreamView) -> tuple[Tensor, ...]:
-    """Return keys and values. A latent is both: its rotary part belongs to the key alone."""
-    if len(streams) > 1:
-        return streams
-    return streams[0], streams[0][..., : entry.stream.dim - entry.stream.rope]
-
-
-def _per_head(scale: Tensor) -> Tensor:
-    """Return a scale [H, 1] in the shape that [B, H, L, D] needs."""
+def _append_axis(scale: Tensor) -> Tensor:
+    """Return scales of heads with one more axis at the end; a single scale as it is."""
     return scale.unsqueeze(-1) if scale.dim() else scale
 
 
@@ -180,12 +168,7 @@ class PagedPool:
 
     def _allocate(self, layer: LayerLayout, scales: KVScales) -> KVView:
         mean = scales.mean(layer.layer, layer.transforms)
-        streams = {
-            entry.stream.name: self._stream(
-                entry, scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
-            )
-            for entry in layer.streams
-        }
+        streams = {entry.stream.name: self._stream(entry, layer, scales) for entry in layer.streams}
         return KVView(
             streams,
             self.layout.page_size,
@@ -194,16 +177,16 @@ class PagedPool:
             _joint_scale(tuple(entry for name, entry in streams.items() if name != INDEX)),
         )
 
-    def _stream(self, entry: StreamLayout, scale: float | tuple[float, ...]) -> StreamView:
-        packing = packings.get(self.layout.packing_of(entry))
+    def _stream(self, entry: StreamLayout, layer: LayerLayout, scales: KVScales) -> StreamView:
+        scale = scales.scale(layer.layer, entry.stream.name, layer.transforms, entry.codec)
+        is_index = entry.stream.name == INDEX
+        packing = packings.get(packings.INDEX_PACKING if is_index else self.layout.packing)
         # Index keys are never offloaded, because every step scores all of them.
-        pages = self.pages if entry.stream.name == INDEX else self.frames
+        pages = self.pages if is_index else self.frames
         planes = packing.allocate(entry.codec.planes(entry.stream), pages, self.layout.page_size, self.device)
         value = torch.tensor(scale, dtype=torch.float32, device=self.device)
         # A scale per head, [H], becomes [H, 1] and so broadcasts over the values of a head.
-        return StreamView(
-            entry.stream, entry.codec, packing, planes, value.unsqueeze(-1) if value.dim() else value
-        )
+        return StreamView(entry.stream, entry.codec, packing, planes, _append_axis(value))
 
     def _planes(self) -> list[Tensor]:
         return [p for view in self.views.values() for stream in view.streams.values() for p in stream.planes]
@@ -234,10 +217,8 @@ class PagedPool:
         """
         for first, write in self._appends[layer]:
             if first in streams:
-                write(
-                    {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)},
-                    slot_mapping_T,
-                )
+                together = {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)}
+                write(together, slot_mapping_T)
 
 
 def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nibble.errors import OutOfFrames
 
@@ -34,23 +34,23 @@ class Moves:
     """Whether any frame has another page than before."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierStats:
     """Counts of frames and, over the tier's life, of pages and leases."""
 
     frames: int
-    free: int
-    idle: int
+    free: int = 0
+    idle: int = 0
     """Frames of pages without users."""
-    hot: int
+    hot: int = 0
     """Frames of hot buffers."""
-    spilled: int
+    spilled: int = 0
     """Leases that got a hot buffer."""
-    saved: int
+    saved: int = 0
     """Pages saved to the host."""
-    loaded: int
+    loaded: int = 0
     """Pages loaded back."""
-    dropped: int
+    dropped: int = 0
     """Pages evicted from the device."""
 
 
@@ -71,7 +71,7 @@ class Residency:
         self._saved = bytearray(pages)
         self._free = list(range(frames - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
-        self._hot_frames = self._num_spilled = self._num_saves = self._num_loads = self._num_evicted = 0
+        self._stats = TierStats(frames)
         self.num_releases = 0  # goes up whenever frames may have become free
         self._saves: list[Copy] = []
         self._loads: dict[int, int] = {}
@@ -86,20 +86,7 @@ class Residency:
     @property
     def stats(self) -> TierStats:
         """Return the current counts."""
-        return TierStats(
-            frames=self.num_frames,
-            free=len(self._free),
-            idle=len(self._idle),
-            hot=self._hot_frames,
-            spilled=self._num_spilled,
-            saved=self._num_saves,
-            loaded=self._num_loads,
-            dropped=self._num_evicted,
-        )
-
-    def frame_of(self, page: int) -> int:
-        """Return the frame of `page`, or NOT_RESIDENT."""
-        return self._frame[page]
+        return replace(self._stats, free=len(self._free), idle=len(self._idle))
 
     def cost(self, pages: Iterable[int]) -> int:
         """Return by how much `num_available` falls once these pages have another user."""
@@ -128,7 +115,7 @@ class Residency:
             if self._frame[page] == NOT_RESIDENT:
                 self._place(page)
                 self._loads[page] = self._frame[page]
-                self._num_loads += 1
+                self._stats.loaded += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove a user from each of `pages`; of those without users, the first is evicted first."""
@@ -160,14 +147,14 @@ class Residency:
     def allocate_hot_buffer(self) -> list[int]:
         """Return the frames of a new hot buffer. Raises OutOfFrames."""
         self.check_room(self.frames_per_hot_buffer)
-        self._hot_frames += self.frames_per_hot_buffer
-        self._num_spilled += 1
+        self._stats.hot += self.frames_per_hot_buffer
+        self._stats.spilled += 1
         return [self._take_frame() for _ in range(self.frames_per_hot_buffer)]
 
     def release_hot_buffer(self, frames: Sequence[int]) -> None:
         """Free the frames of a hot buffer."""
         self.num_releases += 1
-        self._hot_frames -= len(frames)
+        self._stats.hot -= len(frames)
         self._free += frames
 
     def unsaved(self, pages: Iterable[int]) -> list[Copy]:
@@ -178,7 +165,7 @@ class Residency:
         """Record that these copies to the host are launched: no frame is written before they end."""
         for page, _ in copies:
             self._saved[page] = True
-        self._num_saves += len(copies)
+        self._stats.saved += len(copies)
 
     def take_moves(self) -> Moves:
         """Return the moves that were not applied yet: the same again, and more, until mark_applied()."""
@@ -207,15 +194,13 @@ class Residency:
         assert counts == self._users, "users of pages are off"
         resident = {page: frame for page, frame in enumerate(self._frame) if frame != NOT_RESIDENT}
         assert set(self._idle) == {page for page in resident if not counts[page]}, "idle pages are off"
-        assert all(frame != NOT_RESIDENT for frame, n in zip(self._frame, counts, strict=True) if n), (
-            "needed, not here"
-        )
+        in_use = [frame for frame, n in zip(self._frame, counts, strict=True) if n]
+        assert NOT_RESIDENT not in in_use, "needed, not here"
         buffers = [frame for frames in hot for frame in frames]
-        assert len(buffers) == self._hot_frames, f"{len(buffers)} hot frames, in the books {self._hot_frames}"
+        assert len(buffers) == self._stats.hot, f"{len(buffers)} hot frames, in the books {self._stats.hot}"
         # Every frame is exactly one of these: free, a page's, or a hot buffer's.
-        assert sorted([*self._free, *resident.values(), *buffers]) == list(range(self.num_frames)), (
-            "frames are off"
-        )
+        frames = sorted([*self._free, *resident.values(), *buffers])
+        assert frames == list(range(self.num_frames)), "frames are off"
 
     def check_room(self, needed: int) -> None:
         """Raise OutOfFrames unless `needed` frames can be allocated."""
@@ -238,8 +223,8 @@ class Residency:
             # Nothing is copied now: the next step saves this frame before anything writes it.
             self._saves.append((page, self._frame[page]))
             self._saved[page] = True
-            self._num_saves += 1
-        self._num_evicted += 1
+            self._stats.saved += 1
+        self._stats.dropped += 1
         return self._vacate(page)
 
     def _vacate(self, page: int) -> int:

@@ -1,7 +1,7 @@
 """Global scales and K means of the cache: where they came from, their version, and their JSON files.
 
-A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/kv_scales.py
-reads scales from checkpoints; engine/calibration.py measures them.
+A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/checkpoint.py
+reads scales from checkpoints; engine/build.py measures them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ class KVScales:
         # Checkpoints of latent models have scales of keys only.
         scale = by_stream.get(key) or (by_stream.get("k") if stream == LATENT else None)
         if scale is None:
-            raise ScaleError(_missing(layer, key, fmt, self.source))
+            raise ScaleError(
+                f"{fmt.name} needs a KV scale for {key!r} of layer {layer}, and {self.source} has none. Measure scales "
+                "with --kv-scales calibrate (Python: LLM(..., calibrate=texts)), name a JSON file with --kv-scales "
+                "FILE, or accept a scale of 1.0, which loses accuracy, with --kv-scales one"
+            )
         return scale.for_format(fmt)
 
     def mean(self, layer: int, transforms: Iterable[str]) -> Mean | None:
@@ -111,23 +115,13 @@ class KVScales:
     def version(self) -> str:
         """Return 16 hex digits that change with any scale; part of every prefix key."""
         # Sorted: the same scales in another order are the same version.
-        layers = [
-            (n, sorted(entry.streams.items()), entry.k_mean) for n, entry in sorted(self.layers.items())
-        ]
+        layers = [(n, sorted(one.streams.items()), one.k_mean) for n, one in sorted(self.layers.items())]
         text = repr((layers, self.unit))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 NONE = KVScales("no source of scales")
 ONE = KVScales("--kv-scales one", unit=True)
-
-
-def _missing(layer: int, key: str, fmt: KVFormat, source: str) -> str:
-    return (
-        f"{fmt.name} needs a KV scale for {key!r} of layer {layer}, and {source} has none. Measure scales with "
-        "--kv-scales calibrate (Python: LLM(..., calibrate=texts)), name a JSON file with --kv-scales FILE, "
-        "or accept a scale of 1.0, which loses accuracy, with --kv-scales one"
-    )
 
 
 def needs_scales(layout: CacheLayout) -> bool:
@@ -152,11 +146,9 @@ def require(layout: CacheLayout, scales: KVScales) -> None:
                     f"{scales.source} has {len(scale)} scales for {entry.stream.name!r} of layer {layer.layer}, which "
                     f"has {entry.stream.heads} heads"
                 )
+            where = f"{scales.source}, {entry.stream.name} of layer {layer.layer}"
             for value in scale if isinstance(scale, tuple) else (scale,):
-                check_scale(
-                    value,
-                    f"{scales.source}, {entry.stream.name} of layer {layer.layer} in {entry.codec.name}",
-                )
+                check_scale(value, f"{where} in {entry.codec.name}")
 
 
 def _require_mean(mean: Mean, stream: Stream, where: str) -> None:
@@ -236,10 +228,8 @@ def _parse_peer(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
 
 def _parse_own(data: dict[str, Any], path: Path) -> dict[int, LayerScales]:
     try:
-        return {
-            int(layer): _parse_layer(entry, f"{path}, layer {layer}")
-            for layer, entry in data["layers"].items()
-        }
+        layers = data["layers"].items()
+        return {int(layer): _parse_layer(entry, f"{path}, layer {layer}") for layer, entry in layers}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ScaleError(
             f"{path}: not a well-formed {SCHEMA} file ({type(error).__name__}: {error})"

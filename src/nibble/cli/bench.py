@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from nibble.attention import backends as registry
+from nibble.attention.planner import evidence
+from nibble.attention.planner.evidence import Timing
+from nibble.attention.planner.explain import Table
+from nibble.attention.planner.plan import Plan
 from nibble.cli.command import OUTPUT, JsonOption, Options, takes
-from nibble.cli.terminal import ModelArgument, err, print_json, quiet
+from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries
 from nibble.config import Config
 from nibble.errors import ConfigError, NibbleError, unknown
 
 if TYPE_CHECKING:
-    from nibble.attention.planner.evidence import Timing
-    from nibble.attention.planner.plan import Plan
-    from nibble.evals.tuning.bench import Result
-    from nibble.evals.tuning.tune import Trial
+    from nibble.evals.tune import DeviceLostError, Result, Trial, Tuning
 
 SERVE = "serve"
 INSTALL = "pip install 'nibble-llm[bench]'"
@@ -77,15 +79,18 @@ def bench(
     Runs `guidellm run` (extra `bench`) with synthetic prompts, and shows time to the first token and between tokens,
     and throughput, for each concurrency or rate. Its own options may follow, and replace what this command sets:
     `--backend`, `--tokenizer`, `--data`, `--profile`, `--constraint`, `--output`.
+
+    Examples:
+        nibble bench serve
+        nibble bench serve localhost:8000 --concurrency 1,8,64 --requests 200
+        nibble bench serve --rate 2,8 --input-tokens 2048 --json load.json
+        nibble bench serve --constraint kind=max_duration,seconds=30
     """
     if what != SERVE:
         raise ConfigError(unknown("measurement", what, (SERVE,)))
     if find_spec("guidellm") is None:
         raise ConfigError(f"a load test needs GuideLLM, which is not installed: {INSTALL}")
-    rest = rest or []
-    # The address may be left out, and then the first argument is an option.
-    has_url = bool(rest) and not rest[0].startswith("-")
-    url, options = _server_root(rest[0] if has_url else LOCAL_SERVER), rest[has_url:]
+    url, options = _split_address(rest or [])
     key = api_key or os.environ.get("NIBBLE_API_KEY")
     path = "/v1/chat/completions" if chat else "/v1/completions"
     # GuideLLM 0.8.1's `poisson` sent 2.3 times the rate it was given; `constant` keeps it.
@@ -98,7 +103,7 @@ def bench(
         "--data": {"kind": "synthetic_text", "prompt_tokens": input_tokens, "output_tokens": output_tokens},
         "--output": output,
     }
-    if not _names("--tokenizer", options):
+    if not _has_flag("--tokenizer", options):
         # GuideLLM would look up the served name on the hub, where neither `demo` nor a local folder is.
         from nibble.models.hub import locate
 
@@ -107,12 +112,15 @@ def bench(
     arguments = ["run", *options]
     # What the user says of a flag replaces the default in full.
     for flag, value in defaults.items():
-        if not _names(flag, options):
+        if not _has_flag(flag, options):
             arguments += [flag, json.dumps(value)]
     # A profile has one level; several are runs of GuideLLM's own.
-    if "," in levels and not _names("--profile", options):
+    if "," in levels and not _has_flag("--profile", options):
         arguments += ["--override", f"profile.{field}", levels]
-    _run_guidellm(arguments)
+    from guidellm.cli import cli
+
+    # In this process, so that no key is an argument of a process.
+    cli.main(arguments, prog_name="guidellm")
 
 
 class PassThrough(TyperCommand):
@@ -121,29 +129,17 @@ class PassThrough(TyperCommand):
     ignore_unknown_options = True
 
 
-BENCH_EXAMPLES = """\
-nibble bench serve
-nibble bench serve localhost:8000 --concurrency 1,8,64 --requests 200
-nibble bench serve --rate 2,8 --input-tokens 2048 --json load.json
-nibble bench serve --constraint kind=max_duration,seconds=30
-"""
-
-
-def _run_guidellm(arguments: list[str]) -> None:
-    """Run GuideLLM's command line in this process, so that no key is an argument of a process."""
-    from guidellm.cli import cli
-
-    cli.main(arguments, prog_name="guidellm")
-
-
-def _names(flag: str, options: list[str]) -> bool:
+def _has_flag(flag: str, options: list[str]) -> bool:
     return any(option == flag or option.startswith(f"{flag}=") for option in options)
 
 
-def _server_root(url: str) -> str:
-    """Return a server's address with a scheme and without /v1."""
+def _split_address(rest: list[str]) -> tuple[str, list[str]]:
+    """Return a server's address, with a scheme and without /v1, and the options after it."""
+    # The address may be left out, and then the first argument is an option.
+    has_url = bool(rest) and not rest[0].startswith("-")
+    url = rest[0] if has_url else LOCAL_SERVER
     url = url if "://" in url else f"http://{url}"
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/"), rest[has_url:]
 
 
 def _served_model(url: str, key: str | None) -> str:
@@ -163,6 +159,7 @@ def _served_model(url: str, key: str | None) -> str:
 BackendsOption = Annotated[
     str | None, typer.Option(help="Time only these, as cuda,triton; all that may serve if left out.")
 ]
+Times = dict[str, tuple[Timing, ...]]
 CHOSEN_BY_TIMES = ("attention_backend", "prefill_backend", "decode_backend", "tuned")
 
 
@@ -181,33 +178,20 @@ def tune(
     in the user's cache folder, for this device, these versions of packages and this version of Nibble. A backend that
     is named is used all the same, and --no-tuned leaves the times aside. On a CPU the fastest may be one whose last
     bits depend on what else is in a step.
+
+    Examples:
+        nibble tune demo --kv-format nvfp4
+        nibble tune ./my-model --kv-format nvfp4 --max-context 32768
+        nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
     """
-    quiet(model)
-    from nibble.attention import backends as registry
-    from nibble.attention.planner import evidence
-    from nibble.errors import ConfigError
-    from nibble.evals.tuning.bench import DeviceLostError
-    from nibble.evals.tuning.tune import run, timings, tuning
+    quiet_libraries(model)
+    from nibble.evals.tune import plan_tuning
 
     names = [name for part in (backends or "").split(",") if (name := part.strip())]
     for name in names:
         registry.get(name)
-    task = tuning(Config(model=model, **config))
-    times: dict[str, tuple[Timing, ...]] = {}
-    device_error = None
-    for trial in task.trials:
-        results: list[Result] = []
-        try:
-            with err().status(f"timing {trial.subject}"):
-                results += run(task, trial, names)
-        except DeviceLostError as error:  # what was measured before is kept
-            device_error = error
-            break
-        if not results:  # which none of those that were named serves
-            continue
-        times[trial.subject] = timings(results)
-        if not as_json:
-            print("\n".join(_lines(trial, times[trial.subject])))
+    task = plan_tuning(Config(model=model, **config))
+    times, device_error = _measure(task, names, as_json)
     if device_error and not times:
         raise device_error
     if not times:
@@ -218,57 +202,51 @@ def tune(
     path = evidence.save_tuned(hardware, table, times)
     if device_error:
         raise device_error
-    after = task.plan(
-        {entry.match["subject"]: entry.order for entry in evidence.load_tuned(hardware, table).entries}
-    )
-    _report(model, task.engine_plan.plan, after, times, path, as_json=as_json)
-
-
-TUNE_EXAMPLES = """\
-nibble tune demo --kv-format nvfp4
-nibble tune ./my-model --kv-format nvfp4 --max-context 32768
-nibble tune ./my-model --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
-"""
-
-
-def _report(
-    model: str,
-    before: Plan,
-    after: Plan,
-    times: Mapping[str, tuple[Timing, ...]],
-    path: Path,
-    *,
-    as_json: bool,
-) -> None:
-    """Print what `auto` chooses by the new times, and where they are kept."""
-    changes, failed = list(_changes(before, after)), list(_failed(after))
+    entries = evidence.load_tuned(hardware, table).entries
+    after = task.plan({entry.match["subject"]: entry.order for entry in entries})
+    changes, failed = list(_changed_routes(task.engine_plan.plan, after)), list(_failed_routes(after))
     if as_json:
-        measured = {subject: [asdict(timing) for timing in entries] for subject, entries in times.items()}
+        measured = {subject: [asdict(timing) for timing in timings] for subject, timings in times.items()}
         print_json({"path": str(path), "measured": measured, "changed": changes, "failed": failed})
         return
-    print("\n".join(changes) or "auto chooses what it chose before")
-    for line in failed:
-        print(line)
+    print("\n".join((*(changes or ["auto chooses what it chose before"]), *failed)))
     print(f"wrote {path}; `nibble plan {model}` shows the choice, --no-tuned leaves it aside")
 
 
-def _lines(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
+def _measure(task: Tuning, names: list[str], as_json: bool) -> tuple[Times, DeviceLostError | None]:
+    """Return the times by subject, and what ended the measuring early. Print them unless JSON is asked for."""
+    from nibble.evals import tune
+
+    times: Times = {}
+    for trial in task.trials:
+        results: list[Result] = []
+        try:
+            with err().status(f"timing {trial.subject}"):
+                results += tune.run_trial(task, trial, names)
+        except tune.DeviceLostError as error:
+            # What was measured before is kept.
+            return times, error
+        # There are none where no backend of `names` serves the trial.
+        if results:
+            times[trial.subject] = tune.timings(results)
+            if not as_json:
+                print("\n".join(_times_table(trial, times[trial.subject])))
+    return times, None
+
+
+def _times_table(trial: Trial, timings: Sequence[Timing]) -> Iterator[str]:
     """Yield a trial as a small table: backends down, workloads across."""
     workloads = [workload.name for workload in trial.workloads]
-    names = [f"{t.backend} (staged)" if t.stage_to else t.backend for t in timings]
-    width = max(map(len, names))
+    rows = []
+    for timing in timings:
+        name = f"{timing.backend} (staged)" if timing.stage_to else timing.backend
+        times = [f"{timing.ms[w]:9.3f}" if w in timing.ms else f"{'failed':>9}" for w in workloads]
+        rows.append((name, *times, timing.failure))
     yield f"{trial.subject}, ms"
-    yield f"  {'':<{width}}  " + "  ".join(f"{workload:>9}" for workload in workloads)
-    for name, timing in zip(names, timings, strict=True):
-        times = "  ".join(_ms(timing, workload) for workload in workloads)
-        yield f"  {name:<{width}}  {times}  {timing.failure}".rstrip()
+    yield from Table(("", *(f"{workload:>9}" for workload in workloads), ""), tuple(rows)).as_text()
 
 
-def _ms(timing: Timing, workload: str) -> str:
-    return f"{timing.ms[workload]:9.3f}" if workload in timing.ms else f"{'failed':>9}"
-
-
-def _failed(after: Plan) -> Iterator[str]:
+def _failed_routes(after: Plan) -> Iterator[str]:
     """Yield what `auto` chooses though it failed."""
     for group in after.groups:
         for route in group.routes:
@@ -277,7 +255,7 @@ def _failed(after: Plan) -> Iterator[str]:
                 yield f"{where}: {route} failed: {route.failed}; it stays, as it is by default"
 
 
-def _changes(before: Plan, after: Plan) -> Iterator[str]:
+def _changed_routes(before: Plan, after: Plan) -> Iterator[str]:
     """Yield what `auto` chooses otherwise than it did."""
     for old, new in zip(before.groups, after.groups, strict=True):
         for was, now in zip(old.routes, new.routes, strict=False):

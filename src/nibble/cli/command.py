@@ -1,8 +1,7 @@
-"""Exit codes, and errors as one clean message: what every command is wrapped in.
+"""What commands are made of: exit codes, errors as one clean message, help, and options from dataclasses.
 
-Options from dataclasses: a field of Config, SamplingParams or Sizes is an option, its doc is the help.
-
-So a new field is a new option, with no line here.
+A field of Config, SamplingParams, Settings or Sizes is an option, and its doc is the help. So a new field is a new
+option, with no line here.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from inspect import cleandoc
+from textwrap import dedent, indent
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -29,19 +29,17 @@ EXIT_CODES = {
     REFUSED: "refused: no backend serves this combination; the message names the nearest command that works",
     INTERRUPTED: "interrupted with Ctrl-C",
 }
-# The first match counts. Unsupported is a ConfigError, so it stands before it.
-_KINDS: tuple[tuple[type[NibbleError], int], ...] = (
-    (Unsupported, REFUSED),
-    (ConfigError, USAGE),
-    (RequestError, USAGE),
-)
 
 
 def code_of(error: type[Exception]) -> int:
-    """The exit code of a class of errors."""
-    return next((code for kind, code in _KINDS if issubclass(error, kind)), FAILED)
+    """Return the exit code of a class of errors."""
+    # Unsupported is a ConfigError, so it comes first.
+    if issubclass(error, Unsupported):
+        return REFUSED
+    return USAGE if issubclass(error, (ConfigError, RequestError)) else FAILED
 
 
+EXAMPLES = "\n\nExamples:\n"
 OUTPUT = "Output"
 """The panel of options that every command has; the last of its help."""
 DebugOption = Annotated[
@@ -53,7 +51,7 @@ JsonOption = Annotated[
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with --debug, and its errors as one message on stderr and an exit code."""
+    """Return `function` with --debug, and its errors as one message on stderr and an exit code."""
 
     @functools.wraps(function)
     def guarded(*, debug: bool = False, **values: Any) -> Any:
@@ -88,11 +86,9 @@ def add_parameters(
         without: the parameter of `function` to leave out.
     """
     # eval_str: annotations are strings in the commands' files, and typer needs the types.
-    own_parameters = [
-        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != without
-    ]
+    own_parameters = inspect.signature(function, eval_str=True).parameters.values()
     # Options of output come last in every help. The sort is stable, so the others keep their order.
-    ordered = sorted((*own_parameters, *added), key=_is_output)
+    ordered = sorted((*(p for p in own_parameters if p.name != without), *added), key=_is_output)
     # Keyword-only parameters may lack a default wherever they stand.
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in ordered]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -108,29 +104,35 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
+def unwrap(text: str) -> str:
+    """Return a text with each of its paragraphs in one line, as typer expects."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: its function, its help, and examples that are part of the help."""
+    """One command: a function whose docstring is the help, and ends in `Examples:`, a line each."""
 
     name: str
     run: Callable[..., Any]
-    examples: str
-    """A line each."""
     group: type[TyperCommand] | None = None
     """What parses the arguments, where it is not typer's own class."""
 
     @property
     def text(self) -> str:
-        """Return the description, the docstring of the function."""
-        return cleandoc(self.run.__doc__ or "")
+        """Return the description."""
+        return cleandoc(self.run.__doc__ or "").partition(EXAMPLES)[0]
+
+    @property
+    def examples(self) -> str:
+        """Return the lines of the examples."""
+        return dedent(cleandoc(self.run.__doc__ or "").partition(EXAMPLES)[2])
 
     @property
     def help(self) -> str:
-        """The text in whole paragraphs, and the examples line by line (\\b keeps typer from joining them)."""
-        paragraphs = [" ".join(paragraph.split()) for paragraph in self.text.split("\n\n")]
+        """Return the text in whole paragraphs, and the examples line by line."""
         # \b keeps typer from joining the lines.
-        examples = "\n".join(f"  {line}" for line in self.examples.splitlines())
-        return "\n\n".join((*paragraphs, f"\b\nExamples:\n{examples}"))
+        return f"{unwrap(self.text)}\n\n\b\nExamples:\n{indent(self.examples, '  ')}"
 
 
 COMMANDS: list[Command] = []
@@ -171,7 +173,7 @@ def takes(
 
 
 def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
-    """The parameter that typer turns into an option."""
+    """Return the parameter that typer turns into an option."""
     usual = None if entry.default in (MISSING, ()) else entry.default
     # With `unset` None says that an option was left out, and the help still shows the usual value.
     default, kind = None if unset else usual, _display_type(hint)
@@ -179,24 +181,16 @@ def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Pa
     show_default = str(usual) if unset and usual is not None else True
     doc = doc_of(entry) + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
     info = typer.Option(help=doc, rich_help_panel=panel, show_default=show_default)
-    annotation = Annotated[kind, info]  # type: ignore[valid-type]
-    return inspect.Parameter(
-        entry.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
-    )
+    return _keyword(entry.name, Annotated[kind, info], default)
 
 
 def _display_type(hint: Any) -> Any:
-    """The type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
-    hint = (
-        next((part for part in get_args(hint) if part is not type(None)), hint) if _optional(hint) else hint
-    )
+    """Return the type of an option: tuples are options that may be repeated, mappings too, as KEY=VALUE."""
+    # `X | None`: None says only that the option may be left out.
+    hint = get_args(hint)[0] if type(None) in get_args(hint) else hint
     if get_origin(hint) is tuple:
         return list[get_args(hint)[0]]  # type: ignore[misc]
     return list[str] if _is_mapping(hint) else hint
-
-
-def _optional(hint: Any) -> bool:
-    return type(None) in get_args(hint)
 
 
 def _is_mapping(hint: Any) -> bool:
@@ -205,11 +199,11 @@ def _is_mapping(hint: Any) -> bool:
 
 
 def _parse(options: Options, hints: Mapping[str, Any]) -> Options:
-    """What was given, in the dataclass's own types. None stays only where it is a value."""
+    """Return what was given, in the dataclass's own types."""
     parsed: Options = {}
     for name, value in options.items():
         # typer gives an empty list for a repeatable option that was left out.
-        if value is None or (value == [] and not isinstance(hints[name], type)):
+        if value in (None, []):
             continue
         if _is_mapping(hints[name]):
             parsed[name] = dict(_pair(text, name, *get_args(hints[name])) for text in value)
@@ -219,7 +213,7 @@ def _parse(options: Options, hints: Mapping[str, Any]) -> Options:
 
 
 def _pair(text: str, name: str, key: type, value: type) -> tuple[Any, Any]:
-    """`KEY=VALUE`, in the mapping's types."""
+    """Parse `KEY=VALUE` in the mapping's types."""
     left, _, right = text.partition("=")
     try:
         return key(left), value(right)

@@ -5,34 +5,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nibble.attention.planner.explain import baseline_bytes
+from nibble.cli import terminal
 from nibble.cli.command import JsonOption, Options, takes
-from nibble.cli.terminal import (
-    MODEL_HELP,
-    ModelArgument,
-    err,
-    out,
-    print_json,
-    quiet,
-    say_ready,
-    summary_of_bytes,
-    text_of,
-    utf8,
-)
+from nibble.cli.terminal import MODEL_HELP, ModelArgument, err, print_json
 from nibble.config import Config, SamplingParams, sampling
 from nibble.errors import CapacityError, ConfigError, NibbleError, RequestError
 from nibble.evals.report import YARDSTICK, Entry
 
 if TYPE_CHECKING:
-    from nibble.cache.layout import CacheLayout
     from nibble.engine.llm import LLM
     from nibble.engine.request import Output
 
@@ -55,40 +46,17 @@ class Run:
     """All answers from one cache."""
 
     scheme: str
-    layout: CacheLayout
+    bytes_per_token: int
     outputs: Sequence[Output]
-    seconds: float
-    startup: Mapping[str, float]
-    tier: str | None
-    fidelity: str | None
+    summary: str
+    """What they cost, in words."""
+    facts: dict[str, Any]
+    """All of it, ready for JSON."""
 
     @property
-    def tokens(self) -> int:
-        """Return the number of tokens of all answers."""
-        return sum(len(answer.token_ids) for output in self.outputs for answer in output.completions)
-
-    @property
-    def summary(self) -> str:
-        """Its cost, in one line."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        cost = f"{summary_of_bytes(self.scheme, self.layout)}; {self.tokens} tokens, {rate:.1f} tokens/s"
-        return "\n".join(filter(None, (cost, self.tier, self.fidelity)))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the run, ready for JSON."""
-        from nibble.attention.planner.explain import baseline_bytes
-
-        return {
-            "scheme": self.scheme,
-            "bytes_per_token": self.layout.bytes_per_token,
-            "bytes_per_token_16bit": baseline_bytes(self.layout),
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 3),
-            "hisparse": self.tier,
-            "fidelity": self.fidelity,
-            "startup": {part: round(seconds, 3) for part, seconds in self.startup.items()},
-            "answers": [asdict(output) for output in self.outputs],
-        }
+    def texts(self) -> list[list[str]]:
+        """Return the answers to each prompt."""
+        return [[answer.text for answer in output.completions] for output in self.outputs]
 
 
 @takes("params", SamplingParams, "Sampling")
@@ -108,119 +76,125 @@ def generate(
 
     One prompt is answered as it is written; several are served together, as one batch. The cost of the cache
     follows on standard error.
+
+    Examples:
+        nibble generate "def fibonacci(n):" --kv-format nvfp4
+        nibble generate "def fibonacci(n):" --compare --kv-format nvfp4 --also k8v4
+        nibble generate "import os" "class Stack:" --max-tokens 64 --json
+        nibble generate "import re" --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
+        cat prompt.txt | nibble generate - --model ./my-model
     """
-    texts = _prompts(prompts or [], prompt_file or [])
+    texts = _read_prompts(prompts or [], prompt_file or [])
     sampling_params = sampling(**params)
     base = Config(model=model, **config)
-    entries = _entries(base, compare, also or ())
+    entries = _cache_entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
-    quiet(model)
+    terminal.quiet_libraries(model)
     from nibble.engine.build import preflight
 
     # A refusal of the last cache must not come after the answers of the first.
     preflight(caches, texts, sampling_params)
     if len(caches) == 1 and len(texts) == sampling_params.n == 1 and not as_json:
-        _stream(_llm(caches[0]), texts[0], sampling_params)
+        _print_stream(_load(caches[0]), texts[0], sampling_params)
         return
     # One engine after the other: the weights are not in memory twice.
-    runs = [_batch(cache, texts, sampling_params) for cache in caches]
+    runs = [_generate_batch(cache, texts, sampling_params) for cache in caches]
     if as_json:
-        print_json({"model": model, "runs": [run.as_dict() for run in runs]})
+        print_json({"model": model, "runs": [run.facts for run in runs]})
     elif len(runs) > 1:
-        _side_by_side(runs)
+        _print_side_by_side(runs)
     else:
-        _listed(runs[0])
+        _print_list(runs[0])
 
 
-GENERATE_EXAMPLES = """\
-nibble generate "def fibonacci(n):" --kv-format nvfp4
-nibble generate "def fibonacci(n):" --compare --kv-format nvfp4 --also k8v4
-nibble generate "import os" "class Stack:" --max-tokens 64 --json
-nibble generate "import re" --kv-format nvfp4 --kv-layers 0,-1=fp8_e4m3
-cat prompt.txt | nibble generate - --model ./my-model
-"""
-
-
-def _entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
-    """The caches to answer from, each once: BF16 first where it is compared with."""
-    first = Entry(base.kv_format, base.kv_layers)
-    entries = [*([Entry(YARDSTICK)] if compare else []), first, *map(Entry.parse, also)]
+def _cache_entries(base: Config, compare: bool, also: Sequence[str]) -> list[Entry]:
+    """Return the caches to answer from, each once: BF16 first where it is compared with."""
+    entries = [*([Entry(YARDSTICK)] if compare else []), Entry.of(base), *map(Entry.parse, also)]
     if compare and set(entries) == {Entry(YARDSTICK)}:
         raise ConfigError(f"--compare needs another cache than {YARDSTICK}; name it with --kv-format")
     return list(dict.fromkeys(entries))
 
 
-def _prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """The prompts in order, those of files last; raises RequestError where there is none."""
+def _read_prompts(arguments: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """Return the prompts in order, those of files last; raise RequestError where there is none."""
     if arguments.count(STDIN) > 1:
         raise RequestError("standard input, `-`, can be one prompt only")
-    prompts = [
-        utf8(sys.stdin.read, "standard input") if text == STDIN else utf8(text.__str__, "a prompt")
-        for text in arguments
-    ]
-    prompts += [text_of(path, "prompt file") for path in files]
+    prompts = []
+    for text in arguments:
+        read, what = (sys.stdin.read, "standard input") if text == STDIN else (text.__str__, "a prompt")
+        prompts.append(terminal.read_utf8(read, what))
+    prompts += [terminal.read_text(path, "prompt file") for path in files]
     if not prompts:
         raise RequestError('no prompt was given; write it as in: nibble generate "def fibonacci(n):"')
     return prompts
 
 
-def _llm(config: Config) -> LLM:
+def _load(config: Config) -> LLM:
     from nibble.engine.llm import LLM
 
-    with err().status(f"loading {config.model} with a {_name(config)} cache"):
-        llm = LLM(**{name: getattr(config, name) for name in Config.__slots__})
-    say_ready(llm)
+    with err().status(f"loading {config.model} with a {Entry.of(config).name} cache"):
+        llm = LLM(**asdict(config))
+    terminal.print_startup(llm)
     return llm
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    """Prompt and answer as they come; then what it cost."""
+def _print_stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Print prompt and answer as they come; then what it cost."""
     started, tokens = time.perf_counter(), 0
     pieces = llm.stream(prompt, params)  # what cannot be served raises here, before anything is written
     sys.stdout.write(prompt)
     for piece in pieces:
         tokens += len(piece.token_ids)
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    rate = tokens / (time.perf_counter() - started)
-    cost = summary_of_bytes(_name(llm.config), llm.plan.layout)
-    err().print(f"{cost}; {tokens} tokens, {rate:.1f} tokens/s", style="dim")
-    for line in _asides(llm):
-        err().print(line, style="dim")
+        print(piece.text, end="", flush=True)
+    print()
+    err().print(_format_cost(llm, tokens, time.perf_counter() - started), style="dim")
 
 
-def _asides(llm: LLM) -> list[str]:
-    """What the host tier and the fidelity watch have to say, where there are any."""
-    return [part.summary for part in (llm.tier, llm.error_monitor) if part]
+def _format_cost(llm: LLM, tokens: int, seconds: float) -> str:
+    """Return what answers cost, and what the host tier and the fidelity watch say, where there are any."""
+    rate = tokens / seconds if seconds else 0.0
+    size = terminal.summary_of_bytes(Entry.of(llm.config).name, llm.plan.layout)
+    notes = (part.summary for part in (llm.tier, llm.error_monitor) if part)
+    return "\n".join((f"{size}; {tokens} tokens, {rate:.1f} tokens/s", *notes))
 
 
-def _name(config: Config) -> str:
-    return Entry(config.kv_format, config.kv_layers).name
-
-
-def _batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
-    llm = _llm(config)
+def _generate_batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
+    llm = _load(config)
     started = time.perf_counter()
     outputs = llm.generate(texts, params)
     seconds = time.perf_counter() - started
-    failed = next((answer.error for output in outputs for answer in output.completions if answer.error), None)
-    if failed:
+    answers = [answer for output in outputs for answer in output.completions]
+    if failed := next((answer.error for answer in answers if answer.error), None):
         raise NibbleError(failed)
-    tier, fidelity = (part.summary if part else None for part in (llm.tier, llm.error_monitor))
-    return Run(_name(config), llm.plan.layout, outputs, seconds, llm.startup, tier, fidelity)
+    tokens, layout = sum(len(answer.token_ids) for answer in answers), llm.plan.layout
+    scheme = Entry.of(config).name
+    facts = {
+        "scheme": scheme,
+        "bytes_per_token": layout.bytes_per_token,
+        "bytes_per_token_16bit": baseline_bytes(layout),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "hisparse": llm.tier.summary if llm.tier else None,
+        "fidelity": llm.error_monitor.summary if llm.error_monitor else None,
+        "startup": {part: round(duration, 3) for part, duration in llm.startup.items()},
+        "answers": [asdict(output) for output in outputs],
+    }
+    return Run(scheme, layout.bytes_per_token, outputs, _format_cost(llm, tokens, seconds), facts)
 
 
-def _listed(run: Run) -> None:
+def _print_list(run: Run) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
     for number, output in enumerate(run.outputs, 1):
         for answer in output.completions:
-            out().rule(f"prompt {number}, answer {answer.index + 1}", style="dim")
+            console.rule(f"prompt {number}, answer {answer.index + 1}", style="dim")
             print(f"{output.prompt}{answer.text}")
     err().print(run.summary, style="dim")
 
 
-def _side_by_side(runs: Sequence[Run]) -> None:
-    """One column a cache, one row an answer."""
+def _print_side_by_side(runs: Sequence[Run]) -> None:
+    """Print a table with a column a cache and a row an answer."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -228,30 +202,20 @@ def _side_by_side(runs: Sequence[Run]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, expand=True)
     for run in runs:
-        table.add_column(
-            f"{run.scheme}\n{run.layout.bytes_per_token:,} bytes/token", ratio=1, overflow="fold"
-        )
+        title = f"{run.scheme}\n{run.bytes_per_token:,} bytes/token"
+        table.add_column(title, ratio=1, overflow="fold")
     for outputs in zip(*(run.outputs for run in runs), strict=True):
-        prompt = outputs[0].prompt or ""
+        prompt = Text(outputs[0].prompt or "", "dim")
         for answers in zip(*(output.completions for output in outputs), strict=True):
-            table.add_row(
-                *(Text(prompt, "dim").append(answer.text.rstrip(), "default") for answer in answers)
-            )
+            table.add_row(*(prompt.copy().append(answer.text.rstrip(), "default") for answer in answers))
     Console(highlight=False).print(table)
-    for line in _costs(runs):
+    for run in runs:
+        err().print(run.summary, style="dim")
+    first, *others = runs
+    for run in others:
+        same = sum(one == other for one, other in zip(first.texts, run.texts, strict=True))
+        line = f"{run.scheme} gave the same answer as {first.scheme} to {same} of {len(run.texts)} prompts"
         err().print(line, style="dim")
-
-
-def _costs(runs: Sequence[Run]) -> Iterator[str]:
-    yield from (run.summary for run in runs)
-    for run in runs[1:]:
-        pairs = zip(runs[0].outputs, run.outputs, strict=True)
-        same = sum(_texts(one) == _texts(other) for one, other in pairs)
-        yield f"{run.scheme} gave the same answer as {runs[0].scheme} to {same} of {len(run.outputs)} prompts"
-
-
-def _texts(output: Output) -> list[str]:
-    return [answer.text for answer in output.completions]
 
 
 Messages = list[dict[str, str]]
@@ -268,43 +232,35 @@ def chat(
     The conversation so far stays in the KV cache, so a turn computes its own tokens only. `/reset` begins
     anew, `/quit` (or end of input) ends. Ctrl-C stops an answer that is being written. With --json, every
     line of standard input is a message, and every answer a line of JSON.
-    """
-    from nibble.engine.llm import LLM
 
+    Examples:
+        nibble chat
+        nibble chat demo --kv-format nvfp4 --temperature 0.7
+        printf 'hello\\nwho are you?\\n' | nibble chat --json
+    """
     # Both sets of options are checked before the weights load.
     sampling_params = sampling(**params)
     served = Config(model=model, **config)
-    quiet(model)
-    with err().status(f"loading {model} with a {served.kv_format} cache"):
-        llm = LLM(**{name: getattr(served, name) for name in Config.__slots__})
-        llm.tokenizer.chat(
-            [{"role": "user", "content": "hello"}]
-        )  # a model without a template is told at once
-    say_ready(llm)
+    terminal.quiet_libraries(model)
+    llm = _load(served)
+    # A model without a template is refused before the first message.
+    llm.tokenizer.chat([{"role": "user", "content": "hello"}])
     if not as_json:
-        err().print(
-            f"{summary_of_bytes(served.kv_format, llm.plan.layout)}; {RESET} begins anew, {QUIT} ends",
-            style="dim",
-        )
+        cost = terminal.summary_of_bytes(served.kv_format, llm.plan.layout)
+        err().print(f"{cost}; {RESET} begins anew, {QUIT} ends", style="dim")
     _converse(llm, sampling_params, as_json)
-
-
-CHAT_EXAMPLES = """\
-nibble chat
-nibble chat demo --kv-format nvfp4 --temperature 0.7
-printf 'hello\\nwho are you?\\n' | nibble chat --json
-"""
 
 
 def _converse(llm: LLM, params: SamplingParams, as_json: bool) -> None:
     messages: Messages = []
-    for line in _lines(as_json):
+    turn = _print_json_turn if as_json else _print_turn
+    for line in _read_messages(as_json):
         if line == RESET:
             messages.clear()
             continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _json_turn(llm, messages, params) if as_json else _turn(llm, messages, params)
+            answer = turn(llm, messages, params)
         except CapacityError as error:
             err().print(f"{error}\n{RESET} begins a new conversation", style="red", markup=False)
             # The question did not fit, and must not stand in the way of a shorter one.
@@ -313,8 +269,8 @@ def _converse(llm: LLM, params: SamplingParams, as_json: bool) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-def _lines(as_json: bool) -> Iterator[str]:
-    """Messages until /quit or the end of input; empty lines are no messages."""
+def _read_messages(as_json: bool) -> Iterator[str]:
+    """Yield messages until /quit or the end of input; empty lines are no messages."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 (importing it gives input() a history and editing)
     prompt = "> " if sys.stdin.isatty() and not as_json else ""
@@ -329,25 +285,22 @@ def _lines(as_json: bool) -> Iterator[str]:
             yield line
 
 
-def _turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
-    """Streams one answer; Ctrl-C ends it and keeps what there is."""
+def _print_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
+    """Print one answer as it comes; Ctrl-C ends it and keeps what there is."""
     pieces, text = llm.stream(llm.tokenizer.chat(messages), params), ""
     try:
         for piece in pieces:
             text += piece.text
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
         # Closing frees the request's pages; what was written stays in the conversation.
         pieces.close()
-        sys.stdout.write(" (stopped)")
-    sys.stdout.write("\n")
+        print(" (stopped)", end="")
+    print()
     return text
 
 
-def _json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
-    import json
-
+def _print_json_turn(llm: LLM, messages: Messages, params: SamplingParams) -> str:
     output = llm.chat(messages, params)
     answer = output.completions[0]
     if answer.error:

@@ -11,19 +11,19 @@ import typer
 
 import nibble
 from nibble.cli import bench, docs, evaluate, generate, plan, serve
-from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, Command, command
+from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, Command, command, unwrap
 
 COMMANDS += (
-    Command("generate", generate.generate, generate.GENERATE_EXAMPLES),
-    Command("chat", generate.chat, generate.CHAT_EXAMPLES),
-    Command("serve", serve.serve, serve.SERVE_EXAMPLES, serve.ServeCommand),
-    Command("bench", bench.bench, bench.BENCH_EXAMPLES, bench.PassThrough),
-    Command("plan", plan.plan, plan.PLAN_EXAMPLES),
-    Command("tune", bench.tune, bench.TUNE_EXAMPLES),
-    Command("formats", plan.formats, plan.FORMATS_EXAMPLES),
-    Command("eval", evaluate.evaluate, evaluate.EVAL_EXAMPLES),
-    Command("calibrate", evaluate.calibrate, evaluate.CALIBRATE_EXAMPLES),
-    Command("docs", docs.docs, docs.DOCS_EXAMPLES),
+    Command("generate", generate.generate),
+    Command("chat", generate.chat),
+    Command("serve", serve.serve, serve.ServeCommand),
+    Command("bench", bench.bench, bench.PassThrough),
+    Command("plan", plan.plan),
+    Command("tune", bench.tune),
+    Command("formats", plan.formats),
+    Command("eval", evaluate.evaluate),
+    Command("calibrate", evaluate.calibrate),
+    Command("docs", docs.docs),
 )
 
 HELP = """Serve language models from a KV cache that is kept in 4 and 8 bits.
@@ -35,7 +35,7 @@ CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT
 
 app = typer.Typer(
     name="nibble",
-    help="\n\n".join(" ".join(paragraph.split()) for paragraph in HELP.split("\n\n")),
+    help=unwrap(HELP),
     epilog=CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -57,7 +57,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The options of `nibble` itself."""
+    """Take the options of `nibble` itself."""
 
 
 for _entry in COMMANDS:

@@ -5,57 +5,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from nibble.attention import backends
+from nibble.attention.planner import explain as explanation
+from nibble.attention.planner.options import PlanRequest
 from nibble.cli.command import REFUSED, JsonOption, Options, takes
-from nibble.cli.terminal import ModelArgument, print_json, quiet
+from nibble.cli.terminal import ModelArgument, print_json, quiet_libraries
 from nibble.config import Config
+from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import Unsupported
-
-if TYPE_CHECKING:
-    from nibble.attention.planner.options import PlanRequest
-    from nibble.engine.plan import EnginePlan
-    from nibble.formats import KVFormat
-    from nibble.model_spec import Stream
+from nibble.formats import scheme as schemes
+from nibble.formats import transforms
+from nibble.hardware import lookup_gpu
+from nibble.model_spec import HEADS, LATENTS, Stream
 
 HEAD_DIM = 128
 
 
 def formats(as_json: JsonOption = False) -> None:
-    """List the cache schemes, with bytes per token, what they save, and whose bytes they agree with."""
-    table = {"head_dim": HEAD_DIM, "schemes": list(_schemes()), "transforms": list(_transforms())}
+    """List the cache schemes, with bytes per token, what they save, and whose bytes they agree with.
+
+    Examples:
+        nibble formats
+        nibble formats --json
+    """
+    facts = {
+        "head_dim": HEAD_DIM,
+        "schemes": [
+            {"of": of, "name": name, **_scheme_facts(name, streams)}
+            for of, streams in (("kv", HEADS), ("latent", LATENTS[:1]))
+            for name in schemes.fitting(*streams)
+        ],
+        "transforms": [{"name": n, "summary": transforms.get(n).summary} for n in transforms.names()],
+    }
     if as_json:
-        print_json(table)
+        print_json(facts)
     else:
-        _show(table)
+        _print_formats(facts)
 
 
-FORMATS_EXAMPLES = """\
-nibble formats
-nibble formats --json
-"""
-
-
-def _schemes() -> Iterator[dict[str, Any]]:
-    """Of one KV head, then of a latent."""
-    from nibble.formats import scheme as schemes
-    from nibble.model_spec import HEADS, LATENTS
-
-    for of, streams in (("kv", HEADS), ("latent", LATENTS[:1])):
-        for name in schemes.fitting(*streams):
-            yield {"of": of, "name": name, **_facts(name, streams)}
-
-
-def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
-    from nibble.formats import scheme as schemes
-
+def _scheme_facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
     codecs = {stream.name: schemes.parse(name).format_of(stream) for stream in streams}
     size = schemes.bytes_per_token(name, streams)
     distinct = {codec.name: codec for codec in codecs.values()}
+    summary = ", ".join(f"{stream.upper()} in {codec.name}" for stream, codec in codecs.items())
+    if len(distinct) == 1:
+        (summary,) = (codec.summary for codec in distinct.values())
     return {
         "formats": {stream: codec.name for stream, codec in codecs.items()},
         "bytes_per_token": size,
@@ -63,41 +63,21 @@ def _facts(name: str, streams: Sequence[Stream]) -> dict[str, Any]:
         "ratio": round(2 * sum(stream.values for stream in streams) / size, 2),
         "needs_scales": any(codec.needs_scale for codec in distinct.values()),
         "head_dim_multiple": max(codec.block for codec in distinct.values()),
-        "summary": _summary(codecs),
+        "summary": summary,
         "source": "; ".join(dict.fromkeys(codec.source for codec in distinct.values())),
     }
 
 
-def _summary(codecs: Mapping[str, KVFormat]) -> str:
-    """What a scheme is, in one line."""
-    distinct = {codec.name: codec.summary for codec in codecs.values()}
-    if len(distinct) == 1:
-        return next(iter(distinct.values()))
-    return ", ".join(f"{stream.upper()} in {codec.name}" for stream, codec in codecs.items())
-
-
-def _transforms() -> Iterator[dict[str, str]]:
-    from nibble.formats import transforms as transform
-
-    for name in transform.names():
-        yield {"name": name, "summary": transform.get(name).summary}
-
-
-def _show(facts: dict[str, Any]) -> None:
+def _print_formats(facts: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(highlight=False)
-    for of, what in (
-        ("kv", f"K and V of one KV head of {HEAD_DIM} values"),
-        ("latent", "a latent of MLA, 512 + 64"),
-    ):
-        table = Table("scheme", box=box.SIMPLE_HEAD)
-        for title in ("bytes", "x fewer"):
-            table.add_column(title, justify="right")
-        for title in ("scales", "what it is"):
-            table.add_column(title)
+    kinds = {"kv": f"K and V of one KV head of {HEAD_DIM} values", "latent": "a latent of MLA, 512 + 64"}
+    for of, what in kinds.items():
+        numbers = (Column("bytes", justify="right"), Column("x fewer", justify="right"))
+        table = Table("scheme", *numbers, "scales", "what it is", box=box.SIMPLE_HEAD)
         for row in facts["schemes"]:
             if row["of"] == of:
                 scales = "needed" if row["needs_scales"] else "none"
@@ -141,66 +121,38 @@ def plan(
 
     Neither weights nor a GPU nor any kernel package is needed: a local config.json is enough. A combination
     that no backend serves ends with exit code 3, each backend's reasons, and the nearest command that works.
-    """
-    # Before Transformers is imported, which reads its verbosity then.
-    quiet(model)
-    from nibble.engine.plan import plan_engine
-    from nibble.hardware import lookup_gpu
 
+    Examples:
+        nibble plan demo --kv-format nvfp4
+        nibble plan ./my-model --kv-format nvfp4 --gpu b200 --declared
+        nibble plan ./my-model --kv-format nvfp4 --decode-backend fa3 --gpu h200
+        nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
+    """
+    quiet_libraries(model)
     try:
-        engine_plan = plan_engine(
-            Config(model=model, **config), lookup_gpu(gpu) if gpu else None, declared=declared
-        )
+        hardware = lookup_gpu(gpu) if gpu else None
+        engine_plan = plan_engine(Config(model=model, **config), hardware, declared=declared)
     except Unsupported as error:
         # For people a refusal is an error like others; programs get its reasons as data.
         if not as_json:
             raise
         print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
-    request = _request(engine_plan, gpu, declared) if explain else None
+    request = _plan_request(engine_plan, gpu, declared) if explain else None
+    cells = explanation.cells(request, engine_plan.plan) if request else ()
     if as_json:
-        print_json(_as_dict(engine_plan, request))
-    else:
-        print("\n".join(_lines(engine_plan, request)))
-
-
-PLAN_EXAMPLES = """\
-nibble plan demo --kv-format nvfp4
-nibble plan ./my-model --kv-format nvfp4 --gpu b200 --declared
-nibble plan ./my-model --kv-format nvfp4 --decode-backend fa3 --gpu h200
-nibble plan demo --kv-format nvfp4 --gpu h200 --declared --explain
-"""
-
-
-def _as_dict(engine_plan: EnginePlan, request: PlanRequest | None) -> dict[str, Any]:
-    from nibble.attention.planner import explain
-
-    facts = {
-        "model": engine_plan.config.model,
-        "hardware": asdict(engine_plan.hardware),
-        **explain.as_dict(engine_plan.plan, engine_plan.budget),
-    }
+        facts = explanation.as_dict(engine_plan.plan, engine_plan.budget)
+        facts = {"model": model, "hardware": asdict(engine_plan.hardware)} | facts
+        print_json(facts | ({"cells": explanation.as_dicts(cells)} if request else {}))
+        return
+    print(f"{model} ({engine_plan.model_spec.family}) on {engine_plan.hardware}")
+    print(explanation.as_text(engine_plan.plan, engine_plan.budget))
     if request:
-        facts["cells"] = explain.as_dicts(explain.cells(request, engine_plan.plan))
-    return facts
+        print("\n".join(explanation.as_lines(cells, request)))
 
 
-def _lines(engine_plan: EnginePlan, request: PlanRequest | None) -> Iterator[str]:
-    from nibble.attention.planner import explain
-    from nibble.attention.planner.explain import as_text
-
-    yield f"{engine_plan.config.model} ({engine_plan.model_spec.family}) on {engine_plan.hardware}"
-    yield as_text(engine_plan.plan, engine_plan.budget)
-    if request:
-        yield from explain.as_lines(explain.cells(request, engine_plan.plan), request)
-
-
-def _request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
+def _plan_request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
     """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
-    from nibble.attention import backends
-    from nibble.attention.planner.options import PlanRequest
-
     table = backends.all_backends() if gpu else backends.available_backends()
-    return PlanRequest(
-        engine_plan.config, engine_plan.model_spec, engine_plan.hardware, table, declared, False
-    )
+    facts = engine_plan.config, engine_plan.model_spec, engine_plan.hardware
+    return PlanRequest(*facts, table, declared, False)

@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from nibble import errors
 from nibble.cli.command import JsonOption, Options, code_of, takes
-from nibble.cli.terminal import ModelArgument, err, print_json, quiet
+from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries
 from nibble.config import Config
 from nibble.server.settings import Settings
 
@@ -94,31 +94,29 @@ def serve(
     The engine runs in a process of its own, and is started again should it die. Listens at localhost unless told
     otherwise. Ctrl-C, or SIGTERM, lets open requests end first. With --json a line says where, once it serves. Flags
     of vLLM and SGLang that mean the same are taken too (docs/migrating.md).
+
+    Examples:
+        nibble serve demo --kv-format nvfp4
+        nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
+        nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000
     """
     served = Config(model=model, **config)
     server_settings = Settings(**settings)
     # A key in the environment is not seen in the list of processes.
     if server_settings.api_key is None:
         server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
-    quiet(model)
+    quiet_libraries(model)
     from nibble.models.hub import locate
     from nibble.server.engine_client import EngineDiedError
     from nibble.server.run import serve as run
 
     try:
-        run(served, server_settings, locate(model), _say_json if as_json else None)
+        run(served, server_settings, locate(model), _print_address if as_json else None)
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         # The engine's process sends the name of its error, so the exit code is that of the cause.
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
 
 
-SERVE_EXAMPLES = """\
-nibble serve demo --kv-format nvfp4
-nibble serve Qwen/Qwen3-8B --kv-format nvfp4 --host 0.0.0.0 --api-key KEY
-nibble serve demo-mla --kv-format fp8_ds_mla --hisparse on --port 9000
-"""
-
-
-def _say_json(name: str, url: str) -> None:
+def _print_address(name: str, url: str) -> None:
     print_json({"model": name, "url": url})

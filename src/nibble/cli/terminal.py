@@ -1,4 +1,4 @@
-"""What commands share in speaking to a terminal: consoles, JSON, texts of files, quiet libraries, figures in words."""
+"""What commands share: the model argument, consoles, JSON, texts of files, quiet libraries, figures in words."""
 
 from __future__ import annotations
 
@@ -12,41 +12,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nibble.attention.planner.explain import baseline_bytes
+from nibble.cache.layout import CacheLayout
 from nibble.config import BUNDLED
 from nibble.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nibble.cache.layout import CacheLayout
     from nibble.engine.llm import LLM
 
 MODEL_HELP = "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
-def out() -> Console:
-    """The console of results."""
-    from rich.console import Console
-
-    # Wrapped lines would break what scripts read.
-    return Console(highlight=False, soft_wrap=True)
-
-
 def err() -> Console:
-    """The console of everything that is not a result."""
+    """Return the console of everything that is not a result. Its lines are not wrapped."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    """Print one JSON document on stdout."""
+    # Flushed, because `serve` prints its address while it runs, and a script waits for that.
+    print(json.dumps(value, indent=1, ensure_ascii=False), flush=True)
 
 
-def quiet(model: str) -> None:
-    """Keeps Transformers from talking in between; downloads keep their bars. For before it is imported."""
+def quiet_libraries(model: str) -> None:
+    """Keep Transformers from talking in between, before it is imported; downloads keep their bars."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # Threads of tokenizers and a fork do not go together: the package warns, or hangs.
@@ -56,8 +50,8 @@ def quiet(model: str) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def utf8(read: Callable[[], str], what: str) -> str:
-    """What `read` gives; raises RequestError where it is not UTF-8."""
+def read_utf8(read: Callable[[], str], what: str) -> str:
+    """Return what `read` gives; raise RequestError where it is not UTF-8."""
     try:
         text = read()
         # What the system read from other bytes has surrogates, which cannot be encoded.
@@ -67,28 +61,25 @@ def utf8(read: Callable[[], str], what: str) -> str:
     return text
 
 
-def text_of(path: Path, what: str) -> str:
-    """The text of a file that was named; raises RequestError where it cannot be read."""
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file; raise RequestError where it cannot be read."""
     try:
-        return utf8(partial(path.read_text, "utf-8"), f"the {what} {path}")
+        return read_utf8(partial(path.read_text, "utf-8"), f"the {what} {path}")
     except OSError as error:
-        why = (
-            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        )
+        missing = isinstance(error, FileNotFoundError)
+        why = "does not exist" if missing else f"cannot be read ({error.strerror})"
         raise RequestError(f"the {what} {path} {why}; name a text file in UTF-8") from None
 
 
-def say_ready(llm: LLM) -> None:
-    """How long the start took, part by part, and what is worth knowing of it."""
+def print_startup(llm: LLM) -> None:
+    """Print how long the start took, part by part, and notes of it."""
     startup = llm.engine.startup
     for line in (*startup.notes, f"ready in {startup.summary}"):
         err().print(line, style="dim")
 
 
 def summary_of_bytes(scheme: str, layout: CacheLayout) -> str:
-    """`nvfp4: 864 bytes of KV cache per token, 3.56 x fewer than in 16 bits`."""
-    from nibble.attention.planner.explain import baseline_bytes
-
+    """Return `nvfp4: 864 bytes of KV cache per token, 3.56 x fewer than in 16 bits`."""
     ratio = baseline_bytes(layout) / layout.bytes_per_token
     line = f"{scheme}: {layout.bytes_per_token:,} bytes of KV cache per token"
     return line if ratio == 1 else f"{line}, {ratio:.2f} x fewer than in 16 bits"

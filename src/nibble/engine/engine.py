@@ -10,28 +10,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 from nibble.config import SamplingParams
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Batch, FinishReason, Logprob, OnOutput, OutputStream, Request
+from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request
 from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
-from nibble.engine.warmup import StartupReport
 from nibble.errors import RequestError
 
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
-
-
-@dataclass(slots=True)
-class RequestHandle:
-    """What submit() returns: the requests of one prompt, one for each of its n answers."""
-
-    requests: tuple[Request, ...]
 
 
 def check_request(
@@ -68,6 +61,29 @@ class InFlightStep:
 
 
 @dataclass
+class StartupReport:
+    """How a start went."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What its parts took, by name, in order."""
+    notes: list[str] = field(default_factory=list)
+    """What users should know."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure the time of a part."""
+        start = perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+
+    @property
+    def summary(self) -> str:
+        """Return `12.3 s: weights 2.0, compile 9.1, ...`."""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s: {parts}"
+
+
+@dataclass
 class Engine:
     """Serves requests, step by step. Thread-safe: calls wait for the step that is in progress."""
 
@@ -100,8 +116,8 @@ class Engine:
         priority: int = 0,
         final_only: bool = False,
         matcher: Matcher | None = None,
-    ) -> RequestHandle:
-        """Queue a prompt.
+    ) -> tuple[Request, ...]:
+        """Queue a prompt and return its requests, one for each of its n answers.
 
         Args:
             prompt: token ids.
@@ -118,50 +134,37 @@ class Engine:
         """
         self.check(prompt, params)
         matcher = matcher or self.matcher(params)
-        with self._lock:
-            requests = self._requests(prompt, params, salt, priority, matcher)
-            for index, request in enumerate(requests):
-                self.scheduler.add(request)
-                detokenizer, stop_strings = self._detokenizer(prompt, params), StopStrings(params.stop)
-                # A stop string ends the answer, so its text must be looked at token by token.
-                final = final_only and not params.stop
-                self._streams[request] = OutputStream(
-                    request, index, on_output, detokenizer, stop_strings, final
-                )
-        return RequestHandle(tuple(requests))
-
-    def _requests(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        salt: str,
-        priority: int,
-        matcher: Matcher | None,
-    ) -> list[Request]:
-        """Return one request for each answer; all but the first wait for its prompt, whose pages they share."""
-        number, namespace = next(self._ids), f"{self.namespace}/{salt}"
         # A grammar that is complete allows the end token alone, so that one cannot be ignored.
         ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
+        visible = frozenset(params.shown_tokens) if params.skip_special_tokens else None
         requests: list[Request] = []
-        for index in range(params.n):
-            requests.append(
-                Request(
+        with self._lock:
+            number = next(self._ids)
+            for index in range(params.n):
+                request = Request(
                     id=f"{number}-{index}",
                     prompt_token_ids=prompt,
                     params=_child_params(params, index),
-                    namespace=namespace,
+                    namespace=f"{self.namespace}/{salt}",
                     stop_ids=frozenset(params.stop_token_ids) | ends,
+                    # All answers but the first wait for its prompt, whose pages they share.
                     waits_for=requests[0] if requests else None,
                     # A matcher keeps one answer's place in the grammar, so each answer has its own.
                     matcher=matcher.fork() if matcher else None,
                     priority=priority,
                 )
-            )
-        return requests
-
-    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        visible = frozenset(params.shown_tokens) if params.skip_special_tokens else None
-        return Detokenizer(self.tokenizer, prompt, visible) if self.tokenizer else None
+                self.scheduler.add(request)
+                requests.append(request)
+                self._streams[request] = OutputStream(
+                    request,
+                    index,
+                    on_output,
+                    Detokenizer(self.tokenizer, prompt, visible) if self.tokenizer else None,
+                    StopStrings(params.stop),
+                    # A stop string ends the answer, so its text must be looked at token by token.
+                    final_only=final_only and not params.stop,
+                )
+        return tuple(requests)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """Return the matcher of the grammar that an answer must follow, if any. May be called from any thread.
@@ -192,11 +195,11 @@ class Engine:
             self.scheduler.manager.clear()
             yield
 
-    def abort(self, handle: RequestHandle) -> None:
-        """End the requests of `handle`, whatever their state; their pages are free at once."""
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End `requests`, whatever their state; their pages are free at once."""
         with self._lock:
-            for request in handle.requests:
-                self._end(request, "abort")
+            for request in requests:
+                self._abort(request)
 
     @property
     def busy(self) -> bool:
@@ -206,11 +209,14 @@ class Engine:
     def step(self) -> None:
         """Launch one batch and emit what the previous one sampled: schedule -> launch -> collect."""
         with self._lock:
+            requests = (request for step in self._in_flight for request in step.requests)
             # Penalties and grammars need the sampled token on the host before the next step is scheduled.
-            self._collect(max_in_flight=0 if self._needs_host_tokens() else 1)
+            needs_host_tokens = any(needs_output_tokens(request.params) for request in requests)
+            self._collect(max_in_flight=0 if needs_host_tokens else 1)
             batch = self.scheduler.schedule()
+            is_launched = batch is not None and self._launch(batch)
             # The step before is read only now, while the device computes the new one.
-            self._collect(max_in_flight=1 if batch and self._launch(batch) else 0)
+            self._collect(max_in_flight=1 if is_launched else 0)
             # Nobody calls step() again once no request is open, so the last step is read here.
             if not self.overlap or not self._streams:
                 self._collect(max_in_flight=0)
@@ -230,10 +236,6 @@ class Engine:
         check_request(prompt, params, self.vocab_size, self.tokenizer)
         # check_length() counts one token of an answer, which scoring does not have.
         self.scheduler.check_length(len(prompt) - (not answer))
-
-    def _needs_host_tokens(self) -> bool:
-        requests = (request for step in self._in_flight for request in step.requests)
-        return any(needs_output_tokens(request.params) for request in requests)
 
     def _launch(self, batch: Batch) -> bool:
         """Run and sample a batch without waiting for it; return False where that failed."""
@@ -272,11 +274,9 @@ class Engine:
     def _commit(self, batch: Batch, sampled: Mapping[Request, Logprob | None]) -> None:
         for request, token in sampled.items():
             if token is None:
-                self._end(request, "abort", NOT_A_NUMBER)
+                self._abort(request, NOT_A_NUMBER)
             elif request.matcher and request.matcher.error:
-                self._end(
-                    request, "abort", f"the grammar cannot be followed on: {request.matcher.error}", 400
-                )
+                self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
         token_ids = {request.id: token.token for request, token in sampled.items() if token is not None}
         # After the ends above, because commit() passes over finished requests.
         ended = set(self.scheduler.commit(batch, token_ids))
@@ -286,7 +286,9 @@ class Engine:
                 try:
                     self._emit(self._streams[request], token, request in ended)
                 except Exception as error:  # of whoever takes the answer: the other requests go on
-                    self._discard(request)
+                    # Nobody takes this answer any more.
+                    if self._streams.pop(request, None):
+                        self.scheduler.finish(request, "abort")
                     errors.append(error)
         # Raised last, so that all other requests have their tokens.
         if errors:
@@ -303,24 +305,17 @@ class Engine:
             del self._streams[stream.request]
         stream.on_output(piece)
 
-    def _end(
-        self, request: Request, reason: FinishReason, error: str | None = None, status: int = 500
-    ) -> None:
+    def _abort(self, request: Request, error: str | None = None, status: int = 500) -> None:
         """End a request before its time, unless it has ended while a step of it was in flight."""
         if request in self._streams:
-            self.scheduler.finish(request, reason)
-            stream = self._streams.pop(request)
-            stream.on_output(stream.end(reason, error, status))
-
-    def _discard(self, request: Request) -> None:
-        """End a request whose answer has no taker any more."""
-        if self._streams.pop(request, None):
             self.scheduler.finish(request, "abort")
+            stream = self._streams.pop(request)
+            stream.on_output(stream.flush("abort", error, status))
 
     def _fail(self, batch: Batch, error: Exception) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
         for item in batch.scheduled:
-            self._end(item.request, "abort", f"{type(error).__name__}: {error}")
+            self._abort(item.request, f"{type(error).__name__}: {error}")
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

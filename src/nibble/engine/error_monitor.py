@@ -25,10 +25,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.planner.plan import Plan
-from nibble.cache.layout import LayerLayout
 from nibble.engine.request import Request, ScheduledRequest
-from nibble.engine.selftest import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
-from nibble.engine.transfer import to_host
 from nibble.formats import KVFormat
 from nibble.formats import transforms as transform
 from nibble.kernels.linear import rotate
@@ -55,6 +52,10 @@ MAX_TOKENS = 4096
 """Tokens of the longest request that is kept, where its rows fit into MAX_BYTES."""
 MAX_BYTES = 64 << 20
 """Bound on the rows of all kept layers together."""
+ATTENTION_TOLERANCE = {"float32": 0.005}
+"""Largest deviation of attention's output, norm over norm; tf32 is allowed."""
+ATTENTION_TOLERANCE_16_BITS = 0.03
+"""The same in 16 bits, where probabilities may be rounded too."""
 MIN_AMAX = 1e-30
 """A largest value below this needs no scale."""
 
@@ -98,16 +99,7 @@ class ReferenceRows:
         """Tokens of the longest request that fits."""
         # The layers of a turn change, and with them the shapes: each place is as large as the widest needs.
         self._memory = torch.empty(num_layers, self.tokens * widest, dtype=dtype, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        """Return where rows are kept."""
-        return self._memory.device
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all rows."""
-        return self._memory.nbytes
+        self.device = self._memory.device
 
     def turn(self, number: int) -> tuple[int, ...]:
         """Return the layers whose turn it is: after a few turns all of them have had one."""
@@ -140,7 +132,8 @@ class ReferenceRows:
             float64 [3], squares of norms: of the error; of the error that the layer's formats make of these rows at
             best; and of the right answer.
         """
-        rows, rope = {name: rows[:end] for name, rows in self._rows(place, layer).items()}, self._rope(layer)
+        rows = {name: rows[:end] for name, rows in self._rows(place, layer).items()}
+        rope = self._groups[layer].streams[0].rope
         expected_HD = _attend(query, rows, rope)
         quantised_HD = _attend(*self._quantise(layer, query, rows), rope)
         # Squares of norms can be added up over tokens and requests; norms and ratios cannot.
@@ -161,7 +154,8 @@ class ReferenceRows:
         for entry in transforms:
             result["k"] = entry.key(result["k"], None)
         for layout in layouts:
-            result = {name: _round_trip(_codec(layout, name), x_LGD) for name, x_LGD in result.items()}
+            codecs = {entry.stream.name: entry.codec for entry in layout.streams}
+            result = {name: _round_trip(codecs[name], x_LGD) for name, x_LGD in result.items()}
         # Scores are the same where query and keys are rotated alike.
         if any(entry.rotates for entry in transforms):
             query = replace(query, q_HD=rotate(query.q_HD[None])[0])
@@ -176,17 +170,10 @@ class ReferenceRows:
             first = last
         return rows
 
-    def _rope(self, layer: int) -> int:
-        return self._groups[layer].streams[0].rope
-
 
 def _shapes(group: LayerGroup) -> dict[str, tuple[int, int]]:
     """Return what attention reads of a token, by stream. Index keys are an indexer's."""
     return {stream.name: (stream.heads, stream.dim) for stream in group.streams if stream.name != INDEX}
-
-
-def _codec(layout: LayerLayout, name: str) -> KVFormat:
-    return next(entry.codec for entry in layout.streams if entry.stream.name == name)
 
 
 def _round_trip(codec: KVFormat, x_LGD: Tensor) -> Tensor:
@@ -255,6 +242,8 @@ class _Sample:
     num_probes_left: int = NUM_PROBES
     failure: str = ""
     """Why it cannot be finished: one of REASONS."""
+    done: torch.cuda.Event | None = None
+    """Passes once the sums of a sample that is over are on the host."""
 
     @property
     def is_over(self) -> bool:
@@ -303,28 +292,6 @@ class Probe:
             sample.failure = "failed"
 
 
-@dataclass(slots=True)
-class _PendingSums:
-    """Sums on their way to the host."""
-
-    layers: tuple[int, ...]
-    sums: Tensor
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def from_sample(cls, sample: _Sample) -> _PendingSums:
-        pending = cls(
-            sample.layers, to_host(sample.sums), torch.cuda.Event() if sample.sums.is_cuda else None
-        )
-        if pending.done:
-            pending.done.record()
-        return pending
-
-    @property
-    def is_complete(self) -> bool:
-        return self.done is None or self.done.query()
-
-
 @dataclass
 class ErrorMonitor:
     """The error monitor of one engine: which requests are sampled, what was measured, and when to warn."""
@@ -346,7 +313,7 @@ class ErrorMonitor:
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0), init=False)
     """Requests that were drawn and not compared, by reason."""
     _sample: _Sample | None = field(default=None, init=False)
-    _pending: list[_PendingSums] = field(default_factory=list, init=False)
+    _pending: list[_Sample] = field(default_factory=list, init=False)
     _sums: dict[int, tuple[float, ...]] = field(default_factory=dict, init=False)
     _num_turns: int = field(default=0, init=False)
 
@@ -359,10 +326,19 @@ class ErrorMonitor:
         self._collect()
         row, probe = 0, None
         for item in scheduled:
-            if _is_first(item) and self._random.random() < self.rate:
+            # The very first work of a request, not what a preempted one computes again.
+            is_first = item.start == item.request.num_prefix_hit_tokens and not item.request.num_preemptions
+            if is_first and self._random.random() < self.rate:
                 self._start_sample(item)
-            if self._sample and item.request is self._sample.request:
-                probe = self._continue_sample(self._sample, row, item)
+            sample = self._sample
+            if sample and item.request is sample.request:
+                # The request has skipped tokens that the prefix cache had, so their rows are not here.
+                if item.start > sample.num_stored:
+                    sample.failure = "cached"
+                if not sample.is_over:
+                    sample.num_stored = max(sample.num_stored, item.end)
+                    sample.num_probes_left -= item.samples_token
+                    probe = Probe(self.rows, sample, row, item)
             row += item.num_tokens
         return probe
 
@@ -412,16 +388,6 @@ class ErrorMonitor:
             sums = torch.zeros(len(layers), 3, dtype=torch.float64, device=self.rows.device)
             self._sample = _Sample(item.request, layers, sums)
 
-    def _continue_sample(self, sample: _Sample, row: int, item: ScheduledRequest) -> Probe | None:
-        # The request has skipped tokens that the prefix cache had, so their rows are not here.
-        if item.start > sample.num_stored:
-            sample.failure = "cached"
-        if sample.is_over:
-            return None
-        sample.num_stored = max(sample.num_stored, item.end)
-        sample.num_probes_left -= item.samples_token
-        return Probe(self.rows, sample, row, item)
-
     def _collect(self) -> None:
         """End a sample that is over, and read sums that are on the host. Never waits."""
         sample = self._sample
@@ -431,9 +397,14 @@ class ErrorMonitor:
             if sample.failure or sample.num_probes_left == NUM_PROBES:
                 self.skipped[sample.failure or "ended"] += 1
             else:
-                self._pending.append(_PendingSums.from_sample(sample))
+                # The device goes on meanwhile: the copy on the host is complete once the event has passed.
+                done = torch.cuda.Event() if sample.sums.is_cuda else None
+                sample.sums, sample.done = sample.sums.to("cpu", non_blocking=True), done
+                if done:
+                    done.record()
+                self._pending.append(sample)
         # Copies complete in the order in which they began.
-        while self._pending and self._pending[0].is_complete:
+        while self._pending and (self._pending[0].done is None or self._pending[0].done.query()):
             pending = self._pending.pop(0)
             sums = dict(zip(pending.layers, pending.sums.tolist(), strict=True))
             if all(expected for _, _, expected in sums.values()):
@@ -474,8 +445,3 @@ class ErrorMonitor:
                 else "KV scales may not fit (--kv-scales), or a kernel or memory is at fault (--attention-backend)"
             )
         )
-
-
-def _is_first(item: ScheduledRequest) -> bool:
-    """Return whether this is the very first work of its request, not what a preempted one computes again."""
-    return item.start == item.request.num_prefix_hit_tokens and not item.request.num_preemptions

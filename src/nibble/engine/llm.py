@@ -18,9 +18,9 @@ from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured, sampling
 from nibble.engine.build import build, measure_scales, run_prompt
-from nibble.engine.engine import Engine, RequestHandle
+from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.request import Completion, Delta, Logprob, Output
+from nibble.engine.request import Completion, Delta, Output, Request
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.errors import NibbleError, RequestError
 from nibble.hardware import Hardware
@@ -48,9 +48,8 @@ class LLM:
 
     def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
         self.config = configured(model=model, **options)
-        self.engine, self._engine_plan = build(
-            self.config, None if calibrate is None else as_texts(calibrate)
-        )
+        texts = None if calibrate is None else as_texts(calibrate)
+        self.engine, self._engine_plan = build(self.config, texts)
 
     @property
     def plan(self) -> Plan:
@@ -121,7 +120,7 @@ class LLM:
         except BaseException:
             # After Ctrl-C too: requests that nobody waits for would keep their pages.
             for collector in collectors:
-                self.engine.abort(collector.handle)
+                self.engine.abort(collector.requests)
             raise
         outputs = [collector.output() for collector in collectors]
         errors = [answer.error for output in outputs for answer in output.completions]
@@ -145,8 +144,7 @@ class LLM:
             params: of the request.
             options: fields of SamplingParams, in place of `params`.
         """
-        output = self.generate(self.tokenizer.chat(messages), params, **options)
-        assert isinstance(output, Output)
+        output: Output = self.generate(self.tokenizer.chat(messages), params, **options)
         return output
 
     def logits(self, prompt: Prompt) -> torch.Tensor:
@@ -179,7 +177,9 @@ class LLM:
         ids, text = self._encode(prompt)
         collector = _Collector(ids, text, params)
         # The caller gets complete answers, so each is detokenized once, at its end.
-        collector.handle = self.engine.submit(ids, params, collector.add, priority=priority, final_only=True)
+        collector.requests = self.engine.submit(
+            ids, params, collector.add, priority=priority, final_only=True
+        )
         return collector
 
     def _run(self, collectors: Sequence[_Collector], progress: bool) -> None:
@@ -207,7 +207,7 @@ class Stream(Iterator[Delta]):
         self._engine = engine
         self._pieces: deque[Delta] = deque()
         self._num_open = 0  # nothing to abort, should submit() raise
-        self._handle = engine.submit(ids, params, self._pieces.append)
+        self._requests = engine.submit(ids, params, self._pieces.append)
         self._num_open = params.n
 
     def __next__(self) -> Delta:
@@ -226,7 +226,7 @@ class Stream(Iterator[Delta]):
     def close(self) -> None:
         """Abort what is unfinished; its pages are free at once."""
         self._num_open = 0
-        self._engine.abort(self._handle)
+        self._engine.abort(self._requests)
         self._pieces.clear()
 
     def __del__(self) -> None:
@@ -238,7 +238,7 @@ class Stream(Iterator[Delta]):
 class _Collector:
     """Gathers the pieces of the answers to one prompt."""
 
-    handle: RequestHandle
+    requests: tuple[Request, ...]
 
     def __init__(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> None:
         self.ids, self.prompt, self.params = ids, text, params
@@ -251,13 +251,12 @@ class _Collector:
 
     def output(self) -> Output:
         completions = tuple(self._completion(index, pieces) for index, pieces in enumerate(self._pieces))
-        return Output(
-            self.prompt, tuple(self.ids), completions, self.handle.requests[0].num_prefix_hit_tokens
-        )
+        cached_tokens = self.requests[0].num_prefix_hit_tokens
+        return Output(self.prompt, tuple(self.ids), completions, cached_tokens)
 
     def _completion(self, index: int, pieces: Sequence[Delta]) -> Completion:
         last = pieces[-1]
-        logprobs: tuple[Logprob, ...] = tuple(entry for piece in pieces for entry in piece.logprobs)
+        logprobs = tuple(entry for piece in pieces for entry in piece.logprobs)
         return Completion(
             index=index,
             text="".join(piece.text for piece in pieces),

@@ -1,28 +1,17 @@
-"""From a Batch to logits: fill the tensors of a step and run the model.
+"""From a Batch to logits: fill the tensors of a step and run the model. Nothing here waits for the device.
 
-A step of decodes alone runs over stable buffers, where it can be recorded (engine/model_runner.py) and replayed; every
-other step runs over tensors of its own. Nothing here waits for the device.
+All integers of a step go to the device in one packed copy. Page tables and the tokens sampled last stay there.
+A step of decodes alone runs over buffers that stay where they are, so that it can be recorded as a CUDA graph, one for
+each size, and replayed. Every other step runs over tensors of its own.
 
-Shape suffixes: T tokens of the step, B requests of an attention batch, N pages of a request, R rows of the page tables,
-S rows whose logits are computed, V vocabulary.
-
-Integers between host and device: one packed copy a step, and page tables that stay on the device.
-
-On a GPU a copy starts from pinned memory and the host does not wait for it.
-
-Shape suffixes: R rows, one for each open lease and one for padding; N pages of a row; T tokens of a step; S rows whose
-logits are computed.
-
-Recorded decode steps: one CUDA graph for each size, over buffers that stay where they are.
-
-What a step computes is in engine/model_runner.py.
-
-Shape suffixes: B rows of a step, V vocabulary.
+Shape suffixes: T tokens of the step, B requests of an attention batch or rows of a recorded step, N pages of a request,
+R rows of the page tables, one for each open lease and one for padding, S rows whose logits are computed, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 
@@ -31,32 +20,128 @@ from torch import Tensor, nn
 
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
 from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import Phase
 from nibble.cache.hot_buffer import HotBuffers
+from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest
-from nibble.engine.transfer import PackedInts, PageTables, StepTensors
 from nibble.errors import BackendError
+from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
 from nibble.models.linear import row_multiple
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function, and returns one that repeats over the same memory all that it did on the device."""
+ON_DEVICE = -1
+"""The id of a token whose value only the device knows: the step before samples it."""
+MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
+"""With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
 
 
-class Buffers:
-    """What a recorded step reads and writes.
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a list of numbers as a tensor; the host does not wait until it has arrived.
 
     Args:
-        max_rows: most rows of a step.
+        values: the numbers.
+        dtype: of the tensor.
+        device: where it is to be.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    # The host can go on during a copy only if that reads from pinned memory.
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class PackedInts:
+    """All small integers of a step, one list after another, which go to the device in one copy."""
+
+    def __init__(self) -> None:
+        self._ints: list[int] = []
+
+    def add(self, values: Iterable[int]) -> slice:
+        """Append a list, and return where it lies."""
+        # Triton compiles a kernel anew for pointers that are not on a grid of 16 bytes.
+        self._ints += (0,) * (-len(self._ints) % ALIGNED)
+        start = len(self._ints)
+        self._ints += values
+        return slice(start, len(self._ints))
+
+    def send(self, device: torch.device) -> Tensor:
+        """Return all integers as one int64 tensor on the device."""
+        return to_device(self._ints, torch.int64, device)
+
+
+class PageTables:
+    """What the device remembers of open leases between steps: page ids, and the token that each sampled last.
+
+    Args:
+        rows: most leases that are open at a time.
+        width: most pages of a lease.
+        device: where the tables lie.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
+        self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        """Page ids. A step sends only those that are new."""
+        self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """The token sampled last: the next step takes it from here before the host knows it."""
+        self.device = self.table_RN.device
+        self.padding_row = rows
+        """The row of no lease; it pads steps that have too few requests."""
+        self._rows: dict[Lease, int] = {}
+        self._num_filled = [0] * rows
+        self._free = list(range(rows - 1, -1, -1))
+        self._new_places: list[int] = []
+        self._new_pages: list[int] = []
+
+    def row(self, lease: Lease) -> int:
+        """Return the row of `lease`, and note its new pages for take_updates()."""
+        row = self._rows.get(lease)
+        if row is None:
+            row = self._rows[lease] = self._allocate_row()
+        num_filled, pages = self._num_filled[row], lease.pages
+        if num_filled < len(pages):
+            first = row * self.table_RN.shape[1]
+            self._new_places += range(first + num_filled, first + len(pages))
+            self._new_pages += pages[num_filled:]
+            self._num_filled[row] = len(pages)
+        return row
+
+    def take_updates(self) -> tuple[list[int], list[int]]:
+        """Return places in the flat table and page ids that the device does not have yet, each once."""
+        updates = self._new_places, self._new_pages
+        self._new_places, self._new_pages = [], []
+        return updates
+
+    def apply(self, places: Tensor, pages: Tensor) -> None:
+        """Write new page ids into the table."""
+        self.table_RN.view(-1).index_copy_(0, places, pages)
+
+    def _allocate_row(self) -> int:
+        if not self._free:
+            # A lease without pages was released.
+            for lease in [lease for lease in self._rows if not lease.pages]:
+                self._free.append(self._rows.pop(lease))
+        row = self._free.pop()
+        self._num_filled[row] = 0
+        return row
+
+
+class Graphs:
+    """Decode steps of several sizes, over buffers that stay where they are.
+
+    Args:
+        sizes: rows of a step, ascending.
         device: where steps run.
+        record: how a step is recorded.
     """
 
     # All tensors of steps are made in inference mode: to a compiled model others look different.
     @torch.inference_mode()
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
+        self.sizes, max_rows = tuple(sizes), sizes[-1]
         self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
         """Of a step of B rows: rows of the page tables, positions and token ids, B int64 each."""
         self.cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -65,12 +150,8 @@ class Buffers:
         """0, 1, 2, ...: the rows whose logits are computed."""
         self.logits = torch.empty(0, device=device)
         """[max_rows, V], allocated by the first step."""
-
-    def clear(self, size: int) -> None:
-        """Set the inputs of a step of `size` rows to padding."""
-        self.inputs.zero_()
-        # Positions are the second third. They must be -1, since 0 is a real token's position.
-        self.inputs[size : 2 * size] = -1
+        self._record = record
+        self._replays: dict[int, Callable[[], None]] = {}
 
     def store_logits(self, logits_BV: Tensor) -> None:
         """Copy a step's logits, so that their own memory serves the next graph too."""
@@ -78,38 +159,20 @@ class Buffers:
             self.logits = logits_BV.new_empty(len(self.rows), logits_BV.shape[1])
         self.logits[: len(logits_BV)].copy_(logits_BV)
 
-
-class Graphs:
-    """Decode steps of several sizes.
-
-    Args:
-        sizes: rows of a step, ascending.
-        device: where steps run.
-        record: how a step is recorded.
-    """
-
-    def __init__(self, sizes: Sequence[int], device: torch.device, record: Record) -> None:
-        self.sizes = tuple(sizes)
-        self.buffers = Buffers(self.sizes[-1], device)
-        self._record = record
-        self._replays: dict[int, Callable[[], None]] = {}
-
-    def size_for(self, count: int) -> int:
-        """Return the smallest size with room for `count` requests."""
-        return next(size for size in self.sizes if size >= count)
-
     @torch.inference_mode()
-    def record(self, decode: Callable[[int, Buffers], None]) -> None:
-        """Record decode(size, buffers) for all sizes.
+    def record(self, decode: Callable[[int, Graphs], None]) -> None:
+        """Record decode(size, graphs) for all sizes.
 
         Raises:
             BackendError: a graph cannot hold a step.
         """
         # The largest first: the others then fit into its memory.
         for size in reversed(self.sizes):
-            self.buffers.clear(size)
+            self.inputs.zero_()
+            # Positions are the second third. They must be -1, as in padding, since 0 is a real token's position.
+            self.inputs[size : 2 * size] = -1
             try:
-                self._replays[size] = self._record(partial(decode, size, self.buffers))
+                self._replays[size] = self._record(partial(decode, size, self))
             # The start explains it by the memory plan (explain_out_of_memory).
             except torch.OutOfMemoryError:
                 raise
@@ -120,7 +183,7 @@ class Graphs:
                 ) from error
 
     def replay(self, size: int) -> None:
-        """Compute a step of `size` rows from the buffers' inputs to their logits."""
+        """Compute a step of `size` rows from inputs to logits."""
         self._replays[size]()
 
 
@@ -153,12 +216,7 @@ def live(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-ON_DEVICE = -1
-"""The id of a token whose value only the device knows: the step before samples it."""
-MIN_SPLIT, SPLIT_MULTIPLE = 32, 8
-"""With a host tier, steps of so many requests are split in two, at a multiple of SPLIT_MULTIPLE."""
-
-
+@dataclass(eq=False)
 class ModelRunner:
     """Runs a model's steps over a pool.
 
@@ -172,30 +230,23 @@ class ModelRunner:
         tier: the pool's, where a host tier holds what it has no room for.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        pool: PagedPool,
-        backends: Mapping[str, AttentionBackend],
-        tables: PageTables,
-        run: Forward | None = None,
-        tier: HotBuffers | None = None,
-    ) -> None:
-        self.model = model
-        self.plan = plan
-        self.pool = pool
-        self.backends = backends
-        self.tables = tables
-        self.tier = tier
-        self.device = tables.device
-        self.row_multiple = row_multiple(model) if self.device.type == "cpu" else 1
-        self.graphs: Graphs | None = None
-        """Decode steps over stable buffers, after record()."""
-        self.error_monitor: ErrorMonitor | None = None
-        """Compares what attention answers with rows of the model's own precision."""
-        self._run = run or plain(model)
-        self._sampled_rows_S: Tensor | None = None
+    model: nn.Module
+    plan: Plan
+    pool: PagedPool
+    backends: Mapping[str, AttentionBackend]
+    tables: PageTables
+    run: Forward | None = None
+    tier: HotBuffers | None = None
+    graphs: Graphs | None = field(default=None, init=False)
+    """Decode steps over stable buffers, after record()."""
+    error_monitor: ErrorMonitor | None = field(default=None, init=False)
+    """Compares what attention answers with rows of the model's own precision."""
+    _sampled_rows_S: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.tables.device
+        self.row_multiple = row_multiple(self.model) if self.device.type == "cpu" else 1
+        self._run = self.run or plain(self.model)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
@@ -217,7 +268,7 @@ class ModelRunner:
             logits = self._step(scheduled, every, probe)
         if self.tier:
             # After the launch, so that pages are saved while the step runs.
-            self.tier.backup((item.request.lease, item.end) for item in scheduled if item.request.lease)
+            self.tier.backup((item.request.lease, item.end) for item in scheduled)
         return logits
 
     @torch.inference_mode()
@@ -232,33 +283,34 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
     ) -> Tensor:
         rows, token_ids = self._rows(scheduled), _token_ids(scheduled)
-        logit_rows = list(range(len(token_ids))) if every else _last_rows(scheduled)
-        row_of_token = [
-            row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)
-        ]
+        ends = accumulate(item.num_tokens for item in scheduled)
+        last_rows = [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]
+        logit_rows = list(range(len(token_ids))) if every else last_rows
+        token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         slices = (
             packed.add(self._pad_rows(token_ids)),
             packed.add(self._pad_rows([p for item in scheduled for p in range(item.start, item.end)])),
-            packed.add(self._pad_rows(row_of_token)),
+            packed.add(self._pad_rows(token_rows)),
             # A step of prompt chunks may sample nothing, and the model cannot compute an empty set of logits.
             packed.add(self._pad_rows(logit_rows or [0])),
             packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),
         )
-        groups = _group_by_phase(scheduled, rows, packed)
+        # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
+        groups = [
+            _PhaseGroup(tuple(pairs), packed)
+            for _, pairs in groupby(zip(scheduled, rows, strict=True), key=lambda pair: pair[0].phase)
+        ]
         sent = self._send(packed, scheduled)
-        step = StepTensors(*(sent[part] for part in slices))
-        token_ids_T = step.token_ids_T
+        token_ids_T, positions_T, rows_T, logit_rows_S, sampled_rows_S = (sent[part] for part in slices)
         if ON_DEVICE in token_ids:
             # A negative id stands for the token that the step before has sampled for this row.
-            token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[step.rows_T], token_ids_T)
+            token_ids_T = torch.where(token_ids_T < 0, self.tables.latest_R[rows_T], token_ids_T)
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count = len(token_ids)
-        meta = self._metadata(sent, groups, step.rows_T[:count], step.positions_T[:count])
-        self._sampled_rows_S = step.sampled_rows_S
-        logits = self._run(
-            token_ids_T[None], step.positions_T[None], step.logit_rows_S, self._context(meta, probe)
-        )
+        meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count])
+        self._sampled_rows_S = sampled_rows_S
+        logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, self._context(meta, probe))
         return logits[: len(logit_rows)]
 
     def _metadata(
@@ -269,7 +321,7 @@ class ModelRunner:
         pages_T = self.tables.table_RN[rows_T, positions_T // page_size]
         sent_int32, batches, start = sent.int(), [], 0
         for group in groups:
-            width = -(-max(group.seq_lens) // page_size)
+            width = cdiv(max(group.seq_lens), page_size)
             # Rows are gathered in full width and cut then, so that their stride is always the same.
             page_table_BN = self.tables.table_RN.index_select(0, sent[group.rows])[:, :width]
             stop = start + sum(group.query_lens)
@@ -301,17 +353,15 @@ class ModelRunner:
         return values + values[-1:] * padding
 
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        return [self.tables.row(item.request.lease) for item in scheduled if item.request.lease]
+        return [self.tables.row(item.request.lease) for item in scheduled]
 
     def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
         places, pages = map(packed.add, self.tables.take_updates())
         tier_updates = None
         if self.tier:
-            leases = [item.request.lease for item in scheduled if item.request.lease]
-            tier_updates = self.tier.take_updates(
-                packed.add, {self.tables.row(lease): lease for lease in leases}
-            )
+            leases = {self.tables.row(item.request.lease): item.request.lease for item in scheduled}
+            tier_updates = self.tier.take_updates(packed.add, leases)
         sent = packed.send(self.device)
         if places.start < places.stop:
             self.tables.apply(sent[places], sent[pages].int())
@@ -332,7 +382,8 @@ class ModelRunner:
     def _replay(
         self, scheduled: Sequence[ScheduledRequest], graphs: Graphs, probe: AttentionObserver | None
     ) -> Tensor:
-        size = graphs.size_for(len(scheduled))
+        # The smallest step with room for all requests.
+        size = next(size for size in graphs.sizes if size >= len(scheduled))
         padding = size - len(scheduled)
         packed = PackedInts()
         # In the order in which _decode() takes them apart: rows, positions, token ids.
@@ -347,18 +398,18 @@ class ModelRunner:
         # A decode always samples, so these are the first rows, without padding.
         self._sampled_rows_S = sent[inputs][: len(scheduled)]
         # A graph reads from fixed addresses, so its inputs are copied there.
-        graphs.buffers.inputs[: 3 * size].copy_(sent[inputs])
+        graphs.inputs[: 3 * size].copy_(sent[inputs])
         if probe:
             # A replay calls no Python, so the same step over the same buffers is computed.
-            self._decode(size, graphs.buffers, probe)
+            self._decode(size, graphs, probe)
         else:
             graphs.replay(size)
-        return graphs.buffers.logits[: len(scheduled)]
+        return graphs.logits[: len(scheduled)]
 
     @torch.inference_mode()
-    def _decode(self, size: int, buffers: Buffers, probe: AttentionObserver | None = None) -> None:
+    def _decode(self, size: int, graphs: Graphs, probe: AttentionObserver | None = None) -> None:
         """Compute one step of `size` rows, from buffer to buffer; graphs record this. Position -1 is padding."""
-        rows_B, positions_B, sent_ids_B = buffers.inputs[: 3 * size].view(3, size)
+        rows_B, positions_B, sent_ids_B = graphs.inputs[: 3 * size].view(3, size)
         page_size, tables = self.plan.page_size, self.tables
         token_ids_B = torch.where(sent_ids_B < 0, tables.latest_R[rows_B], sent_ids_B)
         page_table_BN = tables.table_RN.index_select(0, rows_B)
@@ -371,48 +422,34 @@ class ModelRunner:
         batches = [
             AttentionBatch(
                 Phase.DECODE, first, last, (1,) * (last - first), (max_seq_len,) * (last - first),
-                page_table_BN[first:last], buffers.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
+                page_table_BN[first:last], graphs.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
                 rows_B[first:last],
             )
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
         ctx = self._context(self._with_frames(slot_mapping_B, batches), probe)
-        logits = self._run(token_ids_B[None], valid_B[None], buffers.rows[:size], ctx)
-        buffers.store_logits(logits)
+        logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
+        graphs.store_logits(logits)
 
     def _split_points(self, size: int) -> tuple[int, ...]:
         """Return where attention batches of decodes begin and end."""
         # With a host tier there are two. What one has selected is fetched while the other selects, and the first
         # attends while the rest is fetched.
-        half = -(-size // (2 * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE
+        half = cdiv(size, 2 * SPLIT_MULTIPLE) * SPLIT_MULTIPLE
         return (0, half, size) if self.tier and size >= MIN_SPLIT else (0, size)
 
 
 class _PhaseGroup:
     """What is scheduled of one phase, and where its numbers lie in the packed integers."""
 
-    def __init__(
-        self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], packed: PackedInts
-    ) -> None:
+    def __init__(self, pairs: Sequence[tuple[ScheduledRequest, int]], packed: PackedInts) -> None:
+        scheduled = [item for item, _ in pairs]
         self.phase = scheduled[0].phase
         self.query_lens = tuple(item.num_tokens for item in scheduled)
         self.seq_lens = tuple(item.end for item in scheduled)
         self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
         self.seq_lens_at = packed.add(self.seq_lens)
-        self.rows = packed.add(rows)
-
-
-def _group_by_phase(
-    scheduled: Sequence[ScheduledRequest], rows: Sequence[int], packed: PackedInts
-) -> list[_PhaseGroup]:
-    """Group neighbours of one phase."""
-    groups, first = [], 0
-    # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
-    for _, items in groupby(scheduled, key=lambda item: item.phase):
-        group = tuple(items)
-        groups.append(_PhaseGroup(group, rows[first : first + len(group)], packed))
-        first += len(group)
-    return groups
+        self.rows = packed.add(row for _, row in pairs)
 
 
 def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
@@ -423,9 +460,3 @@ def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:
         # The list ends with the last token that the host knows, so a slice may be one short.
         token_ids += ids if len(ids) == item.num_tokens else [*ids, ON_DEVICE]
     return token_ids
-
-
-def _last_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
-    """Return the rows of the last tokens of all requests that are sampled for."""
-    ends = accumulate(item.num_tokens for item in scheduled)
-    return [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]

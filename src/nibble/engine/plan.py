@@ -17,8 +17,8 @@ from nibble.spec import CacheSpec
 
 
 @dataclass(frozen=True)
-class Design:
-    """What is decided of a cache: for whom, on what, and how."""
+class CachePlan:
+    """What is decided of a cache: for which model, on which machine, with which routes and layout."""
 
     config: Config
     hardware: Hardware
@@ -27,7 +27,7 @@ class Design:
 
 
 @dataclass(frozen=True)
-class EnginePlan(Design):
+class EnginePlan(CachePlan):
     """Everything that is decided before weights load."""
 
     budget: MemoryPlan
@@ -60,9 +60,8 @@ def plan_engine(
     table = backends.available_backends() if here else backends.all_backends()
     hardware = hardware or probe(config.device)
     spec = CacheSpec.from_config(config)
-    model_spec = observe_model(
-        config.model, spec.compute_dtype(hardware), config.max_context, config.index_topk
-    )
+    dtype = spec.compute_dtype(hardware)
+    model_spec = observe_model(config.model, dtype, config.max_context, config.index_topk)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS

@@ -1,8 +1,6 @@
-"""One request on its way through the engine, and what one step computes of which requests.
+"""A request on its way through the engine: what it asks for, what one step computes of it, and what is answered.
 
 Only the scheduler changes a request's state, lease and tokens; everybody else reads them.
-
-What the engine answers: completions, the pieces of a growing one, and the stream that makes them from tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.manager import Lease
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
+from nibble.model_spec import Phase
 
 if TYPE_CHECKING:
     from nibble.engine.structured_output import Matcher
@@ -39,7 +37,12 @@ class State(StrEnum):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """A prompt and the answer to it."""
+    """A prompt and the answer to it.
+
+    Three lengths: num_stored_tokens <= num_computed_tokens <= num_tokens. The first counts tokens whose KV is stored.
+    The second adds what a step in flight stores, so that the next step goes on from there. The third counts all tokens
+    of prompt and answer, with one that the step in flight samples and whose value the host does not know yet.
+    """
 
     id: str
     prompt_token_ids: Sequence[int]
@@ -60,7 +63,8 @@ class Request:
     arrival: int = field(default=-1, init=False)
     """Place in the order of arrivals; the scheduler sets it."""
     state: State = field(default=State.WAITING, init=False)
-    lease: Lease | None = field(default=None, init=False)
+    lease: Lease = field(default_factory=Lease, init=False)
+    """Open while the request runs, and empty otherwise."""
     in_flight: ScheduledRequest | None = field(default=None, init=False)
     """The newest work launched and not yet committed."""
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -76,11 +80,6 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
 
     @property
-    def scheduling_key(self) -> tuple[int, int]:
-        """Return the place among requests: the least is served first, and loses its pages last."""
-        return self.priority, self.arrival
-
-    @property
     def output_token_ids(self) -> list[int]:
         """Return a copy of the tokens generated so far."""
         return self.token_ids[len(self.prompt_token_ids) :]
@@ -93,7 +92,7 @@ class Request:
     @property
     def num_stored_tokens(self) -> int:
         """Return the number of leading tokens whose KV is in the cache."""
-        return self.lease.num_stored_tokens if self.lease else 0
+        return self.lease.num_stored_tokens
 
     @property
     def num_computed_tokens(self) -> int:
@@ -169,11 +168,6 @@ class Batch:
         """Return the batch of `scheduled`, which keep their order within a phase."""
         # The sort is stable, so priority stays the order within a phase.
         return cls(tuple(sorted(scheduled, key=lambda item: PHASE_ORDER.index(item.phase))))
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens that the step computes."""
-        return sum(item.num_tokens for item in self.scheduled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,34 +259,29 @@ class OutputStream:
                 self._logprobs.append(token)
         if self.final_only and not is_last:
             return None
-        return self._piece(self.request.finish_reason if is_last else None)
+        return self.flush(self.request.finish_reason if is_last else None)
 
-    def end(self, reason: FinishReason, error: str | None = None, status: int = 500) -> Delta:
-        """Return the last piece of an answer that ends before its time.
+    def flush(self, reason: FinishReason | None, error: str | None = None, status: int = 500) -> Delta:
+        """Return what was not handed out yet.
 
         Args:
-            reason: why it ends.
+            reason: why the answer ends, None where it goes on.
             error: the message, where it failed.
             status: the HTTP status of the error.
         """
-        return self._piece(reason, error, status)
-
-    def _piece(self, reason: FinishReason | None, error: str | None = None, status: int = 500) -> Delta:
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         self._ids.clear()
         self._logprobs.clear()
-        # Bytes of an unfinished character are held back until the answer ends.
-        new_text = self._detokenize(ids, is_last=reason in {"stop", "length"} or self.final_only)
-        text, is_stopped = self.stop_strings.add(new_text)
+        text, is_last = "", reason in {"stop", "length"}
+        if self.detokenizer:
+            text = self.detokenizer.add(ids)
+            # Bytes of an unfinished character are held back until the answer ends.
+            if is_last or self.final_only:
+                text += self.detokenizer.finish()
+        text, is_stopped = self.stop_strings.add(text)
         if is_stopped:
             reason = "stop"
-        elif reason in {"stop", "length"}:
+        elif is_last:
             # Text that could have begun a stop string was held back, and is part of the answer after all.
             text += self.stop_strings.finish()
         return Delta(self.index, text, ids, reason, logprobs, error, status)
-
-    def _detokenize(self, ids: tuple[int, ...], is_last: bool) -> str:
-        if self.detokenizer is None:
-            return ""
-        text = self.detokenizer.add(ids)
-        return text + self.detokenizer.finish() if is_last else text

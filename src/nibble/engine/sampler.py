@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nibble.config import SamplingParams
+from nibble.engine.model_runner import to_device
 from nibble.engine.request import Logprob, Request
-from nibble.engine.transfer import to_device, to_host
 
 INVALID_TOKEN = -1
 """Stands for a token where logits are not numbers."""
@@ -35,11 +35,10 @@ LOGITS_PER_DRAW = 1 << 22
 class LogprobRequest:
     """The rows that need log-probabilities."""
 
-    rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    """How many of the likeliest tokens each of these rows needs."""
+    counts: dict[int, int]
+    """By row, how many of the likeliest tokens it needs."""
     rows_R: Tensor
-    """`rows` on the device."""
+    """The rows on the device."""
 
 
 class SampledTokens:
@@ -58,12 +57,11 @@ class SampledTokens:
         self.tokens_S = tokens_S
         self._logprobs = logprobs
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
-        self._host_tokens_S = to_host(tokens_S.masked_fill(invalid_S, INVALID_TOKEN))
+        self._host_tokens_S = tokens_S.masked_fill(invalid_S, INVALID_TOKEN).to("cpu", non_blocking=True)
         if logprobs:
-            values, ids = _top_logprobs(
-                logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R], max(logprobs.counts)
-            )
-            self._values, self._ids = to_host(values), to_host(ids)
+            values, ids = _top_logprobs(logits_SV, tokens_S, logprobs)
+            self._values = values.to("cpu", non_blocking=True)
+            self._ids = ids.to("cpu", non_blocking=True)
         self._done = torch.cuda.Event() if tokens_S.is_cuda else None
         if self._done:
             self._done.record()
@@ -76,33 +74,24 @@ class SampledTokens:
         result = [None if token == INVALID_TOKEN else Logprob(token, 0.0) for token in tokens]
         if self._logprobs:
             rows = zip(self._values.tolist(), self._ids.tolist(), strict=True)
-            for row, count, (values, ids) in zip(
-                self._logprobs.rows, self._logprobs.counts, rows, strict=True
-            ):
+            for (row, count), (values, ids) in zip(self._logprobs.counts.items(), rows, strict=True):
                 if result[row] is not None:
                     top = tuple(zip(ids[:count], values[1:], strict=False))
                     result[row] = Logprob(tokens[row], values[0], top)
         return result
 
 
-def _top_logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_logprobs(logits_SV: Tensor, tokens_S: Tensor, logprobs: LogprobRequest) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [R, 1 + K] of the sampled token and of the likeliest, and the ids of these [R, K]."""
+    logits_RV, tokens_R = logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R]
     total_R1 = logits_RV.logsumexp(-1, keepdim=True)
-    top_RK, ids_RK = logits_RV.topk(min(count, logits_RV.shape[1]))
+    top_RK, ids_RK = logits_RV.topk(min(max(logprobs.counts.values()), logits_RV.shape[1]))
     sampled_R1 = logits_RV.gather(-1, tokens_R[:, None])
     return torch.cat((sampled_R1, top_RK), 1) - total_R1, ids_RK
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) from a seed and a position (SplitMix64, Steele et al. 2014, over their mix)."""
-    state = (seed * _SEED + (position + 1) * _POSITION) & _MASK
-    for shift, factor in _MIX:
-        state = ((state ^ (state >> shift)) * factor) & _MASK
-    return ((state ^ (state >> 31)) >> 11) / (1 << 53)
-
-
 def uniforms(seeds_S: Tensor, positions_S: Tensor) -> Tensor:
-    """Return uniform() of int64 tensors -> float64 [S]."""
+    """Return numbers in [0, 1) from int64 seeds and positions (SplitMix64, Steele et al. 2014) -> float64 [S]."""
     # Products of int64 wrap around as those of unsigned integers do.
     state_S = seeds_S * _signed(_SEED) + (positions_S + 1) * _signed(_POSITION)
     for shift, factor in _MIX:
@@ -139,10 +128,6 @@ class Sampler:
         self._past_tokens: WeakKeyDictionary[Request, tuple[int, set[int]]] = WeakKeyDictionary()
         self._params: _BatchParams | None = None
 
-    def sample(self, logits_SV: Tensor, requests: Sequence[Request]) -> list[Logprob | None]:
-        """Return one token per row; None where the logits are not numbers."""
-        return self.launch(logits_SV, requests, [request.num_output_tokens for request in requests]).read()
-
     @torch.inference_mode()
     def launch(
         self, logits_SV: Tensor, requests: Sequence[Request], num_output_tokens: Sequence[int]
@@ -154,7 +139,12 @@ class Sampler:
             requests: of each row.
             num_output_tokens: tokens that each request has generated, those in flight included.
         """
-        params = self._params_of(requests, logits_SV.device)
+        # Decode batches stay the same for many steps, and a request's parameters never change, so they are sent to the
+        # device again only where the batch has changed.
+        if self._params is None or self._params.requests != tuple(requests):
+            seeds = [self._seed(request) for request in requests]
+            self._params = _BatchParams(requests, seeds, logits_SV.device)
+        params = self._params
         adjusted_SV = self._adjust(logits_SV, requests, params)
         # One pass gives the greedy tokens and finds NaN, which max() passes on.
         peaks_S, tokens_S = adjusted_SV.max(-1)
@@ -162,13 +152,6 @@ class Sampler:
             drawn_R = _draw(adjusted_SV[rows.index_R], rows, [num_output_tokens[i] for i in rows.index])
             tokens_S = tokens_S.index_copy(0, rows.index_R, drawn_R)
         return SampledTokens(logits_SV, tokens_S, peaks_S.isnan(), params.logprobs)
-
-    def _params_of(self, requests: Sequence[Request], device: torch.device) -> _BatchParams:
-        """Return the parameters of a batch; they are sent to the device again only where it has changed."""
-        # Decode batches stay the same for many steps, and a request's parameters never change.
-        if self._params is None or self._params.requests != tuple(requests):
-            self._params = _BatchParams(requests, [self._seed(request) for request in requests], device)
-        return self._params
 
     def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], params: _BatchParams) -> Tensor:
         """Apply penalties, bias and grammars to a copy; return `logits_SV` itself where no request has any."""
@@ -235,12 +218,10 @@ class _BatchParams:
         kinds = ([i for i in random if _has_filters(params[i]) is kind] for kind in (False, True))
         self.random = [_RandomRows(index, params, seeds, device) for index in kinds if index]
         """Rows that are not greedy."""
-        rows = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-        self.logprobs = (
-            LogprobRequest(tuple(rows), tuple(rows.values()), to_device(tuple(rows), torch.int64, device))
-            if rows
-            else None
-        )
+        counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        self.logprobs: LogprobRequest | None = None
+        if counts:
+            self.logprobs = LogprobRequest(counts, to_device(list(counts), torch.int64, device))
 
 
 def _has_filters(params: SamplingParams) -> bool:
@@ -282,14 +263,11 @@ def _draw(logits_RV: Tensor, rows: _RandomRows, num_output_tokens: Sequence[int]
     # A bounded number of logits at a time, because sorting takes memory.
     step = max(1, LOGITS_PER_DRAW // logits_RV.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(logits_RV), step)]
-    tokens = [
-        _draw_part(logits_RV[part].float() / rows.temperature_R1[part], rows, part, target_R1)
-        for part in parts
-    ]
-    return torch.cat(tokens)
+    return torch.cat([_draw_part(logits_RV[part], rows, part, target_R1) for part in parts])
 
 
 def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor) -> Tensor:
+    logits_RV = logits_RV.float() / rows.temperature_R1[part]
     if not rows.has_filters:
         return _invert_cdf(logits_RV.softmax(-1), target_R1[part])[:, 0]
     sorted_RV, tokens_RV = logits_RV.sort(dim=-1, descending=True, stable=True)

@@ -1,7 +1,7 @@
 """Choose which tokens of which requests the next step computes: continuous batching with chunked prefill.
 
-Requests are served by priority, those of equal priority by arrival. Not thread-safe: one thread adds, aborts,
-schedules and commits.
+Requests are served by priority, those of equal priority by arrival. Not thread-safe: one thread adds, schedules,
+commits and finishes.
 
 A step has four parts: admit waiting requests whose pages fit; split the token budget, decodes first, then prompts;
 reserve pages in order, where the last request gives its own back if there are none; hand out the batch. The first
@@ -14,15 +14,14 @@ as one whose value is not known yet. What then ends, is aborted or loses its pag
 
 from __future__ import annotations
 
+import itertools
 import time
 from bisect import insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from nibble.cache.manager import CacheManager, CacheStats
-from nibble.cache.radix_cache import Key
 from nibble.engine.request import Batch, FinishReason, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
@@ -31,23 +30,24 @@ SLICES = 8
 gets at least one, because chunks of a few tokens help nobody.
 """
 
-_order = attrgetter("scheduling_key")
+_order = attrgetter("priority", "arrival")
+"""The place among requests: the least is served first, and loses its pages last."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Metrics:
     """Queue lengths now, and counts over the scheduler's life."""
 
-    waiting: int
-    running: int
-    steps: int
-    decode_tokens: int
-    prompt_tokens: int
-    preemptions: int
-    preempted_tokens: int
-    """Stored tokens that preempted requests gave up; the prefix cache may still have some of them."""
-    finished: int
     cache: CacheStats
+    waiting: int = 0
+    running: int = 0
+    steps: int = 0
+    decode_tokens: int = 0
+    prompt_tokens: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0
+    """Stored tokens that preempted requests gave up; the prefix cache may still have some of them."""
+    finished: int = 0
 
 
 class Scheduler:
@@ -75,40 +75,29 @@ class Scheduler:
         self.max_running = max_running
         self.token_budget = token_budget
         self.max_context = max_context
+        self.limit = min(max_context, manager.num_tokens)
+        """Most tokens, prompt and answer together, that a request may have here."""
         self.chunk = chunk or token_budget
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._requests: dict[str, Request] = {}
-        self._num_arrivals = 0
-        self._last_refusal: tuple[str, int, int, int] | None = None
-        """The admission state in which the first waiting request did not fit."""
-        self._steps = self._decode_tokens = self._prompt_tokens = 0
-        self._preemptions = self._preempted_tokens = self._finished = 0
+        self._arrivals = itertools.count()
+        self._last_refusal: tuple[str, int, int] | None = None
+        """The request that did not fit, and what that depended on."""
+        self._metrics = Metrics(manager.stats)
 
-    @property
-    def limit(self) -> int:
-        """Return the most tokens, prompt and answer together, that a request may have."""
-        return min(self.max_context, self.manager.num_tokens)
-
-    @property
-    def unfinished(self) -> int:
-        """Return the number of requests that are waiting or running."""
-        return len(self._requests)
-
-    @property
-    def metrics(self) -> Metrics:
-        """Return the current counts."""
-        return Metrics(
-            waiting=len(self.waiting),
-            running=len(self.running),
-            steps=self._steps,
-            decode_tokens=self._decode_tokens,
-            prompt_tokens=self._prompt_tokens,
-            preemptions=self._preemptions,
-            preempted_tokens=self._preempted_tokens,
-            finished=self._finished,
-            cache=self.manager.stats,
-        )
+    def check_length(self, length: int) -> None:
+        """Raise PromptTooLong where a prompt of `length` tokens can never run."""
+        problem = f"the prompt is too long: it has {length} tokens and needs room for at least one more, "
+        if length + 1 > self.max_context:
+            raise PromptTooLong(
+                f"{problem}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
+                "raise --max-context"
+            )
+        if length + 1 > self.limit:
+            raise PromptTooLong(
+                f"{problem}which exceeds the available context size: the KV cache holds {self.limit}; "
+                "shorten the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
+            )
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -116,32 +105,12 @@ class Scheduler:
         Raises:
             PromptTooLong: it can never run.
         """
-        assert request.id not in self._requests, f"a request {request.id!r} is here already"
         assert request.state is State.WAITING and request.arrival < 0, (
             f"request {request.id!r} was added before"
         )
         self.check_length(len(request.prompt_token_ids))
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self._requests[request.id] = request
+        request.arrival = next(self._arrivals)
         insort(self.waiting, request, key=_order)
-
-    def abort(self, request_id: str) -> Request | None:
-        """End a request, whatever its state, and return it; None if there is none of this id any more."""
-        request = self._requests.get(request_id)
-        if request:
-            self.finish(request, "abort")
-        return request
-
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request. Of one that has ended already, only the reason changes."""
-        request.finish_reason = reason
-        if request.is_finished:
-            return
-        (self.running if request.state is State.RUNNING else self.waiting).remove(request)
-        del self._requests[request.id]
-        self._release(request, State.FINISHED)
-        self._finished += 1
 
     def schedule(self) -> Batch | None:
         """Return the next step's batch, None if there is nothing to do.
@@ -149,13 +118,21 @@ class Scheduler:
         What is neither committed nor in flight is scheduled again.
         """
         self._admit()
-        num_tokens = self._split_budget()
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in self.running:
+            item = request.in_flight
+            # The token in flight ends the answer whatever it is, so one more would be dropped.
+            if item and item.samples_token and self._is_full(request, item.end + 1):
+                continue
+            (decodes if request.is_decoding else prompts).append(request)
+        num_tokens = self._split_budget(decodes, prompts)
         scheduled = []
         # A copy, because a reservation may preempt requests out of the list.
         for request in tuple(self.running):
             count = num_tokens.get(request)
-            # A request that was preempted for one before it has no lease any more.
-            if count and request.lease and self._reserve(request, request.num_computed_tokens + count):
+            # A request that was preempted for one before it waits again.
+            if count and request.state is State.RUNNING and self._reserve(request, count):
                 scheduled.append(ScheduledRequest.next_chunk(request, count))
         return Batch.from_scheduled(scheduled) if scheduled else None
 
@@ -173,127 +150,128 @@ class Scheduler:
             batch: what was computed; the oldest in flight.
             tokens: sampled tokens by request id.
         """
-        self._steps += 1
-        ended = []
+        metrics, ended = self._metrics, list[Request]()
+        metrics.steps += 1
         for item in batch.scheduled:
             request = item.request
             if request.is_finished:
                 continue
-            self._commit_pages(item)
+            if request.in_flight is item:
+                request.in_flight = None
+            # It may have been preempted while this was in flight.
+            if request.state is State.RUNNING:
+                assert item.start == request.lease.num_stored_tokens, (
+                    f"request {request.id!r}: this batch was committed before"
+                )
+                self.manager.commit(request.lease, request.token_ids, item.end)
             if item.phase.decodes:
-                self._decode_tokens += 1
+                metrics.decode_tokens += 1
             else:
-                self._prompt_tokens += item.num_tokens
-            if item.samples_token and self._append(request, tokens[request.id]):
+                metrics.prompt_tokens += item.num_tokens
+            if not item.samples_token:
+                continue
+            token = tokens[request.id]
+            if token in request.stop_ids:
+                self.finish(request, "stop")
+            else:
+                request.token_ids.append(token)
+                if self._is_full(request, len(request.token_ids)):
+                    self.finish(request, "length")
+            if request.is_finished:
                 ended.append(request)
         return ended
 
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request. Of one that has ended already, only the reason changes."""
+        request.finish_reason = reason
+        if not request.is_finished:
+            self._remove(request, State.FINISHED)
+            self._metrics.finished += 1
+
+    @property
+    def metrics(self) -> Metrics:
+        """Return the current counts."""
+        return replace(
+            self._metrics, cache=self.manager.stats, waiting=len(self.waiting), running=len(self.running)
+        )
+
     def check_integrity(self) -> None:
         """Assert that queues, states and leases agree, and that the manager's books balance."""
-        assert sorted(map(_order, self._requests.values())) == sorted(
-            map(_order, self.waiting + self.running)
-        )
         for queue, state in ((self.waiting, State.WAITING), (self.running, State.RUNNING)):
             assert queue == sorted(queue, key=_order), f"{state} requests are not in order"
             for request in queue:
                 assert request.state is state, (
                     f"request {request.id!r} is {request.state}, in the queue {state}"
                 )
-                assert (request.lease is not None) is (state is State.RUNNING), (
-                    f"lease of request {request.id!r}"
-                )
+                is_open = request.lease in self.manager.leases
+                assert is_open is (state is State.RUNNING), f"lease of request {request.id!r}"
         self.manager.check_integrity()
 
     # Admission
-
-    def check_length(self, length: int) -> None:
-        """Raise PromptTooLong where a prompt of `length` tokens can never run."""
-        problem = f"the prompt is too long: it has {length} tokens and needs room for at least one more, "
-        if length + 1 > self.max_context:
-            raise PromptTooLong(
-                f"{problem}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
-                "raise --max-context"
-            )
-        if length + 1 > self.manager.num_tokens:
-            raise PromptTooLong(
-                f"{problem}which exceeds the available context size: the KV cache holds {self.manager.num_tokens}; "
-                "shorten the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
-            )
 
     def _admit(self) -> None:
         """Start waiting requests in order, up to the first one whose pages do not fit."""
         room = max(self.max_running - len(self.running), 0)
         # Answers that wait for another's prompt do not hold up those behind them.
-        candidates = list(islice((request for request in self.waiting if request.can_start), room))
-        frames = sum(map(self._min_frames, self.running)) if self.manager.residency else 0
+        candidates = list(itertools.islice((one for one in self.waiting if one.can_start), room))
+        frames = self._min_frames(self.running)
         # Trying takes time by the prompt's length, so it is not repeated before something has become free.
-        if not candidates or self._last_refusal == self._admission_state(candidates[0], frames):
+        if not candidates or self._last_refusal == (candidates[0].id, self.manager.num_releases, frames):
             return
         # Pages that running requests take soon are not given away, or one would be preempted for it at once.
         spare_pages = sum(map(self._num_pages_to_come, self.running))
         for request in candidates:
-            if not self._start(request, spare_pages, frames):
+            if not self._open(request, spare_pages, frames):
+                self._last_refusal = request.id, self.manager.num_releases, frames
                 break
+            # A reference would keep the other request's tokens alive.
+            request.waits_for, request.state = None, State.RUNNING
+            request.start_time = request.start_time or time.monotonic()
+            self.waiting.remove(request)
+            insort(self.running, request, key=_order)
             spare_pages += self._num_pages_to_come(request)
-            frames += self._min_frames(request)
+            frames += self._min_frames([request])
 
-    def _num_pages_to_come(self, request: Request) -> int:
-        """Return the pages that a running request takes soon: for all of its tokens, and one to grow into."""
-        assert request.lease
-        return self.manager.pages_for(request.num_tokens) + 1 - len(request.lease.pages)
-
-    def _min_frames(self, request: Request) -> int:
-        """Return the frames that a running request needs under pressure."""
-        return self.manager.min_frames(request.num_tokens, request.is_decoding)
-
-    def _admission_state(self, request: Request, frames: int) -> tuple[str, int, int, int]:
-        """Return what a refusal of `request` depends on."""
-        residency = self.manager.residency
-        return request.id, self.manager.num_releases, frames, residency.num_releases if residency else 0
-
-    def _start(self, request: Request, spare_pages: int, frames: int) -> bool:
+    def _open(self, request: Request, spare_pages: int, frames: int) -> bool:
         """Give a waiting request its lease; return False where its pages do not fit."""
-        while request.lease is None:
+        while True:
             try:
                 request.lease = self.manager.open(
                     request.token_ids, request.namespace, spare_pages=spare_pages, reserved_frames=frames
                 )
             except OutOfPages as error:
                 # Decoding requests that move to hot buffers free their frames, so it is tried again.
-                if isinstance(error, OutOfFrames) and self._offload():
-                    continue
-                self._last_refusal = self._admission_state(request, frames)
-                return False
-        # A reference would keep the other request's tokens alive.
-        request.waits_for, request.state = None, State.RUNNING
-        request.start_time = request.start_time or time.monotonic()
-        self._count_hit(request, request.lease.num_hit_tokens)
-        self.waiting.remove(request)
-        insort(self.running, request, key=_order)
-        return True
+                if not self._offload(error):
+                    return False
+            else:
+                self._count_hit(request, request.lease.num_hit_tokens)
+                return True
+
+    def _num_pages_to_come(self, request: Request) -> int:
+        """Return the pages that a running request takes soon: for all of its tokens, and one to grow into."""
+        return self.manager.pages_for(request.num_tokens) + 1 - len(request.lease.pages)
+
+    def _min_frames(self, requests: Iterable[Request]) -> int:
+        """Return the frames that running requests need under pressure."""
+        return self.manager.min_frames((one.num_tokens, one.is_decoding) for one in requests)
+
+    def _count_hit(self, request: Request, num_tokens: int) -> None:
+        """Count prompt tokens from the prefix cache, but not what a preempted request finds again."""
+        if not request.num_preemptions:
+            request.num_prefix_hit_tokens += num_tokens
 
     # The token budget
 
-    def _split_budget(self) -> dict[Request, int]:
-        """Return how many tokens each request may compute in this step."""
-        decodes: list[Request] = []
-        prompts: list[Request] = []
-        for request in self.running:
-            # The token in flight ends the answer whatever it is, so one more would be dropped.
-            if request.in_flight and self._is_last(request.in_flight):
-                continue
-            (decodes if request.is_decoding else prompts).append(request)
+    def _split_budget(self, decodes: Sequence[Request], prompts: Sequence[Request]) -> dict[Request, int]:
+        """Return how many tokens each request may compute in this step: decodes first, then prompts."""
         if not prompts:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
             # Others may have stored pages in the prefix cache since this request was started.
-            assert request.lease
             self._count_hit(request, self.manager.advance(request.lease, request.token_ids))
         # The first request of all gets a token at least, even where a slice is nothing.
         reserved = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
-        demand = {
-            request: min(request.num_tokens - request.num_computed_tokens, self.chunk) for request in prompts
-        }
+        demand = {one: min(one.num_tokens - one.num_computed_tokens, self.chunk) for one in prompts}
         # Decodes come first, up to the share that is reserved for prompts and that they can use.
         split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
         room = self.token_budget - len(split)
@@ -309,16 +287,15 @@ class Scheduler:
         Each gets a slice of the budget at least.
         """
         selected: list[Request] = []
-        pending_keys = {self._next_page(request) for request in self.running if request.in_flight} - {None}
+        next_page_key, page_size = self.manager.next_page_key, self.manager.page_size
+        in_flight = (request for request in self.running if request.in_flight)
+        pending_keys = {next_page_key(request.lease, request.token_ids) for request in in_flight} - {None}
         part = max(self.token_budget // SLICES, 1)
         # Of equal priority, those that are nearly done come first: their answers begin sooner.
         rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
         for request in (prompts[0], *rest):
-            page_key = self._next_page(request)
-            assert request.lease
-            is_at_page = (
-                request.num_computed_tokens == request.lease.num_shared_pages * self.manager.page_size
-            )
+            page_key = next_page_key(request.lease, request.token_ids)
+            is_at_page = request.num_computed_tokens == request.lease.num_shared_pages * page_size
             # Another request is computing this very page: wait, and find it in the prefix cache.
             if page_key in pending_keys and is_at_page:
                 continue
@@ -330,23 +307,18 @@ class Scheduler:
                 pending_keys.add(page_key)
         return selected
 
-    def _next_page(self, request: Request) -> Key | None:
-        """Return the key of the next page that a request enters into the prefix cache."""
-        assert request.lease
-        return self.manager.next_page_key(request.lease, request.token_ids)
-
     # Pages
 
-    def _reserve(self, request: Request, upto: int) -> bool:
-        """Reserve pages for `upto` tokens; return False where `request` itself had to give up its pages for it."""
-        assert request.lease
+    def _reserve(self, request: Request, count: int) -> bool:
+        """Reserve pages for `count` more tokens; return False where `request` itself gave up its pages for it."""
+        upto = request.num_computed_tokens + count
         while True:
             try:
                 self.manager.reserve(request.lease, upto)
                 return True
             except OutOfPages as error:
                 # To move the longest requests to hot buffers is milder than to preempt the last one.
-                if isinstance(error, OutOfFrames) and self._offload():
+                if self._offload(error):
                     continue
                 # Always the last in order, so that the first one makes progress.
                 last = self.running[-1]
@@ -354,64 +326,37 @@ class Scheduler:
                 if last is request:
                     return False
 
-    def _offload(self) -> bool:
-        """Move the longest decoding requests to hot buffers; return False if that frees no frames."""
+    def _offload(self, error: OutOfPages) -> bool:
+        """Move the longest decoding requests to hot buffers where frames are short; return whether that frees any."""
+        if not isinstance(error, OutOfFrames):
+            return False
         longest = sorted(self.running, key=lambda request: -request.num_tokens)
-        return self.manager.offload(r.lease for r in longest if r.lease and r.is_decoding)
+        return self.manager.offload(request.lease for request in longest if request.is_decoding)
 
     def _preempt(self, request: Request) -> None:
         """Take a request's pages away; its tokens stay, and it waits to compute them again."""
         assert len(self.running) > 1, (
             f"the pool cannot hold request {request.id!r} alone, which add() should refuse"
         )
-        self._preemptions += 1
+        self._metrics.preemptions += 1
+        self._metrics.preempted_tokens += request.num_stored_tokens
         request.num_preemptions += 1
-        self._preempted_tokens += request.num_stored_tokens
-        self.running.remove(request)
-        self._release(request, State.WAITING)
+        self._remove(request, State.WAITING)
         insort(self.waiting, request, key=_order)
 
-    def _release(self, request: Request, state: State) -> None:
-        if request.lease:
+    def _remove(self, request: Request, state: State) -> None:
+        """Take a request out of its queue and close its lease."""
+        if request.state is State.RUNNING:
+            self.running.remove(request)
             self.manager.release(request.lease)
-        request.lease, request.in_flight, request.state = None, None, state
+        else:
+            self.waiting.remove(request)
+        request.in_flight, request.state = None, state
 
-    # Commit
-
-    def _is_last(self, item: ScheduledRequest) -> bool:
-        """Return whether the answer ends with the token that `item` samples, whatever it is."""
-        length, params = item.end + 1, item.request.params
-        return item.samples_token and (
-            length - len(item.request.prompt_token_ids) >= params.max_tokens or length >= self.limit
-        )
-
-    def _commit_pages(self, item: ScheduledRequest) -> None:
-        """Record in the books that what `item` computed is stored."""
-        request, lease = item.request, item.request.lease
-        if request.in_flight is item:
-            request.in_flight = None
-        # It may have been preempted while this was in flight.
-        if lease is None:
-            return
-        assert item.start == lease.num_stored_tokens, (
-            f"request {request.id!r}: this batch was committed before"
-        )
-        self.manager.commit(lease, request.token_ids, item.end)
-
-    def _append(self, request: Request, token: int) -> bool:
-        """Append a sampled token; return whether the request ends with it."""
-        if token in request.stop_ids:
-            self.finish(request, "stop")
-            return True
-        request.token_ids.append(token)
-        if request.num_output_tokens >= request.params.max_tokens or len(request.token_ids) >= self.limit:
-            self.finish(request, "length")
-        return request.is_finished
-
-    def _count_hit(self, request: Request, num_tokens: int) -> None:
-        """Count prompt tokens from the prefix cache, but not what a preempted request finds again."""
-        if not request.num_preemptions:
-            request.num_prefix_hit_tokens += num_tokens
+    def _is_full(self, request: Request, length: int) -> bool:
+        """Return whether an answer ends with so many tokens, prompt included, whatever they are."""
+        num_output_tokens = length - len(request.prompt_token_ids)
+        return num_output_tokens >= request.params.max_tokens or length >= self.limit
 
 
 def divide(demand: Sequence[int], room: int) -> list[int]:

@@ -148,11 +148,9 @@ def _to_llguidance(grammar: str) -> str:
             return str(LLMatcher.grammar_from_regex("|".join(map(re.escape, _texts(body)))))
         if kind == "composed":
             return _compose(json.loads(body))
-        return str(
-            LLMatcher.grammar_from_regex(body)
-            if kind == "regex"
-            else LLMatcher.grammar_from_lark(any_to_lark(body))
-        )
+        if kind == "regex":
+            return str(LLMatcher.grammar_from_regex(body))
+        return str(LLMatcher.grammar_from_lark(any_to_lark(body)))
     except RequestError:
         raise
     except Exception as error:  # readers of grammars raise whatever their parts do, Exception itself too

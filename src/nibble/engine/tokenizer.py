@@ -56,9 +56,7 @@ class Tokenizer:
         if visible:
             ids = [token for token in ids if token in visible or token not in self._special]
         skip = visible is not None and not visible
-        return str(
-            self._inner.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        )
+        return self._inner.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
     def token_of(self, word: str) -> int | None:
         """Return the token that was added to the vocabulary for this very word, if there is one."""
@@ -140,10 +138,7 @@ class Detokenizer:
     """Most tokens that are held back: a character has at most four bytes."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        visible: frozenset[int] | None = frozenset(),
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), visible: frozenset[int] | None = frozenset()
     ) -> None:
         self._tokenizer, self._visible = tokenizer, visible
         self._ids = list(prompt[-self.NUM_PROMPT_TOKENS :])

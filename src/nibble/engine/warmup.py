@@ -1,10 +1,9 @@
 """Make a model with its pool ready to serve: test, compile, record, and check the memory. On a CPU only the test.
 
-The start-up test: random tokens through the very pool, kernels and routes that will serve.
-
-For each layer group a few requests are written, read and attended over in every phase that is planned, as a step of the
-engine does it. What was stored is compared with the format's own arithmetic, and what attention answers with the torch
-reference over the same pool. So a kernel that is wrong on this machine stops the start, and not an answer.
+The start-up test sends random tokens through the very pool, kernels and routes that will serve. For each layer group a
+few requests are written, read and attended over in every phase that is planned, as a step of the engine does it. What
+was stored is compared with the format's own arithmetic, and what attention answers with the torch reference over the
+same pool. So a kernel that is wrong on this machine stops the start, and not an answer.
 
 Shape suffixes: T tokens of a step, K selected tokens, H heads, D values of a head, N pages of a request, S slots and L
 tokens of a page.
@@ -12,48 +11,46 @@ tokens of a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from nibble.attention.backends.adapters.torch_backends import TorchRef
+from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
-from nibble.attention.planner.plan import cuda_graph_blocker, graph_sizes
+from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
+from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager
+from nibble.cache.pool import KVView, PagedPool
 from nibble.config import Config
+from nibble.engine.engine import StartupReport
+from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.model_runner import CudaGraphs, Graphs, ModelRunner, live
 from nibble.engine.request import Batch, Request, ScheduledRequest
-from nibble.engine.selftest import self_test, tier_test
-from nibble.errors import CapacityError
+from nibble.errors import BackendError, CapacityError
+from nibble.formats.base import raw
 from nibble.hardware import format_bytes
+from nibble.kernels import cdiv
+from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.offload import alike, resident_slots
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.model_spec import INDEX, LATENT, Phase
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
-
-
-@dataclass
-class StartupReport:
-    """How a start went."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What its parts took, by name, in order."""
-    notes: list[str] = field(default_factory=list)
-    """What users should know."""
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measure the time of a part."""
-        start = perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
-
-    @property
-    def summary(self) -> str:
-        """Return `12.3 s: weights 2.0, compile 9.1, ...`."""
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        return f"{sum(self.seconds.values()):.1f} s: {parts}"
+TOP_K = 40
+"""Tokens that a query of sparse attention looks at here: every second one, from its own backwards."""
+PHASES = (Phase.PREFILL, Phase.EXTEND, Phase.VERIFY, Phase.DECODE)
+REQUESTS = ((230, 40, 3, 1), (5, 3, 3, 1), (33, 1, 3, 1))
+"""New tokens of each request, phase by phase. Phases that a plan has no route for are left out."""
+MAX_WINDOW = 48
+"""A sliding window is made so short, at most, so that it hides something."""
+SOFTCAP = 20.0
+STORED_TOLERANCE = 0.02
+"""Largest deviation of stored values, norm over norm: a tie may round otherwise."""
 
 
 def warm_up(
@@ -106,9 +103,8 @@ def _record(runner: ModelRunner, config: Config, budget: MemoryPlan, startup: St
     if reason is None and not runner.pool.is_capturable:
         reason = "decode steps run without CUDA graphs: writing these formats cannot be recorded"
     if reason is None:
-        runner.record(
-            Graphs(graph_sizes(budget.max_decodes), runner.device, CudaGraphs() if config.graphs else live)
-        )
+        record = CudaGraphs() if config.graphs else live
+        runner.record(Graphs(graph_sizes(budget.max_decodes), runner.device, record))
     elif config.graphs:
         startup.notes.append(reason)
 
@@ -120,13 +116,9 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     for request in requests:
         request.lease = manager.open(request.token_ids, "")
         manager.reserve(request.lease, len(request.token_ids))
-    runner.forward(
-        Batch.from_scheduled(
-            ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests
-        )
-    )
+    chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
+    runner.forward(Batch.from_scheduled(chunks))
     for request in requests:
-        assert request.lease
         manager.release(request.lease)
 
 
@@ -136,7 +128,7 @@ def _longest_prompts(runner: ModelRunner, tokens: int, max_tokens: int) -> list[
     while tokens and pages and len(lengths) < runner.tables.padding_row:
         length = min(tokens, max_tokens, pages * size)
         lengths.append(length)
-        tokens, pages = tokens - length, pages - -(-length // size)
+        tokens, pages = tokens - length, pages - cdiv(length, size)
     return lengths
 
 
@@ -169,3 +161,191 @@ def _advice(budget: MemoryPlan) -> str:
         f"what would help: --kv-memory {smaller >> 20}MiB, a smaller --token-budget (now {budget.step_tokens}), "
         "or ending other programs on this GPU"
     )
+
+
+def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, AttentionBackend]) -> None:
+    """Run every route of a plan against the reference. The pool is afterwards as it was before.
+
+    Args:
+        plan: the routes.
+        pool: where tokens are stored.
+        backends: by name, all that the plan needs.
+
+    Raises:
+        BackendError: a route does not do what it should.
+    """
+    for group in plan.groups:
+        view = pool.view(plan.owner[group.layers[0]])
+        pages = _pages(pool)
+        with torch.inference_mode(), _restored(view, list(pages.values())):
+            _GroupTest(plan, group, pool, backends, pages).run()
+
+
+def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
+    """Send a page to the host and back, once for each pair of formats. The pool is afterwards as it was before.
+
+    Raises:
+        BackendError: the page does not come back as it went, or as the host's format leaves it.
+    """
+    tested = set()
+    for layer, (device, host) in tier.stores.items():
+        if (device.format.name, host.format.name) in tested:
+            continue
+        tested.add((device.format.name, host.format.name))
+        stream = pool.view(layer).streams[LATENT]
+        with torch.inference_mode(), _restored(pool.view(layer), [[0, 1]]):
+            random = torch.Generator(tier.device).manual_seed(0)
+            x_SHD = torch.randn((tier.page_size, 1, stream.stream.dim), generator=random, device=tier.device)
+            pool.write(layer, {LATENT: x_SHD}, torch.arange(tier.page_size, device=tier.device))
+            tier.round_trip(layer, 0, 1)
+            both_pages = torch.tensor([[0], [1]], device=tier.device)
+            expected_LD, actual_LD = stream.gather_reference(both_pages).flatten(1, 2)
+        # A host format of fewer bits rounds the page, so the expected values are rounded alike.
+        if not alike(device, host):
+            codes = host.format.encode(expected_LD[:, None], host.scale)
+            again = device.format.encode(host.format.decode(codes, host.scale), device.scale)
+            expected_LD = device.format.decode(again, device.scale)[:, 0]
+        error = float((actual_LD - expected_LD).norm() / expected_LD.norm())
+        if not error <= STORED_TOLERANCE:
+            raise BackendError(
+                f"the start-up test failed: a page of {device.format.name} comes back from the host's "
+                f"{host.format.name} off by {error:.3g} of its norm; leave --hisparse out, and please report this"
+            )
+
+
+def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
+    """Return pages of each request, not in order; requests for which the pool is too small are left out."""
+    pages: dict[tuple[int, ...], list[int]] = {}
+    free = list(range(min(pool.pages, pool.frames)))
+    for lens in REQUESTS:
+        needed = cdiv(sum(lens), pool.layout.page_size)
+        if needed <= len(free):
+            # From both ends in turn, so that a kernel that takes pages for neighbours fails.
+            pages[lens] = [free.pop(-1 if i % 2 else 0) for i in range(needed)]
+    return pages
+
+
+@contextmanager
+def _restored(view: KVView, pages: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Restore the bytes of these pages in the end."""
+    planes = [raw(plane) for stream in view.streams.values() for plane in stream.planes]
+    index = torch.tensor([page for row in pages for page in row], device=planes[0].device, dtype=torch.int64)
+    saved = [plane[index] for plane in planes]
+    try:
+        yield
+    finally:
+        for plane, values in zip(planes, saved, strict=True):
+            plane[index] = values
+
+
+class _GroupTest:
+    """The test of one layer group. Requests grow from step to step, as those of an engine do."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: GroupPlan,
+        pool: PagedPool,
+        backends: Mapping[str, AttentionBackend],
+        pages: Mapping[tuple[int, ...], Sequence[int]],
+    ) -> None:
+        self.plan, self.group, self.pool, self.backends = plan, group.group, pool, backends
+        self.routes = {route.phase: route for route in group.routes}
+        self.layer = group.layers[0]
+        self.owner = plan.owner[self.layer]
+        self.view = pool.view(self.owner)
+        self.device = self.view.keys.scale.device
+        self.lens = tuple(pages)
+        self.num_stored = [0] * len(pages)
+        width = max(map(len, pages.values()), default=0)
+        rows = [[*row, *[0] * (width - len(row))] for row in pages.values()]
+        self.page_table_BN = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        self.random = torch.Generator(self.device).manual_seed(0)
+        heads, window = self.group.q_heads, self.group.window
+        self.params = AttentionParams(
+            self.group.head_dim**-0.5,
+            None if window is None else min(window, MAX_WINDOW),
+            SOFTCAP if self.group.softcap else None,
+            self._noise(heads) if self.group.sinks else None,
+        )
+
+    def run(self) -> None:
+        """Run one step in each phase that has a route."""
+        for phase, query_lens in zip(PHASES, zip(*self.lens, strict=True), strict=False):
+            if phase in self.routes:
+                self._step(self.routes[phase], query_lens)
+
+    def _step(self, route: Route, query_lens: tuple[int, ...]) -> None:
+        slot_mapping_T = self._slots(query_lens)
+        seq_lens = [n + new for n, new in zip(self.num_stored, query_lens, strict=True)]
+        batch = AttentionBatch.from_lens(route.phase, 0, query_lens, seq_lens, self.page_table_BN)
+        streams = {
+            name: self._noise(len(slot_mapping_T), entry.stream.heads, entry.stream.dim)
+            for name, entry in self.view.streams.items()
+            if name != INDEX
+        }
+        q_THD = self._noise(len(slot_mapping_T), self.group.q_heads, self.group.head_dim)
+        if self.owner != self.layer:  # this group reads what another stores
+            self.pool.write(self.owner, streams, slot_mapping_T)
+        ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slot_mapping_T, (batch,)))
+        params = self.params
+        if self.group.top_k:
+            # Positions only: attention() looks up the slots, as in an engine's step.
+            params = replace(params, topk_indices_TK=self._topk_indices(query_lens, seq_lens))
+        actual_THD = attention(ctx, self.layer, q_THD, streams, params)
+        for name, x_THD in streams.items():
+            stored_THD, expected_THD = self._read(name, slot_mapping_T), self._round_trip(name, x_THD)
+            self._compare(stored_THD, expected_THD, STORED_TOLERANCE, route, f"stores {name}")
+        if params.topk_indices_TK is not None:
+            table_TN, size = page_table_by_token(batch), self.plan.page_size
+            topk_slots_TK = resident_slots(params.topk_indices_TK, table_TN, None, size)
+            params = replace(params, topk_slots_TK=topk_slots_TK)
+        # Over the same pool, so that the format's error is in both answers and does not count.
+        expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, batch, params)
+        limit = ATTENTION_TOLERANCE.get(self.plan.dtype, ATTENTION_TOLERANCE_16_BITS)
+        self._compare(actual_THD, expected_THD, limit, route, "attends")
+        self.num_stored = seq_lens
+
+    def _slots(self, query_lens: Sequence[int]) -> Tensor:
+        """Return the slots of the new tokens."""
+        size, slots = self.plan.page_size, []
+        for pages_N, start, new in zip(self.page_table_BN, self.num_stored, query_lens, strict=True):
+            positions_T = torch.arange(start, start + new, device=self.device)
+            slots.append(pages_N[positions_T // size].long() * size + positions_T % size)
+        return torch.cat(slots)
+
+    def _topk_indices(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
+        """Return some tokens that each query sees, ascending, as kernels/indexer/__init__.py gives them."""
+        last_T = torch.cat([torch.arange(n - new, n) for new, n in zip(query_lens, seq_lens, strict=True)])
+        back_TK = last_T[:, None] - 2 * torch.arange(TOP_K)
+        ordered_TK = torch.where(back_TK < 0, max(seq_lens), back_TK).sort(dim=1).values
+        return torch.where(ordered_TK == max(seq_lens), PAD_INDEX, ordered_TK).int().to(self.device)
+
+    def _noise(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=self.random, device=self.device)
+        return values.to(getattr(torch, self.plan.dtype))
+
+    def _read(self, name: str, slot_mapping_T: Tensor) -> Tensor:
+        """Return what the pool holds of these tokens, dequantised."""
+        size = self.plan.page_size
+        values_THD = self.view.streams[name].gather_reference((slot_mapping_T // size)[:, None].int())
+        return values_THD[torch.arange(len(slot_mapping_T), device=self.device), slot_mapping_T % size]
+
+    def _round_trip(self, name: str, x_THD: Tensor) -> Tensor:
+        """Return what the pool should hold of them, by the format's own arithmetic."""
+        entry = self.view.streams[name]
+        for transform in self.view.transforms if name == "k" else ():
+            x_THD = transform.key(x_THD, self.view.k_mean_HD)
+        return entry.format.decode(entry.format.encode(x_THD, entry.scale), entry.scale)
+
+    def _compare(self, actual: Tensor, expected: Tensor, limit: float, route: Route, what: str) -> None:
+        error = float((actual.float() - expected.float()).norm() / expected.float().norm())
+        if error <= limit:  # which NaN is not
+            return
+        stored = ":".join(dict.fromkeys(entry.format.name for entry in self.view.streams.values()))
+        raise BackendError(
+            f"the start-up test failed: backend {route} {what} wrongly in {route.phase} of {stored}"
+            f"@{self.plan.layout.packing}, page {self.plan.page_size} (layer group {self.group.name}): off by "
+            f"{error:.3g} of the reference's norm, where {limit:g} is allowed; choose another backend with "
+            "--attention-backend, and please report this"
+        )

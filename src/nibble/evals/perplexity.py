@@ -1,27 +1,19 @@
-"""Held-out perplexity: how well each next token is foretold, teacher-forced through the quantised cache.
+"""What a cache scheme costs in predictions: perplexity, agreement with the yardstick, and attention error by layer.
 
-A text is cut into windows of `size` tokens that start `stride` tokens apart. Every token but the text's
-first is scored exactly once, in the first window that reaches it: a window after the first scores its last
-`stride` tokens, and the tokens before them are context only. A smaller stride gives every scored token more
-context, for more time.
+Perplexity is teacher-forced through the quantised cache, over held-out text. A text is cut into windows of `size`
+tokens that start `stride` tokens apart. Every token but the text's first is scored exactly once, in the first window
+that reaches it: a window after the first scores its last `stride` tokens, and the tokens before them are context only.
+A smaller stride gives every scored token more context, for more time.
 
-Shape suffixes: T tokens of a window, S scored tokens, V vocabulary.
+Agreement asks whether the likeliest next token is the same, and how far apart the distributions are:
+KL(yardstick || scheme), in nats. To bound memory, the yardstick's KEEP likeliest tokens are remembered one by one, and
+all others as one event; so for a larger vocabulary the value is a (close) lower bound of the full sum.
 
-The text of an evaluation, and its two parts: what is scored, and what scales are measured on.
+The attention error is how far a scheme moves a layer's attention output on the very same inputs. So it is of one layer
+alone, not of all layers before it.
 
-Agreement with the yardstick: is the likeliest next token the same, how far apart are the distributions?
-
-The KL divergence is that of the scheme from the yardstick, KL(yardstick || scheme), in nats. To bound memory,
-the yardstick's KEEP likeliest tokens are remembered one by one, and all others as one event; so for a larger
-vocabulary the value is a (close) lower bound of the full sum.
-
-Shape suffixes: S scored positions, V vocabulary, K remembered tokens.
-
-Attention error by layer: how far a scheme moves each layer's attention output, on the very same inputs.
-
-So an error is of one layer alone, not of all layers before it.
-
-Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leading 1 is Transformers' batch.
+Shape suffixes: T tokens of a window or prompt, S scored tokens, V vocabulary, K remembered tokens, H query heads,
+G KV heads, D values of a head; a leading 1 is Transformers' batch.
 """
 
 from __future__ import annotations
@@ -38,13 +30,13 @@ from torch.nn import functional as F
 
 from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
-from nibble.engine.build import adapters
-from nibble.engine.calibration import builtin_texts
+from nibble.engine.build import adapters, builtin_texts
 from nibble.errors import ConfigError, WeightError
+from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.model_spec import Phase
 from nibble.models import hook
 from nibble.models.checkpoint import download
 from nibble.models.hook import attention_mask_for
@@ -54,44 +46,41 @@ CALIBRATION_TOKENS = 4096
 LEAST_CALIBRATION = 1024
 
 
-def read(path: Path | None, model: str) -> str:
-    """The text of `path`, or the heldout.txt of the model's folder; raises ConfigError."""
-    path = path or _bundled(model)
+def read_text(path: Path | None, model: str) -> str:
+    """Return the text of `path`, or the heldout.txt of the model's folder; raise ConfigError."""
+    if path is None:
+        try:
+            path = download(model) / HELDOUT
+        except OSError as error:
+            raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
+        if not path.exists():
+            raise ConfigError(
+                f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"
+            )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {path}: {error}") from error
 
 
-def _bundled(model: str) -> Path:
-    try:
-        path = download(model) / HELDOUT
-    except OSError as error:
-        raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
-    if not path.exists():
-        raise ConfigError(
-            f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"
-        )
-    return path
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """scored: token ids.
-
-    calibration: text beyond them. bytes_per_token: of what is scored. digest: of it all.
-    """
+    """A text, cut into what is scored and what scales are measured on."""
 
     scored: tuple[int, ...]
+    """Token ids."""
     calibration: str
+    """Text beyond the scored tokens."""
     bytes_per_token: float
+    """Of what is scored."""
     digest: str
+    """Of the whole text."""
 
 
-def split(
+def split_text(
     text: str, tokens: int, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
 ) -> Parts:
-    """The first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
+    """Return the first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
     ids = encode(text)
     if len(ids) < 2:
         raise ConfigError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")
@@ -106,18 +95,19 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """ids: its tokens. scored: how many of them, counted from the end, are scored."""
+    """Tokens that the model computes together."""
 
     ids: tuple[int, ...]
     scored: int
+    """How many of them, counted from the end, are scored."""
 
     @property
     def targets_S(self) -> Tensor:
-        """The tokens that are scored."""
+        """Return the tokens that are scored."""
         return torch.tensor(self.ids[-self.scored :])
 
     def predictions(self, logits_TV: Tensor) -> Tensor:
-        """The rows [S, V] of the window's logits that foretell the scored tokens."""
+        """Return the rows [S, V] of the window's logits that foretell the scored tokens."""
         # Row t foretells token t + 1, so rows lie one before their targets.
         return logits_TV[-self.scored - 1 : -1]
 
@@ -144,7 +134,7 @@ def windows(ids: Sequence[int], size: int, stride: int | None = None) -> tuple[W
 
 
 def losses(logits_TV: Tensor, window: Window) -> Tensor:
-    """Negative log-likelihood [S] of the scored tokens, in nats."""
+    """Return the negative log-likelihood [S] of the scored tokens, in nats."""
     rows_SV = window.predictions(logits_TV).float()
     return F.cross_entropy(rows_SV, window.targets_S.to(rows_SV.device), reduction="none")
 
@@ -164,11 +154,11 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        """exp of the mean loss."""
+        """Return exp of the mean loss."""
         return math.exp(self.nats / self.count)
 
     def bits_per_byte(self, bytes_per_text_token: float) -> float:
-        """The mean loss in bits per byte of text, which does not depend on the tokenizer."""
+        """Return the mean loss in bits per byte of text, which does not depend on the tokenizer."""
         return self.nats / self.count / math.log(2) / bytes_per_text_token
 
 
@@ -186,31 +176,31 @@ class Prediction:
 
     @classmethod
     def of(cls, rows_SV: Tensor) -> Prediction:
-        """What to remember of logits."""
+        """Return what to remember of logits."""
         log_SV = rows_SV.float().log_softmax(-1)
         log_SK, tokens_SK = log_SV.topk(min(KEEP, log_SV.shape[-1]))
         # A vocabulary of at most KEEP tokens is remembered in full, and has no rest.
-        rest = _rest(log_SK) if log_SV.shape[-1] > KEEP else None
+        rest = _rest_log_probability(log_SK) if log_SV.shape[-1] > KEEP else None
         # int32, because the predictions of all windows are kept until the last scheme is measured.
         return cls(tokens_SK.int(), log_SK.clone(), rest)
 
     def kl(self, rows_SV: Tensor) -> Tensor:
-        """KL(yardstick || rows) [S] at each position."""
+        """Return KL(yardstick || rows) [S] at each position."""
         # Normalised over the full vocabulary before the yardstick's tokens are taken.
         log_SK = rows_SV.float().log_softmax(-1).gather(-1, self.tokens.long())
         kl_S = (self.log.exp() * (self.log - log_SK)).sum(-1)
         if self.rest is not None:
-            kl_S += self.rest.exp() * (self.rest - _rest(log_SK))
+            kl_S += self.rest.exp() * (self.rest - _rest_log_probability(log_SK))
         # Rounding leaves tiny negative values where the two are the same.
         return kl_S.clamp_min(0.0)
 
     def same(self, rows_SV: Tensor) -> Tensor:
-        """Whether [S] the likeliest token is the same."""
+        """Return whether [S] the likeliest token is the same."""
         return rows_SV.argmax(-1) == self.tokens[:, 0]
 
 
-def _rest(log_SK: Tensor) -> Tensor:
-    """Log-probability of everything but the remembered tokens."""
+def _rest_log_probability(log_SK: Tensor) -> Tensor:
+    """Return the log-probability of everything but the remembered tokens."""
     return (1.0 - log_SK.exp().sum(-1)).clamp_min(_TINY).log()
 
 
@@ -233,37 +223,37 @@ class Agreement:
 
     @property
     def top1(self) -> float:
-        """Share of positions with the same likeliest token."""
+        """Return the share of positions with the same likeliest token."""
         return self.hits / self.count
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence in nats."""
+        """Return the mean KL divergence in nats."""
         return self.nats / self.count
 
     @property
     def kl_p99(self) -> float:
-        """The KL divergence that one position in a hundred exceeds: damage is rarely spread evenly."""
+        """Return the KL divergence that one position in a hundred exceeds: damage is rarely spread evenly."""
         return float(torch.cat(self.worst).quantile(0.99))
 
 
-Side = tuple[Plan, KVScales]
-"""A scheme on trial: its plan and scales."""
+Scheme = tuple[Plan, KVScales]
+"""The plan and the scales of a scheme."""
 
 
 class Shadow(hook.Observer):
     """Attends as the yardstick does, and notes what each scheme would have answered."""
 
     def __init__(
-        self, yardstick: Side, schemes: Mapping[str, Side], tokens: int, device: torch.device
+        self, yardstick: Scheme, schemes: Mapping[str, Scheme], tokens: int, device: torch.device
     ) -> None:
         super().__init__()
-        self._baseline = _context(*yardstick, tokens, device)
-        self._schemes = {name: _context(*side, tokens, device) for name, side in schemes.items()}
+        self._baseline = _prompt_context(*yardstick, tokens, device)
+        self._schemes = {name: _prompt_context(*scheme, tokens, device) for name, scheme in schemes.items()}
         self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
 
     def observe(self, call: hook.Call) -> Tensor:
-        """A call's query [1, H, T, D] and streams [1, G, T, D] -> the yardstick's output [1, T, H, Dv]."""
+        """Return the yardstick's output [1, T, H, Dv] for a query [1, H, T, D] and streams [1, G, T, D]."""
         expected = hook.attend(self._baseline, call)
         for name, context in self._schemes.items():
             output = hook.attend(context, call)
@@ -277,18 +267,18 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
-def _context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
-    """A step that computes one whole prompt, on pages in order, so that slot t holds token t."""
-    pages = -(-tokens // plan.page_size)
+def _prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
+    """Return a step that computes one whole prompt, on pages in order, so that slot t holds token t."""
+    pages = cdiv(tokens, plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    segment = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
-    meta = AttentionMetadata(torch.arange(tokens, device=device), (segment,))
+    batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
+    meta = AttentionMetadata(torch.arange(tokens, device=device), (batch,))
     return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
 
 
 @torch.inference_mode()
 def attention_errors(
-    model: nn.Module, ids: Sequence[int], yardstick: Side, schemes: Mapping[str, Side]
+    model: nn.Module, ids: Sequence[int], yardstick: Scheme, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[float, ...]]:
     """Return the relative error ||o - o_ref|| / ||o_ref|| of each layer's attention output, by scheme.
 

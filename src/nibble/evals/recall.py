@@ -1,21 +1,17 @@
-"""Recall tasks in plain text: look-ups among near-identical keys, and exact copies.
+"""Recall: look-ups among near-identical keys and exact copies, answered greedily by the engine and judged exactly.
 
 A task fills a context with entries (a key and a random value each) and then asks for one of them. The value
 cannot be guessed, so a model answers only by reading it back from its KV cache; and the keys come in families
 whose members differ in one character or one word, so a cache that blurs the keys picks the wrong entry.
 
-The module is pure Python: every task follows from a `random.Random`, and lengths are measured by a `count`
-function that the caller passes (text in, number of tokens out).
-
-Seeds: `cases` takes seeds below `TRAINING_SEEDS`. The bundled demo model was trained on documents whose seeds
-start at `TRAINING_SEEDS`, so that no evaluation case repeats a training document.
+Every task follows from a `random.Random`, and lengths are measured by a `count` function that the caller passes (text
+in, number of tokens out). `cases` takes seeds below `TRAINING_SEEDS`. The bundled demo model was trained on documents
+whose seeds start there, so that no evaluation case repeats a training document.
 
     >>> words = lambda text: len(text.split())
     >>> case = cases(seed=7, number=1, length_tokens=256, count=words)[0]
     >>> case.prompt.endswith(case.answer)
     False
-
-Recall through the engine: greedy answers to questions on long contexts, judged exactly.
 """
 
 from __future__ import annotations
@@ -25,28 +21,29 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from nibble.engine.llm import LLM
 from nibble.engine.request import Delta
 
 
 def grade(llm: LLM, cases: Sequence[RecallCase]) -> Iterator[bool]:
-    """Of each question whether its greedy answer is exact."""
+    """Yield of each question whether its greedy answer is exact."""
     # All are submitted before the first one is read, so that the engine batches them.
-    answers = [llm.stream(case.prompt, max_tokens=_tokens(llm, case)) for case in cases]
+    answers = [llm.stream(case.prompt, max_tokens=_answer_tokens(llm, case)) for case in cases]
     for pieces, case in zip(answers, cases, strict=True):
-        yield _exact(pieces, case.answer)
+        yield _is_exact(pieces, case.answer)
 
 
-def _tokens(llm: LLM, case: RecallCase) -> int:
-    """Tokens that the answer takes, however it joins on to the prompt."""
+def _answer_tokens(llm: LLM, case: RecallCase) -> int:
+    """Return the tokens that the answer takes, however it joins on to the prompt."""
     count = len(llm.tokenizer.encode(case.prompt + case.answer)) - len(llm.tokenizer.encode(case.prompt))
     # A tokenizer may join the answer's first characters to the last token of the prompt.
     return max(count, len(llm.tokenizer.encode(case.answer)), 1)
 
 
-def _exact(pieces: Iterator[Delta], answer: str) -> bool:
-    """Whether the pieces begin with `answer`; a wrong answer is given up at its first wrong character."""
+def _is_exact(pieces: Iterator[Delta], answer: str) -> bool:
+    """Return whether the pieces begin with `answer`; a wrong answer is given up at its first wrong character."""
     text = ""
     # Closing aborts the request, so a wrong answer gives up its pages at once.
     with closing(pieces):  # type: ignore[type-var]
@@ -69,17 +66,14 @@ Filler = Callable[[random.Random], str]
 
 @dataclass(frozen=True)
 class RecallCase:
-    """One question. Greedy decoding of `prompt` must continue with exactly `answer`.
-
-    Attributes:
-        prompt: the whole context, which ends right before the answer.
-        answer: the expected continuation; it begins and ends on a token boundary of common tokenizers.
-        kind: the name of the surface form (one of `KINDS`).
-    """
+    """One question. Greedy decoding of `prompt` must continue with exactly `answer`."""
 
     prompt: str
+    """The whole context, which ends right before the answer."""
     answer: str
+    """The expected continuation; it begins and ends on a token boundary of common tokenizers."""
     kind: str
+    """The name of the surface form (one of `KINDS`)."""
 
 
 @dataclass(frozen=True)
@@ -92,29 +86,26 @@ class Span:
 
 @dataclass(frozen=True)
 class Form:
-    """The surface of a task. Templates take `{key}` and `{value}`.
-
-    Attributes:
-        head: text before the first entry.
-        entry: one key and its value.
-        tail: text between the last entry and the first question.
-        again: text before the second and every later question.
-        question: the question, up to the answer.
-        answer: the answer.
-        close: what follows the answer.
-        block: whether values are blocks of several lines rather than single words.
-        filler: whether blocks of unrelated code stand between the entries.
-    """
+    """The surface of a task. Templates take `{key}` and `{value}`."""
 
     head: str
+    """Text before the first entry."""
     entry: str
+    """One key and its value."""
     tail: str
+    """Text between the last entry and the first question."""
     question: str
+    """The question, up to the answer."""
     answer: str = "{value}"
+    """The answer."""
     close: str = "'\n"
+    """What follows the answer."""
     again: str = ""
+    """Text before the second and every later question."""
     block: bool = False
+    """Whether values are blocks of several lines rather than single words."""
     filler: bool = False
+    """Whether blocks of unrelated code stand between the entries."""
 
 
 FORMS: dict[str, Form] = {
@@ -147,7 +138,6 @@ FORMS: dict[str, Form] = {
 byte-pair tokenizer spells it the same way in the entry and in the question."""
 
 KINDS = tuple(FORMS)
-LOOKUP_KINDS = tuple(kind for kind in KINDS if kind != "copy")
 
 _WORD_LIST = """
 amber apple arrow atlas badge baker basin beach birch blade bloom board brick brook cabin cable camel
@@ -169,41 +159,16 @@ FAMILIES = (8, 16, 32)
 """Keys per family: a base key and its neighbours, in which one part is another or two adjacent ones swap."""
 
 
-def lookup_case(
-    rng: random.Random,
-    length_tokens: int,
-    count: Count,
-    kind: str | None = None,
-    filler: Filler | None = None,
-) -> RecallCase:
-    """Draws a look-up whose prompt and answer together fill `length_tokens`, or a few tokens less.
+def cases(seed: int, number: int, length_tokens: int, count: Count) -> list[RecallCase]:
+    """Draw evaluation cases that go round `KINDS` in turn.
 
     There is always one entry at least, so a length below some 150 tokens may be exceeded.
-
-    Args:
-        rng: the source of every choice.
-        length_tokens: upper bound on prompt plus answer, in tokens.
-        count: measures a text in tokens.
-        kind: one of `KINDS`; drawn from `LOOKUP_KINDS` when left out.
-        filler: draws the blocks between scattered entries; `code_filler` when left out.
-    """
-    kind = kind or rng.choice(LOOKUP_KINDS)
-    spans = _document(rng, length_tokens, count, kind, 1, filler or code_filler)
-    # The last two spans are the answer and what closes it.
-    return RecallCase("".join(span.text for span in spans[:-2]), spans[-2].text, kind)
-
-
-def cases(
-    seed: int, number: int, length_tokens: int, count: Count, kinds: Sequence[str] = KINDS
-) -> list[RecallCase]:
-    """Draw evaluation cases that go round `kinds` in turn.
 
     Args:
         seed: below `TRAINING_SEEDS`.
         number: how many cases.
         length_tokens: upper bound on prompt plus answer, in tokens.
         count: measures a text in tokens.
-        kinds: of `KINDS`. "chat" spells the demo model's special tokens; leave it out for other models.
 
     Raises:
         ValueError: the seed belongs to training.
@@ -211,39 +176,41 @@ def cases(
     if not 0 <= seed < TRAINING_SEEDS:
         raise ValueError(f"evaluation seeds lie in [0, {TRAINING_SEEDS}); got {seed}")
     rng = random.Random(seed)
-    return [lookup_case(rng, length_tokens, count, kinds[i % len(kinds)]) for i in range(number)]
+    result = []
+    for kind in islice(cycle(KINDS), number):
+        # The last two spans are the answer and what closes it.
+        *context, answer, _ = document(rng, length_tokens, count, kind)
+        result.append(RecallCase("".join(span.text for span in context), answer.text, kind))
+    return result
 
 
-def training_document(
-    rng: random.Random, length_tokens: int, count: Count, filler: Filler | None = None
+def document(
+    rng: random.Random,
+    length_tokens: int,
+    count: Count,
+    kind: str,
+    questions: int = 1,
+    filler: Filler | None = None,
 ) -> list[Span]:
-    """Draw a document of at most `length_tokens` with several questions, or one long verbatim copy.
+    """Render entries and questions so that everything before the last `close` fits `length_tokens`.
 
     Args:
         rng: the source of every choice.
         length_tokens: upper bound, in tokens.
         count: measures a text in tokens.
+        kind: one of `KINDS`.
+        questions: how many of the entries are asked for, at most.
         filler: draws the blocks between scattered entries; `code_filler` when left out.
     """
-    if rng.random() < 0.12:
-        return _verbatim(rng, length_tokens, count)
-    kind = rng.choice(KINDS)
-    # At most two thirds of the document are questions; one document in eight asks once, as evaluation does.
-    most = max(1, length_tokens // (200 if FORMS[kind].block else 40))
-    questions = 1 if rng.random() < 0.125 else rng.randint(1, most)
-    return _document(rng, length_tokens, count, kind, questions, filler or code_filler)
-
-
-def _document(
-    rng: random.Random, length_tokens: int, count: Count, kind: str, questions: int, filler: Filler
-) -> list[Span]:
-    """Renders entries and questions so that everything before the last `close` fits `length_tokens`."""
-    form = FORMS[kind]
-    keys, values = _key_maker(rng), _value_maker(rng, form.block)
+    form, draw_filler = FORMS[kind], filler or code_filler
+    keys, values = _key_maker(rng), value_maker(rng, form.block)
 
     def entries_of(number: int) -> tuple[list[tuple[str, str]], list[str]]:
         pairs = [(key, values()) for key in keys(number)]
-        return pairs, [_entry(rng, form, key, value, filler) for key, value in pairs]
+        texts = [form.entry.format(key=key, value=value) for key, value in pairs]
+        if form.filler:
+            texts = [f"{draw_filler(rng)}\n{text}" for text in texts]
+        return pairs, texts
 
     # A first draw tells the size of an entry; the second one has enough entries for the length.
     pairs, entries = entries_of(16)
@@ -253,10 +220,10 @@ def _document(
     order = rng.sample(range(len(pairs)), len(pairs))
 
     def render(number: int, padding: str = "") -> tuple[list[Span], int]:
-        """Spans of a document with `number` entries, and its tokens up to the end of the last answer."""
+        """Return spans of a document with `number` entries, and its tokens up to the end of the last answer."""
         spans = [Span(padding + form.head + "".join(entries[:number]) + form.tail, False)]
         for i in [i for i in order if i < number][:questions]:
-            spans += _question(form, *pairs[i], again=len(spans) > 1)
+            spans += _question_spans(form, *pairs[i], again=len(spans) > 1)
         return spans, count("".join(span.text for span in spans[:-1]))
 
     number = min(len(pairs), max(1, int(length_tokens / per_entry)))
@@ -275,12 +242,12 @@ def _document(
             break
         spans, total = render(number)
     if form.block or form.filler:  # large entries leave room
-        spans, _ = render(number, _padding(rng, length_tokens - total, count))
+        spans, _ = render(number, _draw_padding(rng, length_tokens - total, count))
     return spans
 
 
-def _padding(rng: random.Random, room: int, count: Count) -> str:
-    """Draws comment lines of at most `room` tokens."""
+def _draw_padding(rng: random.Random, room: int, count: Count) -> str:
+    """Draw comment lines of at most `room` tokens."""
     lines = ""
     while True:
         line = f"# see {rng.choice(KEY_WORDS)} and {rng.choice(KEY_WORDS)}\n"
@@ -290,31 +257,13 @@ def _padding(rng: random.Random, room: int, count: Count) -> str:
         lines += line
 
 
-def _entry(rng: random.Random, form: Form, key: str, value: str, filler: Filler) -> str:
-    text = form.entry.format(key=key, value=value)
-    return filler(rng) + "\n" + text if form.filler else text
-
-
-def _question(form: Form, key: str, value: str, again: bool) -> list[Span]:
+def _question_spans(form: Form, key: str, value: str, again: bool) -> list[Span]:
     text = (form.again if again else "") + form.question.format(key=key)
     return [Span(text, False), Span(form.answer.format(value=value), True), Span(form.close, True)]
 
 
-def _verbatim(rng: random.Random, length_tokens: int, count: Count) -> list[Span]:
-    """A random text and its repetition, which is all to be learnt."""
-    values = _value_maker(rng, block=True)
-    sample = values()
-    # The text stands there twice, and headings need some room.
-    lines = max(1, int(0.45 * length_tokens / (count(sample) + 1)))
-    text = "\n".join(values() for _ in range(lines))
-    while lines > 1 and 2 * count(text) + 16 > length_tokens:
-        lines = max(1, int(lines * 0.9))
-        text = "\n".join(values() for _ in range(lines))
-    return [Span(f"### text\n{text}\n### again\n", False), Span(f"{text}\n", True)]
-
-
 def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
-    """Chooses a style of keys; the result draws that many distinct keys, shuffled, in families."""
+    """Choose a style of keys; the result draws that many distinct keys, shuffled, in families."""
     style = rng.choice(("hex", "digits", "words"))
     alphabet = {"hex": HEX, "digits": DIGITS, "words": KEY_WORDS}[style]
     prefix = rng.choice(PREFIXES)
@@ -345,8 +294,8 @@ def _key_maker(rng: random.Random) -> Callable[[int], list[str]]:
     return draw
 
 
-def _value_maker(rng: random.Random, block: bool) -> Callable[[], str]:
-    """Chooses a style of values; each call of the result draws one.
+def value_maker(rng: random.Random, block: bool) -> Callable[[], str]:
+    """Choose a style of values; each call of the result draws one.
 
     Blocks may be made of four digits only, so that many places of a context look alike for a few tokens.
     """
@@ -382,7 +331,7 @@ STATEMENTS = (
 
 
 def code_filler(rng: random.Random) -> str:
-    """Draws a small Python function that has nothing to do with the entries around it."""
+    """Draw a small Python function that has nothing to do with the entries around it."""
     a, b = rng.sample(NOUNS, 2)
     verb = rng.choice(VERBS)
     lines = [

@@ -1,66 +1,51 @@
-"""What an evaluation found, as data and as text: JSON, markdown, and rows for the terminal.
+"""What an evaluation measures and finds: its sizes, the schemes it compares, and the report as data, text and plot.
 
-How much is measured: the options of an evaluation, and the schemes it compares.
-
-A field's doc is its command-line help, as in config.py.
-
-The plot of an evaluation: quality against bytes per token.
-
-The only user of matplotlib, which is optional.
+A field's doc is its command-line help, as in config.py. Only the plot needs matplotlib, which is optional.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nibble.config import Config, default_of
+from nibble.config import Config, option
 from nibble.errors import ConfigError
 
 RECALL_LENGTHS = (1024, 2048, 4096, 8192)
 LAYERS_MARK = "@"
-YARDSTICK = next(str(default_of(option)) for option in fields(Config) if option.name == "kv_format")
+YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
-
-
-def _option(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+LEAST = {"tokens": 2, "window": 2, "stride": 1, "recall_cases": 0, "attention_tokens": 0}
+"""The smallest values of sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What to measure, and on how much. Everything that is drawn follows from `seed`."""
 
-    tokens: int = _option(8192, "Tokens of the text that are scored.")
-    window: int | None = _option(
+    tokens: int = option(8192, "Tokens of the text that are scored.")
+    window: int | None = option(
         None, "Tokens of a window; the model's context, or as much as 1 GiB of logits."
     )
-    stride: int | None = _option(
+    stride: int | None = option(
         None, "Tokens scored in each window after the first; window - 1, if left out."
     )
-    recall_cases: int = _option(8, "Recall questions at each context length; 0 for none.")
-    recall_lengths: tuple[int, ...] = _option(
+    recall_cases: int = option(8, "Recall questions at each context length; 0 for none.")
+    recall_lengths: tuple[int, ...] = option(
         (), "Context lengths of recall; 1024 to 8192 as the model allows."
     )
-    attention_tokens: int = _option(
+    attention_tokens: int = option(
         1024, "Tokens over which the attention error of each layer is taken; 0: none."
     )
-    yardstick: str = _option(YARDSTICK, "The scheme that all others are compared with.")
-    seed: int = _option(0, "Seed of the recall questions.")
+    yardstick: str = option(YARDSTICK, "The scheme that all others are compared with.")
+    seed: int = option(0, "Seed of the recall questions.")
 
     def __post_init__(self) -> None:
         # Callers may give a list, and a frozen dataclass is to be hashable.
         object.__setattr__(self, "recall_lengths", tuple(self.recall_lengths))
-        for name, least in (
-            ("tokens", 2),
-            ("window", 2),
-            ("stride", 1),
-            ("recall_cases", 0),
-            ("attention_tokens", 0),
-        ):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
@@ -68,25 +53,17 @@ class Sizes:
             raise ConfigError(f"stride {self.stride} must be smaller than the window of {self.window} tokens")
 
     def lengths(self, max_context: int) -> tuple[int, ...]:
-        """Context lengths of recall; one that was asked for and does not fit is a ConfigError."""
-        if beyond := [length for length in self.recall_lengths if length > max_context]:
-            raise ConfigError(
-                f"recall length {beyond[0]} is more than the model's context of {max_context} tokens"
-            )
+        """Return context lengths of recall; raise ConfigError where one that was asked for does not fit."""
+        for length in self.recall_lengths:
+            if length > max_context:
+                raise ConfigError(
+                    f"recall length {length} is more than the model's context of {max_context} tokens"
+                )
         return self.recall_lengths or tuple(length for length in RECALL_LENGTHS if length <= max_context)
 
 
 QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tokens=256)
 """A first impression, in about an eighth of the time."""
-
-
-def sizes(quick: bool = False, values: Mapping[str, Any] | None = None) -> Sizes:
-    """Return the full or the quick sizes, with `values` in their place; None and empty values do not count."""
-    base = QUICK if quick else Sizes()
-    # A repeatable option that was left out is an empty list, not None.
-    return replace(
-        base, **{name: value for name, value in (values or {}).items() if value not in (None, (), [])}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +75,18 @@ class Entry:
 
     @classmethod
     def parse(cls, text: str) -> Entry:
-        """An entry from its name; the layers follow --kv-layers."""
+        """Parse an entry's name; the layers follow --kv-layers."""
         scheme, mark, layers = text.partition(LAYERS_MARK)
         if not scheme.strip() or (mark and not layers.strip()):
             raise ConfigError(
                 f"cannot read {text!r} as a scheme; write it as nvfp4 or nvfp4{LAYERS_MARK}0,-1=fp8_e4m3"
             )
         return cls(scheme.strip(), layers.strip())
+
+    @classmethod
+    def of(cls, config: Config) -> Entry:
+        """Return what a config serves."""
+        return cls(config.kv_format, config.kv_layers)
 
     @property
     def name(self) -> str:
@@ -116,8 +98,8 @@ COMBINATIONS = ("nvfp4+rot", "nvfp4+kmean+rot", "nvfp4@0,-1=fp8_e4m3")
 """Remedies for what naive 4-bit loses, measured unless schemes are named: they cost no bytes, or few."""
 
 
-def parse(names: Iterable[str]) -> tuple[Entry, ...]:
-    """Entries by name, each once, in the order given."""
+def parse_entries(names: Iterable[str]) -> tuple[Entry, ...]:
+    """Return entries by name, each once, in the order given."""
     return tuple(dict.fromkeys(map(Entry.parse, names)))
 
 
@@ -126,92 +108,78 @@ SCHEMA = "nibble-eval-1"
 
 @dataclass(frozen=True, slots=True)
 class SchemeResult:
-    """One scheme. Shares lie in [0, 1]; kl is KL(yardstick || scheme) in nats; ratio is of the yardstick's
-    bytes.
-
-    recall: exact answers by context length. attention_error: relative, by layer. seconds: what measuring
-    took.
-    """
+    """What was measured of one scheme. Shares lie in [0, 1]."""
 
     name: str
     kv_format: str
     kv_layers: str
     bytes_per_token: int
     ratio: float
+    """Bytes of the yardstick over those of the scheme."""
     scales: str
     perplexity: float
     bits_per_byte: float
     top1: float
     kl: float
+    """KL(yardstick || scheme), in nats."""
     kl_p99: float
     recall: Mapping[int, float] = field(default_factory=dict)
+    """Share of exact answers, by context length."""
     attention_error: tuple[float, ...] = ()
+    """Relative, by layer."""
     seconds: float = 0.0
+    """What measuring took."""
 
     @property
     def mean_attention_error(self) -> float | None:
-        """The mean over layers; None where it was not measured."""
+        """Return the mean over layers; None where it was not measured."""
         return sum(self.attention_error) / len(self.attention_error) if self.attention_error else None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An evaluation.
-
-    skipped: schemes that the model cannot take, with the reason. measured: how much, and on what.
-    """
+    """An evaluation."""
 
     model: str
     yardstick: str
     results: tuple[SchemeResult, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    """Schemes that the model cannot take, with the reason."""
     measured: Mapping[str, Any] = field(default_factory=dict)
+    """How much, and on what."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Context lengths at which recall was measured."""
+        """Return context lengths at which recall was measured."""
         return tuple(sorted({length for result in self.results for length in result.recall}))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
-    def as_json(self) -> str:
-        """Return everything as JSON text."""
-        return json.dumps(self.as_dict(), indent=1)
-
     def header(self) -> tuple[str, ...]:
-        """The columns of the table."""
-        recall = tuple(f"recall {_length(length)}" for length in self.lengths)
+        """Return the columns of the table."""
+        recall = tuple(f"recall {_format_length(length)}" for length in self.lengths)
         return ("scheme", "bytes/token", "x fewer", "perplexity", "top-1", "KL", *recall, "attention error")
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """The table's rows as text, the yardstick first."""
+        """Yield the table's rows as text, the yardstick first."""
         for result in self.results:
             error = result.mean_attention_error
-            yield (
-                result.name,
-                f"{result.bytes_per_token:,}",
-                f"{result.ratio:.2f}",
-                f"{result.perplexity:.4g}",
-                f"{result.top1:.1%}",
-                f"{result.kl:.2g}",
-                *(
-                    f"{result.recall[length]:.0%}" if length in result.recall else ""
-                    for length in self.lengths
-                ),
-                "" if error is None else f"{error:.2%}",
-            )
+            # Lengths may differ where the model's context is short.
+            recall = (f"{result.recall[n]:.0%}" if n in result.recall else "" for n in self.lengths)
+            cost = (result.name, f"{result.bytes_per_token:,}", f"{result.ratio:.2f}")
+            quality = (f"{result.perplexity:.4g}", f"{result.top1:.1%}", f"{result.kl:.2g}")
+            yield (*cost, *quality, *recall, "" if error is None else f"{error:.2%}")
 
     def as_markdown(self) -> str:
-        """The table, how it was measured, the attention error by layer, and what was skipped."""
-        return "\n".join(
-            (*_table(self.header(), self.rows()), "", self.caption(), *self._layers(), *self._skipped())
-        )
+        """Return the table, how it was measured, the attention error by layer, and what was skipped."""
+        table = _markdown_table(self.header(), self.rows())
+        return "\n".join((*table, "", self.caption(), *self._layers(), *self._skipped()))
 
     def caption(self) -> str:
-        """How to read the table."""
+        """Return how to read the table."""
         text = self.measured
         where = ", ".join(f"{key} {value}" for key, value in self.environment.items())
         return (
@@ -227,10 +195,8 @@ class Report:
         if results:
             yield "\nAttention error by layer:\n"
             header = ("scheme", *(f"layer {layer}" for layer in range(len(results[0].attention_error))))
-            rows = (
-                (result.name, *(f"{error:.2%}" for error in result.attention_error)) for result in results
-            )
-            yield from _table(header, rows)
+            rows = ((r.name, *(f"{error:.2%}" for error in r.attention_error)) for r in results)
+            yield from _markdown_table(header, rows)
 
     def _skipped(self) -> Iterator[str]:
         if self.skipped:
@@ -239,11 +205,11 @@ class Report:
             yield from (f"- {name}: {reason.splitlines()[0]}" for name, reason in self.skipped.items())
 
 
-def _length(tokens: int) -> str:
+def _format_length(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+def _markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(header)} |"
     # Numbers stand on the right, the name of the scheme on the left.
     yield "|---|" + "---:|" * (len(header) - 1)
@@ -254,17 +220,17 @@ MARKS = "os^vD<>pP*X"
 INSTALL = "pip install 'nibble-llm[plot]'"
 
 
-def require() -> None:
-    """Raises ConfigError where matplotlib is missing: to be called before hours of measuring."""
+def require_matplotlib() -> None:
+    """Raise ConfigError where matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"a plot needs matplotlib, which is not installed: {INSTALL}") from error
 
 
-def plot(report: Report, path: Path) -> None:
-    """Writes a picture (its kind by the file's suffix: png, svg, pdf): KL and recall over bytes per token."""
-    require()
+def write_plot(report: Report, path: Path) -> None:
+    """Write a picture (its kind by the file's suffix: png, svg, pdf): KL and recall over bytes per token."""
+    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -272,9 +238,9 @@ def plot(report: Report, path: Path) -> None:
     # Not pyplot, which would keep the figure and may open a window.
     figure = Figure(figsize=(4.6 * panels + 2.4, 4.2), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    _kl(axes[0], report)
+    _plot_kl(axes[0], report)
     if report.lengths:
-        _recall(axes[1], report)
+        _plot_recall(axes[1], report)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     # Without a date and random ids the same report gives the same file.
     stable = {"Date": None} if path.suffix == ".svg" else {}
@@ -285,30 +251,30 @@ def plot(report: Report, path: Path) -> None:
             raise ConfigError(f"cannot write the plot {path}: {error}") from error
 
 
-def _kl(axes: Any, report: Report) -> None:
-    """Distance from the yardstick. The yardstick itself, at 0, is drawn on the axis below all others."""
+def _plot_kl(axes: Any, report: Report) -> None:
+    """Draw the distance from the yardstick. The yardstick itself, at 0, is drawn on the axis below all others."""
     divergences = [result.kl for result in report.results if result.kl > 0]
     floor = min(divergences, default=1e-6) / 2
-    _points(axes, report, [max(result.kl, floor) for result in report.results])
+    _plot_points(axes, report, [max(result.kl, floor) for result in report.results])
     # The divergences of 8 and 4 bits differ by orders of magnitude.
     axes.set_yscale("log")
     axes.set_ylim(bottom=floor)
-    _label(axes, f"KL from {report.yardstick}, nats per token", "Next-token predictions: lower is better")
+    label = f"KL from {report.yardstick}, nats per token"
+    _label_axes(axes, label, "Next-token predictions: lower is better")
 
 
-def _recall(axes: Any, report: Report) -> None:
-    _points(
-        axes, report, [100 * sum(result.recall.values()) / len(result.recall) for result in report.results]
-    )
+def _plot_recall(axes: Any, report: Report) -> None:
+    shares = (result.recall.values() for result in report.results)
+    _plot_points(axes, report, [100 * sum(values) / len(values) for values in shares])
     first, last = report.lengths[0], report.lengths[-1]
     span = f"{first:,} to {last:,}" if first != last else f"{first:,}"
     # A little beyond 0 and 100, so that marks there are not cut.
     axes.set_ylim(-3, 103)
-    _label(axes, "exact answers, %", f"Recall over {span} tokens: higher is better")
+    _label_axes(axes, "exact answers, %", f"Recall over {span} tokens: higher is better")
 
 
-def _points(axes: Any, report: Report, heights: Sequence[float]) -> None:
-    """One mark for each scheme, of its own colour and shape: schemes of the same bytes lie close together."""
+def _plot_points(axes: Any, report: Report, heights: Sequence[float]) -> None:
+    """Draw one mark for each scheme, of its own colour and shape: schemes of the same bytes lie close together."""
     for index, (result, height) in enumerate(zip(report.results, heights, strict=True)):
         mark = MARKS[index % len(MARKS)]
         axes.plot(
@@ -317,7 +283,7 @@ def _points(axes: Any, report: Report, heights: Sequence[float]) -> None:
         )  # fmt: skip
 
 
-def _label(axes: Any, y: str, title: str) -> None:
+def _label_axes(axes: Any, y: str, title: str) -> None:
     axes.set_xlabel("KV cache, bytes per token")
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=10)

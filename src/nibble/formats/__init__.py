@@ -15,7 +15,7 @@ _registry: dict[str, KVFormat] = {}
 
 
 def register(fmt: KVFormat) -> KVFormat:
-    """Adds a format under its name; a second one of the same name is a ConfigError."""
+    """Add a format under its name and return it; a second one of the same name is a ConfigError."""
     # An equal type is no error: a module that is imported again registers its formats again.
     if fmt.name in _registry and type(_registry[fmt.name]) is not type(fmt):
         raise ConfigError(f"a format called {fmt.name!r} is registered already")
@@ -23,29 +23,29 @@ def register(fmt: KVFormat) -> KVFormat:
 
 
 def unregister(name: str) -> None:
-    """Takes a format out again, for tests and for reloading an extension."""
+    """Remove a format, for tests and for reloading an extension."""
     del _registry[name]
 
 
 def get(name: str) -> KVFormat:
-    """The format called `name`; raises ConfigError with the nearest known name."""
+    """Return the format called `name`, or raise ConfigError with the nearest known name."""
     if name not in _registry:
         raise ConfigError(unknown("KV format", name, names()))
     return _registry[name]
 
 
 def plain(dtype: str) -> KVFormat:
-    """The unquantised format that stores values of a compute dtype (`float32`, `bfloat16`, `float16`) as they are."""
+    """Return the unquantised format of a compute dtype: `float32`, `bfloat16` or `float16`."""
     return next(fmt for fmt in _registry.values() if fmt.plain == dtype)
 
 
 def names() -> tuple[str, ...]:
-    """All registered formats, from most to fewest bytes."""
+    """Return the names of all registered formats, from most to fewest bytes."""
     return tuple(_registry)
 
 
 def _discover() -> None:
-    """Registers the FORMATS of every module in this package that has them."""
+    """Register the FORMATS of every module in this package that has them."""
     modules = (
         importlib.import_module(f"{__name__}.{entry.name}") for entry in pkgutil.iter_modules(__path__)
     )

@@ -1,14 +1,10 @@
 """What a KV format is: planes of bytes per token, and the definition of its encoding in torch.
 
-Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes.
+Formats share two things here. E2M1, the 4-bit float of all FP4 formats: codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6, and
+bit 3 is the sign (OCP Microscaling Formats (MX) v1.0, section 5.3.3); scales belong to the formats. And tables from
+bytes to values: on a CPU a look-up is several times faster than a conversion.
 
-E2M1, the 4-bit float of all FP4 formats: codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the sign.
-
-Scales belong to the formats. The value set is OCP Microscaling Formats (MX) v1.0, section 5.3.3.
-
-Shape suffixes: D values, P packed bytes (D / 2).
-
-Decoding bytes by table: what a code means, looked up. On a CPU several times faster than converting.
+Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes (D / 2 of E2M1).
 """
 
 from __future__ import annotations
@@ -16,12 +12,10 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from nibble.errors import ConfigError
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:
@@ -56,53 +50,57 @@ class Plane:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of an item."""
+        """Return the dtype of an item."""
         return torch_dtype(self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes, planned without torch: a dtype's name begins with its kind and its bits."""
-        # By its name, so that a plan of memory needs no torch.
+        """Return the bytes of one token."""
+        # By the dtype's name, which begins with its kind and its bits, so that a plan of memory needs no torch.
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
         assert bits, f"dtype {self.dtype} does not say how many bits it has"
         return int(bits[1]) // 8 * prod(self.shape)
 
 
 class KVFormat(ABC):
-    """How one stream becomes bytes. Subclasses live one to a file, and are the definition for every kernel.
-
-    name: what `--kv-format` and capability rows call it.
-    summary, source: one line each for the docs: what it is, and the spec or kernel that its bytes agree with.
-    block: values of one head that share a scale; head_dim must be a multiple of it.
-    max_value: largest magnitude that a global scale of 1 can store. None where the format needs no global scale.
-    plain: the compute dtype that it stores unchanged, None for a quantised format.
-    """
+    """How one stream becomes bytes. Subclasses live one to a file, and are the definition for every kernel."""
 
     name: ClassVar[str]
+    """What `--kv-format` and capability rows call it."""
     summary: ClassVar[str]
+    """One line for the docs: what it is."""
     source: ClassVar[str]
+    """One line for the docs: the spec or kernel that its bytes agree with."""
     block: ClassVar[int] = 1
+    """Values of one head that share a scale; head_dim must be a multiple of it."""
     max_value: ClassVar[float | None] = None
+    """Largest magnitude that a global scale of 1 can store. None where the format needs no global scale."""
     plain: ClassVar[str | None] = None
+    """The compute dtype that it stores unchanged, None for a quantised format."""
 
     def bound(self, stream: Stream) -> KVFormat:
-        """The format that encodes `stream`: itself, unless it must know more of it than its values show."""
+        """Return the format that encodes `stream`: itself, unless it must know more of it than its values show."""
         return self
 
     @abstractmethod
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
-        """The planes that hold one token of `stream`."""
+        """Return the planes that hold one token of `stream`."""
 
     @abstractmethod
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """x_THD [..., H, D] of any float dtype -> one tensor [..., *plane.shape] per plane; `x_THD` is not written.
+        """Encode values [..., H, D] of any float dtype, which are not written.
 
-        scale: float32, the global scale, broadcastable to [..., H, 1]; 1.0 where the format needs none.
+        Args:
+            x_THD: Values.
+            scale: float32, the global scale, broadcastable to [..., H, 1]; 1.0 where the format needs none.
+
+        Returns:
+            One tensor [..., *plane.shape] per plane.
         """
 
     @abstractmethod
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        """Planes [..., *plane.shape] -> float32 [..., H, D], exactly what attention sees."""
+        """Decode planes [..., *plane.shape] to float32 [..., H, D], exactly what attention sees."""
 
     @property
     def needs_scale(self) -> bool:
@@ -110,7 +108,7 @@ class KVFormat(ABC):
         return self.max_value is not None
 
     def refuses(self, stream: Stream) -> str | None:
-        """Why `stream` cannot be stored in this format, or None."""
+        """Return why `stream` cannot be stored in this format, or None."""
         if stream.dim % self.block:
             return (
                 f"{self.name} shares a scale among {self.block} values of a head, and {stream.name} has heads of "
@@ -118,31 +116,24 @@ class KVFormat(ABC):
             )
         return None
 
-    def check(self, stream: Stream) -> None:
-        """Raises ConfigError where the format refuses `stream`."""
-        if reason := self.refuses(stream):
-            raise ConfigError(reason)
-
     def bytes_per_token(self, stream: Stream) -> int:
-        """Bytes that one token of `stream` takes, the sum over the planes."""
+        """Return the bytes that one token of `stream` takes, the sum over the planes."""
         return sum(plane.bytes_per_token for plane in self.planes(stream))
 
 
-MAX = 6.0
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-TIES_TO_EVEN = (False, True, False, True, False, True, False)
-"""For each midpoint between neighbouring codes, whether a value that lies on it goes to the upper code."""
-TIES_AWAY = (True,) * 7
+E2M1_MAX = 6.0
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @functools.cache
-def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
-    """Largest float32 values that still belong to the lower of two neighbouring codes."""
+def _e2m1_thresholds(ties_away: bool, device: torch.device) -> Tensor:
+    """Return the largest float32 values that still belong to the lower of two neighbouring codes."""
     import torch
 
-    middle = torch.tensor(_MIDPOINTS, dtype=torch.float32)
+    # Whether a value that lies on a midpoint goes to the upper code: always, or where that code is even.
+    up = [ties_away or code % 2 == 0 for code in range(1, 8)]
+    middle = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float32)
     # bucketize() puts a value on a threshold into the lower bucket. One float below the midpoint,
     # the threshold sends the midpoint itself up.
     below = torch.nextafter(middle, torch.zeros(()))
@@ -150,42 +141,42 @@ def _thresholds(up: Sequence[bool], device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _pairs(device: torch.device) -> Tensor:
-    """int64 [256]: the two float32 values of every byte, side by side, to be looked up as one."""
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """Return int64 [256]: the two float32 values of every byte, side by side, to be looked up as one."""
     import torch
 
-    values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), dtype=torch.float32)
+    values = torch.tensor((*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)), dtype=torch.float32)
     byte = torch.arange(256)
     # The low half of a byte is the even value. Both values together are the 8 bytes of one int64.
     pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
     return pairs.view(torch.int64).flatten().to(device)
 
 
-def pack(x_D: Tensor, negative_D: Tensor, up: Sequence[bool] = TIES_TO_EVEN) -> Tensor:
-    """float32 [..., D] -> uint8 [..., P]: nearest codes of |x|, saturating at 6, with the signs of `negative_D`.
+def pack_e2m1(x_D: Tensor, negative_D: Tensor, ties_away: bool = False) -> Tensor:
+    """Pack float32 [..., D] into uint8 [..., P]: nearest codes of |x|, saturating at 6, with signs of their own.
 
     Args:
         x_D: Values, already divided by their scale.
         negative_D: Bool, which codes get the sign bit.
-        up: For each midpoint, whether a value on it goes to the upper code.
+        ties_away: Whether a value midway between two codes goes to the upper one; else to the even one.
     """
     import torch
 
-    codes_D = torch.bucketize(x_D.abs(), _thresholds(up, x_D.device), out_int32=True)
+    codes_D = torch.bucketize(x_D.abs(), _e2m1_thresholds(ties_away, x_D.device), out_int32=True)
     # Callers differ in whether -0.0 has a sign, so they say what is negative.
     codes_D += negative_D.to(torch.int32) << 3
     return (codes_D[..., 0::2] + (codes_D[..., 1::2] << 4)).to(torch.uint8)
 
 
-def unpack(packed_P: Tensor) -> Tensor:
-    """uint8 [..., P] -> float32 [..., D]."""
+def unpack_e2m1(packed_P: Tensor) -> Tensor:
+    """Unpack uint8 [..., P] into float32 [..., D]."""
     import torch
 
-    return look_up(packed_P, _pairs(packed_P.device)).view(torch.float32)
+    return look_up(packed_P, _e2m1_pairs(packed_P.device)).view(torch.float32)
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:
-    """One-byte codes [...] and table [256] -> table's values [...]."""
+    """Return the values [...] that a table [256] has for one-byte codes [...]."""
     import torch
 
     # As int32, because index_select() takes no 8-bit indices.
@@ -194,12 +185,12 @@ def look_up(codes: Tensor, table: Tensor) -> Tensor:
 
 @functools.cache
 def float_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """float32 [256]: the value of every code of an 8-bit float dtype."""
+    """Return float32 [256]: the value of every code of an 8-bit float dtype."""
     import torch
 
     return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
 
 
 def to_float(codes: Tensor) -> Tensor:
-    """An 8-bit float tensor in float32, exactly."""
+    """Return an 8-bit float tensor in float32, exactly."""
     return look_up(codes, float_table(codes.dtype, codes.device))

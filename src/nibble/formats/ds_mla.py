@@ -1,5 +1,6 @@
-"""Latents of MLA with their rotary part in BF16: `fp8_ds_mla` and `nvfp4_ds_mla`. Only the latent proper is quantised;
-rotary values carry positions, and are few.
+"""Latents of MLA with their rotary part in BF16: `fp8_ds_mla` and `nvfp4_ds_mla`.
+
+Only the latent proper is quantised; rotary values carry positions, and are few.
 
 fp8_ds_mla: E4M3 values, an FP32 scale per tile of 128 of them, rotary values: 512 + 16 + 128 = 656 bytes for 512 + 64.
 A tile's scale is amax / 448, at least 1e-4, rounded up to a power of two. In the packing `record` a token's bytes are
@@ -8,35 +9,31 @@ those that FlashMLA's sparse decoding reads (its tests/quant.py, V32).
 nvfp4_ds_mla: the latent as formats/nvfp4.py stores it, and rotary values: 256 + 32 + 128 = 416 bytes.
 
 Infinities saturate; a NaN makes the scale of its tile, or block, NaN: the damage is seen, and stays there.
-
-Index keys of sparse attention: E4M3 values and one FP32 scale a token, 128 + 4 = 132 bytes for 128 values.
-
-scale = amax / 448, at least 1e-4 / 448, rounded up to a power of two, as DeepSeek V3.2 does for its indexer. An indexer
-only ranks tokens, so 8 bits suffice; unquantised schemes keep index keys unquantised too.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from nibble.formats.base import KVFormat, Plane, to_float
-from nibble.formats.fp8 import E4M3_MAX, scaled_e4m3
+from nibble.formats.fp8 import scaled_e4m3
 from nibble.formats.nvfp4 import NVFP4
-from nibble.model_spec import INDEX, LATENT, Stream
+from nibble.model_spec import LATENT, Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TILE = 128
-# A tile of zeros needs a scale above 0 too.
 LEAST = 1e-4
+"""The least scale of a tile: one of zeros needs a scale above 0 too."""
 
 
 class _Latent(KVFormat):
     """The latent in some planes, then its rotary part, if it has one, in another."""
 
+    proper: ClassVar[KVFormat]
+    """The format of the latent proper, of two planes."""
     rope = 0
     """Rotary values at the end of what is encoded; known to a format that is bound to a stream."""
 
@@ -48,20 +45,17 @@ class _Latent(KVFormat):
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
         rope = (Plane("rope", "bfloat16", (stream.heads, stream.rope)),) if stream.rope else ()
-        return (*self._planes(_without_rope(stream)), *rope)
+        return (*self.proper.planes(_without_rope(stream)), *rope)
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         values = x_THD.shape[-1] - self.rope
-        rope = (x_THD[..., values:].to(torch.bfloat16),) if self.rope else ()
-        return (*self._encode(x_THD[..., :values], scale), *rope)
+        rope = (x_THD[..., values:].bfloat16(),) if self.rope else ()
+        return (*self.proper.encode(x_THD[..., :values], scale), *rope)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         import torch
 
-        # The first two planes hold the latent proper, in both formats.
-        values = self._decode(planes[:2], scale)
+        values = self.proper.decode(planes[:2], scale)
         return torch.cat((values, planes[2].float()), -1) if len(planes) > 2 else values
 
     def refuses(self, stream: Stream) -> str | None:
@@ -70,19 +64,25 @@ class _Latent(KVFormat):
         # Only the latent proper must divide into blocks; rotary values are stored as they are.
         return super().refuses(_without_rope(stream))
 
-    @abstractmethod
-    def _planes(self, stream: Stream) -> tuple[Plane, Plane]:
-        """The planes of the latent proper: values, and scales."""
-
-    @abstractmethod
-    def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]: ...
-
-    @abstractmethod
-    def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor: ...
-
 
 def _without_rope(stream: Stream) -> Stream:
     return Stream(stream.name, stream.heads, stream.dim - stream.rope)
+
+
+class _FP8Tiles(KVFormat):
+    """E4M3 values with a float32 scale per tile."""
+
+    def planes(self, stream: Stream) -> tuple[Plane, ...]:
+        data = Plane("data", "float8_e4m3fn", (stream.heads, stream.dim))
+        return data, Plane("scale", "float32", (stream.heads, stream.dim // TILE))
+
+    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        codes, scales = scaled_e4m3(x_THD.unflatten(-1, (-1, TILE)), LEAST)
+        return codes.flatten(-2), scales
+
+    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
+        codes, scales = planes
+        return to_float(codes).unflatten(-1, (-1, TILE)).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
 class FP8DsMla(_Latent):
@@ -91,19 +91,7 @@ class FP8DsMla(_Latent):
     name = "fp8_ds_mla"
     summary = "latents of MLA: E4M3 with an FP32 scale per 128 values, rotary values in BF16"
     source = "FlashMLA, sparse decoding for DeepSeek V3.2"
-    block = TILE
-
-    def _planes(self, stream: Stream) -> tuple[Plane, Plane]:
-        data = Plane("data", "float8_e4m3fn", (stream.heads, stream.dim))
-        return data, Plane("scale", "float32", (stream.heads, stream.dim // TILE))
-
-    def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        codes, scales = scaled_e4m3(x_THD.unflatten(-1, (-1, TILE)), LEAST)
-        return codes.flatten(-2), scales
-
-    def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        codes, scales = planes
-        return to_float(codes).unflatten(-1, (-1, TILE)).mul_(scales.unsqueeze(-1)).flatten(-2)
+    block, proper = TILE, _FP8Tiles()
 
 
 class NVFP4DsMla(_Latent):
@@ -112,49 +100,7 @@ class NVFP4DsMla(_Latent):
     name = "nvfp4_ds_mla"
     summary = "latents of MLA: NVFP4, rotary values in BF16"
     source = "vLLM's and SGLang's nvfp4_ds_mla; the block format is NVIDIA NVFP4"
-    block, max_value = NVFP4.block, NVFP4.max_value
-    _codec = NVFP4()
-
-    def _planes(self, stream: Stream) -> tuple[Plane, Plane]:
-        data, scale = self._codec.planes(stream)
-        return data, scale
-
-    def _encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        return self._codec.encode(x_THD, scale)
-
-    def _decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        return self._codec.decode(planes, scale)
+    block, max_value, proper = NVFP4.block, NVFP4.max_value, NVFP4()
 
 
-# DeepSeek bounds amax by 1e-4; the bound here is on the scale.
-LEAST_INDEX_SCALE = 1e-4 / E4M3_MAX
-
-
-class IndexFP8(KVFormat):
-    """Index keys of sparse attention: E4M3 values with a float32 scale per token."""
-
-    name = "index_fp8"
-    summary = "index keys of sparse attention: E4M3 with one FP32 scale a token; chosen by itself"
-    source = "DeepSeek V3.2 inference code; DeepGEMM's paged MQA logits"
-
-    def planes(self, stream: Stream) -> tuple[Plane, ...]:
-        """Return the planes of data and scales."""
-        return (
-            Plane("data", "float8_e4m3fn", (stream.heads, stream.dim)),
-            Plane("scale", "float32", (stream.heads,)),
-        )
-
-    def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Encode [T, 1, D] with a scale per token."""
-        return scaled_e4m3(x_THD, LEAST_INDEX_SCALE)
-
-    def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
-        """Decode to float32 [..., 1, D]."""
-        return to_float(planes[0]).mul_(planes[1].unsqueeze(-1))
-
-    def refuses(self, stream: Stream) -> str | None:
-        """Return why `stream` cannot be stored, None if it can."""
-        return None if stream.name == INDEX else f"{self.name} stores index keys, which {stream.name} is not"
-
-
-FORMATS = (FP8DsMla(), NVFP4DsMla(), IndexFP8())
+FORMATS = (FP8DsMla(), NVFP4DsMla())

@@ -20,16 +20,14 @@ E4M3_MAX, MOST = 448.0, 2.0**118
 
 
 def scaled_e4m3(x_BD: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """x_BD in E4M3, and a float32 scale for each row of it: amax / 448, at least `least`, up to a power of two."""
-    import torch
-
+    """Return x_BD in E4M3, and a float32 scale for each row: amax / 448, at least `least`, up to a power of two."""
     x_BD = x_BD.float()
     ideal = (x_BD.abs().amax(-1) / E4M3_MAX).clamp(min=least, max=MOST)
     # Up, and not to the nearest: a smaller power of two would saturate the largest value.
-    scales_B = torch.exp2(ideal.log2().ceil())
+    scales_B = ideal.log2().ceil().exp2()
     # What exceeds the limit, such as an infinity, would become NaN by the cast alone.
     codes = (x_BD / scales_B.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
-    return codes.to(torch.float8_e4m3fn), scales_B
+    return codes.to(torch_dtype("float8_e4m3fn")), scales_B
 
 
 class FP8(KVFormat):

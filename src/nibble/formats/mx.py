@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nibble.formats import base as e2m1
-from nibble.formats.base import KVFormat, Plane, to_float
+from nibble.formats.base import E2M1_MAX, KVFormat, Plane, pack_e2m1, to_float, torch_dtype, unpack_e2m1
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:
@@ -27,12 +26,12 @@ E_MIN, E_MAX = -127, 125
 
 
 class MX(KVFormat):
-    """What both formats share; `exponent` and `ties` are the recipe's."""
+    """What both formats share; `exponent` and `ties_away` are the recipe's."""
 
-    ties: tuple[bool, ...]
+    ties_away = False
 
     def exponent(self, amax: Tensor) -> Tensor:
-        """Finite float32 amax of a block -> float32 exponent, before clamping. Exact, so that every machine agrees."""
+        """Return the float32 exponent of a block by its finite amax, before clamping: exact, so that machines agree."""
         raise NotImplementedError
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
@@ -44,57 +43,48 @@ class MX(KVFormat):
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Encode [T, H, D] block by block."""
-        import torch
-
         x = x_THD.float().unflatten(-1, (-1, self.block))
         amax = x.abs().amax(-1, keepdim=True)
         # frexp() leaves the exponent of NaN and infinity open. NaN returns in the next line.
         exponent = self.exponent(amax.nan_to_num()).clamp_(E_MIN, E_MAX)
-        stored = torch.where(amax.isnan(), NAN_CODE, exponent + BIAS).to(torch.uint8)
-        # A power of two scales without rounding, so pack() rounds the value itself.
-        scaled = torch.ldexp(x, -exponent).flatten(-2)
-        return e2m1.pack(scaled, scaled < 0, self.ties), stored.squeeze(-1)
+        stored = (exponent + BIAS).masked_fill_(amax.isnan(), NAN_CODE).byte()
+        # A power of two scales without rounding, so pack_e2m1() rounds the value itself.
+        scaled = x.ldexp(-exponent).flatten(-2)
+        return pack_e2m1(scaled, scaled < 0, self.ties_away), stored.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         """Decode to float32 [..., H, D]."""
-        import torch
-
         data, stored = planes
-        values = e2m1.unpack(data).unflatten(-1, (-1, self.block))
-        return values.mul_(to_float(stored.view(torch.float8_e8m0fnu)).unsqueeze(-1)).flatten(-2)
+        values = unpack_e2m1(data).unflatten(-1, (-1, self.block))
+        return values.mul_(to_float(stored.view(torch_dtype("float8_e8m0fnu"))).unsqueeze(-1)).flatten(-2)
 
 
 class MXFP4(MX):
     """OCP MXFP4: E2M1 values, an E8M0 scale per 32 of them."""
 
-    name, block, ties = "mxfp4", 32, e2m1.TIES_TO_EVEN
+    name, block = "mxfp4", 32
     summary = "half a byte a value, a power-of-two scale per 32 values, no global scale"
     source = "OCP Microscaling Formats (MX) v1.0"
 
     def exponent(self, amax: Tensor) -> Tensor:
         """Return the block's exponent: floor(log2(amax)) - 2."""
-        import torch
-
-        exponent = torch.frexp(amax)[1] - 1  # floor(log2(amax))
+        exponent = amax.frexp()[1] - 1  # floor(log2(amax))
         # frexp(0) has the exponent of 0.5, so a block of zeros needs a case of its own.
-        return torch.where(amax > 0, exponent.float() - 2, float(E_MIN))
+        return (exponent.float() - 2).masked_fill_(amax == 0, E_MIN)
 
 
 class FP4MX16(MX):
     """E2M1 values, an E8M0 scale per 16 of them, rounded up; ties away from zero."""
 
-    name, block, ties = "fp4_mx16", 16, e2m1.TIES_AWAY
+    name, block, ties_away = "fp4_mx16", 16, True
     summary = "half a byte a value, a power-of-two scale per 16 values, no global scale"
     source = "SGLang's fp4_mx_block16 (earlier fp4_e2m1)"
 
     def exponent(self, amax: Tensor) -> Tensor:
         """Return the block's exponent: ceil(log2(amax / 6))."""
-        import torch
-
-        mantissa, exponent = torch.frexp((amax / e2m1.MAX).clamp(min=1e-10))
-        return (
-            exponent - (mantissa == 0.5).int()
-        ).float()  # ceil(log2): a mantissa is at least 0.5 and below 1
+        mantissa, exponent = (amax / E2M1_MAX).clamp(min=1e-10).frexp()
+        # ceil(log2): a mantissa is at least 0.5 and below 1.
+        return (exponent - (mantissa == 0.5).int()).float()
 
 
 FORMATS = (MXFP4(), FP4MX16())

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from nibble.formats import base as e2m1
-from nibble.formats.base import KVFormat, Plane, to_float, torch_dtype
+from nibble.formats.base import E2M1_MAX, KVFormat, Plane, pack_e2m1, to_float, torch_dtype, unpack_e2m1
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class NVFP4(KVFormat):
     summary = "half a byte a value, an E4M3 scale per 16 values, one FP32 scale per layer and stream"
     source = "NVIDIA NVFP4; FlashInfer's nvfp4 paged KV append; ModelOpt and compressed-tensors checkpoints"
     block = BLOCK
-    max_value = e2m1.MAX * SCALE_MAX
+    max_value = E2M1_MAX * SCALE_MAX
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
         """Return the planes of packed codes and of E4M3 block scales."""
@@ -45,21 +44,20 @@ class NVFP4(KVFormat):
         x = x_THD.float().unflatten(-1, (-1, BLOCK))
         # The scale is per block here, one dimension more than per value: [H, 1] becomes [H, 1, 1].
         scale = scale.unsqueeze(-1) if scale.dim() else scale
-        ideal = x.abs().amax(-1, keepdim=True) / (e2m1.MAX * scale)
+        ideal = x.abs().amax(-1, keepdim=True) / (E2M1_MAX * scale)
         rounded = ideal.clamp_(max=SCALE_MAX).to(torch_dtype("float8_e4m3fn"))
         # Of the rounded scale, because decoding multiplies by that one.
         inverse = (rounded.float() * scale).reciprocal_()
-        inverse.nan_to_num_(
-            nan=math.nan, posinf=0.0
-        )  # a block whose scale is zero is stored as (signed) zeros
+        # A block whose scale is zero is stored as (signed) zeros.
+        inverse.nan_to_num_(nan=math.nan, posinf=0.0)
         scaled = (x * inverse).flatten(-2)
         # By the sign bit and not by x < 0, so that -0.0 keeps its sign.
-        return e2m1.pack(scaled, x_THD.signbit()), rounded.squeeze(-1)
+        return pack_e2m1(scaled, x_THD.signbit()), rounded.squeeze(-1)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         """Decode to float32 [..., H, D]."""
         data, block_scale = planes
-        values = e2m1.unpack(data).unflatten(-1, (-1, BLOCK))
+        values = unpack_e2m1(data).unflatten(-1, (-1, BLOCK))
         # Both scales first: that is one product per block in place of one per value.
         return values.mul_((to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
 

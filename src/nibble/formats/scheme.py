@@ -33,14 +33,17 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """name: as written, aliases resolved. base: the name without transforms. transforms: in the order applied."""
+    """A format for each stream, and transforms of K."""
 
     name: str
+    """As written, aliases resolved."""
     base: str
+    """The name without transforms."""
     transforms: tuple[str, ...] = ()
+    """In the order in which they are applied."""
 
     def format_of(self, stream: Stream) -> KVFormat:
-        """The format of `stream`."""
+        """Return the format of `stream`."""
         name = MIXED[self.base][stream.name] if self.base in MIXED else self.base
         # An unquantised scheme keeps index keys unquantised too.
         if stream.name in COMPANIONS and formats.get(name).plain is None:
@@ -48,29 +51,29 @@ class Scheme:
         return formats.get(name).bound(stream)
 
     def refuses(self, stream: Stream) -> str | None:
-        """Why `stream` cannot be stored in this scheme, or None."""
+        """Return why `stream` cannot be stored in this scheme, or None."""
         if self.base in MIXED and stream.name not in MIXED[self.base]:
             return f"{self.base} has no format for the stream {stream.name!r}"
         return self.format_of(stream).refuses(stream)
 
 
 def names() -> tuple[str, ...]:
-    """All schemes without transforms: the formats, then the mixed ones."""
+    """Return the names of all schemes without transforms: the formats, then the mixed ones."""
     return (*(name for name in formats.names() if name not in COMPANIONS.values()), *MIXED)
 
 
 def fitting(*streams: Stream) -> tuple[str, ...]:
-    """The schemes that can store all of these streams."""
+    """Return the schemes that can store all of these streams."""
     return tuple(name for name in names() if not any(parse(name).refuses(stream) for stream in streams))
 
 
 def bytes_per_token(name: str, streams: Iterable[Stream]) -> int:
-    """Bytes that a scheme takes for a token of these streams."""
+    """Return the bytes that a scheme takes for a token of these streams."""
     return sum(parse(name).format_of(stream).bytes_per_token(stream) for stream in streams)
 
 
 def parse(text: str) -> Scheme:
-    """`nvfp4`, `k8v4`, `nvfp4+rot`... -> Scheme; raises ConfigError with the nearest known name."""
+    """Return the scheme that `nvfp4`, `k8v4`, `nvfp4+rot`... names, or raise ConfigError with the nearest name."""
     base, *transforms = text.strip().lower().split("+")
     base = ALIASES.get(base, base)
     if base not in names():

@@ -27,19 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """key: (k_THD, mean_HD or None) -> float32 k_THD. needs_mean: whether calibration must supply the mean.
-    rotates: whether the query goes the same way (kernels/linear/__init__.py).
-    """
+    """One transform of K."""
 
     name: str
     summary: str
     key: Callable[[Tensor, Tensor | None], Tensor]
+    """(k_THD, mean_HD or None) -> float32 k_THD."""
     needs_mean: bool = False
+    """Whether calibration must supply the mean."""
     shifts_scores: bool = False
+    """Whether scores shift, alike for all keys of a query."""
     rotates: bool = False
+    """Whether the query goes the same way (kernels/linear/__init__.py)."""
 
     def refuses(self, group: LayerGroup) -> str | None:
-        """Why a layer group cannot use this transform, or None."""
+        """Return why a layer group cannot use this transform, or None."""
         if group.kind != "mha":
             return f"{self.name} transforms K heads, and {group.kind} caches a latent instead"
         if self.shifts_scores and (group.sinks or group.softcap):
@@ -51,7 +53,7 @@ class Transform:
 
 @functools.cache
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """float32 [size, size], orthogonal and symmetric; size is a power of two (Sylvester's construction)."""
+    """Return float32 [size, size], orthogonal and symmetric; size is a power of two (Sylvester's construction)."""
     import torch
 
     matrix = torch.ones(1, 1)
@@ -62,7 +64,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 
 
 def rotate(x_THD: Tensor, mean_HD: Tensor | None = None) -> Tensor:
-    """x_THD in float32, block by block times a Hadamard matrix. Its own inverse."""
+    """Multiply x_THD in float32, block by block, by a Hadamard matrix; the operation is its own inverse."""
     dim = x_THD.shape[-1]
     block = dim & -dim  # the largest power of two that divides dim
     blocks = x_THD.float().unflatten(-1, (-1, block))
@@ -87,12 +89,12 @@ _TABLE = {
 
 
 def names() -> tuple[str, ...]:
-    """All transforms, in the order in which they are applied."""
+    """Return the names of all transforms, in the order in which they are applied."""
     return tuple(_TABLE)
 
 
 def get(name: str) -> Transform:
-    """The transform called `name`; raises ConfigError."""
+    """Return the transform called `name`, or raise ConfigError."""
     if name not in _TABLE:
         raise ConfigError(unknown("transform", name, names()))
     return _TABLE[name]

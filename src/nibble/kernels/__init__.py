@@ -2,12 +2,20 @@
 
 In it, __init__.py has the operation's signature and chooses between implementations, naive.py defines it in torch, and
 triton.py, gluon_sm90.py and cuda.py with *.cu files are fast. CONTRIBUTING.md says how one is added.
+
+Here is what they share on the host: which packages can be imported, and sizes of grids, tiles and GPUs. It loads no
+torch.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 MISSING = "is missing"
 
@@ -35,3 +43,53 @@ def _broken(error: BaseException) -> str:
 def triton_present() -> bool:
     """Return whether the implementations in Triton can be imported here."""
     return import_problem("triton") is None
+
+
+SM90 = 90
+"""Compute capability of Hopper, which has kernels of its own (gluon_sm90.py)."""
+MMA_ROWS = 16
+"""Rows of the smallest tile of the tensor cores."""
+UNBOUNDED = 1 << 30
+"""In the place of a bound on stored tokens, or on shared memory, that is not known."""
+ALIGNED = 4
+"""Lists begin at multiples of so many int32, 16 bytes. Triton compiles a kernel anew for pointers off that grid."""
+PREFILL_WORKSPACE = 32768
+"""Tokens that prefill attention dequantises at a time, but for what else their pages hold."""
+
+
+# Triton's own cdiv and next_power_of_2 also work inside kernels, but outside they take a hundred times as long. A
+# decode step calls several of them before each launch.
+def cdiv(n: int, size: int) -> int:
+    """Return how many parts of `size` make up n; the last may be smaller."""
+    # Floor division of the negated number rounds up, in integers alone.
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is n or more; n is positive."""
+    # Of n - 1, so that a power of two stays what it is.
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """A GPU's sizes."""
+
+    arch: int
+    """Compute capability, 90 for SM90; 0 without a GPU."""
+    processors: int
+    memory: int
+    """Bytes of shared memory that a program may have."""
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> GPU:
+    """Return a device's sizes; those of one processor where Triton interprets kernels on the CPU."""
+    if device.type != "cuda":
+        return GPU(0, 1, UNBOUNDED)
+    from torch.cuda import get_device_properties
+
+    properties = get_device_properties(device)
+    # Older stubs do not know this attribute.
+    memory = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
+    return GPU(10 * properties.major + properties.minor, properties.multi_processor_count, memory)

@@ -1,19 +1,14 @@
-"""Pieces that the flash attention kernels share: queries, the state of an online softmax, and rows of output.
+"""Pieces that the flash attention kernels share: queries, the state of an online softmax, rows of output, split-KV.
 
 A format's words decode into PARTS tiles, and part j has the values j, j + PARTS, j + 2 * PARTS... of a row
 (codecs/__init__.py). So queries are loaded part by part, and sums are stored part by part.
 
-Shape suffixes: M rows of a tile (query tokens x heads), N keys of a tile, W words of a row. Names in capitals are
-constants of a kernel.
+Where there are few queries, several programs share the keys of a request, and their results are combined (split-KV).
+How many do is computed on the device, from the lengths that stand there, so that a captured CUDA graph stays right when
+they change. Each program gets about as many keys as any other in the batch, and the grid depends on no length.
 
-Split-KV: how programs share the keys of requests where there are few queries, and how their results are combined.
-
-How many programs share a request's keys is worked out on the device, from the lengths that stand there, so that a
-captured CUDA graph stays right when they change. Each program gets about as many keys as any other in the batch, and
-the grid depends on no length.
-
-Shape suffixes: M rows of a tile, D values of a head, R requests, K sizes of a share, S splits. Names in capitals are
-constants of a kernel.
+Shape suffixes: M rows of a tile (query tokens x heads), N keys of a tile, W words of a row, D values of a head,
+R requests, K sizes of a share, S splits. Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -23,24 +18,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels import next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MIN_PEAK = tl.constexpr(
-    -1e30
-)  # where a running maximum starts; not -inf, whose difference with itself is NaN
+# Where a running maximum starts. Not -inf, whose difference with itself is NaN.
+MIN_PEAK = tl.constexpr(-1e30)
 MAX_FP16 = tl.constexpr(65504.0)
 
 
 @triton.jit
 def load_queries(
-    q, at_M, live_M, PARTS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr
+    q, offset_M, live_M, PARTS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Load query rows as PARTS tiles [M, WIDTH], whose values meet those of the parts of keys.
 
     Args:
         q: Pointer to the queries.
-        at_M: Offset of each row's first value.
+        offset_M: Offset of each row's first value.
         live_M: Which rows there are; the others become zeros.
         PARTS: Parts of a decoded word of keys.
         WIDTH: Words of a row of keys, padded to a power of two.
@@ -53,9 +47,8 @@ def load_queries(
     parts = ()
     for j in tl.static_range(PARTS):
         value = tl.arange(0, WIDTH) * PARTS + j
-        x = tl.load(
-            q + at_M[:, None] + value[None, :], mask=live_M[:, None] & (value < DIM)[None, :], other=0.0
-        )
+        keep = live_M[:, None] & (value < DIM)[None, :]
+        x = tl.load(q + offset_M[:, None] + value[None, :], mask=keep, other=0.0)
         # bfloat16 and float32 reach further than float16, in which some formats decode
         if x.dtype != tl.float16 and tl.float16 == DTYPE:
             x = tl.clamp(x.to(tl.float32), -MAX_FP16, MAX_FP16, propagate_nan=tl.PropagateNan.ALL)
@@ -102,15 +95,17 @@ def add_values(sums, weights, values, rescale):
 
 
 @triton.jit
-def store_rows(at_M, sums, factor_M, live_M, DIM: tl.constexpr):
+def store_rows(out_M, sums, factor_M, live_M, DIM: tl.constexpr):
     """Store sums times a factor, to rows of DIM values: each part's where they belong between the others'."""
     PARTS: tl.constexpr = len(sums)
     for j in tl.static_range(PARTS):
         value = tl.arange(0, sums[j].shape[1]) * PARTS + j
         keep = live_M[:, None] & (value < DIM)[None, :]
-        mean = (sums[j] * factor_M[:, None]).to(at_M.dtype.element_ty)
-        tl.store(at_M[:, None] + value[None, :], mean, mask=keep)
+        mean = (sums[j] * factor_M[:, None]).to(out_M.dtype.element_ty)
+        tl.store(out_M[:, None] + value[None, :], mean, mask=keep)
 
+
+# ---- split-KV --------------------------------------------------------------------------------------------------------
 
 MIN_KEYS_PER_SPLIT = tl.constexpr(256)
 """Keys from which a program of its own is worth while."""
@@ -125,31 +120,31 @@ MIN_REQUESTS = 32
 
 
 @triton.jit
-def _split_counts(keys_R, live_R, slots, K: tl.constexpr):
-    """Return how many programs share each request's keys: together at most requests + K / 2 * slots.
+def _split_counts(keys_R, live_R, concurrency, K: tl.constexpr):
+    """Return how many programs share each request's keys: together at most requests + K / 2 * concurrency.
 
     Of K sizes of a share, up to twice what is fair, the one that is done first. Programs that all run at once take as
     long as the longest. Others keep the GPU busy until the last of them has it for itself.
     """
-    fair = tl.sum(keys_R) / slots
+    fair = tl.sum(keys_R) / concurrency
     each_K = tl.maximum(fair * (1.0 + tl.arange(0, K)) * (2.0 / K), MIN_KEYS_PER_SPLIT)
     splits_KR = tl.maximum(tl.ceil(keys_R[None, :] / each_K[:, None]), 1.0) * live_R[None, :]
     programs_K = tl.sum(splits_KR, 1)
     longest_K = tl.max(keys_R[None, :] / tl.maximum(splits_KR, 1.0), 1)
-    queued_K = fair + TAIL_COST * longest_K + LAUNCH_COST_KEYS * programs_K / slots
-    best = tl.argmin(tl.where(programs_K <= slots, longest_K, queued_K), 0)
+    queued_K = fair + TAIL_COST * longest_K + LAUNCH_COST_KEYS * programs_K / concurrency
+    best = tl.argmin(tl.where(programs_K <= concurrency, longest_K, queued_K), 0)
     return tl.sum(tl.where((tl.arange(0, K) == best)[:, None], splits_KR, 0.0), 0).to(tl.int32)
 
 
 @triton.jit
-def assign_split(program, seq_lens, requests, slots, max_keys, R: tl.constexpr, K: tl.constexpr):
+def assign_split(program, seq_lens, requests, concurrency, max_keys, R: tl.constexpr, K: tl.constexpr):
     """Assign a share of a request's keys to a program.
 
     Args:
         program: Index of the program among those of one tile of queries.
         seq_lens: Pointer to the stored tokens of each request.
         requests: How many requests there are.
-        slots: How many programs run at a time.
+        concurrency: How many programs run at a time.
         max_keys: Most keys that a request sees.
         R: Requests, padded to a power of two.
         K: Sizes of a share that are compared.
@@ -159,7 +154,7 @@ def assign_split(program, seq_lens, requests, slots, max_keys, R: tl.constexpr, 
     """
     r_R = tl.arange(0, R)
     keys_R = tl.minimum(tl.load(seq_lens + r_R, mask=r_R < requests, other=0), max_keys).to(tl.float32)
-    splits_R = _split_counts(keys_R, (r_R < requests).to(tl.float32), slots, K)
+    splits_R = _split_counts(keys_R, (r_R < requests).to(tl.float32), concurrency, K)
     request = tl.sum((tl.cumsum(splits_R) <= program).to(tl.int32))
     before = tl.sum(tl.where(r_R < request, splits_R, 0))
     return request, program - before, tl.sum(tl.where(r_R == request, splits_R, 0))
@@ -235,9 +230,8 @@ def store_tile(
         out_M = row_M.to(tl.int64) * (tl.num_programs(1) * GROUP) + head_M
         store_rows(out + out_M * DIM, sums, factor_M, live_M, DIM)
     elif SPLIT:
-        part_M = _first_part_row(program, tile, tl.num_programs(0), group, tl.num_programs(1), M) + tl.arange(
-            0, M
-        )
+        first = _first_part_row(program, tile, tl.num_programs(0), group, tl.num_programs(1), M)
+        part_M = first + tl.arange(0, M)
         store_rows(parts + part_M * DIM, sums, factor_M, live_M, DIM)
         # A log-sum-exp of -inf gives this part no weight in combine_kernel.
         lse_M = tl.where(empty_M, float("-inf"), peak_M + tl.log2(total_M))
@@ -289,28 +283,38 @@ def combine_kernel(
     tl.store(out + out_row * DIM + d_D, mean_D.to(out.dtype.element_ty), mask=d_D < DIM)
 
 
+def concurrency_of(programs: int, max_seq_len: int) -> int:
+    """Return how many programs keys are split among, of those that run at a time; 0 where requests are short."""
+    return programs if max_seq_len > MIN_KEYS_PER_SPLIT.value else 0
+
+
 def padded_requests(requests: int) -> int:
     """Return how many requests a kernel is compiled for that serves so many."""
     return max(next_power_of_2(requests), MIN_REQUESTS)
 
 
 def workspace(
-    programs: int, rows: int, dim: int, requests: int, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    out: Tensor, requests: int, concurrency: int, rows: int, dim: int
+) -> tuple[int, Tensor, Tensor, Tensor]:
     """Allocate what programs leave to be combined.
 
     Args:
-        programs: Programs for one tile of queries and group of heads.
+        out: The output. It stands in for the workspace where keys are not split.
+        requests: Requests of the batch.
+        concurrency: Programs that run at a time; keys are split if more than 1.
         rows: Rows of all tiles and groups of a request.
         dim: Values of a row.
-        requests: Requests of the batch.
-        out: A tensor on the same device.
 
     Returns:
-        Float32 parts of rows and their log-sum-exps, and int32 [requests, 2]: the first program of each request and
-        its splits.
+        How many programs one tile of queries and group of heads has; float32 parts of rows and their log-sum-exps, and
+        int32 [requests, 2]: the first program of each request and its splits.
     """
+    if concurrency <= 1:
+        return requests, out, out, out
+    # The bound of _split_counts(): lengths stand on the device, and the grid depends on none.
+    programs = requests + SHARE_SIZES // 2 * concurrency
     return (
+        programs,
         out.new_empty(programs * rows, dim, dtype=torch.float32),
         out.new_empty(programs * rows, dtype=torch.float32),
         out.new_empty(requests, 2, dtype=torch.int32),

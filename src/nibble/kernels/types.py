@@ -1,4 +1,4 @@
-"""What every kernel is given: the pages of a stream, the requests of a step, and what a layer asks of them.
+"""Arguments of every kernel: the pages of a stream, the requests of a step, and parameters of a layer.
 
 One set of types goes from the model runner to a kernel. All of them are frozen: a kernel reads them, nobody edits them.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -40,6 +41,12 @@ class Paged:
     def page_size(self) -> int:
         """Return the number of tokens in a page."""
         return self.planes_PHS[0].shape[2]
+
+
+def is_aligned(plane_PHS: Tensor, size: int) -> bool:
+    """Return whether a plane's rows begin at multiples of so many bytes, which a copy takes at a time."""
+    steps = plane_PHS.storage_offset(), plane_PHS.stride(0), plane_PHS.stride(2)
+    return all(step * plane_PHS.itemsize % size == 0 for step in steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,17 +92,9 @@ class AttentionBatch:
             page_table_BN: int32 pages of each request.
         """
         starts = tuple(accumulate(query_lens, initial=0))
-        device = page_table_BN.device
-        return cls(
-            phase,
-            start,
-            start + starts[-1],
-            tuple(query_lens),
-            tuple(seq_lens),
-            page_table_BN,
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        )
+        on_device = partial(torch.tensor, dtype=torch.int32, device=page_table_BN.device)
+        lens, lens_on_device = (tuple(query_lens), tuple(seq_lens)), (on_device(starts), on_device(seq_lens))
+        return cls(phase, start, start + starts[-1], *lens, page_table_BN, *lens_on_device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,8 @@ class Indexer(nn.Module):
 
     def __init__(self, source: Any) -> None:
         super().__init__()
-        self.wq_b, self.wk, self.k_norm, self.weights_proj = (
-            source.wq_b,
-            source.wk,
-            source.k_norm,
-            source.weights_proj,
-        )
+        self.wq_b, self.wk = source.wq_b, source.wk
+        self.k_norm, self.weights_proj = source.k_norm, source.weights_proj
         self.heads, self.rope, self.top_k = source.n_heads, source.qk_rope_head_dim, source.index_topk
         # Scores are linear in the weights, so both factors are applied to the weights, once a query.
         self.layer, self.scale = source.layer_idx, source.softmax_scale * source.n_heads**-0.5
@@ -86,28 +82,15 @@ def _rotation(indexer: type) -> Callable[..., tuple[Tensor, Tensor]]:
     # Families pair rotary values in two ways, and no attribute says which: only the code does.
     names = inspect.unwrap(indexer.forward).__code__.co_names  # type: ignore[attr-defined]
     rotation = next(name for name in ROTATIONS if name in names)
-    rotate: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[indexer.__module__], rotation)
-    return rotate
+    return getattr(sys.modules[indexer.__module__], rotation)
 
 
-def replace_indexers(model: nn.Module) -> int:
-    """Replace all indexers of `model` in place; return the number of layers."""
-    layers = _dsa_layers(model)
-    for module in layers:
-        module.indexer = Indexer(module.indexer)
-    return len(layers)
-
-
-def indexer_replacements(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the layers of `model` with the indexers that replace_indexers() would set; nothing is changed."""
-    return [(module, {"indexer": Indexer(module.indexer)}) for module in _dsa_layers(model)]
-
-
-def _dsa_layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if _is_indexer(getattr(module, "indexer", None))]
+def indexer_replacements(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the layers of `model` that have an indexer, with the one to set; nothing is changed."""
+    layers: list[Any] = [m for m in model.modules() if _is_indexer(getattr(m, "indexer", None))]
+    return [(layer, {"indexer": Indexer(layer.indexer)}) for layer in layers]
 
 
 def _is_indexer(module: Any) -> bool:
-    return isinstance(module, nn.Module) and all(
-        hasattr(module, name) for name in ("wq_b", "wk", "index_topk")
-    )
+    names = "wq_b", "wk", "index_topk"
+    return isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -30,11 +31,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 def plain(model: nn.Module) -> Forward:
     """Return a forward function that runs the model eagerly."""
-
-    def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
-        return _logits(model, ids, positions, rows_S, ctx)
-
-    return forward
+    return partial(_logits, model)
 
 
 def compiled(model: nn.Module, backend: str = "inductor") -> Forward:
@@ -50,9 +47,11 @@ def compiled(model: nn.Module, backend: str = "inductor") -> Forward:
     step = Step()
     # torch checks the outputs of custom operators for aliases, and under that check no backend could vmap or compile.
     torch._functorch.config.check_custom_op_aliasing = False
-    run: Any = torch.compile(
-        _with_own_code(_logits), fullgraph=True, backend=backend, options=_options(model, backend)
-    )
+    # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
+    # A decode step of an 8B model has hundreds.
+    combine = backend == "inductor" and next(model.parameters()).is_cuda
+    options: Any = {"combo_kernels": True} if combine else None
+    run: Any = torch.compile(_with_own_code(_logits), fullgraph=True, backend=backend, options=options)
     is_compiled = False
 
     def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
@@ -66,14 +65,6 @@ def compiled(model: nn.Module, backend: str = "inductor") -> Forward:
         return logits
 
     return forward
-
-
-def _options(model: nn.Module, backend: str) -> dict[str, Any] | None:
-    """Return the compiler's options."""
-    on_gpu = backend == "inductor" and next(model.parameters()).is_cuda
-    # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
-    # A decode step of an 8B model has hundreds.
-    return {"combo_kernels": True} if on_gpu else None
 
 
 def _compile_call(
@@ -100,7 +91,7 @@ def _without_offset(x: Tensor) -> Tensor:
 
 
 def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext | Step) -> Tensor:
-    logits: Tensor = model(
+    return model(
         input_ids=ids,
         position_ids=positions,
         attention_mask=attention_mask_for(model, ids),
@@ -110,7 +101,6 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
         logits_to_keep=rows_S,
         **{CONTEXT: ctx},
     ).logits[0]
-    return logits
 
 
 def _with_own_code(function: Any) -> Any:

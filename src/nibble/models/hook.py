@@ -18,9 +18,8 @@ from nibble.attention.layer import Step, StepContext, attention, attention_op, s
 from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT
-from nibble.models import mla as latent
-from nibble.models.dsa import Selection, indexer_replacements, replace_indexers
-from nibble.models.mla import AbsorbedProjections, absorb_latents, absorptions
+from nibble.models.dsa import Selection, indexer_replacements
+from nibble.models.mla import ABSORBED, AbsorbedProjections, absorptions
 from nibble.models.refusals import MaskRule
 
 NAME = "nibble"
@@ -31,14 +30,11 @@ CONTEXT = "nibble_ctx"
 """Keyword of model(...) that carries the StepContext to every layer; a Step that holds it if the model is compiled,
 or an Observer."""
 
-HARMLESS = frozenset(
-    {
-        "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions",
-        "output_hidden_states", "output_router_logits", "return_dict", "position_embeddings",
-        "layer_type", "cu_seq_lens_q", "deterministic", "shared_kv_states", "logits_to_keep",
-        "num_items_in_batch", "layer_head_mask", "target_dtype",
-    }
-)  # fmt: skip
+HARMLESS = frozenset({
+    "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "position_embeddings", "layer_type", "cu_seq_lens_q", "deterministic",
+    "shared_kv_states", "logits_to_keep", "num_items_in_batch", "layer_head_mask", "target_dtype",
+})  # fmt: skip
 """Keywords that do not change causal attention over the pages of a request."""
 
 
@@ -68,7 +64,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Families pass their sinks by either name.
     spec = AttentionParams(scale, sliding_window, softcap, s_aux if s_aux is not None else sinks)
-    absorbed: AbsorbedProjections | None = getattr(module, latent.NAME, None)
+    absorbed: AbsorbedProjections | None = getattr(module, ABSORBED, None)
     if absorbed is None:
         call = Call(layer_index(module), query, {"k": key, "v": value}, value.shape[-1], 0, spec, rule)
         return _output(ctx, call, module), None
@@ -107,9 +103,8 @@ def _topk_indices(ctx: StepContext | Step, selection: Selection) -> Tensor:
     if selection.topk_indices_TK is None or selection.ctx is not ctx:
         selection.ctx = ctx
         arguments = selection.layer, selection.q_THD, selection.key_T1D, selection.weights_TH, selection.top_k
-        selection.topk_indices_TK = (
-            select_topk_op(ctx, *arguments) if isinstance(ctx, Step) else select_topk(ctx, *arguments)
-        )
+        select: Any = select_topk_op if isinstance(ctx, Step) else select_topk
+        selection.topk_indices_TK = select(ctx, *arguments)
     return selection.topk_indices_TK
 
 
@@ -192,9 +187,13 @@ _SPARSE = "nibble_sparse"
 
 def adapt(model: Any) -> Any:
     """Adapt `model` in place and return it; models without MLA and sparse attention do not change."""
-    absorb_latents(model)
-    if replace_indexers(model):
-        setattr(model, _SPARSE, True)
+    for module, attributes in adaptations(model):
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        if ABSORBED in attributes:
+            attributes[ABSORBED].contiguous()
+            # The two factors replace it: attention over the latent never expands keys and values.
+            del module.kv_b_proj
     return model
 
 

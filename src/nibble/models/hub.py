@@ -1,15 +1,20 @@
-"""Where a model lies, by its name. No torch or Transformers here: the server asks early."""
+"""Where a model lies, by its name, and what its small files say. No torch or Transformers: the server asks early."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nibble
 from nibble.config import BUNDLED
 from nibble.errors import WeightError
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""File of a checkpoint in which ModelOpt says what it has quantised."""
 
 
 def locate(model: str) -> str:
@@ -31,12 +36,32 @@ def _bundled(name: str) -> Path:
     )
 
 
-_REPORT = "LOAD REPORT"
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint, an empty one where there is no file. Raise WeightError."""
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise WeightError(
+            f"{path} is not a JSON object ({error}); download or save the checkpoint again"
+        ) from error
+
+
+def modelopt_entry(folder: Path) -> dict[str, Any]:
+    """Return what ModelOpt's own file in a checkpoint says, an empty entry where there is none. Raise WeightError."""
+    file = folder / MODELOPT_FILE
+    entry = read_json(file).get("quantization") or {}
+    if not isinstance(entry, dict):
+        raise WeightError(f"{file} is no quantisation config; download or save the checkpoint again")
+    return entry
+
+
 _LOUD = ("transformers.modeling_utils", "transformers.utils.loading_report")
 
 
 def _no_report(record: logging.LogRecord) -> bool:
-    return _REPORT not in record.getMessage()
+    return "LOAD REPORT" not in record.getMessage()
 
 
 @contextmanager

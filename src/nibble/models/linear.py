@@ -1,15 +1,14 @@
-"""Linear layers for the CPU whose result for a token does not depend on the number of tokens.
+"""Linear layers and experts of a model, replaced by faster ones whose results depend on no other tokens.
 
-Plain float32 products sum in another order for 1 token than for 8. Quantised K and V can turn such a last-bit
+On a CPU plain float32 products sum in another order for 1 token than for 8. Quantised K and V can turn such a last-bit
 difference into a whole step, and an answer would depend on the batch. oneDNN products over weights packed for small
-batches do not have that, except for a single row, and are 2 to 3 times faster from 2 tokens on. Without oneDNN,
-layers stay unchanged.
+batches do not have that, except for a single row, and are 2 to 3 times faster from 2 tokens on. Experts, which multiply
+as many rows as they get, use the same products. Without oneDNN, and where weights cannot be packed, all stays as it is.
 
-Experts on a CPU whose result for a token does not depend on the other tokens.
-
-The implementations of Transformers multiply as many rows as an expert gets, and float32 sums differ between 1 row and
-8; linear.py says why that matters and how packed weights avoid it. Experts stay as Transformers has them on a GPU, and
-where weights cannot be packed.
+On a GPU layers that read the same input become one product (queries, keys and values; gate and up). Which layers do is
+observed: the model runs once without weights, and records which linear layers get the same tensor. One wide product
+reads its weights faster than several narrow ones, and a decode step is hardly more than reading weights. Modules keep
+their places and names; the first that is called computes for all. Other large layers use the same kernel for few rows.
 
 Shape suffixes: T tokens, K experts of a token, N rows of one expert, H hidden size.
 """
@@ -18,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
+
+from nibble.kernels import linear
+from nibble.models.observe import record_calls, skeleton
 
 PACKED_FOR = 8
 """Number of tokens that weights are packed for."""
@@ -34,20 +38,18 @@ VECTOR = 32
 
 def is_available() -> bool:
     """Return whether this build of torch can pack weights."""
-    has_onednn = torch.backends.mkldnn.is_available()
-    return bool(has_onednn) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 @functools.cache
-def _linear() -> Any:
+def _onednn_product() -> Any:
     """Return oneDNN's product, looked up once: the lookup costs as much as a small product."""
     return torch.ops.mkldnn._linear_pointwise.default
 
 
 def pack(weight: Tensor) -> Tensor:
     """Pack `weight` [out, in] into an opaque tensor for packed_linear()."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR)
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR)
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,10 +61,9 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         bias: [out].
     """
     if x.numel() > x.shape[-1]:
-        y: Tensor = _linear()(x, packed, bias, "none", [], "")
-        return y
+        return _onednn_product()(x, packed, bias, "none", [], "")
     # A single row is summed in another order than one of several, so it is doubled.
-    pair: Tensor = _linear()(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
+    pair: Tensor = _onednn_product()(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
     return pair[:1].reshape(*x.shape[:-1], -1)
 
 
@@ -78,8 +79,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return the plain weight, unpacked at each access, for models that read its dtype or values."""
-        plain: Tensor = self.packed.to_dense()
-        return plain
+        return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
@@ -101,12 +101,8 @@ class PackedWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            func is F.linear
-            and len(args) > 1
-            and hasattr(args[1], "packed")
-            and args[0].dtype == torch.float32
-        ):
+        is_packed = func is F.linear and len(args) > 1 and hasattr(args[1], "packed")
+        if is_packed and args[0].dtype == torch.float32:
             return packed_linear(args[0], args[1].packed, args[2] if len(args) > 2 else kwargs.get("bias"))
         # Without this, func() would come back to this method.
         with torch._C.DisableTorchFunctionSubclass():
@@ -140,11 +136,11 @@ def pack_linears(model: nn.Module) -> int:
         return 0
     # A list first, because replacing a layer changes what named_children() walks over.
     children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
-    packed = [_replace(parent, name, child) for parent, name, child in children]
+    packed = [_pack_linear(parent, name, child) for parent, name, child in children]
     return sum(packed)
 
 
-def _replace(parent: nn.Module, name: str, child: nn.Module) -> bool:
+def _pack_linear(parent: nn.Module, name: str, child: nn.Module) -> bool:
     """Pack one module if it is a linear layer; return whether it was."""
     # From _parameters, because `weight` may also be a property, as PackedLinear's is.
     weight = child._parameters.get("weight")
@@ -166,27 +162,27 @@ def _replace(parent: nn.Module, name: str, child: nn.Module) -> bool:
     return True
 
 
-NAME = "nibble_packed"
-_PACKED = "nibble_packed_experts"
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_EXPERTS = "nibble_packed"
+_PACKED_EXPERTS = "nibble_packed_experts"
+_EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def pack_experts(model: nn.Module) -> int:
     """Pack the float32 experts of a CPU model in place; return the number of modules with experts."""
     if not is_available():
         return 0
-    modules = [module for module in model.modules() if _packable(module)]
+    modules = [module for module in model.modules() if _has_packable_experts(module)]
     for module in modules:
-        setattr(module, _PACKED, {name: _pack(module, name) for name in _WEIGHTS if hasattr(module, name)})
-        module.config._experts_implementation = NAME  # type: ignore[union-attr]
+        names = [name for name in _EXPERT_WEIGHTS if hasattr(module, name)]
+        setattr(module, _PACKED_EXPERTS, {name: _pack_weights(module, name) for name in names})
+        module.config._experts_implementation = _EXPERTS  # type: ignore[union-attr]
     return len(modules)
 
 
-def _packable(module: Any) -> bool:
+def _has_packable_experts(module: Any) -> bool:
     """Return whether Transformers lets our function compute `module`, and its weights can be packed."""
-    weights = [
-        getattr(module, name) for name in _WEIGHTS if isinstance(getattr(module, name, None), nn.Parameter)
-    ]
+    candidates = [getattr(module, name, None) for name in _EXPERT_WEIGHTS]
+    weights = [weight for weight in candidates if isinstance(weight, nn.Parameter)]
     return (
         # Transformers gives _apply_gate to the classes whose experts a registered function may compute.
         hasattr(type(module), "_apply_gate")
@@ -195,7 +191,7 @@ def _packable(module: Any) -> bool:
     )
 
 
-def _pack(module: Any, name: str) -> list[Tensor]:
+def _pack_weights(module: Any, name: str) -> list[Tensor]:
     """Return the packed weights of each expert and free the plain ones."""
     weights = getattr(module, name).detach()
     # The module lets go of the plain weights: both forms together would take twice the memory.
@@ -204,24 +200,143 @@ def _pack(module: Any, name: str) -> list[Tensor]:
     return [pack(w.T.contiguous() if module.is_transposed else w) for w in weights]
 
 
-def _forward(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def _compute_experts(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the experts' outputs, weighted and summed in the order of experts_TK."""
-    packed = getattr(self, _PACKED)
+    packed = getattr(self, _PACKED_EXPERTS)
     normed = getattr(self, "has_post_expert_norm", False)  # set by Transformers after 5.17
     first = "gate_up_proj" if self.has_gate else "up_proj"
     out_TKH = x_TH.new_zeros(*experts_TK.shape, x_TH.shape[-1])
     for expert in sorted(set(experts_TK.flatten().tolist())):
         tokens, places = (experts_TK == expert).nonzero(as_tuple=True)
-        y = packed_linear(x_TH[tokens], packed[first][expert], _bias(self, first, expert))
+        y = packed_linear(x_TH[tokens], packed[first][expert], _expert_bias(self, first, expert))
         y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
-        y_NH = packed_linear(y, packed["down_proj"][expert], _bias(self, "down_proj", expert))
+        y_NH = packed_linear(y, packed["down_proj"][expert], _expert_bias(self, "down_proj", expert))
         out_TKH[tokens, places] = self.post_expert_norm(y_NH) if normed else y_NH
     # One sum over K, in the order of the token's own experts: other tokens do not change it.
     return (out_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 
-def _bias(self: Any, name: str, expert: int) -> Tensor | None:
+def _expert_bias(self: Any, name: str, expert: int) -> Tensor | None:
     return getattr(self, f"{name}_bias")[expert] if self.has_bias else None
 
 
-ExpertsInterface.register(NAME, _forward)
+ExpertsInterface.register(_EXPERTS, _compute_experts)
+
+
+class _Product:
+    """The product of several layers that read the same input; the result is freed after its last part is read."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int) -> None:
+        self.weight, self.bias, self.parts = weight, bias, parts
+        self.multiply = linear.linear if linear.serves(weight) else F.linear
+        self.x: Tensor | None = None
+        self.y: Tensor | None = None
+        self.num_unread = 0
+
+    def __call__(self, x: Tensor, start: int, stop: int) -> Tensor:
+        # Identity is enough: these layers get the very same tensor.
+        if self.x is not x or self.y is None:
+            # An old result is freed first, so that two never exist at once.
+            self.x = self.y = None
+            self.y = self.multiply(x, self.weight, self.bias)
+            self.x, self.num_unread = x, self.parts
+        part = self.y[..., start:stop]
+        self.num_unread -= 1
+        if not self.num_unread:
+            self.x = self.y = None
+        return part
+
+
+class MergedLinear(nn.Module):
+    """One of several merged layers: rows [start, stop) of their product."""
+
+    def __init__(self, product: _Product, start: int, stop: int) -> None:
+        super().__init__()
+        self.product, self.start, self.stop = product, start, stop
+        # A view of the product's weight: families that read a layer's weight find it, and it takes no memory.
+        self.weight = nn.Parameter(product.weight[start:stop], requires_grad=False)
+        bias = product.bias
+        self.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this layer's part of the product."""
+        return self.product(x, self.start, self.stop)
+
+
+class LargeLinear(nn.Module):
+    """A single layer that kernels/linear computes."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
+        return linear.linear(x, self.weight, self.bias)
+
+
+def merge_and_tune_linears(model: Any) -> None:
+    """Prepare the linear layers of `model` for steps of few tokens, in place.
+
+    The output layer stays as it is: libraries read a weight that large at full speed.
+    """
+    merge_linears(model)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not output and linear.serves(module.weight):
+            model.set_submodule(name, LargeLinear(module))
+
+
+def merge_linears(model: Any) -> int:
+    """Merge linear layers of `model` that read the same input, in place; return the number of layers merged."""
+    groups = [
+        names
+        for names in linears_by_input(model)
+        if _can_merge_layers([model.get_submodule(name) for name in names])
+    ]
+    for names in groups:
+        _merge_layers(model, names)
+    return sum(map(len, groups))
+
+
+def linears_by_input(model: Any) -> list[tuple[str, ...]]:
+    """Return the names of linear layers that get the same tensor, in the order of their calls."""
+    bare: Any = skeleton(deepcopy(model.config))  # a copy: skeleton() changes the config
+    calls: dict[int, list[str]] = {}
+    inputs = []  # kept alive, so that no two have the same id
+
+    def note(name: str, x: Tensor) -> None:
+        inputs.append(x)
+        calls.setdefault(id(x), []).append(name)
+
+    for name, module in bare.named_modules():
+        if type(module) is nn.Linear:
+            # name=name binds the name of this turn; the bare variable would be the last name for all hooks.
+            module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+    record_calls(bare, bare.config.model_type)
+    # A layer that is called twice may get other inputs at the other call.
+    called = [name for names in calls.values() for name in names]
+    return [
+        tuple(names)
+        for names in calls.values()
+        if len(names) > 1 and all(called.count(n) == 1 for n in names)
+    ]
+
+
+def _can_merge_layers(modules: Sequence[nn.Module]) -> bool:
+    """Return whether layers can be merged: plain linear layers of one dtype, all with a bias or none."""
+    if not all(type(module) is nn.Linear for module in modules):
+        return False
+    kinds = {(m.in_features, m.weight.dtype, m.weight.device, m.bias is None) for m in modules}
+    return len(kinds) == 1
+
+
+def _merge_layers(model: Any, names: Sequence[str]) -> None:
+    layers = [model.get_submodule(name) for name in names]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+    product, start = _Product(weight, bias, len(layers)), 0
+    for name, layer in zip(names, layers, strict=True):
+        stop = start + layer.out_features
+        model.set_submodule(name, MergedLinear(product, start, stop))
+        start = stop

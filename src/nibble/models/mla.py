@@ -1,21 +1,20 @@
-"""MLA without expanding: attention over the cached latent itself.
+"""What Nibble changes in a model's MLA layers and rotary embeddings.
 
-Transformers' MLA layers compute a latent and a rotary key for each token, and expand_kv() makes keys and values of all
-heads from them. Here expand_kv() returns the latent itself, and the other factor of each product is applied to the
-query and to the output ("absorbed", DeepSeek-V2, section 2.1.2):
+MLA goes without expanding: attention is over the cached latent itself. Transformers' MLA layers compute a latent and a
+rotary key for each token, and expand_kv() makes keys and values of all heads from them. Here expand_kv() returns the
+latent itself, and the other factor of each product is applied to the query and to the output ("absorbed", DeepSeek-V2,
+section 2.1.2):
 
     q_nope . (up_k latent) = (q_nope up_k) . latent         weights (up_v latent) = up_v (weights latent)
 
 A layer caches rank + rope values a token instead of heads * (key + value). The rest of the family's code is unchanged.
 
+Rotary frequencies do not depend on the batch. Some families choose them by the largest position in the batch, so a
+short request's answer changes when a long one joins. Here they are chosen once, for the longest context that is served;
+keys and queries of a request then always rotate alike. On a GPU cosines and sines are looked up in tables.
+
 Shape suffixes: H heads, T tokens, N query values that are not rotary, R the latent's rank, P rotary values, V values of
 a head's output; a leading 1 is Transformers' batch.
-
-Rotary embeddings whose frequencies do not depend on the batch, and tables of cosines and sines for GPUs.
-
-Some families choose their frequencies by the largest position in the batch, so a short request's answer changes when a
-long one joins. Here they are chosen once, for the longest context that is served; keys and queries of a request then
-always rotate alike.
 """
 
 from __future__ import annotations
@@ -40,26 +39,28 @@ def context_factor(text: PretrainedConfig) -> float:
     """Return by what factor a context may exceed max_position_embeddings; above 1 for `dynamic` only."""
     parameters = getattr(text, "rope_parameters", None) or {}
     entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
-    return max(
-        (float(entry.get("factor", 1)) for entry in entries if entry.get("rope_type") == "dynamic"),
-        default=1.0,
-    )
+    dynamic = [entry for entry in entries if entry.get("rope_type") == "dynamic"]
+    return max((float(entry.get("factor", 1)) for entry in dynamic), default=1.0)
 
 
 def fix_rope(model: nn.Module, max_context: int) -> list[str]:
     """Replace batch-dependent frequencies of `model` in place; return the names of the modules changed."""
     changed = []
     for name, module in model.named_modules():
-        types = getattr(module, "rope_type", None)
-        if isinstance(types, dict):
-            fixed = [_fix_module(module, max_context, layer_type) for layer_type in list(types)]
-        else:
-            fixed = [isinstance(types, str) and _fix_module(module, max_context, None)]
+        fixed = [_fix_frequencies(module, max_context, layer_type) for layer_type in _layer_types(module)]
         changed += [name] if any(fixed) else []
     return changed
 
 
-def _fix_module(module: Any, max_context: int, layer_type: str | None) -> bool:
+def _layer_types(module: Any) -> list[str | None]:
+    """Return the layer types for which a module has frequencies: [None] for one set of all, none if not rotary."""
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, dict):
+        return list(rope_type)
+    return [None] if isinstance(rope_type, str) else []
+
+
+def _fix_frequencies(module: Any, max_context: int, layer_type: str | None) -> bool:
     rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if not any(kind in rope_type for kind in _BATCH_DEPENDENT):
         return False
@@ -72,10 +73,7 @@ def _fix_module(module: Any, max_context: int, layer_type: str | None) -> bool:
     setattr(module, f"{prefix}inv_freq", nn.Buffer(inv_freq.to(buffer.device), persistent=False))
     setattr(module, f"{prefix}attention_scaling", scaling)
     # Without this, forward() would compute frequencies for the batch's largest position again.
-    if layer_type is None:
-        module.rope_type = _FIXED
-    else:
-        module.rope_type = {**module.rope_type, layer_type: _FIXED}
+    module.rope_type = _FIXED if layer_type is None else {**module.rope_type, layer_type: _FIXED}
     return True
 
 
@@ -120,18 +118,15 @@ def tabulate_rope(model: Any, max_context: int) -> list[str]:
     if sum(x.nbytes for tables in usable.values() for pair in tables.values() for x in pair) > LARGEST_TABLES:
         return []
     for name, tables in usable.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, RopeTable(tables))
+        model.set_submodule(name, RopeTable(tables))
     return list(usable)
 
 
 def _is_rotary(module: Any) -> bool:
     """Return whether `module` maps positions, and at most a layer type, to cosines and sines."""
     parameters = list(inspect.signature(module.forward).parameters)
-    return hasattr(module, "rope_type") and parameters in (
-        ["x", "position_ids"],
-        ["x", "position_ids", "layer_type"],
-    )
+    required, optional = ["x", "position_ids"], ["layer_type"]
+    return hasattr(module, "rope_type") and parameters in (required, required + optional)
 
 
 def _tables(module: Any, length: int, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
@@ -141,7 +136,7 @@ def _tables(module: Any, length: int, dtype: torch.dtype) -> dict[str | None, tu
     x, positions = torch.zeros(1, 1, 1, dtype=dtype, device=device), torch.arange(length, device=device)[None]
     tables = {}
     with torch.no_grad():
-        for layer_type in module.rope_type if isinstance(module.rope_type, dict) else (None,):
+        for layer_type in _layer_types(module):
             out = module(x, positions, *([layer_type] if layer_type else []))
             if not (isinstance(out, tuple) and all(y.shape[:2] == (1, length) for y in out)):
                 return {}
@@ -149,7 +144,8 @@ def _tables(module: Any, length: int, dtype: torch.dtype) -> dict[str | None, tu
     return tables
 
 
-NAME = "nibble_absorbed"
+ABSORBED = "nibble_absorbed"
+"""Attribute of an MLA layer for its AbsorbedProjections."""
 MIN_ROWS = 8
 """Fewest rows of a product on a CPU; the result of a row depends on their number below this."""
 
@@ -202,28 +198,12 @@ def _product(x_HTA: Tensor, weight_HAB: Tensor) -> Tensor:
     return (padded @ weight_HAB)[:, :rows]
 
 
-def absorb_latents(model: nn.Module) -> int:
-    """Replace expand_kv() of the MLA layers of `model` in place; return the number of layers."""
-    layers = _mla_layers(model)
-    for module in layers:
-        setattr(module, NAME, _absorbed_projections(module).contiguous())
-        # The two factors replace it: attention over the latent never expands keys and values.
-        del module.kv_b_proj
-        module.expand_kv = _keep_latent
-    return len(layers)
-
-
-def absorptions(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the MLA layers of `model` with the attributes that absorb_latents() would set; nothing is changed."""
+def absorptions(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the MLA layers of `model` with the attributes to set; nothing is changed."""
     return [
-        (module, {NAME: _absorbed_projections(module), "expand_kv": _keep_latent})
-        for module in _mla_layers(model)
-    ]
-
-
-def _mla_layers(model: nn.Module) -> list[Any]:
-    return [
-        module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
+        (module, {ABSORBED: _absorbed_projections(module), "expand_kv": _keep_latent})
+        for module in model.modules()
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
     ]
 
 

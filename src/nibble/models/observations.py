@@ -21,10 +21,10 @@ import nibble
 from nibble import files
 from nibble.hardware import cache_folder
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
-from nibble.models.hub import locate
+from nibble.models.hub import MODELOPT_FILE, locate
 
 FOLDER = "observed"
-CONFIG_FILES = ("config.json", "hf_quant_config.json")
+CONFIG_FILES = ("config.json", MODELOPT_FILE)
 """Files of a checkpoint that say what the model is, or that refuse it."""
 PACKAGES = ("transformers", "torch")
 """Packages whose code is observed, or observes."""

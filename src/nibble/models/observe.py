@@ -17,17 +17,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, Stream
-from nibble.models import hook
+from nibble.models import hook, refusals
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
 from nibble.models.mla import context_factor, fix_rope
-from nibble.models.refusals import (
-    EmptyRouting,
-    PositionsWatch,
-    architecture_class,
-    check_masks,
-    check_modules,
-)
 
 _TOKENS = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,7 +33,7 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
-            model_class = architecture_class(config)
+            model_class = refusals.architecture_class(config)
             make = (
                 model_class._from_config
                 if model_class
@@ -91,7 +84,9 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
     """
     config = model.config
     text = config.get_text_config()
-    limit = _limit(text)
+    limit = int(getattr(text, "max_position_embeddings", None) or 0)
+    # A config that does not say, or says -1 (any), stands for 128K.
+    limit = limit if limit > 0 else 1 << 17
     longest = int(limit * context_factor(text))
     if max_context is not None and max_context > longest:
         raise ConfigError(
@@ -112,56 +107,51 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
     )
 
 
-def _limit(text: PretrainedConfig) -> int:
-    """Return the longest context that a model was made for; 128K where its config does not say (or says -1: any)."""
-    limit = getattr(text, "max_position_embeddings", None) or 0
-    return int(limit) if limit > 0 else 1 << 17
-
-
 def _run(
-    model: nn.Module, text: PretrainedConfig, max_context: int
+    model: Any, text: PretrainedConfig, max_context: int
 ) -> tuple[tuple[LayerGroup, ...], tuple[int, ...]]:
     # The skeleton must be what runs, so its frequencies are fixed as at load.
     fix_rope(model, max_context)
     family = text.model_type
-    check_modules(decoder_of(model), family)
+    # The part of the model that reads text.
+    refusals.check_modules(model.get_decoder() if hasattr(model, "get_decoder") else model, family)
     positions = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    with PositionsWatch(positions) as watch:
-        calls = _calls(
-            model, family, position_ids=positions, attention_mask=attention_mask_for(model, positions)
-        )
+    with refusals.PositionsWatch(positions) as watch:
+        calls = record_calls(model, family, position_ids=positions)
     _check(calls, text)
     watch.check(family)
     # A second pass with masks, whose rules must be what a paged cache assumes.
-    model.set_attn_implementation(hook.PROBE)  # type: ignore[operator]
-    ones = torch.ones(
-        1, _TOKENS, dtype=torch.bool, device="meta"
-    )  # no padding; keeps it from looking for packed rows
-    masked = _calls(model, family, attention_mask=ones)
-    check_masks(((call.layer, call.rule, call.params.window) for call in masked), family, max_context)
+    model.set_attn_implementation(hook.PROBE)
+    # No padding; keeps it from looking for packed rows.
+    ones = torch.ones(1, _TOKENS, dtype=torch.bool, device="meta")
+    masked = record_calls(model, family, attention_mask=ones)
+    refusals.check_masks(
+        ((call.layer, call.rule, call.params.window) for call in masked), family, max_context
+    )
     return _groups(calls), _owners(calls)
 
 
-def decoder_of(model: Any) -> nn.Module:
-    """Return the part of a model that reads text."""
-    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return decoder
-
-
-def _calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
-    """Return what each layer needs of attention, by layer; raise ConfigError where the model does not get that far.
+def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
+    """Run a model of skeleton() and return what each layer needs of attention, by layer.
 
     The model is called as in engine/model_runner.py: all tokens are computed, and the logits of one.
+
+    Args:
+        model: from skeleton().
+        family: for messages.
+        inputs: arguments of the model beside its tokens; without a mask it gets that of attention_mask_for().
+
+    Raises:
+        ConfigError: the model does not get that far.
     """
     # The context in which the model runs takes notes in place of attending.
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     keep = torch.zeros(1, dtype=torch.long, device="meta")
-    with torch.inference_mode(), EmptyRouting():
+    inputs = {"attention_mask": attention_mask_for(model, ids), "logits_to_keep": keep, **inputs}
+    with torch.inference_mode(), refusals.EmptyRouting():
         try:
-            out = model(
-                input_ids=ids, use_cache=False, logits_to_keep=keep, **inputs, **{hook.CONTEXT: observer}
-            )
+            out = model(input_ids=ids, use_cache=False, **inputs, **{hook.CONTEXT: observer})
         except NibbleError:
             raise
         except Exception as error:  # whatever foreign code stumbles over, it cannot be served

@@ -1,15 +1,13 @@
-"""Read a model's Transformers config, and refuse families and weights that cannot be served right, with the reason.
+"""Read a model's Transformers config, and refuse what cannot be served right, with the reason.
 
-Checks that causal attention over pages gives a model's answers.
-
-A model may keep meaning where an attention function cannot see it: in a mask, in positions that it counts itself, in
-layers that mix tokens by other means. Such a model runs without complaint and answers wrong, so it is refused here, by
-what it does and not by its name.
+Some families and some ways to store weights are refused by the config. Other models are refused by what they do: a
+model may keep meaning where an attention function cannot see it, in a mask, in positions that it counts itself, in
+layers that mix tokens by other means. It would run without complaint and answer wrong, as causal attention over pages
+gives no such model's answers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,10 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from nibble.errors import ConfigError, WeightError
-from nibble.models.hub import first_line, locate
+from nibble.models.hub import MODELOPT_FILE, first_line, locate, modelopt_entry, read_json
 
-_RECURRENT = "keep a recurrent state, not keys and values only"
-REFUSED = {
-    "llama4": "its chunked attention lives in the mask only, which a paged cache never builds",
-    "llama4_text": "its chunked attention lives in the mask only, which a paged cache never builds",
-}
+_LLAMA4 = "its chunked attention lives in the mask only, which a paged cache never builds"
+REFUSED = {"llama4": _LLAMA4, "llama4_text": _LLAMA4}
 """Families that would run and answer wrong: model_type -> reason. models/refusals.py refuses more, by what they do."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -40,20 +35,15 @@ ATTENTION = ("full_attention", "sliding_attention", "attention")
 """Layer types that are attention over one key and value for each token."""
 LATENT = ("indexed_attention", "deepseek_sparse_attention")
 """Layer types of sparse attention over a latent; their index keys are part of the cache."""
+RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
 UNSERVED = {
-    "linear_attention": _RECURRENT,
-    "mamba": _RECURRENT,
-    "conv": _RECURRENT,
-    "recurrent": _RECURRENT,
-    "hybrid": _RECURRENT,
-    "hybrid_sliding": _RECURRENT,
+    **dict.fromkeys(RECURRENT, "keep a recurrent state, not keys and values only"),
     "chunked_attention": "keep their chunks in the mask, which a paged cache never builds",
 }
 """Other layer types -> the reason of their refusal."""
 UNKNOWN_LAYER = "are more than attention over one key and value for each token"
 
 MODELOPT = "modelopt"
-MODELOPT_FILE = "hf_quant_config.json"
 NO_WEIGHTS = (None, "", "NONE", "none")
 """ModelOpt's names for the weights' algorithm when only the KV cache is quantised."""
 
@@ -61,7 +51,7 @@ NO_WEIGHTS = (None, "", "NONE", "none")
 def load_config(model: str, index_topk: int | None = None) -> PretrainedConfig:
     """Return the config of `model`, a folder or hub name.
 
-    A quantisation entry of KV scales only is removed: models/kv_scales.py reads it, and Transformers need not.
+    A quantisation entry of KV scales only is removed: models/checkpoint.py reads it, and Transformers need not.
 
     Raises:
         ConfigError: the model cannot be served right.
@@ -112,12 +102,10 @@ def _cached_modelopt_folder(model: str) -> Path | None:
 
 def _unreadable(model: str, local: Path, error: Exception) -> ConfigError | WeightError:
     """Return the error for a config that Transformers could not read."""
-    file = local / "config.json"
-    if file.exists():
-        try:
-            json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as invalid:
-            return WeightError(f"{file} is not JSON ({invalid}); download or save the checkpoint again")
+    try:
+        read_json(local / "config.json")
+    except WeightError as invalid:
+        return invalid
     if "trust_remote_code" in str(error):
         return ConfigError(
             f"{model!r} needs Python code that comes with the checkpoint, and Nibble does not run such "
@@ -221,17 +209,7 @@ def _modelopt_algo(quant: dict[str, Any], path: Path | None) -> Any:
     algo = None
     if quant.get("quant_method") == MODELOPT:
         algo = quant.get("quant_algo") or (quant.get("quantization") or {}).get("quant_algo")
-    side = path / MODELOPT_FILE if path else None
-    if side is None or not side.exists():
-        return algo
-    try:
-        return (json.loads(side.read_text(encoding="utf-8")).get("quantization") or {}).get(
-            "quant_algo", algo
-        )
-    except (ValueError, AttributeError) as error:
-        raise WeightError(
-            f"{side} is no quantisation config ({error}); download or save the checkpoint again"
-        ) from error
+    return modelopt_entry(path).get("quant_algo", algo) if path else algo
 
 
 MaskRule = Callable[[Any, Any, Any, Any], Any]

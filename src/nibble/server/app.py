@@ -8,73 +8,29 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
 from nibble.config import SamplingParams
-from nibble.engine.request import Delta
+from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import PromptTooLong, RequestError
-from nibble.server import chat_format, page
-from nibble.server.engine_client import EngineClient, EngineDiedError, GenerationRequest, Piece, State
-from nibble.server.errors import DESCRIPTIONS, Responses, describe_errors, install_handlers, response_of
+from nibble.server import chat_format, middleware, protocol, streaming
+from nibble.server.engine_client import EngineClient, EngineDiedError, State
 from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
-from nibble.server.middleware import BodyLimit, JsonRoute, KeyGuard
-from nibble.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    Sampling,
-    StreamOptions,
-    TokenizeRequest,
-)
-from nibble.server.responses import ChatWriter, TextWriter, Writer
+from nibble.server.responses import ChatWriter, Choice, TextWriter, Writer
 from nibble.server.settings import PRIORITY, Settings
-from nibble.server.streaming import (
-    AdmissionLimiter,
-    Events,
-    cancel_on_disconnect,
-    encode_event,
-    merge_streams,
-)
-from nibble.server.tools import (
-    GrammarCheck,
-    Tool,
-    arguments_as_text,
-    message_for_template,
-    tools_for_template,
-)
 from nibble.server.tracing import RequestLogMiddleware, Sink, access_log, http_log_of
-from nibble.server.worker import Ready
+from nibble.server.worker import GenerationRequest, Ready
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
 MAX_ANSWER = 1 << 20
 """Tokens of an answer whose request names no bound."""
-HEALTH_COUNTS = {"running": "running", "waiting": "waiting", "held_pages": "cache_held"}
-"""Fields of /health, and the engine's counts that they show."""
-Choices = AsyncGenerator[list[dict[str, Any]]]
+Choices = AsyncGenerator[list[Choice]]
 """Choices of chunks, those that came together in one list."""
-
-
-class Tokens(chat_format.Tokens, Protocol):
-    """What is needed of a tokenizer here."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return a text's tokens."""
-
-    def for_grammars(self, vocabulary: int, eos_ids: list[int]) -> Any:
-        """Return the tokenizer as llguidance needs it."""
-
-    @property
-    def longest(self) -> int:
-        """The characters of the longest token."""
-
-    def chat(self, messages: Any, tools: Any = None, **kwargs: Any) -> list[int]:
-        """Return a conversation's tokens by the chat template."""
 
 
 class Api:
@@ -87,16 +43,16 @@ class Api:
         settings: of the server.
     """
 
-    def __init__(self, client: EngineClient, tokens: Tokens | None, name: str, settings: Settings) -> None:
+    def __init__(self, client: EngineClient, tokens: Tokenizer | None, name: str, settings: Settings) -> None:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
-        self.limiter = AdmissionLimiter(settings.max_queue, settings.wait_when_full)
+        self.limiter = streaming.AdmissionLimiter(settings.max_queue, settings.wait_when_full)
         self.metrics_registry = Metrics(client, name)
         self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
-        self.grammars = GrammarCheck(tokens)
+        self.grammars = chat_format.GrammarCheck(tokens)
         self._created = int(time.time())
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> Tokenizer:
         """The tokenizer; raises RequestError without one."""
         if self._tokens is None:
             raise RequestError("this model has no tokenizer: send token ids to /v1/completions")
@@ -126,11 +82,12 @@ class Api:
     async def health(self) -> JSONResponse:
         """Return whether the engine serves, by the status too, and how busy it is."""
         state, stats = self.client.state, self.client.stats
-        counts = {name: int(stats.get(key, 0)) for name, key in HEALTH_COUNTS.items()}
         body = {"status": state.value, "version": nibble.__version__, "restarts": self.client.restarts}
         if warning := fidelity_warning(stats):
             body["warning"] = warning
-        body = {**body, "open": self.limiter.num_open, **counts}
+        body["open"] = self.limiter.num_open
+        for name, key in (("running", "running"), ("waiting", "waiting"), ("held_pages", "cache_held")):
+            body[name] = int(stats.get(key, 0))
         return JSONResponse(body, 200 if state is State.READY else 503)
 
     async def live(self) -> dict[str, str]:
@@ -142,7 +99,7 @@ class Api:
         text, media_type = self.metrics_registry.render()
         return Response(text, media_type=media_type)
 
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or of a conversation."""
         if body.prompt is not None:
             ids = await self._encode(body.prompt)
@@ -151,7 +108,7 @@ class Api:
         ready = self.client.ready
         return {"tokens": ids, "count": len(ids), "max_model_len": ready and ready.max_context}
 
-    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
         """Return the text of tokens."""
         size = self.client.ready.vocab_size if self.client.ready else 0
         wrong = next((token for token in body.tokens if not 0 <= token < size), None)
@@ -159,7 +116,7 @@ class Api:
             raise RequestError(f"token {wrong} is out of range: the vocabulary has {size} tokens")
         return {"prompt": await asyncio.to_thread(self.tokens.decode, body.tokens)}
 
-    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+    async def completions(self, request: Request, body: protocol.CompletionRequest) -> Response:
         """Continue texts."""
         self._start(request, body, "text_completion")
         prompts = body.prompts()
@@ -169,13 +126,11 @@ class Api:
         params = body.params(body.max_tokens or self._max_answer(longest), body.logprobs)
         texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if body.echo else []
         echoes = [text for text in texts for _ in range(params.n)]
-        num_tokens = [len(prompt) for prompt in ids]
         logprobs, collect = body.logprobs is not None, not body.stream
-        writer = TextWriter(self.name, self._token_text, num_tokens, echoes, logprobs, collect)
-        requests = [self._engine_request(body, prompt, params) for prompt in ids]
-        return await self._answer(request, body, writer, requests)
+        writer = TextWriter(self.name, self._token_text, sum(map(len, ids)), logprobs, collect, echoes)
+        return await self._answer(request, body, writer, ids, params)
 
-    async def chat(self, request: Request, body: ChatRequest) -> Response:
+    async def chat(self, request: Request, body: protocol.ChatRequest) -> Response:
         """Answer a conversation."""
         self._start(request, body, "chat")
         ids = await self._encode_chat(body.messages, body.callable_tools(), **body.chat_template_kwargs or {})
@@ -184,8 +139,8 @@ class Api:
         params = answer_format.params(body.params(max_tokens, body.num_logprobs()))
         # Arguments of calls come as they grow where somebody reads along.
         parser = answer_format.parsers(eager=body.stream)
-        writer = ChatWriter(self.name, self._token_text, [len(ids)], body.logprobs, parser, not body.stream)
-        return await self._answer(request, body, writer, [self._engine_request(body, ids, params)])
+        writer = ChatWriter(self.name, self._token_text, len(ids), body.logprobs, not body.stream, parser)
+        return await self._answer(request, body, writer, [ids], params)
 
     def _ready(self) -> Ready:
         if self.client.ready is None:
@@ -193,43 +148,38 @@ class Api:
         return self.client.ready
 
     async def _encode(self, text: str) -> list[int]:
-        self._check_length(len(text) // self.tokens.longest)
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self.tokens.encode, text)
-        return self.tokens.encode(text)
+        return await self._tokenize(len(text), partial(self.tokens.encode, text))
 
     async def _encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), **kwargs: Any
+        self, messages: Sequence[protocol.Message], tools: Sequence[protocol.Tool] = (), **kwargs: Any
     ) -> list[int]:
         """Return a conversation's tokens; kwargs: for the chat template."""
         # Templates differ in whether they take a call's arguments as an object or as its text.
-        as_text = arguments_as_text(self.tokens.chat_template)
-        turns = [message_for_template(message.plain(), as_text=as_text) for message in messages]
-        tool_list = tools_for_template(tools)
+        as_text = chat_format.arguments_as_text(self.tokens.chat_template)
+        turns = [chat_format.message_for_template(message.plain(), as_text=as_text) for message in messages]
+        tool_list = chat_format.tools_for_template(tools)
         size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(tool_list or []))
+        return await self._tokenize(size, partial(self.tokens.chat, turns, tool_list, **kwargs))
+
+    async def _tokenize(self, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
         # No token has more characters than the longest, so this is a lower bound.
-        self._check_length(size // self.tokens.longest)
-        if size > LONG_TEXT:
-            return await asyncio.to_thread(self.tokens.chat, turns, tool_list, **kwargs)
-        return self.tokens.chat(turns, tool_list, **kwargs)
+        self._check_length(num_characters // self.tokens.longest)
+        return await asyncio.to_thread(encode) if num_characters > LONG_TEXT else encode()
 
     def _token_text(self, ids: Sequence[int]) -> str:
         # Special tokens too: the end of an answer may be among the likeliest tokens.
         return self._tokens.decode(ids, None) if self._tokens else ""
 
-    def _engine_request(self, body: Sampling, prompt: list[int], params: SamplingParams) -> GenerationRequest:
-        if body.priority and self.settings.scheduling != PRIORITY:
-            raise RequestError(
-                "priorities are not honoured here; start the server with --scheduling priority"
-            )
-        return GenerationRequest(prompt, params, body.cache_salt, body.priority)
-
-    def _start(self, request: Request, body: Sampling, operation: str) -> None:
-        """Note what the request is about; raises RequestError for another model."""
+    def _start(self, request: Request, body: protocol.Sampling, operation: str) -> None:
+        """Note what the request is about; raises RequestError for another model, or a priority without effect."""
         self._check_model(body.model)
         http_log = http_log_of(request.scope)
         http_log.operation, http_log.model = operation, self.name
         http_log.fields = partial(body.model_dump, exclude_unset=True)
+        if body.priority and self.settings.scheduling != PRIORITY:
+            raise RequestError(
+                "priorities are not honoured here; start the server with --scheduling priority"
+            )
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
@@ -251,46 +201,54 @@ class Api:
             )
 
     async def _answer(
-        self, request: Request, body: Sampling, writer: Writer, requests: Sequence[GenerationRequest]
+        self,
+        request: Request,
+        body: protocol.Sampling,
+        writer: Writer,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
     ) -> Response:
-        limits = [limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
+        now = asyncio.get_running_loop().time()
+        deadlines = [now + limit for limit in (body.timeout, self.settings.timeout) if limit is not None]
+        requests = [GenerationRequest(prompt, params, body.cache_salt, body.priority) for prompt in prompts]
         http_log = http_log_of(request.scope)
         start = self.metrics_registry.start_request
-        http_log.timers = timers = [start(len(one.prompt), one.params.n) for one in requests]
+        http_log.timers = timers = [start(len(prompt), params.n) for prompt in prompts]
         writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
-        choices = self._choices(writer, requests, timers, min(limits, default=None))
+        choices = self._choices(writer, requests, timers, min(deadlines, default=None))
         response = self._stream(writer, choices, body) if body.stream else self._collect(writer, choices)
-        return await cancel_on_disconnect(request, response)
+        return await streaming.cancel_on_disconnect(request, response)
 
     async def _choices(
         self,
         writer: Writer,
         requests: Sequence[GenerationRequest],
         timers: Sequence[RequestTimer],
-        timeout: float | None,
+        deadline: float | None,
     ) -> Choices:
-        """Yield choices as they come. timeout: in seconds, with all that the requests wait."""
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        """Yield choices as they come. deadline: by the loop's clock, for all that the requests wait too."""
         # All prompts of a request have the same parameters.
-        grammar = requests[0].params.grammar
-        if grammar is not None and self.client.ready:
+        params = requests[0].params
+        if params.grammar is not None and self.client.ready:
             async with asyncio.timeout_at(deadline):
-                await self.grammars.check(grammar, self.client.ready.vocab_size)
+                await self.grammars.check(params.grammar, self.client.ready.vocab_size)
         cached: dict[int, int] = {}
         async with self.limiter.acquire(len(requests), deadline):
             sources = [
                 timer.observe(self.client.generate(one)) for timer, one in zip(timers, requests, strict=True)
             ]
-            async with aclosing(merge_streams(sources, deadline)) as stream:
+            async with aclosing(streaming.merge_streams(sources, deadline)) as stream:
                 async for i, pieces in stream:
                     cached[i] = pieces[-1].cached
                     writer.cached = sum(cached.values())
-                    first = i * requests[i].params.n
-                    new_choices = [
-                        writer.take(first + piece.delta.index, _delta_of(piece)) for piece in pieces
-                    ]
-                    if choices := [choice for choice in new_choices if choice is not None]:
-                        yield choices
+                    choices = []
+                    for delta in (piece.delta for piece in pieces):
+                        # The engine could not go on with its answer.
+                        if delta.error:
+                            raise RequestError(delta.error, delta.status)
+                        choices.append(writer.take(i * params.n + delta.index, delta))
+                    if visible := [choice for choice in choices if choice is not None]:
+                        yield visible
 
     async def _collect(self, writer: Writer, choices: Choices) -> Response:
         async with aclosing(choices):
@@ -298,61 +256,52 @@ class Api:
                 pass
         return JSONResponse(writer.body())
 
-    async def _stream(self, writer: Writer, choices: Choices, body: Sampling) -> Response:
+    async def _stream(self, writer: Writer, choices: Choices, body: protocol.Sampling) -> Response:
         # The first piece is awaited, so that a request that cannot be served gets a status and no stream.
         try:
-            first: list[dict[str, Any]] = await anext(choices, [])
+            first: list[Choice] = await anext(choices, [])
         except BaseException:
             await choices.aclose()
             raise
-        options = body.stream_options or StreamOptions()
-        return StreamingResponse(
-            self._events(writer, first, choices, options), media_type="text/event-stream"
-        )
-
-    async def _events(
-        self, writer: Writer, first: list[dict[str, Any]], choices: Choices, options: StreamOptions
-    ) -> AsyncGenerator[bytes]:
+        options = body.stream_options or protocol.StreamOptions()
         usage = writer.usage if options.continuous_usage_stats else None
         null_usage = {"usage": None} if options.include_usage and not usage else {}
-        events = Events(writer.chunk_fields() | null_usage, usage)
-        async with aclosing(choices):
-            try:
-                yield events.encode(first)
-                async for more in choices:
-                    yield events.encode(more)
-                if options.include_usage:
-                    yield encode_event(writer.usage_chunk())
-            except Exception as error:
-                # The status has been sent, so the stream has the error.
-                yield b"data: " + bytes(response_of(error).body) + b"\n\n"
-            yield b"data: [DONE]\n\n"
+        events = streaming.Events(writer.chunk_fields() | null_usage, usage)
 
+        async def encoded() -> AsyncGenerator[bytes]:
+            async with aclosing(choices):
+                try:
+                    yield events.encode(first)
+                    async for more in choices:
+                        yield events.encode(more)
+                    if options.include_usage:
+                        yield streaming.encode_event(writer.usage_chunk())
+                except Exception as error:
+                    # The status has been sent, so the stream has the error.
+                    yield b"data: " + bytes(middleware.response_of(error).body) + b"\n\n"
+                yield b"data: [DONE]\n\n"
 
-def _delta_of(piece: Piece) -> Delta:
-    """Return what a piece adds; raises RequestError where the engine could not go on with its answer."""
-    if piece.delta.error:
-        raise RequestError(piece.delta.error, piece.delta.status)
-    return piece.delta
+        return StreamingResponse(encoded(), media_type="text/event-stream")
 
 
 def _content(media_type: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"content": {media_type: {"schema": schema or {}}}}
 
 
-GET_ERRORS = describe_errors(503)
-POST_ERRORS = describe_errors(400, 404, 408, 413, 429, 501, 503)
-STREAM_RESPONSES: Responses = {200: _content("text/event-stream"), **POST_ERRORS}
-METRICS_RESPONSES: Responses = {200: _content("text/plain", {"type": "string"}), **GET_ERRORS}
-HEALTH_RESPONSES: Responses = {503: {"description": DESCRIPTIONS[503], **_content("application/json")}}
+GET_ERRORS = middleware.describe_errors(503)
+POST_ERRORS = middleware.describe_errors(400, 404, 408, 413, 429, 501, 503)
+STREAM_RESPONSES: middleware.Responses = {200: _content("text/event-stream"), **POST_ERRORS}
+METRICS_RESPONSES: middleware.Responses = {200: _content("text/plain", {"type": "string"}), **GET_ERRORS}
+HEALTH_RESPONSES: middleware.Responses = {
+    503: {"description": middleware.DESCRIPTIONS[503], **_content("application/json")}
+}
 
 
 def make_app(
     client: EngineClient,
-    tokens: Tokens | None,
+    tokens: Tokenizer | None,
     name: str,
     settings: Settings,
-    lifespan: Callable[[FastAPI], Any] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> FastAPI:
     """Return the application.
@@ -362,48 +311,39 @@ def make_app(
         tokens: the tokenizer, if the model has one.
         name: what clients call the model.
         settings: of the server.
-        lifespan: FastAPI's.
         sinks: called with the log of each request that ended, after metrics and the access log.
     """
     api = Api(client, tokens, name, settings)
-    app = FastAPI(
-        title="Nibble",
-        version=nibble.__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        responses=describe_errors(401, 500),
-    )
+    errors = middleware.describe_errors(401, 500)
+    app = FastAPI(title="Nibble", version=nibble.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.api = api
     _add_routes(app, api)
     app.openapi = partial(openapi_document, app, name)  # type: ignore[method-assign]
-    install_handlers(app)
+    middleware.install_handlers(app)
     # The middleware that is added last is the outermost: a refused request is logged too.
     if settings.api_key:
-        app.add_middleware(KeyGuard, key=settings.api_key)
-    app.add_middleware(BodyLimit, limit=settings.body_bytes)
+        app.add_middleware(middleware.KeyGuard, key=settings.api_key)
+    app.add_middleware(middleware.BodyLimit, limit=settings.body_bytes)
     log = partial(access_log, texts=settings.log_requests)
     app.add_middleware(RequestLogMiddleware, sinks=[api.metrics_registry.count_http, log, *sinks])
     return app
 
 
 def _add_routes(app: FastAPI, api: Api) -> None:
-    app.router.route_class = JsonRoute
+    app.router.route_class = middleware.JsonRoute
     app.get("/v1/models", responses=GET_ERRORS)(api.models)
-    app.get("/v1/models/{name:path}", responses=describe_errors(404))(api.model)
+    app.get("/v1/models/{name:path}", responses=middleware.describe_errors(404))(api.model)
     app.get("/v1/plan", responses=GET_ERRORS)(api.plan)
     app.get("/v1/cache", responses=GET_ERRORS)(api.cache)
-    page.mount(app)
-    app.get("/metrics", response_class=Response, response_model=None, responses=METRICS_RESPONSES)(
-        api.metrics
-    )
+    middleware.mount_page(app)
+    app.get("/metrics", response_class=Response, responses=METRICS_RESPONSES)(api.metrics)
     app.get("/health", responses=HEALTH_RESPONSES)(api.health)
     app.get("/health/ready", responses=HEALTH_RESPONSES)(api.health)
     app.get("/health/live", responses=HEALTH_RESPONSES)(api.live)
     app.post("/tokenize", responses=POST_ERRORS)(api.tokenize)
     app.post("/detokenize", responses=POST_ERRORS)(api.detokenize)
-    app.post("/v1/completions", response_model=None, responses=STREAM_RESPONSES)(api.completions)
-    app.post("/v1/chat/completions", response_model=None, responses=STREAM_RESPONSES)(api.chat)
+    app.post("/v1/completions", responses=STREAM_RESPONSES)(api.completions)
+    app.post("/v1/chat/completions", responses=STREAM_RESPONSES)(api.chat)
 
 
 def openapi_document(app: FastAPI, name: str) -> dict[str, Any]:

@@ -1,32 +1,48 @@
-"""The formats in which models write tool calls and reasoning, and what they mean for the answers to a conversation."""
+"""The formats in which models write tool calls and reasoning, and what they mean for the answers to a conversation.
+
+A chat template is given tools and calls as it takes them; an answer that must hold calls, or a form, gets a grammar.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from nibble.config import SamplingParams
+from nibble.engine.structured_output import Grammars
+from nibble.engine.tokenizer import Tokenizer
 from nibble.errors import ConfigError, RequestError, unknown
 from nibble.server.chat_parser import AnswerParser, CallFormat, Layout, ReasoningFormat
-from nibble.server.tools import (
-    Marks,
-    Tool,
-    ToolFields,
-    lark_text,
-    possible_calls,
-    required_calls,
-    text_until,
-)
+from nibble.server.protocol import Function, Tool, ToolFields
+from nibble.server.tool_arguments import types_of
 
 AUTO, NONE = "auto", "none"
 TAIL_TOKENS = 16
 """Tokens at the end of a conversation in which reasoning may have begun."""
+PASTES_ARGUMENTS = re.compile(r"""\barguments['"]?\]?\s*(?:\+|~|-?\}\})""")
+PRINTS_ARGUMENTS = re.compile(r"""\barguments['"]?\]?\s*\|\s*(?:tojson|items|dictsort)""")
+NO_PARAMETERS = {"type": "object", "properties": {}}
+
+TEXT = r"/(.|\n)*/"
+"""Any text, in Lark."""
+PLACES = re.compile("(NAME|NUMBER|ARGUMENTS)")
+DEFINITIONS = ("$defs", "definitions")
+"""What a schema's parts refer to."""
+MAX_CHECKED = 256
+"""Grammars that passed the check, and are not checked again."""
+Marks = Mapping[str, int]
+"""Markers that are one token each, which text in a grammar would not be taken for."""
 
 
 def _short_id() -> str:
@@ -141,20 +157,6 @@ def find_format(formats: Mapping[str, Format], name: str, chat_template: str | N
     return formats.get(name)
 
 
-class Tokens(Protocol):
-    """What is needed of a tokenizer here."""
-
-    def decode(self, ids: Sequence[int], shown_tokens: frozenset[int] | None = ..., /) -> str:
-        """Return the text of tokens; with `shown_tokens` None all special ones are text."""
-
-    def token_of(self, word: str) -> int | None:
-        """Return the token that is this word; None where there is none."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template of conversations."""
-
-
 class ChatFormat:
     """A model's formats.
 
@@ -167,7 +169,7 @@ class ChatFormat:
         ConfigError: a name is unknown.
     """
 
-    def __init__(self, tokens: Tokens | None, call_format: str, reasoning_format: str) -> None:
+    def __init__(self, tokens: Tokenizer | None, call_format: str, reasoning_format: str) -> None:
         self._tokens = tokens
         template = tokens.chat_template if tokens else None
         self.calls = find_format(CALL_FORMATS, call_format, template)
@@ -264,3 +266,238 @@ class AnswerFormat:
         if self.calls and any(tool.strict for tool in tools):
             return possible_calls(self.calls, tools, self.max_calls, self.marks), "mixed"
         return [], "@body" if body else ""
+
+
+# For chat templates
+
+
+def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Return the argument `tools` of a chat template; None, as templates expect it, where there are none."""
+    functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools]
+    for function in functions:
+        # Templates print parameters even where there are none.
+        function["parameters"] = function.get("parameters") or NO_PARAMETERS
+    return [{"type": "function", "function": function} for function in functions] or None
+
+
+def arguments_as_text(chat_template: str | None) -> bool:
+    """Return whether a template needs a call's arguments as JSON's text, for it joins them to other text (DeepSeek's
+    do), where others print them as JSON, and need a mapping."""
+    template = chat_template or ""
+    return bool(PASTES_ARGUMENTS.search(template)) and not PRINTS_ARGUMENTS.search(template)
+
+
+def message_for_template(message: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
+    """Return a message as templates take it.
+
+    Args:
+        message: `Message.plain()`; the arguments of its calls are text in OpenAI's API.
+        as_text: leave arguments text, where most templates take a mapping.
+
+    Raises:
+        RequestError: its calls are malformed.
+    """
+    plain = dict(message)
+    calls = plain.pop("tool_calls", None)
+    if not calls:
+        return plain
+    if not isinstance(calls, list):
+        raise RequestError("tool_calls of a message must be a list")
+    return plain | {"tool_calls": [_call_for_template(call, as_text) for call in calls]}
+
+
+def _call_for_template(call: Any, as_text: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError("each of a message's tool_calls must have a function with a name")
+    arguments = function.get("arguments") or "{}"
+    with suppress(ValueError, RecursionError):  # a model gets back as it was what it wrote wrong
+        if isinstance(arguments, str) and not as_text:
+            arguments = json.loads(arguments)
+        elif not isinstance(arguments, str) and as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+# Grammars, in Lark. StructTag of llguidance cannot write these: it knows a marker by its text, not as a token of any
+# name and place, has nothing for arguments between tags, and no form for an answer that must be a call.
+
+
+def lark_text(text: str, marks: Marks) -> str:
+    """Return a text in Lark, marks as the tokens that they are."""
+    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
+    )
+
+
+def text_until(rule: str, end: str, marks: Marks) -> str:
+    """Return a rule: any text up to a mark, and the mark.
+
+    Args:
+        rule: its name.
+        end: the mark, text before it included.
+        marks: markers that are tokens.
+    """
+    # A lazy lexeme ends with the first mark that is text; a token ends any text by itself.
+    mark = next((mark for mark in marks if mark in end), None)
+    if mark is None:
+        return f"{rule}[lazy]: {TEXT} {lark_text(end, {})}"
+    before = re.escape(end[: end.index(mark)]).replace("/", r"\/")
+    return f"{rule}: {TEXT[:-1]}{before}/ {lark_text(end[end.index(mark) :], marks)}"
+
+
+def required_calls(
+    call_format: CallFormat, tools: Sequence[Function], max_calls: int | None, marks: Marks
+) -> list[str]:
+    """Return rule `calls`: one or more calls, and no text.
+
+    Args:
+        call_format: how the model writes calls.
+        tools: what may be called.
+        max_calls: 1 or any number.
+        marks: markers that are tokens.
+    """
+    layout = call_format.layout
+    calls = f"{lark_text(layout.begin, marks)} {_several(layout, max_calls, marks)}"
+    return [f"calls: {calls}", *_call_rules(layout, layout.call, "call", tools, marks)]
+
+
+def possible_calls(
+    call_format: CallFormat, tools: Sequence[Function], max_calls: int | None, marks: Marks
+) -> list[str]:
+    """Return rule `mixed`: text, in which a marker begins a call.
+
+    Args:
+        call_format: how the model writes calls.
+        tools: what may be called.
+        max_calls: 1 or any number.
+        marks: markers that are tokens.
+    """
+    layout = call_format.layout
+    opening = layout.begin + layout.call
+    marker = next((marker for marker in call_format.markers if opening.startswith(marker)), None)
+    # Without a marker a call is the complete answer, known by its first character.
+    if marker is None:
+        other = rf'other: /[^\s{re.escape(call_format.bare_start)}](.|\n)*/ | ""'
+        return ["mixed: calls | other", other, *required_calls(call_format, tools, max_calls, marks)]
+    repeat = "?" if max_calls == 1 else "*"
+    rules = [f"mixed: block{repeat} TAIL", f"TAIL: {TEXT}", text_until("before", marker, marks)]
+    if layout.begin:
+        begin = lark_text(layout.begin.removeprefix(marker), marks)
+        rules.append(f"block: before {begin} {_several(layout, max_calls, marks)}")
+        return rules + _call_rules(layout, layout.call, "call", tools, marks)
+    rules.append("block: before rest")
+    return rules + _call_rules(layout, layout.call.removeprefix(marker), "rest", tools, marks)
+
+
+def _several(layout: Layout, max_calls: int | None, marks: Marks) -> str:
+    one = max_calls == 1 or layout.separator is None
+    more = "" if one else f"({lark_text(layout.separator or '', marks)} call)*"
+    return f"call {more} {lark_text(layout.end, marks)}"
+
+
+def _call_rules(layout: Layout, text: str, rule: str, tools: Sequence[Function], marks: Marks) -> list[str]:
+    """Return rule `rule`, one of the tools' calls, and those of the arguments."""
+    rules = [f"{rule}: " + " | ".join(f"{rule}_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        places = {"NAME": json.dumps(tool.name), "NUMBER": "/[0-9]{1,3}/", "ARGUMENTS": f"arguments_{i}"}
+        parts = [places.get(part) or lark_text(part, marks) for part in PLACES.split(text) if part]
+        rules.append(f"{rule}_{i}: " + " ".join(parts))
+        if layout.argument:
+            rules += _argument_rules(layout, tool, f"arguments_{i}", marks)
+        else:
+            rules.append(f"arguments_{i}: %json {json.dumps(tool.argument_schema())}")
+    return rules
+
+
+def _argument_rules(layout: Layout, tool: Function, rule: str, marks: Marks) -> Iterator[str]:
+    """Yield rule `rule`: arguments between tags or in Python, in the schema's order, some of them optional."""
+    schema = tool.parameters or {}
+    properties = schema.get("properties") or {}
+    required = [key for key in schema.get("required") or () if isinstance(key, str)]
+    keys = list(dict.fromkeys([*properties, *required]))
+    for i, key in enumerate(keys):
+        yield from _value_rules(layout, tool, key, properties.get(key), f"{rule}_{i}", marks)
+    if not layout.argument_separator:
+        optional = (f"{rule}_{i}" + "?" * (key not in required) for i, key in enumerate(keys))
+        yield f"{rule}: " + (" ".join(optional) or '""')
+        return
+    # `first_i` are arguments from i on, `more_i` are those after another one: so no separator stands alone.
+    yield f'{rule}_first_{len(keys)}: ""'
+    yield f'{rule}_more_{len(keys)}: ""'
+    for i, key in enumerate(keys):
+        skip = ["", ""] if key in required else [f" | {rule}_first_{i + 1}", f" | {rule}_more_{i + 1}"]
+        here = f"{rule}_{i} {rule}_more_{i + 1}"
+        yield f"{rule}_first_{i}: {here}{skip[0]}"
+        yield f"{rule}_more_{i}: {json.dumps(layout.argument_separator)} {here}{skip[1]}"
+    yield f"{rule}: {rule}_first_0"
+
+
+def _value_rules(
+    layout: Layout, tool: Function, key: str, schema: Any, rule: str, marks: Marks
+) -> Iterator[str]:
+    """Yield rule `rule`: one argument with its key."""
+    root = tool.parameters or {}
+    types = types_of(schema, root)
+    is_text = not layout.argument_separator and (not types or "string" in types)
+    places = {"KEY": key, "FLAG": str(is_text).lower()}
+    around = layout.argument.split("VALUE")
+    before, after = (re.sub("KEY|FLAG", lambda place: places[place[0]], part) for part in around)
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if is_text and isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        value = "(" + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices) + ")"
+    elif is_text:
+        end = after.strip("\n")
+        yield text_until(f"{rule}_text", end, marks)
+        value, after = f"{rule}_text", after.partition(end)[2]
+    elif layout.argument_separator and types == {"boolean"}:
+        value = '("True" | "False")'
+    else:
+        definitions = {name: root[name] for name in DEFINITIONS if name in root}
+        schema = schema if isinstance(schema, Mapping) else {}
+        value = f"%json {json.dumps(tool.with_options({**definitions, **schema}))}"
+    yield f"{rule}: {lark_text(before, marks)} {value} {lark_text(after, marks)}"
+
+
+class GrammarCheck:
+    """Tries grammars before the engine gets them, one at a time, in a thread.
+
+    One that cannot be followed, or takes long to prepare, is refused, and holds up only others that are still to be
+    tried.
+
+    Args:
+        tokens: a tokenizer; without one the engine refuses.
+    """
+
+    def __init__(self, tokens: Any) -> None:
+        self._tokens, self._grammars = tokens, dict[int, Grammars]()
+        self._good: deque[bytes] = deque(maxlen=MAX_CHECKED)
+        # Not a lock: it would be free again when a client goes away, while its grammar is still tried.
+        self._thread = ThreadPoolExecutor(1, "grammar-check")
+
+    async def prepare(self, vocab_size: int) -> None:
+        """Do now what the first grammar would wait for."""
+        if self._tokens is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._grammars_for(vocab_size).prepare)
+
+    async def check(self, grammar: str, vocab_size: int) -> None:
+        """Raise RequestError where the engine could not follow a grammar."""
+        digest = hashlib.sha256(grammar.encode(errors="replace")).digest()
+        if self._tokens is not None and digest not in self._good:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._try, digest, grammar, vocab_size)
+
+    def _grammars_for(self, vocab_size: int) -> Grammars:
+        if vocab_size not in self._grammars:
+            self._grammars = {vocab_size: Grammars(self._tokens, vocab_size, self._tokens.eos_ids)}
+        return self._grammars[vocab_size]
+
+    def _try(self, digest: bytes, grammar: str, vocab_size: int) -> None:
+        # Others may have waited for the same one.
+        if digest not in self._good:
+            self._grammars_for(vocab_size).check(grammar)
+            self._good.append(digest)

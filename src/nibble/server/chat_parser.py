@@ -250,8 +250,7 @@ class AnswerParser:
 
     def _expect(self, *literals: str) -> Steps[None]:
         for literal in literals:
-            if not (yield from self._literal(literal)):
-                raise MalformedCallError
+            _check((yield from self._literal(literal)))
 
     def _next_marker(self, markers: Sequence[str], kind: type[Thought | Text] = Text) -> Steps[str]:
         """Show the text up to the next marker, and pass it; "" at the end, where the rest is not shown yet."""
@@ -336,11 +335,9 @@ class AnswerParser:
         at_end = yield from self._literal("}")
         while not at_end:
             yield from self._spaces()
-            if not self._text.startswith('"', self._at):
-                raise MalformedCallError
+            _check(self._text.startswith('"', self._at))
             key = json.loads((yield from self._value()))
-            if self._is_bare and key not in BARE_KEYS:
-                raise MalformedCallError
+            _check(not self._is_bare or key in BARE_KEYS)
             yield from self._expect(":")
             yield from self._spaces()
             # The first member of a name counts; arguments are held back until the call's name is there.
@@ -362,8 +359,7 @@ class AnswerParser:
             at_end = not (yield from self._literal(","))
         yield from self._expect("}")
         if not self._is_complete:
-            if self._is_bare or not name:
-                raise MalformedCallError
+            _check(name and not self._is_bare)
             self._add("{}", last=True)
 
     def _named_call(self, layout: Layout) -> Steps[None]:
@@ -380,8 +376,7 @@ class AnswerParser:
             yield from self._literal(literal)
         self._begin(name, call_id)
         yield from self._spaces()
-        if not self._text.startswith("{", self._at):
-            raise MalformedCallError
+        _check(self._text.startswith("{", self._at))
         yield from self._stream(LiteralScan())
 
     def _tagged_call(self, layout: Layout) -> Steps[None]:
@@ -412,11 +407,9 @@ class AnswerParser:
 
     def _key(self, end: str) -> Steps[str]:
         while (stop := self._text.find(end, self._at)) < 0:
-            if len(self._text) - self._at > MAX_NAME + len(end) or not (yield from self._more()):
-                raise MalformedCallError
+            _check(len(self._text) - self._at <= MAX_NAME + len(end) and (yield from self._more()))
         key = self._text[self._at : stop].strip()
-        if not key or stop - self._at > MAX_NAME:
-            raise MalformedCallError
+        _check(key and stop - self._at <= MAX_NAME)
         self._at = stop + len(end)
         return key
 
@@ -448,8 +441,7 @@ class AnswerParser:
                 pieces.append(piece)
             elif first:
                 self._add(quote(piece)[1:-1])
-            if not match and not (yield from self._more()):
-                raise MalformedCallError
+            _check(match or (yield from self._more()))
         if first:
             self._add('"' if streams else to_json("".join(pieces), schema, root))
 
@@ -461,8 +453,7 @@ class AnswerParser:
         while not at_end:
             key = yield from self._read_name()
             yield from self._expect("=")
-            if not key:
-                raise MalformedCallError
+            _check(key)
             self._add(lead + quote(key) + ": ")
             yield from self._spaces()
             yield from self._stream(LiteralScan(python=True), part=True)
@@ -471,8 +462,7 @@ class AnswerParser:
             self._add(" " * (self._at > end))
             comma = yield from self._literal(",")
             at_end = yield from self._literal(")")
-            if not (comma or at_end):
-                raise MalformedCallError
+            _check(comma or at_end)
         self._add("{}" if lead == "{" else "}", last=True)
 
     # Parts of a call
@@ -482,8 +472,7 @@ class AnswerParser:
         yield from self._spaces()
         while True:
             end = _match_end(NAME, self._text, self._at)
-            if end - self._at > MAX_NAME:
-                raise MalformedCallError
+            _check(end - self._at <= MAX_NAME)
             if end < len(self._text) or not (yield from self._more()):
                 name, self._at = self._text[self._at : end], end
                 return name
@@ -532,9 +521,8 @@ class AnswerParser:
 
     def _begin(self, name: str, call_id: str = "") -> None:
         """Begin a call, whose arguments `_add` is to get."""
-        unknown = self._is_bare and self._tools is not None and name not in self._tools
-        if unknown or not name or len(name) > MAX_NAME or not NAME.fullmatch(name):
-            raise MalformedCallError
+        _check(name and len(name) <= MAX_NAME and NAME.fullmatch(name))
+        _check(not self._is_bare or self._tools is None or name in self._tools)
         self._is_sent = self._is_complete = False
         self._name, self._id, self._pieces = name, call_id, []
 
@@ -558,6 +546,12 @@ class AnswerParser:
     def _send(self, delta: CallDelta) -> None:
         if self._max_calls is None or delta.index < self._max_calls:
             self._events.append(delta)
+
+
+def _check(fits: object) -> None:
+    """Raise MalformedCallError where something does not fit a call."""
+    if not fits:
+        raise MalformedCallError
 
 
 def _overlap(text: str, markers: Sequence[str]) -> int:

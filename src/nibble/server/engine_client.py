@@ -6,34 +6,34 @@ When the process dies, open requests end with an error at once, and it is starte
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
-from nibble.config import Config, SamplingParams
+from nibble.config import Config
 from nibble.engine.request import Delta
 from nibble.errors import NibbleError, RequestError
 from nibble.server import worker as wire
 from nibble.server.logging import decode_costs, log_event, plan_summary
+from nibble.server.worker import GenerationRequest
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a process that died is started again."""
 STOP_S = 5.0
 """Given to a process to end by itself."""
 log = logging.getLogger("nibble.server")
-T = TypeVar("T")
 PROCESS_ENDED = "the engine's process ended; this request is lost"
 
 
@@ -48,22 +48,12 @@ class State(StrEnum):
 class EngineDiedError(NibbleError):
     """The engine's process ended while a request was open, or is not there to take one."""
 
+    status = 503
+
     def __init__(self, message: str, kind: str = "") -> None:
         self.kind = kind
         """The class of nibble.errors for which the engine could not start."""
         super().__init__(message)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A prompt to be continued."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    salt: str = ""
-    """Only requests of the same salt share pages."""
-    priority: int = 0
-    """A lower one is served before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +72,13 @@ class Piece:
 class EngineClient(Protocol):
     """What the server needs of an engine."""
 
-    @property
-    def state(self) -> State:
-        """Whether the engine serves."""
-        ...
-
-    @property
-    def ready(self) -> wire.Ready | None:
-        """What is served, once the engine has been ready."""
-        ...
-
-    @property
-    def stats(self) -> Mapping[str, float]:
-        """The engine's counts; empty while it does not serve."""
-        ...
-
-    @property
-    def restarts(self) -> int:
-        """How often the engine was started again."""
-        ...
+    state: State
+    ready: wire.Ready | None
+    """What is served, once the engine has been ready."""
+    stats: Mapping[str, float]
+    """The engine's counts; empty while it does not serve."""
+    restarts: int
+    """How often the engine was started again."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """Yield the pieces of the answers as they come, at most one of each answer.
@@ -150,14 +128,10 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
     delta = replace(
         last.delta,
         text="".join(delta.text for delta in deltas),
-        token_ids=_chain(delta.token_ids for delta in deltas),
-        logprobs=_chain(delta.logprobs for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
     )
-    return Piece(delta, last.cached, _chain(piece.marks for piece in pieces), last.started)
-
-
-def _chain(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
-    return tuple(itertools.chain.from_iterable(parts))
+    return replace(last, delta=delta, marks=tuple(chain.from_iterable(piece.marks for piece in pieces)))
 
 
 class ProcessClient:
@@ -165,74 +139,68 @@ class ProcessClient:
 
     Args:
         config: of the engine.
-        restart: start it again when it dies; else it stays dead, and `died` is set.
+        restart: start it again when it dies; else it stays dead.
         log_format: of what the process logs itself.
     """
 
     def __init__(self, config: Config, *, restart: bool = True, log_format: str = "text") -> None:
         self._config, self._restart, self._log_format = config, restart, log_format
         self._open: dict[int, OutputQueue] = {}
-        self._ids = itertools.count(1)
+        self._ids = count(1)
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self.supervisor: asyncio.Task[None] | None = None
+        """Ends when the process ended and is not to be started again."""
         # For the sockets, one of each life of the process.
         self._folder = tempfile.TemporaryDirectory(prefix="nibble-")
         self._state_changed = asyncio.Condition()
-        self._state, self._failure = State.STARTING, wire.Failed("", "")
+        self.state, self._failure = State.STARTING, wire.Failed("", "")
         self.ready: wire.Ready | None = None
         self.stats: Mapping[str, float] = {}
         self.restarts = 0
-        self.died = asyncio.Event()
         self._ending = asyncio.Event()
-
-    @property
-    def state(self) -> State:
-        """Whether the engine serves."""
-        return self._state
 
     async def start(self) -> None:
         """Start the process, and wait until it serves; raises EngineDiedError where it cannot."""
-        self._supervisor = asyncio.create_task(self._supervise())
+        self.supervisor = asyncio.create_task(self._supervise())
         async with self._state_changed:
-            await self._state_changed.wait_for(lambda: self._state is not State.STARTING)
-        if self._state is State.DEAD:
+            await self._state_changed.wait_for(lambda: self.state is not State.STARTING)
+        if self.state is State.DEAD:
             raise EngineDiedError(self._failure.error, self._failure.kind)
 
     async def stop(self) -> None:
         """End the process, at once where it does not serve."""
         self._ending.set()
-        serves = self._state is State.READY
-        if serves and self._socket and self._process and self._process.returncode is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await self._socket.send(wire.encode(wire.Stop()))
-                    await self._process.wait()
         if self._process and self._process.returncode is None:
-            self._process.kill()
-        if self._supervisor:
-            await self._supervisor
+            if self.state is State.READY and self._socket:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(STOP_S):
+                        await self._socket.send(wire.encode(wire.Stop()))
+                        await self._process.wait()
+            if self._process.returncode is None:
+                self._process.kill()
+        if self.supervisor:
+            await self.supervisor
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """Yield the pieces of the answers as they come; see EngineClient."""
-        if self._state is not State.READY:
-            raise EngineDiedError(f"the engine is {self._state}; try again in a while")
+        if self.state is not State.READY:
+            raise EngineDiedError(f"the engine is {self.state}; try again in a while")
         number, queue = next(self._ids), OutputQueue()
         self._open[number] = queue
         num_open = request.params.n
         try:
-            prompt = list(request.prompt)
-            await self._send(wire.Submit(number, prompt, request.params, request.salt, request.priority))
+            await self._send(wire.Submit(number, request))
             while num_open:
                 pieces = await queue.get()
                 num_open -= sum(piece.delta.finish_reason is not None for piece in pieces)
                 yield pieces
         finally:
             del self._open[number]
-            if num_open and self._state is State.READY:
+            if num_open and self.state is State.READY:
                 with suppress(EngineDiedError):
                     await self._send(wire.Abort(number))
 
@@ -247,7 +215,7 @@ class ProcessClient:
     async def _supervise(self) -> None:
         """Run the process again and again."""
         pause = FIRST_PAUSE_S
-        for generation in itertools.count():
+        for generation in count():
             served = await self._run(generation)
             self.stats = {}
             error = EngineDiedError(PROCESS_ENDED)
@@ -265,7 +233,6 @@ class ProcessClient:
                 break
             self.restarts += 1
         await self._set_state(State.DEAD)
-        self.died.set()
 
     async def _run(self, generation: int) -> bool:
         """Run the process until it ends; return whether it came to serve."""
@@ -278,13 +245,14 @@ class ProcessClient:
         listener = asyncio.create_task(self._listen(socket, process))
         try:
             assert process.stdin
-            process.stdin.write(json.dumps(config_values(self._config)).encode())
+            values = {name: getattr(self._config, name) for name in Config.__slots__}
+            process.stdin.write(json.dumps(values).encode())
             process.stdin.close()
             await process.wait()
             # The listener may still have the last messages to read.
             await asyncio.sleep(0)
             log_event("engine ended", code=process.returncode, open_requests=len(self._open))
-            return self._state is State.READY
+            return self.state is State.READY
         finally:
             listener.cancel()
             with suppress(asyncio.CancelledError):
@@ -294,14 +262,10 @@ class ProcessClient:
                 self._failure = wire.Failed(f"the engine's process ended with code {process.returncode}", "")
 
     async def _spawn(self, address: str) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "nibble.server.worker", address, self._log_format]
+        # In a session of its own: Ctrl-C is for the server, which lets requests end first.
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "nibble.server.worker",
-            address,
-            self._log_format,
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the server, which lets requests end first
+            *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         log_event("engine starts", model=self._config.model, pid=process.pid)
         # stop() may have been called before there was a process to end.
@@ -332,26 +296,16 @@ class ProcessClient:
             self.stats = event.numbers
         elif isinstance(event, wire.Ready):
             self.ready = event
-            log_ready(event.about)
+            log_event("engine ready", **plan_summary(event.about))
+            for warning in event.about.get("warnings", ()):
+                log_event("engine note", logging.WARNING, note=warning)
+            for cost in decode_costs(event.about):
+                log_event("decode is staged", logging.WARNING, **cost)
             await self._set_state(State.READY)
         elif isinstance(event, wire.Failed):
             self._failure = event
 
     async def _set_state(self, state: State) -> None:
         async with self._state_changed:
-            self._state = state
+            self.state = state
             self._state_changed.notify_all()
-
-
-def log_ready(about: Mapping[str, Any]) -> None:
-    """Log the plan of an engine that is ready, and its warnings."""
-    log_event("engine ready", **plan_summary(about))
-    for warning in about.get("warnings", ()):
-        log_event("engine note", logging.WARNING, note=warning)
-    for cost in decode_costs(about):
-        log_event("decode is staged", logging.WARNING, **cost)
-
-
-def config_values(config: Config) -> dict[str, Any]:
-    """Return a config's fields, for JSON."""
-    return {name: getattr(config, name) for name in Config.__slots__}

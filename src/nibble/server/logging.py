@@ -1,7 +1,4 @@
-"""The log's two formats, text and JSON. A record's message is the event's name; its `facts` are what is known of it.
-
-The log of one HTTP request, and the middleware that writes it and hands it on at the request's end.
-"""
+"""The log's two formats, text and JSON. A record's message is the event's name; its `facts` are what is known of it."""
 
 from __future__ import annotations
 

@@ -9,16 +9,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -31,7 +26,7 @@ FIRST_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0,
 )  # fmt: skip
-BETWEEN_S = (
+GAP_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 40.0,
 )  # fmt: skip
@@ -46,21 +41,19 @@ HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", FIRST_S),
     "inter_token_latency_seconds": (
         "Time between tokens of one answer; tokens that come together share it.",
-        BETWEEN_S,
+        GAP_S,
     ),
-    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", BETWEEN_S),
+    "request_time_per_output_token_seconds": ("Mean time of an answer's tokens after the first.", GAP_S),
     "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", TOTAL_S),
     "request_queue_time_seconds": ("Time from a request's arrival until the engine took it up.", TOTAL_S),
     "request_prefill_time_seconds": ("Time from there to its first token.", TOTAL_S),
     "request_decode_time_seconds": ("Time from its first token to its last.", TOTAL_S),
-    "request_inference_time_seconds": (
-        "Time from when the engine took it up to its last token.",
-        TOTAL_S,
-    ),
+    "request_inference_time_seconds": ("Time from when the engine took it up to its last token.", TOTAL_S),
     "request_prompt_tokens": ("Prompt tokens of a request that ended.", TOKENS),
     "request_generation_tokens": ("Tokens of all answers of a request that ended.", TOKENS),
 }
 """Help and buckets, by name."""
+MODEL_LABEL = "model_name"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REASONS = ("stop", "length", "abort", "error")
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -87,15 +80,15 @@ class Metrics:
 
     def __init__(self, client: EngineClient, model: str, clock: Clock = time.monotonic) -> None:
         # They would be one more series for each, which no dashboard reads.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.clock, self._model = clock, model
-        self._registry = CollectorRegistry()
-        self._histograms = {
-            name: Histogram(
-                f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=buckets
-            ).labels(model)
-            for name, (doc, buckets) in HISTOGRAMS.items()
-        }
+        self._registry = prometheus.CollectorRegistry()
+        self._histograms = {}
+        for name, (doc, bounds) in HISTOGRAMS.items():
+            family = prometheus.Histogram(
+                f"nibble:{name}", doc, [MODEL_LABEL], registry=self._registry, buckets=bounds
+            )
+            self._histograms[name] = family.labels(model)
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of requests, counted with the first piece of an answer."
         ).labels(model)
@@ -107,8 +100,9 @@ class Metrics:
             "http_requests", "Exchanges by route and status.", "method", "path", "status"
         )
         self._registry.register(EngineCollector(client, model))
-        self._registry.register(FidelityCollector(client, model))
-        ProcessCollector(registry=self._registry)
+        version = prometheus.Info("nibble:build", "The version, as a label.", registry=self._registry)
+        version.info({"version": nibble.__version__})
+        prometheus.ProcessCollector(registry=self._registry)
 
     def start_request(self, prompt_tokens: int, num_answers: int = 1) -> RequestTimer:
         """Return the timer of a request that has just arrived."""
@@ -126,10 +120,10 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return all metrics as text, and the text's media type."""
-        return generate_latest(self._registry), MEDIA_TYPE
+        return prometheus.generate_latest(self._registry), MEDIA_TYPE
 
-    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
-        return Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
+    def _counter(self, name: str, doc: str, *labels: str) -> prometheus.Counter:
+        return prometheus.Counter(f"nibble:{name}", doc, [MODEL_LABEL, *labels], registry=self._registry)
 
 
 @dataclass(slots=True)
@@ -298,51 +292,67 @@ COUNTERS = (
 """Counters of one life of the engine. A new one starts at nothing, as Prometheus knows of counters."""
 
 
+FIDELITY_COUNTERS = (
+    Row("kv_fidelity_samples", "fidelity_samples", "Requests whose attention was compared."),
+    Row("kv_fidelity_alerts", "fidelity_alerts", "Times that the error of a layer rose above its limit."),
+)
+"""Present only with --watch-fidelity, as the gauges are."""
+FIDELITY_ALERT = Row("kv_fidelity_alert", "fidelity_alert", "Whether a layer is above its limit.")
+FIDELITY_GAUGES = {
+    "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
+    "own": "The same for what the layer's format makes of these rows, with scales that fit them.",
+    "limit": "The error from which the watch warns.",
+}
+Family = type[CounterMetricFamily | GaugeMetricFamily]
+Samples = Mapping[Any, float]
+"""Values of a metric, by the tuple of its labels' values, without the model's."""
+
+
 class EngineCollector(Collector):
-    """The engine's counts, as it last sent them."""
+    """The engine's counts and those of its fidelity watch (engine/error_monitor.py), as it last sent them."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; gauges only while the engine serves."""
+        """Yield the metrics; gauges only while the engine serves: else they would look like its present state."""
         serves, stats = self._client.state is State.READY, with_derived(self._client.stats)
-        yield self._gauge("engine_up", "Whether the engine serves.", float(serves))
-        build = GaugeMetricFamily("nibble:build_info", "The version, as a label.", labels=["version"])
-        build.add_metric([nibble.__version__], 1.0)
-        yield build
-        yield self._counter("engine_restarts", "Times the engine was started again.", self._client.restarts)
-        for row in COUNTERS:
-            # Counters without events are 0; those of the host tier are missing without one.
-            if row.key in stats or not row.key.startswith("tier_"):
-                yield self._counter(row.name, row.doc, stats.get(row.key, 0.0))
+        yield self._family(GaugeMetricFamily, "engine_up", "Whether the engine serves.", {(): float(serves)})
+        restarts, doc = self._client.restarts, "Times the engine was started again."
+        yield self._family(CounterMetricFamily, "engine_restarts", doc, {(): restarts})
+        for row in (*COUNTERS, *FIDELITY_COUNTERS):
+            # Counters without events are 0; those of the host tier and of the watch are missing without one.
+            if row.key in stats or not row.key.startswith(("tier_", "fidelity_")):
+                yield self._family(CounterMetricFamily, row.name, row.doc, {(): stats.get(row.key, 0.0)})
+        if skipped := _fidelity_parts(stats, "skipped"):
+            samples = {(reason,): count for reason, count in skipped.items()}
+            doc = "Requests that were drawn and not compared."
+            yield self._family(CounterMetricFamily, "kv_fidelity_skipped", doc, samples, "reason")
         if serves:
             yield from self._gauges(stats)
 
     def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily] = {}
-        for row in GAUGES:
-            if row.key in stats:
-                labels = [MODEL_LABEL, "state"] if row.state else [MODEL_LABEL]
-                family = families.setdefault(
-                    row.name, GaugeMetricFamily(f"nibble:{row.name}", row.doc, labels=labels)
-                )
-                family.add_metric([self._model, row.state] if row.state else [self._model], stats[row.key])
-        yield from families.values()
+        rows = (row for row in (*GAUGES, FIDELITY_ALERT) if row.key in stats)
+        for name, group in groupby(rows, key=attrgetter("name")):
+            first, *more = group
+            samples = {(row.state,) if row.state else (): stats[row.key] for row in (first, *more)}
+            labels = ["state"] if first.state else []
+            yield self._family(GaugeMetricFamily, name, first.doc, samples, *labels)
         if stats.get("cache_total"):
             usage = stats["cache_held"] / stats["cache_total"]
-            yield self._gauge(
-                "kv_cache_usage_perc", "Share of the KV cache's pages that are held: 1 is all.", usage
-            )
+            doc = "Share of the KV cache's pages that are held: 1 is all."
+            yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", doc, {(): usage})
+        groups = self._client.ready.about.get("groups", ()) if self._client.ready else ()
+        schemes = {str(layer): group["scheme"] for group in groups for layer in group["layers"]}
+        for name, doc in FIDELITY_GAUGES.items():
+            if parts := _fidelity_parts(stats, name):
+                errors = {(layer, schemes.get(layer, "")): value for layer, value in parts.items()}
+                yield self._family(GaugeMetricFamily, f"kv_fidelity_{name}", doc, errors, "layer", "scheme")
 
-    def _gauge(self, name: str, doc: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"nibble:{name}", doc, labels=[MODEL_LABEL])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counter(self, name: str, doc: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"nibble:{name}", doc, labels=[MODEL_LABEL])
-        family.add_metric([self._model], value)
+    def _family(self, kind: Family, name: str, doc: str, samples: Samples, *labels: str) -> Metric:
+        family = kind(f"nibble:{name}", doc, labels=[MODEL_LABEL, *labels])
+        for values, value in samples.items():
+            family.add_metric([self._model, *values], value)
         return family
 
 
@@ -355,36 +365,25 @@ def with_derived(stats: Mapping[str, float]) -> dict[str, float]:
     return derived
 
 
-MODEL_LABEL = "model_name"
-FIDELITY_PREFIX = "fidelity_"
-FIDELITY_KEY = f"{FIDELITY_PREFIX}samples"
-"""Present in the counts only with --watch-fidelity."""
-FIDELITY_GAUGES = {
-    "error": "Error of a layer's attention over the cache, relative to rows in the model's precision.",
-    "own": "The same for what the layer's format makes of these rows, with scales that fit them.",
-    "limit": "The error from which the watch warns.",
-}
-FIDELITY_COUNTERS = {
-    "samples": "Requests whose attention was compared.",
-    "alerts": "Times that the error of a layer rose above its limit.",
-}
-MAX_LIMIT = 1e9
-
-
 def cache_view(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of `GET /v1/cache`; `at` is in seconds on the engine's clock, None before the first counts."""
+    """Return the body of `GET /v1/cache`, made of what the engine last sent (`wire.Stats`, `wire.Ready.about`).
+
+    `at` is in seconds on the engine's clock, None before the first counts. Counters run over the engine's life: a
+    client that wants rates takes the difference of two answers. The hit rate is None before the first lookup.
+    """
+    lookups, hits = int(stats.get("cache_lookup_tokens", 0)), int(stats.get("cache_hit_tokens", 0))
+    requests = ("running", "waiting", "finished", "preemptions", "preempted_tokens")
     return {
         "at": stats.get("time"),
         "pages": _pages(stats, about),
-        "prefix": _prefix(stats),
-        "requests": {
-            name: int(stats.get(name, 0))
-            for name in ("running", "waiting", "finished", "preemptions", "preempted_tokens")
+        "prefix": {
+            "lookup_tokens": lookups,
+            "hit_tokens": hits,
+            "hit_rate": hits / lookups if lookups else None,
+            "evicted_pages": int(stats.get("cache_evicted", 0)),
         },
-        "tokens": {
-            "prompt": int(stats.get("prompt_tokens", 0)),
-            "decode": int(stats.get("decode_tokens", 0)),
-        },
+        "requests": {name: int(stats.get(name, 0)) for name in requests},
+        "tokens": {name: int(stats.get(f"{name}_tokens", 0)) for name in ("prompt", "decode")},
         "steps": int(stats.get("steps", 0)),
         "bytes_per_token": about.get("bytes_per_token"),
         "bytes_per_token_16bit": about.get("bytes_per_token_16bit"),
@@ -408,17 +407,6 @@ def _pages(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, in
         "shared": shared,
         "idle": idle,
         "size": int(about.get("page_size", 0)),
-    }
-
-
-def _prefix(stats: Mapping[str, float]) -> dict[str, Any]:
-    """Return counts of the prefix cache; hit_rate is None before the first lookup."""
-    lookups, hits = int(stats.get("cache_lookup_tokens", 0)), int(stats.get("cache_hit_tokens", 0))
-    return {
-        "lookup_tokens": lookups,
-        "hit_tokens": hits,
-        "hit_rate": hits / lookups if lookups else None,
-        "evicted_pages": int(stats.get("cache_evicted", 0)),
     }
 
 
@@ -458,56 +446,13 @@ def _host(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-class FidelityCollector(Collector):
-    """The results of the fidelity watch (engine/error_monitor.py), as the engine last sent them."""
-
-    def __init__(self, client: EngineClient, model: str) -> None:
-        self._client, self._model = client, model
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none without --watch-fidelity."""
-        stats = self._client.stats
-        if FIDELITY_KEY not in stats:
-            return
-        for name, doc in FIDELITY_COUNTERS.items():
-            counter = CounterMetricFamily(f"nibble:kv_fidelity_{name}", doc, labels=[MODEL_LABEL])
-            counter.add_metric([self._model], stats[FIDELITY_PREFIX + name])
-            yield counter
-        skipped = CounterMetricFamily(
-            "nibble:kv_fidelity_skipped",
-            "Requests that were drawn and not compared.",
-            labels=[MODEL_LABEL, "reason"],
-        )
-        for reason, count in _fidelity_parts(stats, "skipped").items():
-            skipped.add_metric([self._model, reason], count)
-        yield skipped
-        # The gauges of an engine that is gone would look like its present state.
-        if self._client.state is State.READY:
-            yield from self._gauges(stats)
-
-    def _gauges(self, stats: Mapping[str, float]) -> Iterator[Metric]:
-        alert = GaugeMetricFamily(
-            "nibble:kv_fidelity_alert", "Whether a layer is above its limit.", labels=[MODEL_LABEL]
-        )
-        alert.add_metric([self._model], stats[f"{FIDELITY_PREFIX}alert"])
-        yield alert
-        groups = self._client.ready.about.get("groups", ()) if self._client.ready else ()
-        schemes = {str(layer): group["scheme"] for group in groups for layer in group["layers"]}
-        for name, doc in FIDELITY_GAUGES.items():
-            labels = [MODEL_LABEL, "layer", "scheme"]
-            family = GaugeMetricFamily(f"nibble:kv_fidelity_{name}", doc, labels=labels)
-            for layer, value in _fidelity_parts(stats, name).items():
-                family.add_metric([self._model, layer, schemes.get(layer, "")], value)
-            yield family
-
-
 def fidelity_warning(stats: Mapping[str, float]) -> str | None:
     """Return the warning of /health while a layer is above its limit; None else."""
-    if not stats.get(f"{FIDELITY_PREFIX}alert"):
+    if not stats.get("fidelity_alert"):
         return None
     limits, errors = _fidelity_parts(stats, "limit"), _fidelity_parts(stats, "error")
     # A limit may be infinite, and quotients of two such layers could not be compared.
-    layer = max(errors, key=lambda layer: errors[layer] / min(limits[layer], MAX_LIMIT))
+    layer = max(errors, key=lambda layer: errors[layer] / min(limits[layer], 1e9))
     return (
         f"attention over the KV cache is off by {errors[layer]:.1%} of its norm in layer {layer}, where "
         f"{limits[layer]:.1%} is allowed; the engine's log and docs/serving.md say more"
@@ -516,5 +461,5 @@ def fidelity_warning(stats: Mapping[str, float]) -> str | None:
 
 def _fidelity_parts(stats: Mapping[str, float], name: str) -> dict[str, float]:
     """Return the numbers `fidelity_NAME_PART`, by part."""
-    prefix = f"{FIDELITY_PREFIX}{name}_"
+    prefix = f"fidelity_{name}_"
     return {key.removeprefix(prefix): value for key, value in stats.items() if key.startswith(prefix)}

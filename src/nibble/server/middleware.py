@@ -1,6 +1,7 @@
-"""Guards before the routes: the size and time of bodies, how they are read, the key, and silent connections.
+"""What stands before and around the routes: errors in OpenAI's shape, guards, and the files of the status page.
 
-BodyLimit and KeyGuard are plain ASGI, so that a stream is never buffered.
+Guards are of the size and time of bodies, how they are read, the key, and silent connections. BodyLimit and KeyGuard
+are plain ASGI, so that a stream is never buffered.
 """
 
 from __future__ import annotations
@@ -8,20 +9,165 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, Field
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from nibble.server.errors import error_response, response_of
-from nibble.server.page import PATHS as PAGE_PATHS
+from nibble.errors import NibbleError, RequestError
+
+log = logging.getLogger("nibble.server")
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: "rate_limit_exceeded"}
+"""Codes of errors that have none of their own, by status; clients expect a text or null."""
+RETRY_AFTER = {429: "1", 503: "2"}
+"""Seconds until a client may try again, by status."""
+DESCRIPTIONS = {
+    400: "The request is malformed, or cannot be served.",
+    401: "The key is missing or wrong.",
+    404: "The model is not served here.",
+    408: "The answer, or the body, took longer than it may.",
+    413: "The body is too large.",
+    429: "Too many requests are open.",
+    500: "The server made a mistake.",
+    501: "A package is missing.",
+    503: "The engine does not serve at the moment.",
+}
+Responses = dict[int | str, dict[str, Any]]
+"""FastAPI's `responses` of a route."""
+
+
+class ErrorDetail(BaseModel):
+    """Why a request was not served."""
+
+    message: str = Field(description="The cause, and what would work.")
+    type: str
+    param: str | None = Field(description="The field that is wrong.")
+    code: str | None = Field(description="A word for the error, where there is one.")
+
+
+class Error(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+def describe_errors(*statuses: int) -> Responses:
+    """Return the errors of a route."""
+    return {status: {"model": Error, "description": DESCRIPTIONS[status]} for status in statuses}
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
+) -> JSONResponse:
+    """Return an error as a response.
+
+    Args:
+        status: of HTTP.
+        message: the cause, and what would work.
+        param: the field that is wrong.
+        code: a word for programs; by the status where left out.
+        headers: of the response.
+    """
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # A message may quote half of a surrogate pair, which cannot be sent.
+    message = message.encode("utf-8", "replace").decode()
+    error = {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
+    return JSONResponse({"error": error}, status, headers)
+
+
+def response_of(error: Exception) -> JSONResponse:
+    """Return the response of an error that was raised; one that is no error of Nibble's is logged."""
+    if isinstance(error, TimeoutError):
+        error = RequestError("the request was not answered within its time", 408)
+    elif isinstance(error, UnicodeEncodeError):
+        error = RequestError("the request has a text that is no Unicode: it holds half of a surrogate pair")
+    if isinstance(error, NibbleError):
+        headers = {"Retry-After": RETRY_AFTER[error.status]} if error.status in RETRY_AFTER else {}
+        return error_response(error.status, str(error), code=error.code, **headers)
+    log.exception("a request failed", exc_info=error)
+    return error_response(500, "the server made a mistake; its log says more")
+
+
+Complaint = tuple[list[Any], bool, str]
+"""Keys of the body down to the wrong value, whether the value's own type is wrong, and the message."""
+
+
+def describe_invalid(errors: Sequence[Any], body: Any) -> tuple[str, str]:
+    """Return where a body is wrong, as `a.b`, and how: one of pydantic's errors."""
+    complaints: dict[tuple[Any, ...], list[Complaint]] = {}
+    for error in errors:
+        keys, kind = _location(error, body)
+        wrong_type = len(keys) < len(kind) and error["type"].endswith(("_type", "literal_error"))
+        message = str(error["msg"]).removeprefix("Value error, ")
+        complaints.setdefault(kind, []).append((keys, wrong_type, message))
+    first = next(iter(complaints))
+    # Of a value that may be of several kinds, each kind complains.
+    rivals = [group for kind, group in complaints.items() if first and kind[:-1] == first[:-1]]
+
+    def distance(group: list[Complaint]) -> tuple[Any, ...]:
+        # The kind that was probably meant fits on the outside, complains least, and latest in a list.
+        keys, wrong_type, _ = group[0]
+        return wrong_type, len(group), [-key for key in keys if isinstance(key, int)]
+
+    keys, _, message = min(rivals or [complaints[first]], key=distance)[0]
+    return ".".join(map(str, keys)), message
+
+
+def _location(error: Any, body: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return the place of one of pydantic's errors.
+
+    It is the keys of the body down to the wrong value, and pydantic's own path up to the first name of a kind, which is
+    no key: () where there is none.
+    """
+    keys: list[Any] = []
+    kind: tuple[Any, ...] = ()
+    *_, last = loc = [part for part in error["loc"] if part != "body"] or [None]
+    for i, part in enumerate(loc):
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+            keys.append(part)
+        elif part is last and error["type"] == "missing":
+            keys.append(part)
+        elif part is not None:
+            kind = kind or tuple(loc[: i + 1])
+    return keys, kind
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Let the application answer what is wrong before a route's function is called: bodies, paths and methods."""
+
+    async def invalid(_: Request, error: Any) -> JSONResponse:
+        where, message = describe_invalid(error.errors(), error.body)
+        return error_response(400, f"{where}: {message}" if where else message, where or None)
+
+    async def raised(request: Request, error: Any) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"nothing is served at {request.url.path}; /openapi.json lists what is"
+        return error_response(error.status_code, message, **dict(error.headers or {}))
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, raised)
+
 
 BODY_S = 60.0
 """In which a body must have arrived."""
@@ -35,6 +181,41 @@ OPEN_PATHS = ("/health",)
 """Prefixes of paths that need no key; the page's own files need none either."""
 KEEP_ALIVE_S = 75.0
 """For which a connection may be silent, between requests or within a head."""
+
+PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/api.js": ("api.js", "text/javascript; charset=utf-8"),
+    "/cache.js": ("cache.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+PAGE_PATHS = frozenset(PAGE_FILES)
+"""Paths that need no key: these, and not what begins with them."""
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # revalidate each time: names stay the same from version to version
+}
+STATIC_FILES = StaticFiles(directory=Path(__file__).parent / "page")
+
+
+def mount_page(app: FastAPI) -> None:
+    """Serve the files of the status page, which calls the API as any client does: its calls need a key, they do not."""
+
+    async def serve(request: Request) -> Response:
+        name, media_type = PAGE_FILES[request.scope["path"]]
+        response = await STATIC_FILES.get_response(name, request.scope)
+        # Python's table of media types differs between versions and machines.
+        response.headers.update(PAGE_HEADERS | {"Content-Type": media_type})
+        return response
+
+    # Each by a route: a mount at `/` would hide the 405 of other routes.
+    for path in PAGE_FILES:
+        app.add_api_route(path, serve, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
 class BodyLimit:
@@ -56,8 +237,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if not length.isdigit() or int(length) > self._limit:
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._limit:
             message = f"the body may have {self._limit} bytes at most"
             await error_response(413, message, Connection="close")(scope, receive, send)
             return
@@ -139,8 +320,10 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application if the request has the key, or its path needs none."""
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if scope["type"] == "http" and not (
+            scope["path"] in PAGE_PATHS or scope["path"].startswith(OPEN_PATHS)
+        ):
+            header = Headers(scope=scope).get("authorization", "").encode("latin-1")
             scheme, _, key = header.partition(b" ")
             # Digests have one length, so the comparison's time says nothing about the key.
             if not hmac.compare_digest(_digest(key.strip()), self._digest) or scheme.lower() != b"bearer":
@@ -149,10 +332,6 @@ class KeyGuard:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _is_open(path: str) -> bool:
-    return path in PAGE_PATHS or path.startswith(OPEN_PATHS)
 
 
 def _digest(key: bytes) -> bytes:

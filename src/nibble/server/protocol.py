@@ -1,4 +1,4 @@
-"""Models of requests in OpenAI's shape, and how they become SamplingParams.
+"""Models of requests in OpenAI's shape, and how they become SamplingParams and grammars.
 
 See https://platform.openai.com/docs/api-reference. Fields that OpenAI does not have (min_p, top_k, repetition_penalty,
 stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named as other servers name them.
@@ -6,12 +6,15 @@ stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nibble.config import SamplingParams
-from nibble.server.tools import StructuredFields, ToolFields
+from nibble.errors import RequestError
 
 MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES, MAX_PROMPTS, MAX_BIASES = 16, 20, 128, 1024, 1 << 14
 MAX_TOKENS, MAX_FIELDS, MAX_STOP_TOKENS = 1 << 20, 1000, 4096
@@ -27,6 +30,250 @@ RESERVED = {
     "tools", "truncation",
 }  # fmt: skip
 """Arguments of Transformers' apply_chat_template, which a template's own must not replace."""
+MAX_TOOLS, MAX_TAGS = 512, 256
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+WHITESPACE = {"whitespace_pattern": "[ \\n]{0,16}"}
+"""In arguments: without a bound a model may write white space for ever."""
+Schema = dict[str, Any] | bool | str
+
+
+class Function(BaseModel):
+    """What a tool does."""
+
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Hold arguments to the schema as it stands, or refuse it. Else what is not understood in it is passed over."""
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Arguments are an object, so its schema must be one's."""
+        for name, kind, kind_name in (("properties", dict, "an object"), ("required", list, "a list")):
+            if not isinstance((schema or {}).get(name, kind()), kind):
+                raise ValueError(f"`{name}` of a JSON Schema must be {kind_name}")
+        if (schema or {}).get("type", "object") != "object":
+            raise ValueError("the JSON Schema of parameters must have type 'object'")
+        return schema
+
+    def argument_schema(self) -> dict[str, Any]:
+        """Return the schema that a grammar follows: properties without a name are not made up, unless it says so."""
+        return self.with_options({"additionalProperties": False, **(self.parameters or {}), "type": "object"})
+
+    def with_options(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a schema with llguidance's options."""
+        return {"x-guidance": {**WHITESPACE, "lenient": not self.strict}, **schema}
+
+
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedToolList(BaseModel):
+    """Tools by their names, and whether one must be called."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(BaseModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class ToolFields(BaseModel):
+    """The fields of a request that are about tools."""
+
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two tools are named {twice!r}")
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if not names:
+            raise ValueError("this tool_choice needs tools")
+        if (unknown := next((name for name in self._choice_names() if name not in names), None)) is not None:
+            raise ValueError(f"tool_choice names {unknown!r}, which is none of the tools")
+        return self
+
+    def _choice_names(self) -> list[str]:
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call: none for tool_choice `none`, some where they are listed."""
+        if self.tool_choice == "none" or not self.tools:
+            return []
+        names = self._choice_names() if isinstance(self.tool_choice, AllowedTools) else None
+        return [tool for tool in self.tools if names is None or tool.function.name in names]
+
+    def required_tools(self) -> list[Tool]:
+        """Return those of which the answer must call one: all for `required`, or the one of tool_choice."""
+        choice, tools = self.tool_choice, self.callable_tools()
+        if isinstance(choice, NamedTool):
+            return [tool for tool in tools if tool.function.name in self._choice_names()]
+        required = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        return tools if required or choice == "required" else []
+
+    def max_calls(self) -> int | None:
+        """Return how many calls an answer may have; None: any number."""
+        return None if self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool) else 1
+
+
+class SchemaFormat(BaseModel):
+    """What response_format's json_schema says."""
+
+    name: str = "answer"
+    body: dict[str, Any] = Field(alias="schema")
+
+
+class Structure(BaseModel):
+    """A tag: what begins it, the JSON in it, what ends it."""
+
+    model_config = ConfigDict(extra="forbid")
+    begin: str = Field(min_length=1)
+    body: dict[str, Any] = Field(alias="schema")
+    end: str = ""
+
+
+class StructuralTag(BaseModel):
+    """Text, in which a trigger begins one of the structures."""
+
+    structures: list[Structure] = Field(min_length=1, max_length=MAX_TAGS)
+    triggers: list[str] = Field(min_length=1, max_length=MAX_TAGS)
+
+    @model_validator(mode="after")
+    def _check_triggers(self) -> Self:
+        for structure in self.structures:
+            if not self._trigger(structure):
+                raise ValueError(f"the structure {structure.begin!r} begins with none of the triggers")
+        return self
+
+    def _trigger(self, structure: Structure) -> str:
+        return next((trigger for trigger in self.triggers if structure.begin.startswith(trigger)), "")
+
+    def grammar(self) -> str:
+        """Return the tags as a grammar."""
+        from llguidance import StructTag
+
+        tags = [
+            StructTag(trigger=self._trigger(one), begin=one.begin, grammar=one.body, end=one.end)
+            for one in self.structures
+        ]
+        return f"lark:{StructTag.to_grammar(tags, assume_special=False)}"
+
+
+class ResponseFormat(StructuralTag):
+    """text, any JSON object, one of a schema, or text with structures in it."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: SchemaFormat | None = None
+    structures: list[Structure] = Field(default_factory=list, max_length=MAX_TAGS)
+    triggers: list[str] = Field(default_factory=list, max_length=MAX_TAGS)
+
+    def grammar(self) -> str:
+        """Return the grammar, empty for text; raises RequestError."""
+        if self.type == "structural_tag":
+            if not self.structures:
+                raise RequestError("response_format structural_tag needs structures and triggers")
+            return super().grammar()
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise RequestError("response_format json_schema needs a json_schema")
+            return f"json_schema:{json.dumps(self.json_schema.body)}"
+        return "json_object:" if self.type == "json_object" else ""
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's newer field: one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+    schema_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+class StructuredFields(BaseModel):
+    """The fields of a request that are about the form of its answer, in the words of OpenAI, vLLM and SGLang."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = Field(None, description="Lark, as llguidance has it, or GBNF.")
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+    def grammar(self) -> str | None:
+        """Return what the answer must follow.
+
+        Raises:
+            RequestError: more than one grammar is asked for, or one is malformed.
+        """
+        grammars = [self.response_format.grammar()] if self.response_format else []
+        for model in (self.structured_outputs or (), self):
+            grammars += [_grammar(name, value) for name, value in model if name in GRAMMAR_KINDS]
+        grammars = [grammar for grammar in grammars if grammar]
+        if len(grammars) > 1:
+            raise RequestError("an answer can follow one of response_format, guided_... and the like only")
+        return grammars[0] if grammars else None
+
+
+GRAMMAR_KINDS = {
+    "schema_": "json_schema", "guided_json": "json_schema", "json_schema": "json_schema", "json_object": "json_object",
+    "regex": "regex", "guided_regex": "regex", "choice": "choice", "guided_choice": "choice", "grammar": "lark",
+    "guided_grammar": "lark", "ebnf": "lark", "structural_tag": "structural_tag",
+}  # fmt: skip
+"""Fields that ask for a grammar, and its kind (engine/structured_output.py)."""
+
+
+def _grammar(name: str, value: Any) -> str:
+    """Return the grammar of a field; empty where the field was left out."""
+    kind = GRAMMAR_KINDS[name]
+    if value is None or (kind == "json_object" and not value):
+        return ""
+    if kind == "json_object":
+        return "json_object:"
+    if kind != "structural_tag":
+        return f"{kind}:{value if isinstance(value, str) else json.dumps(value)}"
+    try:
+        return StructuralTag.model_validate_json(value).grammar()
+    except ValueError as error:
+        raise RequestError(f"the structural_tag cannot be read: {error}") from error
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -88,22 +335,16 @@ class Sampling(StructuredFields):
     @model_validator(mode="before")
     @classmethod
     def _check_size(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        # Clients send null for what they do not set.
+        body = {key: value for key, value in body.items() if value is not None or key not in cls.model_fields}
         # Each unknown field, and each wrong bias, would be an error of its own.
-        biases = body.get("logit_bias") if isinstance(body, dict) else None
+        biases = body.get("logit_bias")
         for name, value, limit in (("a request", body, MAX_FIELDS), ("logit_bias", biases, MAX_BIASES)):
             if isinstance(value, dict) and len(value) > limit:
                 raise ValueError(f"{name} may have {limit} entries at most, not {len(value)}")
         return body
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        # Clients send null for what they do not set.
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value for name, value in body.items() if value is not None or name not in cls.model_fields
-        }
 
     def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return how to sample; raises RequestError.
@@ -112,27 +353,10 @@ class Sampling(StructuredFields):
             max_tokens: of an answer.
             logprobs: how many of the likeliest tokens are reported; None for no log-probabilities.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         bias = {key: max(-100.0, min(100.0, value)) for key, value in (self.logit_bias or {}).items()}
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=bias,  # type: ignore[arg-type]  # keys may be texts
-            seed=self.seed,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            logprobs=logprobs,
-            grammar=self.grammar(),
-            n=self.n,
-        )
+        values = self.model_dump(include={field.name for field in fields(SamplingParams)})
+        values |= {"max_tokens": max_tokens, "logprobs": logprobs, "grammar": self.grammar()}
+        return SamplingParams(**values | {"top_k": max(self.top_k, 0), "logit_bias": bias})
 
 
 class CompletionRequest(Sampling):

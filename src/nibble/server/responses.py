@@ -1,52 +1,57 @@
-"""Answers in OpenAI's shape: from pieces of the engine to choices, chunks, usage and log-probabilities.
-
-Views of the engine's counts: the cache for `GET /v1/cache`, the fidelity watch for Prometheus and for `/health`.
-
-They are made of `messages.Stats.numbers` and `messages.Ready.about`. Counters run over the engine's life, so a client
-that wants rates takes the difference of two answers.
-"""
+"""Answers in OpenAI's shape: from pieces of the engine to choices, chunks, usage and log-probabilities."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar
 
 from nibble.engine.request import Delta, Logprob
 from nibble.server.chat_parser import AnswerParser
-from nibble.server.streaming import delta_of, message_of
+from nibble.server.streaming import Event, delta_of, message_of
 
-Decode = Callable[[Sequence[int]], str]
+Choice = dict[str, Any]
 
 
+@dataclass
 class Writer(ABC):
-    """One request's answers, which are numbered prompt by prompt.
+    """One request's answers, which are numbered prompt by prompt."""
 
-    Args:
-        model: its name.
-        decode: returns the text of tokens.
-        prompts: tokens of each prompt.
-        collect: for body(), where no chunks are sent.
-    """
+    model: str
+    decode: Callable[[Sequence[int]], str]
+    """Returns the text of tokens."""
+    prompt_tokens: int
+    """Of all prompts."""
+    logprobs: bool = False
+    """Report log-probabilities."""
+    collect: bool = True
+    """For body(), where no chunks are sent."""
+    cached: int = field(default=0, init=False)
+    """Prompt tokens from the prefix cache."""
+    completion_tokens: int = field(default=0, init=False)
+    _choices: defaultdict[int, list[Choice]] = field(default_factory=lambda: defaultdict(list), init=False)
+    """Those of chunks, by answer."""
 
-    prefix: str
+    prefix: ClassVar[str]
     """Of the answer's id."""
-    body_object: str
-    chunk_object: str
+    body_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
-    def __init__(self, model: str, decode: Decode, prompts: Sequence[int], collect: bool) -> None:
-        self.id, self.model, self.created = f"{self.prefix}-{uuid.uuid4().hex}", model, int(time.time())
-        self.decode, self._collect = decode, collect
-        self.prompt_tokens, self.cached = sum(prompts), 0
-        self.completion_tokens = 0
-        self._choices: dict[int, dict[str, Any]] = {}
+    def __post_init__(self) -> None:
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
-    def take(self, index: int, delta: Delta) -> dict[str, Any] | None:
+    def take(self, index: int, delta: Delta) -> Choice | None:
         """Add a piece to an answer, and return the choice of a chunk; None where there is nothing to show yet."""
         self.completion_tokens += len(delta.token_ids)
-        return self._choice(index, delta, delta.finish_reason)
+        choice = self._choice(index, delta)
+        if choice and self.collect:
+            self._choices[index].append(choice)
+        return choice
 
     def chunk_fields(self) -> dict[str, Any]:
         """Return the fields of all chunks."""
@@ -58,7 +63,7 @@ class Writer(ABC):
 
     def body(self) -> dict[str, Any]:
         """Return all answers at once."""
-        choices = [self._choices[index] for index in sorted(self._choices)]
+        choices = [self._join(index, choices) for index, choices in sorted(self._choices.items())]
         return self._common(self.body_object) | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
@@ -74,60 +79,46 @@ class Writer(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     @abstractmethod
-    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None: ...
+    def _choice(self, index: int, delta: Delta) -> Choice | None: ...
+
+    @abstractmethod
+    def _join(self, index: int, choices: Sequence[Choice]) -> Choice:
+        """Return an answer from the choices of its chunks."""
 
 
+@dataclass
 class TextWriter(Writer):
-    """Answers of /v1/completions.
+    """Answers of /v1/completions."""
 
-    Args:
-        model: its name.
-        decode: returns the text of tokens.
-        prompts: tokens of each prompt.
-        echoes: by answer, the text before it; none without echo.
-        logprobs: report log-probabilities.
-        collect: for body(), where no chunks are sent.
-    """
+    echoes: Sequence[str] = ()
+    """By answer, the text before it; none without echo."""
+    _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), init=False)
 
     prefix, body_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        model: str,
-        decode: Decode,
-        prompts: Sequence[int],
-        echoes: Sequence[str],
-        logprobs: bool,
-        collect: bool = True,
-    ) -> None:
-        super().__init__(model, decode, prompts, collect)
-        self._echoes, self._logprobs = dict(enumerate(echoes)), logprobs
-        self._offsets: dict[int, int] = {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._echoes = dict(enumerate(self.echoes))
 
-    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, delta: Delta) -> Choice:
         text = self._echoes.pop(index, "") + delta.text
-        logprobs = self._logprob_lists(index, delta.logprobs) if self._logprobs else None
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        if not self._collect:
-            return choice
-        total = self._choices.get(index)
-        if total is None:
-            # A copy: its lists grow with the answer.
-            lists = logprobs and {key: list(values) for key, values in logprobs.items()}
-            self._choices[index] = {**choice, "logprobs": lists}
-        else:
-            total["text"] += text
-            total["finish_reason"] = reason
-            for key, values in (logprobs or {}).items():
-                total["logprobs"][key] += values
-        return choice
+        logprobs = self._logprob_lists(index, delta.logprobs) if self.logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+    def _join(self, index: int, choices: Sequence[Choice]) -> Choice:
+        text, last = "".join(choice["text"] for choice in choices), choices[-1]
+        logprobs = last["logprobs"] and {
+            key: list(chain.from_iterable(choice["logprobs"][key] for choice in choices))
+            for key in last["logprobs"]
+        }
+        return {**last, "text": text, "logprobs": logprobs}
 
     def _logprob_lists(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, list[Any]]:
         texts = [self.decode([entry.token]) for entry in logprobs]
         offsets = []
         for text in texts:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in logprobs],
@@ -140,68 +131,41 @@ class TextWriter(Writer):
         }
 
 
+@dataclass
 class ChatWriter(Writer):
-    """Answers of /v1/chat/completions.
+    """Answers of /v1/chat/completions."""
 
-    Args:
-        model: its name.
-        decode: returns the text of tokens.
-        prompts: tokens of each prompt.
-        logprobs: report log-probabilities.
-        new_parser: returns a parser of one answer's text, for reasoning and tool calls.
-        collect: for body(), where no chunks are sent.
-    """
+    new_parser: Callable[[], AnswerParser] = AnswerParser
+    """Returns a parser of one answer's text, for reasoning and tool calls."""
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict, init=False)
+    _events: defaultdict[int, list[Event]] = field(default_factory=lambda: defaultdict(list), init=False)
 
     prefix, body_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        decode: Decode,
-        prompts: Sequence[int],
-        logprobs: bool,
-        new_parser: Callable[[], AnswerParser],
-        collect: bool = True,
-    ) -> None:
-        super().__init__(model, decode, prompts, collect)
-        self._logprobs, self._new_parser = logprobs, new_parser
-        self._parsers: dict[int, AnswerParser] = {}
-        self._events: dict[int, list[Any]] = {}
-
-    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any] | None:
-        first = index not in self._parsers
-        if first:
-            self._begin(index)
+    def _choice(self, index: int, delta: Delta) -> Choice | None:
+        first, reason = index not in self._parsers, delta.finish_reason
         # A marker, or a half of one, may stand in several deltas, so each answer has a parser of its own.
-        parser = self._parsers[index]
-        events = parser.feed(delta.text, last=delta.finish_reason is not None)
-        if reason == "stop" and parser.num_calls:
-            reason = "tool_calls"
-        logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._logprobs else None
-        if self._collect:
-            total = self._choices[index]
-            total["finish_reason"] = reason
+        parser = self._parsers[index] = self.new_parser() if first else self._parsers[index]
+        events = parser.feed(delta.text, last=reason is not None)
+        if self.collect:
             self._events[index] += events
-            if logprobs:
-                total["logprobs"]["content"] += logprobs["content"]
         chat_delta = delta_of(events)
         if first:
             chat_delta = {"role": "assistant", "content": "", **chat_delta}
         # The parser holds back text that may be a marker.
         if not (chat_delta or reason or delta.logprobs):
             return None
-        return {"index": index, "delta": chat_delta, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self.logprobs else None
+        finish_reason = "tool_calls" if reason == "stop" and parser.num_calls else reason
+        return {"index": index, "delta": chat_delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _begin(self, index: int) -> None:
-        self._parsers[index], self._events[index] = self._new_parser(), []
-        logprobs: Any = {"content": [], "refusal": None} if self._logprobs else None
-        self._choices[index] = {"index": index, "message": {}, "logprobs": logprobs, "finish_reason": None}
-
-    def body(self) -> dict[str, Any]:
-        """Return all answers at once."""
-        for index, choice in self._choices.items():
-            choice["message"] = message_of(self._events[index])
-        return super().body()
+    def _join(self, index: int, choices: Sequence[Choice]) -> Choice:
+        logprobs = None
+        if self.logprobs:
+            entries = chain.from_iterable(choice["logprobs"]["content"] for choice in choices)
+            logprobs = {"content": list(entries), "refusal": None}
+        message, reason = message_of(self._events[index]), choices[-1]["finish_reason"]
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _entry(self, entry: Logprob) -> dict[str, Any]:
         token = self._token(entry.token, entry.logprob)

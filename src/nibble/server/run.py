@@ -1,7 +1,4 @@
-"""The server as a program: starts the engine's process, listens, and drains when a signal ends it.
-
-How the server behaves towards its clients: a frozen dataclass whose fields' docs are the command line's help.
-"""
+"""The server as a program: starts the engine's process, listens, and drains when a signal ends it."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -59,14 +56,24 @@ async def _serve(config: Config, settings: Settings, folder: str, announce: Anno
     tracer = tracer_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     name = settings.served_model_name or Path(config.model).name
     client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)
-    with _cancel_on_signal():
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task
+    # Until the server listens, and handles signals itself.
+    with _signals_to(lambda *_: loop.call_soon_threadsafe(task.cancel)):
         start = asyncio.create_task(client.start())
         try:
             tokenizer = await asyncio.to_thread(_load_tokenizer, config, folder)
             if start.done():
                 await start
             app = make_app(client, tokenizer, name, settings, sinks=[tracer] if tracer else [])
-            await _listen(app, client, start, settings, partial(_announce, name, settings, announce))
+
+            def on_ready() -> None:
+                url = f"http://{settings.host}:{settings.port}"
+                log_event("serving", model=name, url=url, version=nibble.__version__)
+                if announce:
+                    announce(name, url)
+
+            await _listen(app, client, start, settings, on_ready)
         finally:
             start.cancel()
             await client.stop()
@@ -82,7 +89,17 @@ async def _listen(
     on_ready: Callable[[], None],
 ) -> None:
     """Answer requests until a signal ends the server. start: the engine's."""
-    server = Server(_uvicorn_config(app, settings))
+    config = uvicorn.Config(
+        app,
+        settings.host,
+        settings.port,
+        log_config=None,
+        timeout_graceful_shutdown=math.ceil(settings.drain),
+        access_log=False,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        http=HeadTimeoutProtocol,
+    )
+    server = Server(config)
     listening = asyncio.create_task(server.serve())
     # What lives as long as the server need not be looked through when a large body is read.
     gc.collect()
@@ -94,10 +111,9 @@ async def _listen(
         await start
         await app.state.api.grammars.prepare(client.ready.vocab_size if client.ready else 0)
         on_ready()
-        died = asyncio.create_task(client.died.wait())
-        await asyncio.wait((listening, died), return_when=asyncio.FIRST_COMPLETED)
-        died.cancel()
-        if client.died.is_set():
+        assert client.supervisor
+        await asyncio.wait((listening, client.supervisor), return_when=asyncio.FIRST_COMPLETED)
+        if client.supervisor.done():
             raise EngineDiedError("the engine's process ended, and is not to be started again (--no-restart)")
     finally:
         server.should_exit = True
@@ -105,40 +121,15 @@ async def _listen(
             await listening
 
 
-def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        settings.host,
-        settings.port,
-        log_config=None,
-        timeout_graceful_shutdown=math.ceil(settings.drain),
-        access_log=False,
-        timeout_keep_alive=int(KEEP_ALIVE_S),
-        http=HeadTimeoutProtocol,
-    )
-
-
-def _announce(name: str, settings: Settings, announce: Announce | None) -> None:
-    url = f"http://{settings.host}:{settings.port}"
-    log_event("serving", model=name, url=url, version=nibble.__version__)
-    if announce:
-        announce(name, url)
-
-
 @contextlib.contextmanager
-def _cancel_on_signal() -> Iterator[None]:
-    """Let a signal cancel the current task, until the server listens and handles signals itself."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task
-    before = {
-        number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(task.cancel))
-        for number in END_SIGNALS
-    }
+def _signals_to(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Let a function handle the signals that end the server."""
+    before = {number: signal.signal(number, handler) for number in END_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 class Server(uvicorn.Server):
@@ -148,20 +139,13 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle signals as uvicorn does, without raising them again at the end."""
         # The engine's process is still to be stopped then.
-        before = {number: signal.signal(number, self.handle_exit) for number in END_SIGNALS}
-        try:
+        with _signals_to(self.handle_exit):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests."""
-        log_event(
-            "draining",
-            open_requests=len(self.server_state.tasks),
-            at_most_s=self.config.timeout_graceful_shutdown,
-        )
+        num_open, seconds = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
+        log_event("draining", open_requests=num_open, at_most_s=seconds)
         await super().shutdown(sockets)
         log_event("drained")
 

@@ -1,15 +1,14 @@
 """Streams from the engine to a client: admission, several sources as one, deadlines, disconnects, server-sent events.
 
-Pieces are passed on as soon as they come; those that came meanwhile are passed on together.
-
-Events of an answer: reasoning, text and tool calls, and their shape in OpenAI's API.
+Pieces are passed on as soon as they come; those that came meanwhile are passed on together. Events of an answer are
+reasoning, text and tool calls; they get their shape in OpenAI's API here.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -20,7 +19,7 @@ from fastapi.responses import Response
 
 from nibble.errors import RequestError
 from nibble.server.engine_client import Piece
-from nibble.server.errors import error_response
+from nibble.server.middleware import error_response
 from nibble.server.tracing import CLIENT_GONE
 
 
@@ -63,20 +62,19 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
     """Return the events with neighbours of one kind, or of one call, as one."""
     merged: list[Event] = []
     for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", 0))):
-        first, *more = group
+        first, *_ = same = list(group)
         if isinstance(first, CallDelta):
-            pieces = (event.arguments for event in (first, *more) if isinstance(event, CallDelta))
-            merged.append(replace(first, arguments="".join(pieces)))
+            merged.append(replace(first, arguments="".join(call.arguments for call in _calls(same))))
         else:
-            merged.append(replace(first, text=_text((first, *more), type(first))))
+            merged.append(replace(first, text=_text(same, type(first))))
     return merged
 
 
 def delta_of(events: Sequence[Event]) -> dict[str, Any]:
     """Return a chunk's delta in OpenAI's shape; an empty one where there is nothing to show."""
     # Merging needs the pieces of a call side by side; sorting is stable, so their order stays.
-    pieces = sorted(_pieces(events), key=lambda piece: piece.index)
-    calls = [call.openai() for call in _pieces(merge_events(pieces))]
+    pieces = sorted(_calls(events), key=lambda piece: piece.index)
+    calls = [call.openai() for call in _calls(merge_events(pieces))]
     delta = {"reasoning_content": _text(events, Thought), "content": _text(events, Text), "tool_calls": calls}
     return {key: value for key, value in delta.items() if value}
 
@@ -96,7 +94,7 @@ def _text(events: Iterable[Event], kind: type[Thought | Text]) -> str:
     return "".join(event.text for event in events if isinstance(event, kind))
 
 
-def _pieces(events: Iterable[Event]) -> list[CallDelta]:
+def _calls(events: Iterable[Event]) -> list[CallDelta]:
     return [event for event in events if isinstance(event, CallDelta)]
 
 
@@ -165,45 +163,33 @@ async def _single(
     source: AsyncGenerator[Pieces], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
     # A task for each piece would cost more than all else that is done with it.
-    if deadline is None:
-        async for pieces in source:
-            yield 0, pieces
-        return
     while True:
         async with asyncio.timeout_at(deadline):
-            next_pieces = await anext(source, None)
-        if next_pieces is None:
+            pieces = await anext(source, None)
+        if pieces is None:
             return
-        yield 0, next_pieces
+        yield 0, pieces
 
 
 async def _multiple(
     sources: Sequence[AsyncGenerator[Pieces]], deadline: float | None
 ) -> AsyncGenerator[tuple[int, Pieces]]:
-    loop = asyncio.get_running_loop()
-    tasks = {asyncio.ensure_future(anext(source)): i for i, source in enumerate(sources)}
+    tasks = {asyncio.ensure_future(anext(source, None)): i for i, source in enumerate(sources)}
     try:
         while tasks:
-            timeout = None if deadline is None else max(0.0, deadline - loop.time())
-            done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise TimeoutError
+            async with asyncio.timeout_at(deadline):
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # All that is there goes on before the next wait.
             for task in done:
                 i = tasks.pop(task)
-                try:
-                    pieces = task.result()
-                except StopAsyncIteration:
-                    continue
-                tasks[asyncio.ensure_future(anext(sources[i]))] = i
-                yield i, pieces
+                if (pieces := task.result()) is not None:
+                    tasks[asyncio.ensure_future(anext(sources[i], None))] = i
+                    yield i, pieces
     finally:
         for task in tasks:
             task.cancel()
         # A generator that still runs cannot be closed by merge_streams().
-        for task in tasks:
-            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def cancel_on_disconnect(request: Request, response: Awaitable[Response]) -> Response:
@@ -213,10 +199,9 @@ async def cancel_on_disconnect(request: Request, response: Awaitable[Response]) 
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else error_response(CLIENT_GONE, "the client went away")
     finally:
-        for one in (task, disconnect):
-            one.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await one
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

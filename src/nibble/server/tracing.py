@@ -1,7 +1,8 @@
-"""OpenTelemetry's spans of requests, by its conventions for generative AI, sent to a collector.
+"""The log of one HTTP request, the middleware that hands it on at the request's end, and OpenTelemetry's spans of it.
 
-The only file that knows OpenTelemetry, which is an extra. A request's spans are made when it has ended, from the times
-noted on the way, so tracing costs nothing while tokens flow. They carry no text of prompts or answers.
+The only file that knows OpenTelemetry, which is an extra; spans follow its conventions for generative AI. They are made
+when a request has ended, from the times noted on the way, so tracing costs nothing while tokens flow. They carry no
+text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from nibble.server.logging import log_event
 from nibble.server.metrics import RequestTimer
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
 
 INSTALL = "pip install 'nibble-llm[otel]'"
 NAME = "nibble"
 REQUEST_ATTRIBUTES = {
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "seed": "seed",
-    "n": "choice.count",
-}
+    name: name
+    for name in (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "frequency_penalty",
+        "presence_penalty",
+        "seed",
+    )
+} | {"max_completion_tokens": "max_tokens", "n": "choice.count"}
 """Fields of requests, and their names behind `gen_ai.request.`."""
 
 
@@ -59,6 +60,7 @@ class Tracer:
     def __call__(self, http_log: HttpLog) -> None:
         """Make the spans of a request for answers: one, and a child for each phase of each prompt."""
         from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         if not http_log.operation:
             return
@@ -69,7 +71,8 @@ class Tracer:
 
         span = self._tracer.start_span(
             f"{http_log.operation} {http_log.model}",
-            _parent_context(http_log.headers),
+            # A malformed traceparent is none.
+            TraceContextTextMapPropagator().extract(dict(http_log.headers)),
             trace.SpanKind.SERVER,
             attributes=span_attributes(http_log),
             start_time=nanoseconds(http_log.arrived),
@@ -78,10 +81,7 @@ class Tracer:
             span.set_status(trace.StatusCode.ERROR)
         context = trace.set_span_in_context(span)
         for timer in http_log.timers:
-            counts = {
-                "gen_ai.usage.input_tokens": timer.prompt,
-                "gen_ai.usage.output_tokens": timer.tokens,
-            }
+            counts = {"gen_ai.usage.input_tokens": timer.prompt, "gen_ai.usage.output_tokens": timer.tokens}
             for name, start, end in phases_of(timer, http_log.ended):
                 child = self._tracer.start_span(
                     name, context, trace.SpanKind.INTERNAL, attributes=counts, start_time=nanoseconds(start)
@@ -106,12 +106,12 @@ def tracer_to(endpoint: str) -> Tracer:
 
 def phases_of(timer: RequestTimer, ended: float) -> list[tuple[str, float, float]]:
     """Return name, start and end of each phase that one prompt reached."""
-    phases = [("queue", timer.arrived, ended if timer.started is None else timer.started)]
-    if timer.started is not None:
-        phases.append(("prefill", timer.started, ended if timer.first is None else timer.first))
-    if timer.first is not None and timer.last is not None:
-        phases.append(("decode", timer.first, timer.last))
-    return phases
+    phases = (
+        ("queue", timer.arrived, timer.started),
+        ("prefill", timer.started, timer.first),
+        ("decode", timer.first, timer.last),
+    )
+    return [(name, start, ended if end is None else end) for name, start, end in phases if start is not None]
 
 
 def span_attributes(http_log: HttpLog) -> dict[str, Any]:
@@ -142,13 +142,6 @@ def span_attributes(http_log: HttpLog) -> dict[str, Any]:
     if http_log.status >= 400:
         attributes["error.type"] = str(http_log.status)
     return attributes
-
-
-def _parent_context(headers: Mapping[str, str]) -> Context:
-    """Return the trace that a W3C traceparent names; a malformed one is none."""
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    return TraceContextTextMapPropagator().extract(dict(headers))
 
 
 SCOPE_KEY = "nibble.http_log"

@@ -1,10 +1,9 @@
-"""The process of the engine: takes commands, steps, and sends what each step added in one message.
+"""The engine's process, and the messages that it exchanges with the server.
 
     python -m nibble.server.worker ADDRESS LOG_FORMAT < config.json
 
-Being a process of its own, it is never held up by tokenising, JSON or slow readers. It ends with its parent.
-
-Messages between the server and the process of its engine: plain data, encoded by msgspec as MessagePack.
+The process takes commands, steps, and sends what each step added in one message. It is never held up by tokenising,
+JSON or slow readers, and it ends with its parent. Messages are plain data, encoded by msgspec as MessagePack.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,25 +22,32 @@ import zmq
 
 from nibble.config import SamplingParams
 from nibble.engine.request import Delta
-from nibble.errors import NibbleError, PromptTooLong, RequestError
+from nibble.errors import NibbleError, RequestError
 from nibble.server.logging import configure
 
 if TYPE_CHECKING:
-    from nibble.engine.engine import RequestHandle
     from nibble.engine.llm import LLM
+    from nibble.engine.request import Request
     from nibble.engine.structured_output import Matcher
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt to be continued."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    salt: str = ""
+    """Only requests of the same salt share pages."""
+    priority: int = 0
+    """A lower one is served before."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Command to continue a prompt."""
 
     id: int
-    prompt: list[int]
-    params: SamplingParams
-    salt: str = ""
-    """Only requests of the same salt share pages."""
-    priority: int = 0
-    """A lower one is served before."""
+    request: GenerationRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -60,8 +66,6 @@ Command = Submit | Abort | Stop
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Event: the engine serves."""
 
-    folder: str
-    """Where the tokenizer is."""
     max_context: int
     vocab_size: int
     about: dict[str, Any]
@@ -103,35 +107,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 Event = Ready | Failed | Refused | Pieces | Stats
 
 
-def status_of(error: NibbleError) -> tuple[int, str, str | None]:
-    """Return the HTTP status, the message and the code of an error that keeps a request from being served."""
-    if isinstance(error, RequestError):
-        return error.status, str(error), error.code
-    if isinstance(error, PromptTooLong):
-        return 400, str(error), "context_length_exceeded"
-    return 500, str(error), None
-
-
-# Decoders are built once: they compile the types.
-_encoder = msgspec.msgpack.Encoder()
-_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-
-
-def encode(message: Command | Event) -> bytes:
-    """Return a message's bytes."""
-    return _encoder.encode(message)
-
-
-def decode_command(data: bytes) -> Command:
-    """Return a message of the server."""
-    return _command_decoder.decode(data)
-
-
-def decode_event(data: bytes) -> Event:
-    """Return a message of the engine."""
-    return _event_decoder.decode(data)
-
+# Built once: decoders compile the types.
+encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_event: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
 
 STATS_S = 0.5
 """Between two counts, at least."""
@@ -153,7 +132,7 @@ class Worker:
 
     def __init__(self, llm: LLM, socket: zmq.Socket[bytes], parent: int) -> None:
         self._llm, self._engine, self._socket = llm, llm.engine, socket
-        self._handles: dict[int, RequestHandle] = {}
+        self._requests: dict[int, tuple[Request, ...]] = {}
         self._num_open: dict[int, int] = {}
         """Answers that have not ended, by request."""
         self._outbox: list[tuple[int, int, float | None, Delta]] = []
@@ -189,15 +168,15 @@ class Worker:
 
     def _execute(self, command: Submit | Abort) -> None:
         if isinstance(command, Abort):
-            if handle := self._handles.pop(command.id, None):
+            if requests := self._requests.pop(command.id, None):
                 self._num_open.pop(command.id)
-                self._engine.abort(handle)
+                self._engine.abort(requests)
             if preparing := self._preparing.pop(command.id, None):
                 preparing[1].cancel()
-        elif command.params.grammar is None:
+        elif command.request.params.grammar is None:
             self._admit(command, None)
         else:
-            matcher = self._grammar_threads.submit(self._engine.matcher, command.params)
+            matcher = self._grammar_threads.submit(self._engine.matcher, command.request.params)
             self._preparing[command.id] = command, matcher
 
     def _admit_prepared(self) -> None:
@@ -211,32 +190,32 @@ class Worker:
                 # llguidance may panic, which is no Exception.
                 if not isinstance(error, NibbleError):
                     error = RequestError(f"the grammar fails: {error}")
-                self._send(Refused(command.id, *status_of(error)))
+                self._refuse(command, error)
+
+    def _refuse(self, command: Submit, error: NibbleError) -> None:
+        self._send(Refused(command.id, error.status, str(error), error.code))
 
     def _admit(self, command: Submit, matcher: Matcher | None) -> None:
-        try:
-            self._handles[command.id] = self._submit(command, matcher)
-        except NibbleError as error:
-            self._send(Refused(command.id, *status_of(error)))
-        else:
-            self._num_open[command.id] = command.params.n
+        request, params = command.request, command.request.params
 
-    def _submit(self, command: Submit, matcher: Matcher | None) -> RequestHandle:
         def add(delta: Delta) -> None:
-            handle = self._handles.get(command.id)
-            if handle is None:  # aborted
+            requests = self._requests.get(command.id)
+            if requests is None:  # aborted
                 return
-            leader = handle.requests[0]
+            leader = requests[0]
             self._outbox.append((command.id, leader.num_prefix_hit_tokens, leader.start_time, delta))
             if delta.finish_reason:
                 self._num_open[command.id] -= 1
                 if not self._num_open[command.id]:
-                    del self._handles[command.id], self._num_open[command.id]
+                    del self._requests[command.id], self._num_open[command.id]
 
-        salt, priority = command.salt, command.priority
-        return self._engine.submit(
-            command.prompt, command.params, add, salt=salt, priority=priority, matcher=matcher
-        )
+        try:
+            self._requests[command.id] = self._engine.submit(
+                request.prompt, params, add, salt=request.salt, priority=request.priority, matcher=matcher
+            )
+            self._num_open[command.id] = params.n
+        except NibbleError as error:
+            self._refuse(command, error)
 
     def _send(self, event: Event) -> None:
         self._socket.send(encode(event))
@@ -245,7 +224,6 @@ class Worker:
 def ready_message(llm: LLM) -> Ready:
     """Return what is served."""
     from nibble.attention.planner.explain import as_dict, staging_warnings
-    from nibble.models.hub import locate
 
     scheduler = llm.engine.scheduler
     # The plan has these as numbers.
@@ -256,7 +234,7 @@ def ready_message(llm: LLM) -> Ready:
         "startup": dict(llm.startup),
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return Ready(locate(llm.config.model), scheduler.limit, llm.engine.vocab_size, plan)
+    return Ready(scheduler.limit, llm.engine.vocab_size, plan)
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:

@@ -4,12 +4,20 @@ A model that gets one computes the call as the engine computes a step (models/fo
 without padding, K and V written to the pool and read back from it by the planned backends. The cache keeps the books of
 rows and columns.
 
+For the time of such a call the model's attention is Nibble's, and layers that expand a latent or select tokens get what
+the engine would have replaced in them (models/hook.py). Nothing of that stays: weights, names and other callers see the
+model as it is.
+
 Shape suffixes: B rows of the batch, Q new columns, L columns of the batch so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any
@@ -26,24 +34,28 @@ from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, adapters, measure_scales, resolve_scales, tokenizer_of
-from nibble.engine.calibration import builtin_texts
-from nibble.engine.plan import Design
+from nibble.engine.build import CHUNK, adapters, builtin_texts, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.plan import CachePlan
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
+from nibble.models import hook
 from nibble.models.forward import plain
 from nibble.models.observe import BYTES, observe_skeleton, skeleton
 from nibble.models.refusals import check_config
-from nibble.transformers.store import Row, Step, Store, attach, count_tokens, pack
+from nibble.transformers.store import Row, Store, count_tokens, pack
 
 IGNORED = frozenset({"cache_position", "use_cache", "return_dict"})
 """Keywords that change nothing in what is computed."""
+HONOURED = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep"})
 OPTIONS = (
     "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
     "decode_backend", "allow_staging", "max_context", "tuned",
 )  # fmt: skip
 """Fields of Config about a cache alone; all other fields are about an engine, or facts of the model."""
+
+CACHE = "past_key_values"
+_IMPLEMENTATION = "_attn_implementation_internal"
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
@@ -78,13 +90,14 @@ class NibbleCache(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
-        design = _plan_cache(model, {"kv_memory": kv_memory, **options})
-        self.model, self.plan, self._limit = model, design.plan, design.model_spec.max_context
+        cache_plan = _plan_cache(model, {"kv_memory": kv_memory, **options})
+        self.model, self.plan, self._limit = model, cache_plan.plan, cache_plan.model_spec.max_context
         # Calibration runs the model over a pool, for which it needs Nibble's attention.
-        with attach(model, NibbleCache).patched():
-            self.scales: KVScales = _scales_for(design, model, calibrate)
-        self._store = Store(design.plan.layout, self.scales, model.device, design.config.kv_memory_bytes)
-        self._backends = adapters(design.plan)
+        with _attach(model).patched():
+            self.scales: KVScales = _scales_for(cache_plan, model, calibrate)
+        plan, memory = cache_plan.plan, cache_plan.config.kv_memory_bytes
+        self._store = Store(plan.layout, self.scales, model.device, memory)
+        self._backends = adapters(plan)
         self._clear()
 
     def _clear(self) -> None:
@@ -129,12 +142,11 @@ class NibbleCache(Cache):  # type: ignore[misc]
     def run(self, **arguments: Any) -> Any:
         """Compute a call of the model: store its tokens, and return its logits."""
         ids_BQ, is_token_BL = self._check(arguments)
-        start = self.columns
-        new_BQ = is_token_BL[:, start:]
+        new_BQ = is_token_BL[:, self.columns :]
         rows = self._rows or [Row() for _ in ids_BQ]
         self._check_room(rows, new_BQ)
         try:
-            logits = self._compute(self._step(rows, new_BQ, ids_BQ, arguments))
+            logits = self._compute(rows, new_BQ, ids_BQ, arguments)
         except BaseException:
             for row in rows:
                 # Pages that the failed call reserved; what was stored before it stays.
@@ -147,22 +159,13 @@ class NibbleCache(Cache):  # type: ignore[misc]
         out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
         return out.to_tuple() if arguments.get("return_dict") is False else out
 
-    def _step(
+    def _compute(
         self, rows: Sequence[Row], new_BQ: Tensor, ids_BQ: Tensor, arguments: Mapping[str, Any]
-    ) -> Step:
-        """Return the step of new tokens, with pages reserved for them."""
+    ) -> Tensor:
+        """Return the logits of new tokens, once there are pages for them and they are stored."""
         self._store.reserve(rows, count_tokens(new_BQ))
-        positions = arguments.get("position_ids")
-        return pack(
-            rows,
-            self.plan.page_size,
-            new_BQ,
-            ids_BQ,
-            None if positions is None else positions.to(ids_BQ.device).expand(ids_BQ.shape),
-            _columns(arguments.get("logits_to_keep"), new_BQ.shape[1]),
-        )
-
-    def _compute(self, step: Step) -> Tensor:
+        columns_C = _columns(arguments.get("logits_to_keep"), new_BQ.shape[1])
+        step = pack(rows, self.plan.page_size, new_BQ, ids_BQ, arguments.get("position_ids"), columns_C)
         layers = _LayerObserver()
         ctx = StepContext(self.plan, self._store.pool, self._backends, step.meta, observer=layers)
         logits_SV = plain(self.model)(step.token_ids_T[None], step.positions_T[None], step.logit_rows_S, ctx)
@@ -178,19 +181,13 @@ class NibbleCache(Cache):  # type: ignore[misc]
         self._check_model()
         if arguments.get("use_cache") is False:
             raise RequestError("use_cache=False contradicts past_key_values; leave one of them out")
-        supported = IGNORED | {"input_ids", "attention_mask", "position_ids", "logits_to_keep"}
-        if unsupported := sorted(
-            name
-            for name, x in arguments.items()
-            if name not in supported and x is not None and x is not False
-        ):
+        used = {name for name, x in arguments.items() if x is not None and x is not False}
+        if unsupported := sorted(used - IGNORED - HONOURED):
             raise RequestError(
                 f"a NibbleCache does not honour {', '.join(unsupported)}: it computes logits of input_ids, with "
                 "attention_mask and position_ids of two dimensions"
             )
-        ids, mask, positions = (
-            arguments.get(name) for name in ("input_ids", "attention_mask", "position_ids")
-        )
+        ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
         if ids is None or ids.dim() != 2 or not ids.numel():
             raise RequestError(
                 "there are no new tokens: input_ids must hold what follows the "
@@ -203,7 +200,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
                 f"the cache holds {len(self._rows)} rows, and the batch has {len(ids)}: reset() it, or repeat or "
                 "select its rows by batch_repeat_interleave() and batch_select_indices()"
             )
-        return ids, self._check_mask(ids, mask)
+        return ids, self._check_mask(ids, arguments.get("attention_mask"))
 
     def _check_model(self) -> None:
         if self.model.training:
@@ -242,9 +239,8 @@ class NibbleCache(Cache):  # type: ignore[misc]
         return is_token_BL
 
     def _check_room(self, rows: Sequence[Row], new_BQ: Tensor) -> None:
-        longest = max(
-            row.num_stored_tokens + count for row, count in zip(rows, count_tokens(new_BQ), strict=True)
-        )
+        counts = count_tokens(new_BQ)
+        longest = max(row.num_stored_tokens + count for row, count in zip(rows, counts, strict=True))
         if longest > self._limit:
             raise PromptTooLong(
                 f"a row would have {longest} tokens, and the cache was made for {self._limit} (max_context, or the "
@@ -280,10 +276,8 @@ class NibbleCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last columns, as many as a negative number says; a positive one says how many to keep."""
-        keep = (
-            self.columns + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.columns)
-        )
-        self._is_token_BL = self._is_token_BL[:, : max(keep, 0)]
+        keep = tokens_to_remove if tokens_to_remove > 0 else max(self.columns + tokens_to_remove, 0)
+        self._is_token_BL = self._is_token_BL[:, :keep]
         for row, count in zip(self._rows, count_tokens(self._is_token_BL), strict=True):
             self._store.cut(row, count)
 
@@ -339,6 +333,91 @@ class NibbleCache(Cache):  # type: ignore[misc]
             self._store.release_later(self._rows)
 
 
+class PatchedForward:
+    """The forward() of `model` that also takes NibbleCaches."""
+
+    _lock: threading.RLock
+    _adaptations: list[tuple[Any, dict[str, Any]]] | None
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.plain = model, model.forward
+        # generate() reads the signature.
+        functools.update_wrapper(self, self.plain)
+        self.__setstate__({})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model for one call of generate()."""
+        arguments = kwargs
+        if args:
+            arguments = inspect.signature(self.plain).bind_partial(*args).arguments | kwargs
+        cache = arguments.get(CACHE)
+        if not isinstance(cache, NibbleCache):
+            return self.plain(*args, **kwargs)
+        if cache.model is not self.model:
+            raise ConfigError(
+                f"this NibbleCache was made for another {type(cache.model).__name__}; make one for each"
+            )
+        if torch.compiler.is_compiling():
+            raise ConfigError("a NibbleCache cannot be used in a compiled model; call the model itself")
+        with self.patched(), torch.no_grad():
+            return cache.run(**{name: value for name, value in arguments.items() if name != CACHE})
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Give the model Nibble's attention while the caller runs it."""
+        # One call at a time: another one would meet a half changed model.
+        with self._lock:
+            if self._adaptations is None:
+                self._adaptations = hook.adaptations(self.model)
+            patches, configs = self._adaptations, _configs(self.model)
+            before = [getattr(config, _IMPLEMENTATION) for config in configs]
+            try:
+                for config in configs:
+                    setattr(config, _IMPLEMENTATION, hook.NAME)
+                # Attributes are looked up before parameters and modules, and are none of them.
+                for module, attributes in patches:
+                    module.__dict__.update(attributes)
+                yield
+            finally:
+                for module, attributes in patches:
+                    for name in attributes:
+                        module.__dict__.pop(name, None)
+                for config, name in zip(configs, before, strict=True):
+                    setattr(config, _IMPLEMENTATION, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this very model: a copy of the model makes its own."""
+        return {name: x for name, x in self.__dict__.items() if name not in {"_lock", "_adaptations"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Adapt the model anew in the next call: its weights may have changed."""
+        self._adaptations = None
+
+
+def _attach(model: Any) -> PatchedForward:
+    """Let `model` take NibbleCaches; once is enough. Raise ConfigError for a compiled model."""
+    if getattr(model, "_compiled_call_impl", None) or hasattr(model.forward, "_torchdynamo_orig_callable"):
+        raise ConfigError("the model is compiled; make the NibbleCache for it without torch.compile")
+    if isinstance(model.forward, PatchedForward):
+        model.forward.refresh()
+        return model.forward
+    model.forward = patched = PatchedForward(model)
+    return patched
+
+
+def _configs(model: Any) -> list[Any]:
+    """Return the configs in which the model's modules look up their attention."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    return [config for config in configs.values() if hasattr(config, _IMPLEMENTATION)]
+
+
 class _LayerObserver:
     """Records which layers called attention."""
 
@@ -358,7 +437,7 @@ def _columns(keep: Any, width: int) -> Tensor:
     return torch.arange(width)[-keep:] if keep else torch.arange(width)
 
 
-def _plan_cache(model: Any, options: dict[str, Any]) -> Design:
+def _plan_cache(model: Any, options: dict[str, Any]) -> CachePlan:
     """Plan a cache for `model`, or raise ConfigError (Unsupported) with the reason."""
     config = _config(model, options)
     hardware = probe(config.device)
@@ -376,7 +455,7 @@ def _plan_cache(model: Any, options: dict[str, Any]) -> Design:
     times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)
     require_runnable(plan)
-    return Design(config, hardware, model_spec, plan)
+    return CachePlan(config, hardware, model_spec, plan)
 
 
 def _config(model: Any, options: dict[str, Any]) -> Config:
@@ -418,34 +497,34 @@ def _device(model: Any) -> str:
     return kind
 
 
-def _scales_for(design: Design, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
+def _scales_for(cache_plan: CachePlan, model: Any, calibrate: Sequence[Prompt] | None) -> KVScales:
     """Return KV scales of the plan, or raise ScaleError where some are missing.
 
     Args:
-        design: the plan, and the model that it is for.
+        cache_plan: the plan, and the model that it is for.
         model: with Nibble's attention.
         calibrate: texts or token ids to measure on.
     """
-    source = design.config.kv_scales
+    source = cache_plan.config.kv_scales
     if calibrate is None and source == "calibrate":
         calibrate = builtin_texts()
     if calibrate is not None:
-        return measure_scales(design, model, _encode(design, calibrate), CHUNK)
+        return measure_scales(cache_plan, model, _encode(cache_plan, calibrate), CHUNK)
     # A model without a name has no checkpoint to look at.
     has_checkpoint = bool(getattr(model, "name_or_path", ""))
-    scales = resolve_scales(design, source) if has_checkpoint or source != "auto" else kv_scales.NONE
-    kv_scales.require(design.plan.layout, scales)
+    scales = resolve_scales(cache_plan, source) if has_checkpoint or source != "auto" else kv_scales.NONE
+    kv_scales.require(cache_plan.plan.layout, scales)
     return scales
 
 
-def _encode(design: Design, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+def _encode(cache_plan: CachePlan, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
     if isinstance(prompts, str):
         raise ScaleError("calibrate must be a list of texts, or of lists of token ids, not one text")
     if not any(isinstance(prompt, str) for prompt in prompts):
         return list(prompts)  # type: ignore[arg-type]
-    tokenizer = tokenizer_of(design.config.model)
+    tokenizer = tokenizer_of(cache_plan.config.model)
     if tokenizer is None:
         raise ScaleError(
-            f"calibration on text needs a tokenizer, and {design.config.model} has none; give calibrate=[token ids]"
+            f"calibration on text needs a tokenizer, and {cache_plan.config.model} has none; give calibrate=[token ids]"
         )
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

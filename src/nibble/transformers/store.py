@@ -1,154 +1,36 @@
-"""The pages of a cache for Transformers: a pool, and who holds which page of it.
+"""What a cache for Transformers stores in pages, and the steps that store it.
 
 Rows of a batch share pages where they have a common past, and a page that several hold is copied before one of them
 writes to it: so a beam, a copied cache and a repeated row cost nothing until they differ. Without a bound the pool
 grows as it fills up.
 
-A model of Transformers that computes over a NibbleCache when it gets one, and is itself when it does not.
-
-For the time of such a call the model's attention is Nibble's, and layers that expand a latent or select tokens get what
-the engine would have replaced in them (models/hook.py). Nothing of that stays: weights, names and other callers see the
-model as it is.
-
-From a batch as Transformers has it to a step as Nibble computes it, and back.
-
 Transformers gives a rectangle of tokens, some of them padding; a step is a list of tokens without padding, requests of
-one phase side by side.
+one phase side by side, and its logits go back into the rectangle.
 
 Shape suffixes: B rows of the batch, Q new columns, C columns whose logits are returned, T tokens of the step, S tokens
-whose logits are computed, V vocabulary.
+whose logits are computed, V vocabulary, M tokens that are copied.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout
-from nibble.cache.page_allocator import PageAllocator
 from nibble.cache.pool import PagedPool
+from nibble.cache.radix_cache import PageAllocator
 from nibble.cache.scales import KVScales
 from nibble.engine.request import PHASE_ORDER
-from nibble.engine.transfer import ALIGNED
-from nibble.errors import CapacityError, ConfigError, OutOfPages
+from nibble.errors import CapacityError, OutOfPages
+from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.offload import copy_tokens
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, Paged
-from nibble.models import hook
-from nibble.models.hook import adaptations
-
-CACHE = "past_key_values"
-_IMPLEMENTATION = "_attn_implementation_internal"
-
-
-class RunsModel(Protocol):
-    """A cache that computes a call of its model."""
-
-    model: Any
-
-    def run(self, **arguments: Any) -> Any:
-        """Return what the model's forward() would."""
-        ...
-
-
-class PatchedForward:
-    """The forward() of a model that also takes NibbleCaches.
-
-    Args:
-        model: whose forward() is replaced.
-        kind: the class of its caches.
-    """
-
-    _lock: threading.RLock
-    _adaptations: list[tuple[Any, dict[str, Any]]] | None
-
-    def __init__(self, model: Any, kind: type[RunsModel]) -> None:
-        self.model, self.kind, self.plain = model, kind, model.forward
-        # generate() reads the signature.
-        functools.update_wrapper(self, self.plain)
-        self.__setstate__({})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model for one call of generate()."""
-        arguments = kwargs
-        if args:
-            arguments = inspect.signature(self.plain).bind_partial(*args).arguments | kwargs
-        cache = arguments.get(CACHE)
-        if not isinstance(cache, self.kind):
-            return self.plain(*args, **kwargs)
-        if cache.model is not self.model:
-            raise ConfigError(
-                f"this NibbleCache was made for another {type(cache.model).__name__}; make one for each"
-            )
-        if torch.compiler.is_compiling():
-            raise ConfigError("a NibbleCache cannot be used in a compiled model; call the model itself")
-        with self.patched(), torch.no_grad():
-            return cache.run(**{name: value for name, value in arguments.items() if name != CACHE})
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Give the model Nibble's attention while the caller runs it."""
-        # One call at a time: another one would meet a half changed model.
-        with self._lock:
-            if self._adaptations is None:
-                self._adaptations = adaptations(self.model)
-            patches, configs = self._adaptations, _configs(self.model)
-            before = [getattr(config, _IMPLEMENTATION) for config in configs]
-            try:
-                for config in configs:
-                    setattr(config, _IMPLEMENTATION, hook.NAME)
-                # Attributes are looked up before parameters and modules, and are none of them.
-                for module, attributes in patches:
-                    module.__dict__.update(attributes)
-                yield
-            finally:
-                for module, attributes in patches:
-                    for name in attributes:
-                        module.__dict__.pop(name, None)
-                for config, name in zip(configs, before, strict=True):
-                    setattr(config, _IMPLEMENTATION, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this very model: a copy of the model makes its own."""
-        return {name: x for name, x in self.__dict__.items() if name not in {"_lock", "_adaptations"}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.RLock()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Adapt the model anew in the next call: its weights may have changed."""
-        self._adaptations = None
-
-
-def attach(model: Any, kind: type[RunsModel]) -> PatchedForward:
-    """Let `model` take caches of `kind`; once is enough. Raise ConfigError for a compiled model."""
-    if getattr(model, "_compiled_call_impl", None) or hasattr(model.forward, "_torchdynamo_orig_callable"):
-        raise ConfigError("the model is compiled; make the NibbleCache for it without torch.compile")
-    if isinstance(model.forward, PatchedForward):
-        model.forward.refresh()
-        return model.forward
-    model.forward = patched = PatchedForward(model, kind)
-    return patched
-
-
-def _configs(model: Any) -> list[Any]:
-    """Return the configs in which the model's modules look up their attention."""
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
-    }
-    return [config for config in configs.values() if hasattr(config, _IMPLEMENTATION)]
+from nibble.model_spec import Phase
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +81,7 @@ def pack(
         page_size: tokens of a page.
         new_BQ: which columns are tokens, on the host.
         ids_BQ: token ids.
-        positions_BQ: as the caller counts them; None: as they are stored.
+        positions_BQ: as the caller counts them, perhaps one row for all; None: as they are stored.
         columns_C: columns whose logits are returned, on the host.
     """
     counts, width, device = count_tokens(new_BQ), new_BQ.shape[1], ids_BQ.device
@@ -210,26 +92,26 @@ def pack(
     positions = [
         torch.arange(rows[i].num_stored_tokens, rows[i].num_stored_tokens + counts[i]) for i in order
     ]
-    slots = [_slots(rows[i], at, page_size) for i, at in zip(order, positions, strict=True)]
+    slots = [
+        torch.tensor(rows[i].pages)[at // page_size] * page_size + at % page_size
+        for i, at in zip(order, positions, strict=True)
+    ]
     device_places_T = places_T.to(device)
     # Of each place in the batch the token that lies there, -1 for padding.
     token_at = torch.full((new_BQ.numel(),), -1)
     token_at[places_T] = torch.arange(len(places_T))
     token_at_BC = token_at.view(new_BQ.shape)[:, columns_C]
+    if positions_BQ is None:
+        positions_T = torch.cat(positions).to(device)
+    else:
+        positions_T = positions_BQ.to(device).expand(ids_BQ.shape).reshape(-1)[device_places_T]
     return Step(
         ids_BQ.reshape(-1)[device_places_T],
-        torch.cat(positions).to(device)
-        if positions_BQ is None
-        else positions_BQ.reshape(-1)[device_places_T],
+        positions_T,
         token_at_BC[token_at_BC >= 0].to(device),
         AttentionMetadata(torch.cat(slots).to(device), _batches(rows, order, phases, counts, device)),
         token_at_BC,
     )
-
-
-def _slots(row: Row, at: Tensor, page_size: int) -> Tensor:
-    """Return where the tokens at positions `at` of a row are stored."""
-    return torch.tensor(row.pages)[at // page_size] * page_size + at % page_size
 
 
 def _batches(
@@ -247,7 +129,7 @@ def _batches(
         pages = [rows[i].pages for i in members]
         width = max(map(len, pages))
         # Triton compiles a kernel anew for rows that are not on a grid of 16 bytes.
-        stride = -(-width // ALIGNED) * ALIGNED
+        stride = cdiv(width, ALIGNED) * ALIGNED
         table = torch.tensor([row + [0] * (stride - len(row)) for row in pages], dtype=torch.int32)
         page_table_BN = table.to(device)[:, :width]
         query_lens = [counts[i] for i in members]
@@ -285,7 +167,7 @@ class Store:
         self, layout: CacheLayout, scales: KVScales, device: torch.device, memory: int | None = None
     ) -> None:
         self.layout, self._scales, self._device, self.bounded = layout, scales, device, memory is not None
-        pages = -(-FIRST_TOKENS // layout.page_size) if memory is None else memory // layout.bytes_per_page
+        pages = cdiv(FIRST_TOKENS, layout.page_size) if memory is None else memory // layout.bytes_per_page
         if not pages:
             raise CapacityError(
                 f"kv_memory {memory} has room for no page of {layout.page_size} tokens, which takes "
@@ -326,16 +208,16 @@ class Store:
         for row in rows:
             self.cut(row, row.num_stored_tokens)
         new_pages = [
-            -(-(row.num_stored_tokens + count) // size) - len(row.pages)
+            cdiv(row.num_stored_tokens + count, size) - len(row.pages)
             for row, count in zip(rows, counts, strict=True)
         ]
         shared = list(self._rows_to_copy(rows))
         self._make_room(sum(new_pages) + len(shared))
-        copies = [(row, row.pages[-1], self.pages.allocate(1)[0]) for row in shared]
-        for row, _, page in copies:
+        old_pages, copies = [row.pages[-1] for row in shared], self.pages.allocate(len(shared))
+        self._copy(self.pool, old_pages, self.pool, copies)
+        for row, page in zip(shared, copies, strict=True):
             row.pages[-1] = page
-        self._copy(self.pool, [old for _, old, _ in copies], self.pool, [new for _, _, new in copies])
-        self.pages.release(old for _, old, _ in copies)
+        self.pages.release(old_pages)
         for row, count in zip(rows, new_pages, strict=True):
             row.pages += self.pages.allocate(count)
 
@@ -391,7 +273,7 @@ class Store:
 
     def cut(self, row: Row, num_tokens: int) -> None:
         """Drop all tokens of `row` but the first `num_tokens`."""
-        keep = -(-num_tokens // self.layout.page_size)
+        keep = cdiv(num_tokens, self.layout.page_size)
         self.pages.release(reversed(row.pages[keep:]))
         del row.pages[keep:]
         row.num_stored_tokens = num_tokens

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import AttentionBackend
-from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Phase, Support
+from nibble.attention.planner.support import ALL, NEVER, BackendInfo, Support
 from nibble.cache.pool import KVView, PagedPool
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 
 
 class Masked(AttentionBackend):

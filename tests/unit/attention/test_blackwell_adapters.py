@@ -15,12 +15,12 @@ import vendor_blackwell
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
 from nibble.attention import backends
-from nibble.attention.backends.adapters import cutlass_mla
+from nibble.attention.backends.adapters import flashinfer
 from nibble.attention.layer import attention
 from nibble.attention.planner.plan import Route
-from nibble.attention.planner.support import Phase
 from nibble.hardware import Hardware
 from nibble.kernels.types import AttentionBatch
+from nibble.model_spec import Phase
 
 BOTH = ("trtllm_mla", "cutlass_mla")
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
@@ -87,7 +87,7 @@ def test_a_scale_that_is_built_in_leaves_queries_alone(monkeypatch: pytest.Monke
         made.ctx.meta.batches,
     )
     reference = backends.create(backends.get("torch_ref"))
-    for scale in (cutlass_mla.SCALE, 1.87 * cutlass_mla.SCALE):
+    for scale in (flashinfer.CUTLASS_SCALE, 1.87 * flashinfer.CUTLASS_SCALE):
         spec = replace(made.spec, scale=scale)
         found = adapter.attend(made.q_THD, view, segment, spec)
         expected = reference.attend(made.q_THD, view, segment, spec)
@@ -99,14 +99,14 @@ def test_drafts_that_see_too_much_would_be_seen(monkeypatch: pytest.MonkeyPatch)
     """The suite can fail: a draft token sees no later one."""
     vendor_blackwell.install(monkeypatch, "cutlass_mla")
     case, route = find("cutlass_mla", Phase.VERIFY)
-    right = cutlass_mla._split_tokens
+    right = flashinfer._split_tokens
 
     def wrong(segment: AttentionBatch, page: int) -> Any:
         made = right(segment, page)
         counts_B = segment.cu_seqlens_q_B1.diff()
         return replace(made, lens_T=segment.seq_lens_B.repeat_interleave(counts_B))
 
-    monkeypatch.setattr(cutlass_mla, "_split_tokens", wrong)
+    monkeypatch.setattr(flashinfer, "_split_tokens", wrong)
     with pytest.raises(AssertionError, match="error"):
         rows.check(case, route, rows.BATCHES[Phase.VERIFY][1])
 

@@ -18,12 +18,12 @@ import torch
 
 from nibble import LLM
 from nibble.attention import layer as staging
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import StepStates
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase, Support
+from nibble.attention.planner.support import Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
@@ -31,7 +31,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
-from nibble.model_spec import ModelSpec, Stream
+from nibble.model_spec import ModelSpec, Phase, Stream
 from nibble.server.logging import decode_costs
 from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
 
@@ -135,7 +135,7 @@ def test_the_price_in_bytes() -> None:
 def test_a_window_and_a_choice_bound_what_direct_reading_moves() -> None:
     plan, money = plan_of(GPT_OSS, "h200", kv_format="fp4_mx16", prefill_backend="fa3")
     window, full = staging_costs(plan, money.context)
-    assert (window.group, full.group) == ("window", "full")
+    assert (window.group.group.name, full.group.group.name) == ("window", "full")
     assert window.cost.direct * 32768 == full.cost.direct * 128
     small = replace(MODELS["deepseek-v3.2"], weight_bytes=8 * GIB)
     sparse, money = plan_of(small, "h200", kv_format="nvfp4_ds_mla", prefill_backend="flashmla")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nibble.attention.backends.adapters.flex_attention import BLOCK, PACKED, _block_mask, _options, _round_up
+from nibble.attention.backends.adapters.torch_backends import BLOCK, PACKED, _block_mask, _options, _round_up
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 700), st.integers(1, 300)).map(lambda pair: (pair[0] + pair[1], pair[1])),

@@ -23,19 +23,19 @@ import vendor_hopper
 from conformance import test_rows as rows
 from conformance.test_rows import Case, Shape
 from nibble.attention import backends
-from nibble.attention.backends import fa3 as fa3_facts
+from nibble.attention.backends import flash_attention as flash_attention_facts
 from nibble.attention.backends import flashmla as flashmla_facts
 from nibble.attention.backends import missing_requirement
-from nibble.attention.backends.adapters import fa3, flashmla
+from nibble.attention.backends.adapters import flash_attention, flashmla
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import require_runnable, resolve
-from nibble.attention.planner.support import Phase
 from nibble.config import Config
 from nibble.errors import BackendError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels import import_problem
 from nibble.kernels.types import AttentionBatch
+from nibble.model_spec import Phase
 from planning import DEEPSEEK_V3, QWEN3_8B
 
 MLA = Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64)
@@ -121,10 +121,10 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(monkeypatch: pytest.Mo
     again = AttentionBatch.from_lens(
         segment.phase, 0, segment.query_lens, segment.seq_lens, segment.page_table_BN
     )
-    prepared = PreparedBatch.create(adapter, None, again, view.page_size, made.spec.window)
+    prepared = PreparedBatch(adapter, None, again, view.page_size, made.spec.window)
     for _ in range(2):
         attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-        list(prepared.attend(made.q_THD, view, made.spec))
+        prepared.attend(made.q_THD, view, made.spec)
     assert len(calls.schedules) == 2 and len(calls.ran) == 5
 
 
@@ -189,30 +189,32 @@ def test_a_page_that_holds_a_tile_would_be_seen(monkeypatch: pytest.MonkeyPatch)
     vendor_hopper.install(monkeypatch, "fa3", "own")
     case, route = find("fa3", phase=Phase.EXTEND, shape=MLA)
     rows.check(case, route, rows.BATCHES[Phase.EXTEND][0])
-    monkeypatch.setattr(fa3, "_splits", lambda page, dim: 1)
+    monkeypatch.setattr(flash_attention, "_splits", lambda page, dim: 1)
     with pytest.raises(BackendError, match="whole tile"):
         rows.check(case, route, rows.BATCHES[Phase.EXTEND][0])
 
 
 def test_pages_in_parts_are_counted_once_for_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     vendor_hopper.install(monkeypatch, "fa3", "own")
-    right, splits = fa3._split_table, []
+    right, splits = flash_attention._split_table, []
     table = right(torch.tensor([[4, 0, 2], [7, 3, 0]], dtype=torch.int32), 2)
     assert table.tolist() == [[8, 9, 0, 1, 4, 5], [14, 15, 6, 7, 0, 1]] and table.dtype is torch.int32
     assert right(table, 1) is table
-    monkeypatch.setattr(fa3, "_split_table", lambda table, count: splits.append(count) or right(table, count))
+    monkeypatch.setattr(
+        flash_attention, "_split_table", lambda table, count: splits.append(count) or right(table, count)
+    )
     case, route = next(
         (case, route)
         for case, route in cases("fa3")
         if case.phase is Phase.DECODE
         and not route.stage_to
-        and fa3._splits(case.shape.page, case.shape.dim) > 1
+        and flash_attention._splits(case.shape.page, case.shape.dim) > 1
     )
     made = rows.scene(case, route, rows.BATCHES[Phase.DECODE][0])
     for _ in range(2):
         attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
-    assert splits == [fa3._splits(case.shape.page, case.shape.dim)]
-    assert [fa3._splits(page, dim) for page, dim in ((64, 128), (128, 192), (32, 256), (64, 256), (128, 576))] == [
+    assert splits == [flash_attention._splits(case.shape.page, case.shape.dim)]
+    assert [flash_attention._splits(page, dim) for page, dim in ((64, 128), (128, 192), (32, 256), (64, 256), (128, 576))] == [
         1, 2, 1, 2, 4,
     ]  # fmt: skip
 
@@ -325,7 +327,7 @@ def test_of_an_engine_only_the_kernels_are_imported(tmp_path: Path, monkeypatch:
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert missing_requirement(backends.get("fa3")) is None
-    assert fa3_facts.KERNELS.load().__file__ == str(folder / "flash_attn_interface.py")
+    assert flash_attention_facts.FA3_KERNELS.load().__file__ == str(folder / "flash_attn_interface.py")
     assert "vllm" not in sys.modules
     with pytest.raises(RuntimeError, match="an engine starts"):
         importlib.import_module("vllm")
@@ -363,7 +365,7 @@ def test_a_missing_package_is_a_reason_of_the_plan(monkeypatch: pytest.MonkeyPat
             },
         ),
         (
-            fa3_facts.KERNELS,
+            flash_attention_facts.FA3_KERNELS,
             {
                 "flash_attn_with_kvcache": vendor_hopper._FA3.flash_attn_with_kvcache,
                 "flash_attn_varlen_func": vendor_hopper._FA3.flash_attn_varlen_func,

@@ -13,8 +13,7 @@ from nibble.attention.planner.memory import CPU_SHARE, GRAPH_ROW_BYTES, IDLE_FAC
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.config import Config
-from nibble.engine.model_runner import Buffers
-from nibble.engine.transfer import PageTables
+from nibble.engine.model_runner import Graphs, PageTables, live
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.model_spec import ModelSpec
@@ -148,7 +147,7 @@ def test_page_tables_are_planned(machine: Hardware) -> None:
 def test_buffers_of_decode_steps_are_planned() -> None:
     config, machine = Config(model="m", max_running=64), lookup_gpu("h200")
     planner = memory_planner(config, QWEN3_8B, machine, resolve(config, QWEN3_8B, machine))
-    buffers = Buffers(planner.graph_sizes[-1], torch.device("cpu"))
+    buffers = Graphs(planner.graph_sizes, torch.device("cpu"), live)
     size = buffers.inputs.nbytes + buffers.cu_seqlens_q.nbytes + buffers.rows.nbytes
     assert planner.graph_sizes[-1] * GRAPH_ROW_BYTES == size - 4, "all but the end of the last request"
     assert planner.table_bytes > size

@@ -25,14 +25,15 @@ from nibble.attention.planner.evidence import (
 )
 from nibble.attention.planner.explain import as_text
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Support
 from nibble.cli import docs as tables
 from nibble.cli.main import app
 from nibble.config import Config
 from nibble.errors import ConfigError
-from nibble.evals.tuning import fixtures
-from nibble.evals.tuning.fixtures import Workload
+from nibble.evals import fixtures
+from nibble.evals.fixtures import Workload
 from nibble.hardware import lookup_gpu
+from nibble.model_spec import Phase
 from nibble.spec import CacheSpec
 from planning import GPT_OSS, QWEN3_8B
 
@@ -338,7 +339,7 @@ def test_the_ledger_says_versions_and_reads_entries_of_old(tmp_path: Path) -> No
 
 
 def test_workloads_are_read_and_cut() -> None:
-    parse = fixtures.parse
+    parse = fixtures.parse_workload
     assert parse(Phase.DECODE, "64x8K") == Workload(Phase.DECODE, "64x8K", 64, 1, 8192)
     assert parse(Phase.EXTEND, "2K+32K") == Workload(Phase.EXTEND, "2K+32K", 1, 2048, 34 * 1024)
     assert parse(Phase.PREFILL, "2x70").new == 70 and parse(Phase.VERIFY, "2x3").new == 3
@@ -350,10 +351,11 @@ def test_workloads_are_read_and_cut() -> None:
     ):
         with pytest.raises(ConfigError):
             parse(phase, wrong)
-    names = [work.name for work in fixtures.within(fixtures.usual(False), 4096, 1 << 15)]
+    names = [work.name for work in fixtures.fit_workloads(fixtures.default_workloads(False), 4096, 1 << 15)]
     assert names == ["1x4K", "240+3856", "819+3277", "8x4K", "1x4K", "32x1K", "8x4K"]
     assert all(
-        work.new <= work.stored <= 4096 for work in fixtures.within(fixtures.usual(False), 4096, 1 << 15)
+        work.new <= work.stored <= 4096
+        for work in fixtures.fit_workloads(fixtures.default_workloads(False), 4096, 1 << 15)
     )
 
 
@@ -381,21 +383,21 @@ def test_tune_measures_and_plan_follows(place: Path, monkeypatch: pytest.MonkeyP
 def test_tune_says_what_changes_and_a_stale_file_is_named(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nibble.evals.tuning import tune
-    from nibble.evals.tuning.bench import Result, entrants
+    from nibble.evals import tune
+    from nibble.evals.tune import Result, entrants
 
     def results(what: Any, trial: Any, names: Any) -> Any:
         for option in entrants(what.request, what.engine_plan.plan, trial.part, trial.phase):
-            ms = 0.1 if option.option.backend.name == "sdpa" else 1.0
+            ms = 0.1 if option.route.backend == "sdpa" else 1.0
             yield blank(option, trial, ms)
 
     def blank(entrant: Any, trial: Any, ms: float) -> Any:
-        info = entrant.option
+        info = entrant.route
         return Result(
-            info.backend.name, info.stage_to, entrant.page, entrant.packing, trial.phase, "w", 0, False, ms=ms
+            info.backend, info.stage_to, entrant.page, entrant.packing, trial.phase, "w", 0, False, ms=ms
         )
 
-    monkeypatch.setattr(tune, "run", results)
+    monkeypatch.setattr(tune, "run_trial", results)
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "fp32"])
     assert (
         "decode of full in fp32: sdpa, and not torch_ref; measured on this machine: 0.100 ms (w)"
@@ -408,15 +410,14 @@ def test_tune_says_what_changes_and_a_stale_file_is_named(
 
 
 def test_tune_says_what_failed_and_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nibble.evals.tuning import bench as race
-    from nibble.evals.tuning import tune
+    from nibble.evals import tune
 
     def run(what: Any, trial: Any, names: Any) -> Any:
         fails = trial.phase is Phase.DECODE
-        result = race.Result("torch_ref", None, 16, "nhd", trial.phase, "w", 0, False)
+        result = tune.Result("torch_ref", None, 16, "nhd", trial.phase, "w", 0, False)
         yield replace(result, failure="no room") if fails else replace(result, ms=1.0)
 
-    monkeypatch.setattr(tune, "run", run)
+    monkeypatch.setattr(tune, "run_trial", run)
     said = "decode of full in nvfp4: torch_ref failed: no room; it stays, as it is by default"
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "nvfp4"])
     assert told.exit_code == 0 and told.output.count("it stays") == 1 and said in told.output
@@ -431,23 +432,21 @@ def test_tune_says_what_failed_and_stays(place: Path, monkeypatch: pytest.Monkey
 def test_what_was_measured_before_the_device_broke_is_kept(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nibble.evals.tuning import bench as race
-    from nibble.evals.tuning import tune
+    from nibble.evals import tune
 
     def run(what: Any, trial: Any, names: Any) -> Any:
         if trial.phase is Phase.DECODE:
-            raise race.DeviceLostError("fast in decode 64x8K broke the device")
-        yield race.Result("sdpa", None, 16, "nhd", trial.phase, "w", 0, False, ms=1.0)
+            raise tune.DeviceLostError("fast in decode 64x8K broke the device")
+        yield tune.Result("sdpa", None, 16, "nhd", trial.phase, "w", 0, False, ms=1.0)
 
-    monkeypatch.setattr(tune, "run", run)
+    monkeypatch.setattr(tune, "run_trial", run)
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "fp32"])
     assert told.exit_code == 1 and "broke the device" in told.output
     assert len(json.loads(next(place.iterdir()).read_text())["rankings"]) == 2
 
 
 def test_phases_that_nobody_named_serves_are_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nibble.evals.tuning import bench as race
-    from nibble.evals.tuning import tune
+    from nibble.evals import tune
 
     told = RUN.invoke(app, ["tune", "demo", "--backends", "cuda"])
     assert told.exit_code == 2 and "cuda: none serves this model here" in told.output
@@ -455,9 +454,9 @@ def test_phases_that_nobody_named_serves_are_left_out(place: Path, monkeypatch: 
 
     def run(what: Any, trial: Any, names: Any) -> Any:
         if trial.phase is Phase.DECODE:
-            yield race.Result("sdpa", None, 16, "nhd", trial.phase, "w", 0, False, ms=1.0)
+            yield tune.Result("sdpa", None, 16, "nhd", trial.phase, "w", 0, False, ms=1.0)
 
-    monkeypatch.setattr(tune, "run", run)
+    monkeypatch.setattr(tune, "run_trial", run)
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "fp32", "--backends", " sdpa"])
     assert told.exit_code == 0, told.output
     (ranking,) = json.loads(next(place.iterdir()).read_text())["rankings"]

@@ -27,18 +27,18 @@ from conformance.test_rows import Case, Shape
 from nibble.attention import backends
 from nibble.attention.backends import flashinfer as flashinfer_facts
 from nibble.attention.backends import missing_requirement
-from nibble.attention.backends.adapters import flashinfer, trtllm_mha
+from nibble.attention.backends.adapters import flashinfer
 from nibble.attention.backends.vendor import KernelPackages
 from nibble.attention.layer import PreparedBatch, attention
 from nibble.attention.planner.plan import Route
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import Phase
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE, KVScales, LayerScales, StreamScale
 from nibble.config import Config
 from nibble.errors import BackendError, ConfigError
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 from planning import DEEPSEEK_V3, QWEN3_8B, memory_plan, memory_planner
 
 STAND_INS = {
@@ -64,8 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> vendor.Calls:
 def on(patch: pytest.MonkeyPatch, arch: int) -> None:
     """As if tensors were on such a GPU, as far as the adapters ask."""
     patch.setattr(rows, "HARDWARE", GPUS[arch])
-    for module in (flashinfer, trtllm_mha):
-        patch.setattr(module, "capability", lambda x: arch)
+    patch.setattr(flashinfer, "capability", lambda x: arch)
 
 
 def cases(name: str, arch: int) -> Iterator[tuple[Case, Route]]:
@@ -142,11 +141,10 @@ def test_one_plan_serves_all_layers_of_a_step(
         )
 
     def attend(prepared: PreparedBatch) -> None:
-        list(prepared.attend(made.q_THD, view, made.spec))
+        prepared.attend(made.q_THD, view, made.spec)
 
     after, third = (
-        PreparedBatch.create(adapter, None, again(segment), view.page_size, made.spec.window)
-        for _ in range(2)
+        PreparedBatch(adapter, None, again(segment), view.page_size, made.spec.window) for _ in range(2)
     )
     attend(after)
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
@@ -183,9 +181,9 @@ def test_layers_with_other_windows_and_caps_have_plans_of_their_own(
     attention(made.ctx, 0, made.q_THD, made.streams, made.spec)
     (segment,) = made.ctx.meta.batches
     adapter, view = made.ctx.backends["flashinfer"], made.ctx.pool.view(0)
-    other = PreparedBatch.create(adapter, None, segment, view.page_size, 7)
+    other = PreparedBatch(adapter, None, segment, view.page_size, 7)
     for _ in range(2):
-        list(other.attend(made.q_THD, view, replace(made.spec, window=7, softcap=5.0)))
+        other.attend(made.q_THD, view, replace(made.spec, window=7, softcap=5.0))
     planned = [(p["window_left"], p["logits_soft_cap"]) for p in calls.planned]
     assert planned == [(-1, 0.0), (6, 5.0)], "their window does not count the present token"
 
@@ -399,7 +397,7 @@ def test_a_package_that_cannot_be_looked_for_is_a_reason_and_not_an_error(
         KernelPackages(("lame.kernels",), "pip install it", lambda module: None).load()
 
 
-@pytest.mark.parametrize("adapter", [flashinfer.FlashInfer, trtllm_mha.TrtllmMha])
+@pytest.mark.parametrize("adapter", [flashinfer.FlashInfer, flashinfer.TrtllmMha])
 def test_a_package_that_breaks_when_imported_is_explained(
     adapter: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,7 +413,7 @@ def test_the_workspace_is_in_the_budget_once_for_each_backend() -> None:
     machine = lookup_gpu("rtx5090")
     both = Config(model="m", kv_format="bf16", prefill_backend="flashinfer", decode_backend="trtllm_mha")
     plan = resolve(both, QWEN3_8B, machine)
-    held = flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS + trtllm_mha.WORKSPACE
+    held = 2 * flashinfer_facts.WORKSPACE + flashinfer_facts.PLANS
     assert memory_planner(both, QWEN3_8B, machine, plan).backend_bytes == held
     own = Config(model="m", kv_format="bf16", attention_backend="triton")
     without = resolve(own, QWEN3_8B, machine)

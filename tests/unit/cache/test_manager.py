@@ -221,7 +221,7 @@ def _leak(books: CacheManager, lease: Lease) -> None:
 
 def _write_shared(books: CacheManager, lease: Lease) -> None:
     books._allocator.retain([lease.pages[-1]])
-    books._leases.add(Lease("", [lease.pages[-1]]))
+    books.leases.add(Lease("", [lease.pages[-1]]))
 
 
 def _publish_partial(books: CacheManager, lease: Lease) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.cache.page_allocator import PageAllocator
+from nibble.cache.radix_cache import PageAllocator
 from nibble.errors import OutOfPages
 
 

@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from nibble.cache.page_allocator import PageAllocator
-from nibble.cache.radix_cache import RadixCache
+from nibble.cache.radix_cache import PageAllocator, RadixCache
 
 SIZE = 2
 

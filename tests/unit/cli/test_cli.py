@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from nibble.errors import (
     Unsupported,
     WeightError,
 )
-from nibble.evals.report import Sizes
+from nibble.evals.report import QUICK, Sizes
 from tiny import save_tiny
 
 NAMES = [entry.name for entry in COMMANDS]
@@ -144,6 +144,21 @@ def _parsed(*words: str) -> dict[str, Any]:
     result = CliRunner().invoke(small, list(words))
     assert result.exit_code == 0, result.output
     return seen
+
+
+def test_sizes_that_are_left_out_are_those_of_the_quick_evaluation() -> None:
+    seen: dict[str, Any] = {}
+    small = typer.Typer()
+
+    @takes("evaluation", Sizes, "Sizes", unset=True)
+    def command(evaluation: dict[str, Any]) -> None:
+        seen.update(full=replace(Sizes(), **evaluation), quick=replace(QUICK, **evaluation))
+
+    small.command()(cli_command(command))
+    assert CliRunner().invoke(small, []).exit_code == 0
+    assert seen == {"full": Sizes(), "quick": QUICK}
+    assert CliRunner().invoke(small, ["--tokens", "99"]).exit_code == 0
+    assert (seen["quick"].tokens, seen["quick"].recall_lengths) == (99, QUICK.recall_lengths)
 
 
 def test_defaults_are_the_dataclasses_own() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from nibble.config import SamplingParams
 from nibble.engine.request import Request
-from nibble.engine.sampler import Sampler, uniform
+from nibble.engine.sampler import Sampler
+from sampling import sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 PROBS = LOGITS.softmax(-1)
@@ -22,7 +23,7 @@ def ask(**params: object) -> Request:
 def draw(count: int, **params: object) -> Counter[int]:
     """Tokens drawn with `count` seeds."""
     requests = [ask(seed=seed, **params) for seed in range(count)]
-    return Counter(pick.token for pick in Sampler().sample(LOGITS.expand(count, -1), requests) if pick)
+    return Counter(pick.token for pick in sample(Sampler(), LOGITS.expand(count, -1), requests) if pick)
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -51,7 +52,8 @@ def test_filters(params: dict[str, object], allowed: set[int]) -> None:
 def test_temperature_sharpens_and_flattens() -> None:
     cold = Counter(
         pick.token
-        for pick in Sampler().sample(
+        for pick in sample(
+            Sampler(),
             LOGITS.expand(2000, -1),
             [Request("r", [0], SamplingParams(temperature=0.2, seed=seed)) for seed in range(2000)],
         )
@@ -62,12 +64,12 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 def test_penalties() -> None:
     request = Request("r", [0, 3], SamplingParams(repetition_penalty=4.0))
-    assert Sampler().sample(LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
+    assert sample(Sampler(), LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
     request = Request("r", [5], SamplingParams(presence_penalty=0.6, frequency_penalty=0.3))
     request.token_ids += [0, 0]
-    assert Sampler().sample(LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
+    assert sample(Sampler(), LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
     request = Request("r", [0, 0], SamplingParams(presence_penalty=5.0))
-    assert Sampler().sample(LOGITS[None], [request])[0].token == 0, "the prompt is not penalised by presence"  # type: ignore[union-attr]
+    assert sample(Sampler(), LOGITS[None], [request])[0].token == 0, "the prompt is not penalised by presence"  # type: ignore[union-attr]
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -76,19 +78,19 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         Request(str(i), [1], SamplingParams(temperature=i % 3 * 0.7, seed=i, top_p=0.9, top_k=20))
         for i in range(7)
     ]
-    together = [pick.token for pick in Sampler().sample(rows, requests) if pick]
-    alone = [Sampler().sample(rows[i : i + 1], requests[i : i + 1])[0].token for i in range(7)]  # type: ignore[union-attr]
+    together = [pick.token for pick in sample(Sampler(), rows, requests) if pick]
+    alone = [sample(Sampler(), rows[i : i + 1], requests[i : i + 1])[0].token for i in range(7)]  # type: ignore[union-attr]
     assert together == alone
 
 
 def test_logits_are_not_written() -> None:
     logits = LOGITS[None].clone()
-    Sampler().sample(logits, [ask(seed=1, repetition_penalty=2.0, logit_bias={3: 5.0})])
+    sample(Sampler(), logits, [ask(seed=1, repetition_penalty=2.0, logit_bias={3: 5.0})])
     assert torch.equal(logits[0], LOGITS)
 
 
 def test_not_a_number_is_no_token() -> None:
-    assert Sampler().sample(torch.full((1, 6), float("nan")), [ask()]) == [None]
+    assert sample(Sampler(), torch.full((1, 6), float("nan")), [ask()]) == [None]
 
 
 def test_uniform_is_uniform() -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from nibble.attention.planner.support import Phase
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
 from nibble.engine.request import PHASE_ORDER, Batch, Request, ScheduledRequest, State
 from nibble.engine.scheduler import SLICES, Scheduler, divide
 from nibble.errors import PromptTooLong, RequestError
+from nibble.model_spec import Phase
 from traffic import arrivals, expected, limits, next_token, prompt
 
 PAGE = 4
@@ -40,7 +40,7 @@ class Engine:
         self.scheduler.check_integrity()
         if batch is None:
             return None
-        assert batch.num_tokens <= self.scheduler.token_budget
+        assert sum(work.num_tokens for work in batch.scheduled) <= self.scheduler.token_budget
         assert all(0 < work.num_tokens <= self.scheduler.chunk for work in batch.scheduled)
         places = [PHASE_ORDER.index(work.phase) for work in batch.scheduled]
         assert places == sorted(places), "works of one phase are not side by side"
@@ -83,7 +83,7 @@ class Engine:
         for _ in range(steps):
             batch = self.step()
             if batch is None:
-                assert not self.scheduler.unfinished
+                assert not self.scheduler.waiting and not self.scheduler.running
                 return
             yield batch
         raise AssertionError("no end in sight")
@@ -165,7 +165,7 @@ def test_batches_are_ordered_by_phase_and_then_arrival():
         Phase.PREFILL,
     ]
     assert [work.request.id for work in batch.scheduled if work.phase is Phase.DECODE] == ["r0", "r1"]
-    assert batch.num_tokens == 1 + 1 + 8 + 5
+    assert sum(work.num_tokens for work in batch.scheduled) == 1 + 1 + 8 + 5
 
 
 def test_nothing_to_do():
@@ -230,7 +230,7 @@ def test_prompts_that_can_never_run_are_refused_at_once(limits, length, message)
     engine = Engine(**limits)
     with pytest.raises(PromptTooLong, match=message):
         engine.add(prompt(length))
-    assert engine.scheduler.unfinished == 0
+    assert not engine.scheduler.waiting and not engine.scheduler.running
     request = engine.add(prompt(length - 1))
     engine.finish()
     assert request.num_output_tokens == 1
@@ -265,11 +265,12 @@ def test_abort_waiting_running_and_gone():
     engine.step()
     assert (running.state, waiting.state) == (State.RUNNING, State.WAITING)
     for request in (waiting, running):
-        assert engine.scheduler.abort(request.id) is request
+        engine.scheduler.finish(request, "abort")
         engine.scheduler.check_integrity()
-        assert (request.finish_reason, request.lease) == ("abort", None)
-    assert engine.scheduler.abort(running.id) is None
-    assert engine.scheduler.abort("nobody") is None
+        assert (request.state, request.finish_reason) == (State.FINISHED, "abort")
+        assert request.lease not in engine.manager.leases and not request.lease.pages
+    engine.scheduler.finish(running, "abort")
+    assert engine.scheduler.metrics.finished == 2
     assert engine.manager.stats.held == 0
     assert engine.step() is None
 
@@ -283,7 +284,7 @@ def test_abort_between_schedule_and_commit(decoding):
     batch = engine.schedule()
     tokens = engine.compute(batch)
     before = gone.num_output_tokens
-    engine.scheduler.abort(gone.id)
+    engine.scheduler.finish(gone, "abort")
     engine.scheduler.commit(batch, tokens)
     engine.scheduler.check_integrity()
     assert gone.num_output_tokens == before
@@ -487,7 +488,7 @@ def test_a_preempted_request_keeps_its_tokens_and_finds_its_pages_again():
     while not young.num_preemptions:
         before = list(young.token_ids)
         engine.step()
-    assert young.state is State.WAITING and young.num_output_tokens > 0 and young.lease is None
+    assert young.state is State.WAITING and young.num_output_tokens > 0 and not young.lease.pages
     assert young.token_ids == before
     while young.state is State.WAITING:
         engine.schedule()
@@ -628,7 +629,7 @@ def test_siblings_go_on_without_their_leader(when, prefix_cache):
     leader, *others = siblings(engine, prompt(30), 3)
     for _ in range(("at once", "in the prompt", "in the answer").index(when) * 2):
         engine.step()
-    engine.scheduler.abort(leader.id)
+    engine.scheduler.finish(leader, "abort")
     engine.finish()
     assert all(request.output_token_ids == expected(request, 1000) for request in others)
     assert engine.manager.stats.held == 0
@@ -665,7 +666,7 @@ def test_those_who_wait_for_a_common_page_go_on_when_it_is_lost():
     first, second = engine.add(prompt(60), 3), engine.add(prompt(60), 3)
     engine.step()
     assert second.num_stored_tokens == 0 < first.num_stored_tokens
-    engine.scheduler.abort(first.id)
+    engine.scheduler.finish(first, "abort")
     engine.finish()
     assert second.output_token_ids == expected(second, 1000)
     assert second.num_prefix_hit_tokens == 16
@@ -690,11 +691,12 @@ def test_any_mix_ends_right(seed, chunk):
     engine = Engine(**limits(dice), chunk=chunk)
     requests: list[Request] = []
     aborted = set()
-    while len(requests) < 40 or engine.scheduler.unfinished:
+    while len(requests) < 40 or engine.scheduler.waiting or engine.scheduler.running:
         if len(requests) < 40 and dice.random() < 0.4:
             requests += arrivals(engine, dice, (0, 0, -3, 2) if seed % 2 else (0,))
         batch = engine.schedule()
-        if dice.random() < 0.05 and requests and engine.scheduler.abort((victim := dice.choice(requests)).id):
+        if dice.random() < 0.05 and requests and not (victim := dice.choice(requests)).is_finished:
+            engine.scheduler.finish(victim, "abort")
             aborted.add(victim)
         if batch:
             live = Batch(tuple(work for work in batch.scheduled if not work.request.is_finished))

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, Origin, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Origin, Support
 from nibble.config import Config
-from nibble.evals.tuning import bench as race
-from nibble.evals.tuning import fixtures
-from nibble.evals.tuning.bench import Result, entrants, fastest
-from nibble.evals.tuning.fixtures import make_fixture
+from nibble.evals import fixtures
+from nibble.evals import tune as race
+from nibble.evals.fixtures import make_fixture
+from nibble.evals.tune import Result, entrants, fastest
 from nibble.hardware import Hardware, lookup_gpu, probe
 from nibble.kernels.types import AttentionBatch
-from nibble.model_spec import LayerGroup, ModelSpec, Stream
+from nibble.model_spec import LayerGroup, ModelSpec, Phase, Stream
 from planning import GEMMA2, QWEN3_8B, model_spec
 
 STREAMS = (Stream("k", 2, 32), Stream("v", 2, 32))
 SMALL = model_spec(LayerGroup("full", "mha", STREAMS, (0, 1), 4))
-DECODE, EXTEND = fixtures.parse(Phase.DECODE, "2x40"), fixtures.parse(Phase.EXTEND, "8+33")
+DECODE, EXTEND = fixtures.parse_workload(Phase.DECODE, "2x40"), fixtures.parse_workload(Phase.EXTEND, "8+33")
 
 
 def backend(
@@ -126,7 +126,7 @@ def test_staging_leaves_out_what_no_window_sees(monkeypatch: pytest.MonkeyPatch)
     row = Support(phase=frozenset(Phase), kind=frozenset({"mha"}), format=frozenset({"fp32"}))
     plain = BackendInfo(name="plain", support=(row,), summary="", adapter=Noting)
     windowed = model_spec(LayerGroup("window", "mha", STREAMS, (0, 1), 4, window=20))
-    work = fixtures.parse(Phase.EXTEND, "8+200")
+    work = fixtures.parse_workload(Phase.EXTEND, "8+200")
     table = {"plain": plain, "right": backend("right", TorchRef, Origin.OWN)}
     found = raced(table, work, scheme="nvfp4", of=windowed)["plain, staged"]
     assert found.ms and not found.failure and max(seen) <= 8 + 20 + 16
@@ -154,10 +154,10 @@ def test_what_a_backend_works_out_is_asked_of_it_once_a_step(monkeypatch: pytest
 def test_pages_are_scattered_and_layers_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     request, _ = ready({"a": backend("a", TorchRef)}, "nvfp4")
     (part,) = support.scheme_groups(request.spec, request.model_spec)
-    work = fixtures.parse(Phase.EXTEND, "32+512")
+    work = fixtures.parse_workload(Phase.EXTEND, "32+512")
     monkeypatch.setattr(fixtures, "l2_bytes", lambda device: 50_000)
     scene = make_fixture(part, work, 16, "hnd", "float32", "cpu")
-    pages = scene.segment.page_table_BN[0].tolist()
+    pages = scene.batch.page_table_BN[0].tolist()
     assert sorted(pages) == list(range(34)) and pages != sorted(pages)
     asked = 32 * 4 * 32 * 4
     assert scene.layers == -(-fixtures.L2_TIMES * 50_000 // (scene.read_bytes + asked)) > 1
@@ -176,8 +176,8 @@ def test_who_may_enter() -> None:
 
     def names(phase: Phase, only: tuple[str, ...] = ()) -> list[str]:
         found = entrants(request, plan, part, phase, only)
-        assert all(entrant.option.fits(entrant.page, entrant.packing) for entrant in found)
-        return [e.option.backend.name + "*" * bool(e.option.stage_to) for e in found]
+        assert all(entrant.route.fits(entrant.page, entrant.packing) for entrant in found)
+        return [e.route.backend + "*" * bool(e.route.stage_to) for e in found]
 
     decode = names(Phase.DECODE)
     assert (
@@ -192,7 +192,7 @@ def test_who_may_enter() -> None:
         ready({"torch_ref": table["torch_ref"]}, "nvfp4", GEMMA2, lookup_gpu("h200")),
     )
     windowed = support.scheme_groups(of[0].spec, of[0].model_spec)[0]
-    assert [e.option.backend.name for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
+    assert [e.route.backend for e in entrants(*of, windowed, Phase.DECODE)] == list(alone)
 
 
 def test_an_entrant_gets_pages_that_it_reads() -> None:

@@ -30,9 +30,9 @@ from report import Aim, aims_table, worst  # noqa: E402
 
 from nibble.attention.backends import all_backends  # noqa: E402
 from nibble.attention.planner.evidence import shipped_rankings  # noqa: E402
-from nibble.attention.planner.support import Phase  # noqa: E402
-from nibble.evals.tuning import bench as race  # noqa: E402
+from nibble.evals import tune as race  # noqa: E402
 from nibble.hardware import lookup_gpu  # noqa: E402
+from nibble.model_spec import Phase  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -22,21 +22,20 @@ from torch import Tensor
 import nibble
 from nibble import formats
 from nibble.attention import backends
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
 from nibble.formats.base import raw
+from nibble.kernels import GPU
 from nibble.kernels.append import naive as naive_gather
 from nibble.kernels.append import triton as triton_gather
 from nibble.kernels.attention import naive
 from nibble.kernels.attention import triton as triton_attention
 from nibble.kernels.attention.triton import TileShape as Shape
-from nibble.kernels.sizes import GPU
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import HEADS as ONE_HEAD
-from nibble.model_spec import Stream
+from nibble.model_spec import Phase, Stream
 
 SOURCE = Path(nibble.__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,11 +62,11 @@ class Case:
     sinks: bool = False
     per_head: bool = False
     shape: Shape = SMALL
-    slots: int = 1
+    concurrency: int = 1
 
     def __str__(self) -> str:
         kind = "joined" if self.shape.join else "parts"
-        return f"{self.k}-{self.v}-d{self.dim}-p{self.page}-{kind}-{self.slots}"
+        return f"{self.k}-{self.v}-d{self.dim}-p{self.page}-{kind}-{self.concurrency}"
 
 
 HEADS, GROUP = 2, 3
@@ -75,19 +74,29 @@ FORMATS = [name for name in scheme.fitting(*ONE_HEAD) if name in formats.names()
 DECODE = ((0, 1), (15, 1), (70, 1))
 MORE = ((0, 5), (33, 20))
 CASES = [
-    *(Case(name, name, DECODE, slots=8) for name in FORMATS),
+    *(Case(name, name, DECODE, concurrency=8) for name in FORMATS),
     *(Case(name, name, ((9, 7),), shape=JOINED) for name in FORMATS),
     Case(
-        "fp8_e4m3", "nvfp4", DECODE, 80, 16, "nhd", window=37, softcap=5.0, sinks=True, per_head=True, slots=8
+        "fp8_e4m3",
+        "nvfp4",
+        DECODE,
+        80,
+        16,
+        "nhd",
+        window=37,
+        softcap=5.0,
+        sinks=True,
+        per_head=True,
+        concurrency=8,
     ),
     Case("nvfp4", "nvfp4", MORE, dtype=torch.float16, shape=JOINED),
-    Case("mxfp4", "fp8_e5m2", ((40, 4), (7, 2)), page=64, dtype=torch.float16, shape=JOINED, slots=8),
+    Case("mxfp4", "fp8_e5m2", ((40, 4), (7, 2)), page=64, dtype=torch.float16, shape=JOINED, concurrency=8),
     Case("nvfp4", "nvfp4", MORE, window=9, shape=JOINED),
     Case("bf16", "bf16", MORE, packing="nhd", window=9, sinks=True, shape=JOINED),
     Case("nvfp4", "nvfp4", MORE, dim=96, page=32, softcap=3.0),
     Case("nvfp4", "nvfp4", ((40, 1), (-1, 1), (5, 1)), sinks=True),
-    Case("nvfp4", "nvfp4", ((600, 1), (-1, 1), (5, 1)), dim=128, page=128, slots=8),
-    Case("fp8_e4m3", "fp8_e4m3", ((300, 1), (0, 1)), dim=128, page=128, window=40, sinks=True, slots=8),
+    Case("nvfp4", "nvfp4", ((600, 1), (-1, 1), (5, 1)), dim=128, page=128, concurrency=8),
+    Case("fp8_e4m3", "fp8_e4m3", ((300, 1), (0, 1)), dim=128, page=128, window=40, sinks=True, concurrency=8),
 ]
 
 
@@ -132,7 +141,9 @@ def test_attention_agrees_with_its_reference(case: Case) -> None:
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if case.sinks else None
     spec = AttentionParams(case.dim**-0.5, case.window, case.softcap, sinks)
     expected = naive.paged_attention(q_THD, k, v, segment, spec)
-    found = triton_attention.paged_attention(q_THD, k, v, segment, spec, shape=case.shape, slots=case.slots)
+    found = triton_attention.paged_attention(
+        q_THD, k, v, segment, spec, shape=case.shape, concurrency=case.concurrency
+    )
     assert found.dtype == case.dtype
     error = (found.float() - expected.float()).abs().max()
     assert error <= (1e-5 if case.dtype == torch.float32 else 2e-3), f"error {error:.1e}"
@@ -183,8 +194,10 @@ def test_padding_is_zeros() -> None:
     k = paged(case.k, case, pages, rng)
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, (1, 1), (0, 21), pages.to(DEVICE))
     q_THD = torch.randn(2, HEADS * GROUP, case.dim, generator=rng).to(DEVICE)
-    for slots in (1, 2):
-        found = triton_attention.paged_attention(q_THD, k, k, segment, AttentionParams(1.0), slots=slots)
+    for concurrency in (1, 2):
+        found = triton_attention.paged_attention(
+            q_THD, k, k, segment, AttentionParams(1.0), concurrency=concurrency
+        )
         assert not found[0].any() and found[1].any()
 
 
@@ -270,12 +283,11 @@ def test_declaring_the_backend_does_not_import_triton() -> None:
 
 
 def test_every_format_of_the_rows_has_a_decoder() -> None:
-    from nibble.attention.backends.triton import BACKEND
     from nibble.kernels.codecs import DECODERS
 
     named = {
         part
-        for row in BACKEND.support
+        for row in backends.get("triton").support
         if "mha" in row.kind
         for name in row.format or ()
         for part in name.split(":")

@@ -87,7 +87,7 @@ def compare(
         before = bits(pages)
         with np.errstate(all="ignore"):
             if fused:
-                assert twin.serves(stored, pages, DEVICE)
+                assert twin.plan_of(stored, pages, DEVICE)
                 twin.copy_tokens(stored, slots[0], pages, slots[1], most, programs=how.get("programs"))
             else:
                 naive.copy_tokens(stored, slots[0], pages, slots[1], most)
@@ -175,8 +175,8 @@ def test_scales_are_part_of_what_bytes_mean() -> None:
 def test_what_the_kernels_cannot_move() -> None:
     keys = {"rank": 128, "rope": 0, "name": INDEX}
     source, target = Store("index_fp8", **keys).filled(), Store("bf16", **keys).filled()
-    assert not twin.serves(source, target, DEVICE)
-    assert twin.serves(target, Store("index_fp8", **keys).filled(), DEVICE)
+    assert not twin.plan_of(source, target, DEVICE)
+    assert twin.plan_of(target, Store("index_fp8", **keys).filled(), DEVICE)
     slots = torch.arange(8, device=DEVICE)
     copy_tokens(source, slots, target, slots)
     assert torch.equal(dequantize_tokens(target, slots), dequantize_tokens(source, slots).bfloat16().float())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nibble.attention.backends import cuda as backend
+from nibble.attention import backends
 from nibble.errors import BackendError
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 
@@ -19,7 +19,8 @@ from nibble.kernels.attention.cuda import MAX_BATCH, RESERVED, SOURCE, Variant, 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 """Bytes of shared memory that a block can have, by compute capability (CUDA programming guide, technical
 specifications)."""
-ARCHS = sorted({arch for row in backend.BACKEND.support for arch in row.arch or ()})
+ROWS = backends.get("cuda").support
+ARCHS = sorted({arch for row in ROWS for arch in row.arch or ()})
 
 
 def variant(name: str, arch: int, dim: int = 128, page: int = 64, columns: int = 8) -> Variant:
@@ -40,9 +41,7 @@ def test_compiles_for_every_gpu(arch: int) -> None:
         assert compiling.cubin(SOURCE, arch, variant(name, arch).macros).startswith(compiling.ELF)
 
 
-@pytest.mark.parametrize(
-    "name", sorted({name for row in backend.BACKEND.support for name in row.format or ()})
-)
+@pytest.mark.parametrize("name", sorted({name for row in ROWS for name in row.format or ()}))
 @pytest.mark.parametrize(("dim", "page", "columns"), [(64, 16, 8), (256, 128, 16)])
 def test_compiles_for_every_format(name: str, dim: int, page: int, columns: int) -> None:
     assert compiling.cubin(SOURCE, 90, variant(name, 90, dim, page, columns).macros)

@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 from nibble import formats
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import raw
 from nibble.kernels import nvrtc as compiling
 from nibble.kernels.append.naive import dequantize_pages
@@ -23,7 +22,7 @@ from nibble.kernels.codecs import CUDA_LATENTS as LATENTS
 from nibble.kernels.mla import cuda as twin
 from nibble.kernels.mla import naive
 from nibble.kernels.types import AttentionBatch, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 SHARED, STATIC = 232448, {"mla.cu": 4096, "mla_fp4.cu": 0}
 """Bytes of shared memory that a block of SM90 can have, and the most of them that the kernel declares itself."""

@@ -41,6 +41,7 @@ def hot_of(frames: int) -> HotBuffer:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
     size = frames * PAGE
     return HotBuffer(
+        torch.zeros(PAGES, **ints),
         torch.full((ROWS, frames), PAD_INDEX, **ints),
         torch.full((ROWS, size), PAD_INDEX, **ints),
         torch.arange(size, **ints).repeat(ROWS, 1),
@@ -72,13 +73,13 @@ def test_tokens_are_found_and_the_longest_unused_slots_given_up(way: Any, frames
         hot.frames_RF[row] = torch.tensor(buffer, dtype=torch.int32)
     totals = [0, 0, 0]
     for _ in range(30):
-        frames_P = torch.full((PAGES,), PAD_INDEX, dtype=torch.int32, device=DEVICE)
+        frames_P = hot.frames_P.fill_(PAD_INDEX)
         frames_P[table[2].long()] = torch.arange(10, dtype=torch.int32, device=DEVICE)
         here = dice.sample(range(20), 4)  # of the first two requests' pages
         frames_P[table[:2].reshape(-1)[here].long()] = torch.arange(20, 24, dtype=torch.int32, device=DEVICE)
         lists = [sorted(dice.sample(range(40), dice.choice([1, 3, TOP_K]))) for _ in range(3)]
         chosen = torch.tensor([row + [PAD_INDEX] * (TOP_K - len(row)) for row in lists], dtype=torch.int32)
-        made = swap(chosen.to(DEVICE), torch.tensor(rows, device=DEVICE), table, frames_P, hot, PAGE)
+        made = swap(chosen.to(DEVICE), torch.tensor(rows, device=DEVICE), table, hot)
         expected, copies = slots_by_model(lists, table, frames_P, models, own, totals)
         assert made.topk_slots_TK.tolist() == [row + [PAD_INDEX] * (TOP_K - len(row)) for row in expected]
         count = int(made.count)
@@ -115,10 +116,9 @@ def slots_by_model(
 @pytest.mark.parametrize("way", WAYS)
 def test_padding_looks_at_nobody(way: Any) -> None:
     hot = hot_of(2)
-    frames_P = torch.zeros(PAGES, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
     chosen = torch.full((2, TOP_K), PAD_INDEX, dtype=torch.int32, device=DEVICE)
-    made = way()(chosen, torch.tensor([4, 1], device=DEVICE), table, frames_P, hot, PAGE)
+    made = way()(chosen, torch.tensor([4, 1], device=DEVICE), table, hot)
     assert (made.topk_slots_TK == PAD_INDEX).all() and not int(made.count)
 
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from nibble import formats
-from nibble.attention.planner.support import Phase
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.kernels import indexer as op
 from nibble.kernels.indexer import naive
 from nibble.kernels.types import AttentionBatch, Paged
-from nibble.model_spec import INDEX, LATENT, Stream
+from nibble.model_spec import INDEX, LATENT, Phase, Stream
 
 DIM, HEADS, PAGE = 32, 4, 16
 

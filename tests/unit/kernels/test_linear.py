@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nibble.kernels import linear as op
 from nibble.kernels.linear import triton as twin
-from nibble.models.merged_linear import LargeLinear
+from nibble.models.linear import LargeLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,7 +42,7 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(twin, "linear", lambda *args: calls.append(args) or args[0] @ args[1].T)
     weight = torch.randn(8, 4)
-    for rows, twins in ((1, 1), (op.FEW, 2), (op.FEW + 1, 2)):
+    for rows, twins in ((1, 1), (op.MMA_ROWS, 2), (op.MMA_ROWS + 1, 2)):
         x = torch.randn(1, rows, 4)
         assert torch.allclose(op.linear(x, weight), F.linear(x, weight))
         assert len(calls) == twins

@@ -17,13 +17,12 @@ if importlib.util.find_spec("triton") is None:
 from torch import Tensor
 
 from nibble import formats
-from nibble.attention.planner.support import Phase
 from nibble.formats.base import KVFormat, raw
 from nibble.kernels.mla import naive
 from nibble.kernels.mla import triton as twin
 from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import AttentionBatch, Paged
-from nibble.model_spec import LATENT, Stream
+from nibble.model_spec import LATENT, Phase, Stream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = (
@@ -49,21 +48,29 @@ class Case:
     dtype: torch.dtype = torch.float32
     record: bool = False
     shape: Shape | None = NARROW
-    slots: int = 8
+    concurrency: int = 8
 
     def __str__(self) -> str:
         kind = f"{self.shape.rows}x{self.shape.latents}" if self.shape else "auto"
-        return f"{self.format}-h{self.heads}-r{self.rank}+{self.rope}-p{self.page}-{kind}-{self.slots}"
+        return f"{self.format}-h{self.heads}-r{self.rank}+{self.rope}-p{self.page}-{kind}-{self.concurrency}"
 
 
 CASES = [
     *(Case(name) for name in FORMATS),
-    *(Case(name, 20, ((40, 9), (0, 1), (130, 2)), page=64, shape=WIDE, slots=1) for name in FORMATS),
+    *(Case(name, 20, ((40, 9), (0, 1), (130, 2)), page=64, shape=WIDE, concurrency=1) for name in FORMATS),
     *(Case(name, rank=256, rope=0, page=32, record=True) for name in ("fp8_ds_mla", "nvfp4_ds_mla")),
     *(Case(name, 128, page=128, record=True, shape=WIDE) for name in ("fp8_ds_mla", "nvfp4_ds_mla")),
-    Case("nvfp4_ds_mla", 64, ((600, 1), (0, 1), (5, 1)), rope=32, dtype=torch.float16, shape=None, slots=6),
+    Case(
+        "nvfp4_ds_mla",
+        64,
+        ((600, 1), (0, 1), (5, 1)),
+        rope=32,
+        dtype=torch.float16,
+        shape=None,
+        concurrency=6,
+    ),
     Case("fp8_e4m3", 128, dtype=torch.float16, shape=None),
-    Case("bf16", 32, ((300, 2), (33, 2)), rope=0, page=64, shape=None, slots=1),
+    Case("bf16", 32, ((300, 2), (33, 2)), rope=0, page=64, shape=None, concurrency=1),
     Case("fp4_mx16", 3, ((90, 5), (20, 3)), rope=32),
 ]
 
@@ -116,7 +123,9 @@ def test_it_agrees_with_its_reference(case: Case) -> None:
     q_THD = torch.randn(segment.stop, case.heads, case.rank + case.rope, generator=rng).to(DEVICE, case.dtype)
     scale = (case.rank + case.rope) ** -0.5
     expected = naive.mla_attention(q_THD, stored, case.rope, segment, scale)
-    found = twin.mla_attention(q_THD, stored, case.rope, segment, scale, shape=case.shape, slots=case.slots)
+    found = twin.mla_attention(
+        q_THD, stored, case.rope, segment, scale, shape=case.shape, concurrency=case.concurrency
+    )
     assert twin.serves_latents(stored, case.rope)
     assert found.dtype == case.dtype and found.shape == (segment.stop, case.heads, case.rank)
     error = (found.float() - expected.float()).abs().max()
@@ -130,7 +139,7 @@ def test_padding_is_zeros() -> None:
     stored = latents(case, pages, rng)
     segment = AttentionBatch.from_lens(Phase.DECODE, 0, [1, 1, 1], [0, 30, 0], pages.to(DEVICE))
     q_THD = torch.randn(3, case.heads, case.rank + case.rope, generator=rng).to(DEVICE)
-    found = twin.mla_attention(q_THD, stored, case.rope, segment, 0.1, shape=NARROW, slots=8)
+    found = twin.mla_attention(q_THD, stored, case.rope, segment, 0.1, shape=NARROW, concurrency=8)
     assert not found[[0, 2]].any() and found[1].any()
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nibble import formats
+from nibble.kernels import attention
+from nibble.kernels.attention import KeyTile, merge_lse, naive
 from nibble.kernels.attention import PartialAttention as Part
-from nibble.kernels.attention import merge_lse, naive, prefill
 from nibble.kernels.attention import triton as twin
-from nibble.kernels.attention.prefill import KeyTile
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 HEADS, GROUP, DIM, SIZE = 2, 3, 16, 4
@@ -41,7 +41,7 @@ def dense(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, causal: bool) -> Part:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
-    assert scale == SPEC.scale and not tile.cudnn and len(k) <= prefill.WORKSPACE
+    assert scale == SPEC.scale and not tile.cudnn and len(k) <= attention.KEY_SIZES[0]
     assert (tile.cu_seqlens_q_2.tolist(), tile.cu_seqlens_k_2.tolist()) == ([0, len(q)], [0, len(k)])
     return dense(q, k, v, tile.causal)
 
@@ -60,8 +60,8 @@ def few(q: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionP
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = {"_flash": flash, "_cudnn": cudnn, "_short": few}
-    for name, value in {**stand_in, "QUERY_SIZES": ROWS, "KEY_SIZES": KEYS, "WORKSPACE": KEYS[0]}.items():
-        monkeypatch.setattr(prefill, name, value)
+    for name, value in {**stand_in, "QUERY_SIZES": ROWS, "KEY_SIZES": KEYS}.items():
+        monkeypatch.setattr(attention, name, value)
 
 
 def attend(requests: list[Request], use_cudnn: bool, kv_format: str = "fp32") -> tuple[Tensor, Tensor]:
@@ -80,8 +80,8 @@ def attend(requests: list[Request], use_cudnn: bool, kv_format: str = "fp32") ->
     k, v = (Paged(fmt, DIM, fmt.encode(pages[name], one), one) for name in "kv")
     q = torch.randn(sum(new for _, new in requests), HEADS * GROUP, DIM, generator=rng)
     news = [new for _, new in requests]
-    blocks = prefill.plan_blocks(news, lens, table, SIZE, cudnn=use_cudnn)
-    found = prefill.prefill_attention(q, k, v, blocks, SPEC)
+    blocks = attention.plan_blocks(news, lens, table, SIZE, cudnn=use_cudnn)
+    found = attention.prefill_attention(q, k, v, blocks, SPEC)
     expected = []
     for i, q_nHD in enumerate(q.split(news)):
         own = table[i, : counts[i]].long()
@@ -110,7 +110,7 @@ def shapes(requests: list[Request], use_cudnn: bool) -> list[object]:
     """Of each block: the rows of every request, or its rows with the keys of its tiles and whether cuDNN takes them."""
     lens, pages = [sum(r) for r in requests], torch.zeros(len(requests), 400, dtype=torch.int32)
     found: list[object] = []
-    for block in prefill.plan_blocks([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
+    for block in attention.plan_blocks([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
         if isinstance(block.plan, AttentionBatch):
             assert len(block.plan.page_table_BN) == len(block.plan.query_lens)
             found.append((block.plan.query_lens, tuple(block.plan.seq_lens_B.tolist())))

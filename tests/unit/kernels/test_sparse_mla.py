@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.formats.base import KVFormat, raw
-from nibble.kernels.sparse_mla import naive
-from nibble.kernels.sparse_mla import triton as twin
-from nibble.kernels.sparse_mla.triton import LatentTile as Shape
+from nibble.kernels.mla import naive
+from nibble.kernels.mla import triton as twin
+from nibble.kernels.mla.triton import LatentTile as Shape
 from nibble.kernels.types import Paged
 from nibble.model_spec import LATENT, Stream
 

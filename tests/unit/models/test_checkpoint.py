@@ -156,7 +156,9 @@ class TestBeforeWeights:
 
     def test_a_config_that_is_not_json(self, folder: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "llama",')
-        with pytest.raises(WeightError, match=r"config.json is not JSON .*save the checkpoint again"):
+        with pytest.raises(
+            WeightError, match=r"config.json is not a JSON object .*save the checkpoint again"
+        ):
             serve(folder)
 
     def test_a_config_with_a_senseless_value(self, folder: Path) -> None:
@@ -327,7 +329,7 @@ class TestQuantisedWeights:
 
     def test_a_broken_modelopt_file(self, folder: Path) -> None:
         (folder / "hf_quant_config.json").write_text("{")
-        with pytest.raises(WeightError, match=r"hf_quant_config.json is no quantisation config"):
+        with pytest.raises(WeightError, match=r"hf_quant_config.json is not a JSON object"):
             serve(folder)
 
     @pytest.mark.parametrize("entry", [{"quant_method": "of_tomorrow"}, {"bits": 4}])

@@ -14,8 +14,8 @@ from nibble import LLM
 from nibble.cache import scales
 from nibble.cache.scales import KVScales
 from nibble.errors import ScaleError, WeightError
-from nibble.models import kv_scales
-from nibble.models.kv_scales import is_scale, read
+from nibble.models import checkpoint
+from nibble.models.checkpoint import is_scale, read_scales
 from tiny import save_model
 
 LAYERS, HEADS = 3, 2
@@ -63,30 +63,30 @@ class TestNames:
     def test_every_spelling(self, tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> None:
         tensors = named(*SPELLINGS[spelling], shape)
         assert all(map(is_scale, tensors))
-        assert values(read(put(tmp_path, tensors))) == EXPECTED
+        assert values(read_scales(put(tmp_path, tensors))) == EXPECTED
 
     @pytest.mark.parametrize("shape", [(HEADS,), (HEADS, 1), (1, HEADS, 1)])
     def test_one_per_head(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
         tensors = {ATTENTION.format(0) + "k_scale": torch.tensor([0.25, 0.5]).reshape(shape)}
-        assert read(put(tmp_path, tensors)).layers[0].streams["k"].value == (0.25, 0.5)
+        assert read_scales(put(tmp_path, tensors)).layers[0].streams["k"].value == (0.25, 0.5)
 
     @pytest.mark.parametrize("name", ["kv_scale", "attn.kv_scale"])
     def test_one_for_both(self, tmp_path: Path, name: str) -> None:
         tensors = {ATTENTION.format(layer) + name: torch.tensor(0.5) for layer in range(LAYERS)}
-        assert values(read(put(tmp_path, tensors))) == [(0.5, 0.5)] * LAYERS
+        assert values(read_scales(put(tmp_path, tensors))) == [(0.5, 0.5)] * LAYERS
 
     @pytest.mark.parametrize(
         "prefix", ["model.layers.0.", "language_model.model.layers.0.", "backbone.layers.0."]
     )
     @pytest.mark.parametrize("block", ["self_attn", "mixer"])
     def test_prefixes(self, tmp_path: Path, prefix: str, block: str) -> None:
-        found = read(put(tmp_path, {f"{prefix}{block}.k_proj.k_scale": torch.tensor(0.5)}))
+        found = read_scales(put(tmp_path, {f"{prefix}{block}.k_proj.k_scale": torch.tensor(0.5)}))
         assert found.layers[0].streams["k"].value == 0.5
 
     @pytest.mark.parametrize("part", ["mtp.layers.0.self_attn.", "vision_tower.encoder.layers.0.self_attn."])
     def test_other_parts_of_a_checkpoint_are_left_alone(self, tmp_path: Path, part: str) -> None:
         tensors = {part + "k_scale": torch.tensor(9.0), ATTENTION.format(0) + "k_scale": torch.tensor(0.5)}
-        assert read(put(tmp_path, tensors)).layers[0].streams["k"].value == 0.5
+        assert read_scales(put(tmp_path, tensors)).layers[0].streams["k"].value == 0.5
 
     @pytest.mark.parametrize(
         "name", ["k_proj.weight_scale", "k_proj.input_scale", "o_proj.output_scale", "k_proj.v_scale"]
@@ -97,26 +97,26 @@ class TestNames:
     def test_scales_of_queries_are_not_needed(self, tmp_path: Path) -> None:
         name = ATTENTION.format(0) + "q_scale"
         assert is_scale(name)
-        assert not read(put(tmp_path, {name: torch.tensor(0.5)})).layers
+        assert not read_scales(put(tmp_path, {name: torch.tensor(0.5)})).layers
 
     def test_zero_points_must_be_zero(self, tmp_path: Path) -> None:
         name = ATTENTION.format(0) + "k_zero_point"
-        assert not read(put(tmp_path, {name: torch.zeros(1)})).layers
+        assert not read_scales(put(tmp_path, {name: torch.zeros(1)})).layers
         with pytest.raises(ScaleError, match="k_zero_point is not zero"):
-            read(put(tmp_path, {name: torch.ones(1)}))
+            read_scales(put(tmp_path, {name: torch.ones(1)}))
 
     def test_only_scales_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = named("k_scale", "v_scale")
         put(save_model(tmp_path), tensors)
         seen: list[str] = []
-        plain = kv_scales._read
+        plain = checkpoint._read_scale
 
         def watched(name: str, file: Any) -> Any:
             seen.append(name)
             return plain(name, file)
 
-        monkeypatch.setattr(kv_scales, "_read", watched)
-        assert values(read(tmp_path)) == EXPECTED
+        monkeypatch.setattr(checkpoint, "_read_scale", watched)
+        assert values(read_scales(tmp_path)) == EXPECTED
         assert sorted(seen) == sorted(tensors)
 
 
@@ -135,21 +135,21 @@ class TestDeclaredFormats:
     )
     def test_in_config_json(self, tmp_path: Path, config: dict[str, Any], limit: float) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert read(put(tmp_path, named("k_scale", "v_scale"))).layers[0].streams["k"].limit == limit
+        assert read_scales(put(tmp_path, named("k_scale", "v_scale"))).layers[0].streams["k"].limit == limit
 
     @pytest.mark.parametrize(("algo", "limit"), [("FP8", FP8), ("NVFP4", NVFP4), (None, FP8)])
     def test_in_modelopts_own_file(self, tmp_path: Path, algo: str | None, limit: float) -> None:
         (tmp_path / "hf_quant_config.json").write_text(
             json.dumps({"quantization": {"kv_cache_quant_algo": algo}})
         )
-        assert read(put(tmp_path, named("k_scale", "v_scale"))).layers[0].streams["k"].limit == limit
+        assert read_scales(put(tmp_path, named("k_scale", "v_scale"))).layers[0].streams["k"].limit == limit
 
     def test_an_unknown_one_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "hf_quant_config.json").write_text(
             '{"quantization": {"kv_cache_quant_algo": "NVFP4_AFFINE"}}'
         )
         with pytest.raises(ScaleError, match=r"NVFP4_AFFINE.*--kv-scales calibrate"):
-            read(put(tmp_path, named("k_scale", "v_scale")))
+            read_scales(put(tmp_path, named("k_scale", "v_scale")))
 
     def test_the_same_amax_fits_another_format(self, tmp_path: Path) -> None:
         folder = put(save_model(tmp_path), named("k_scale", "v_scale"))
@@ -163,13 +163,13 @@ class TestBadValues:
         with pytest.raises(
             ScaleError, match=r"layers.0.self_attn.k_scale: a KV scale must be a finite number above 0"
         ):
-            read(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.tensor([1.0, value])}))
+            read_scales(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.tensor([1.0, value])}))
 
     def test_booleans_and_nothing(self, tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match="not True"):
-            read(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.tensor(True)}))
+            read_scales(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.tensor(True)}))
         with pytest.raises(ScaleError, match="empty"):
-            read(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.zeros(0)}))
+            read_scales(put(tmp_path, {ATTENTION.format(0) + "k_scale": torch.zeros(0)}))
 
     @pytest.mark.parametrize("value", [0, -1, True, "1.0", None, [1.0], 1e-44, 1e39, 10**400])
     def test_in_a_file(self, tmp_path: Path, value: Any) -> None:
@@ -181,7 +181,7 @@ class TestBadValues:
         put(tmp_path, named("k_scale", "v_scale"))
         (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:40])
         with pytest.raises(WeightError, match="broken or cut short"):
-            read(tmp_path)
+            read_scales(tmp_path)
 
 
 def write(folder: Path, data: Any, name: str = "scales.json") -> Path:
@@ -253,7 +253,7 @@ class TestFiles:
             scales.load(write(tmp_path, data), LAYERS)
 
     def test_own_form_round_trip(self, tmp_path: Path) -> None:
-        found = read(put(tmp_path, named("k_scale", "v_scale")))
+        found = read_scales(put(tmp_path, named("k_scale", "v_scale")))
         scales.save(found, tmp_path / "saved.json")
         again = scales.load(tmp_path / "saved.json", LAYERS)
         for layer, entry in found.layers.items():

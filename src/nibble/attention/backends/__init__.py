@@ -1,7 +1,7 @@
-"""The attention backends, one file each. EXTENSION POINT: a file here, or `register()` outside, adds one.
+"""The attention backends, a file a package. EXTENSION POINT: a file here, or `register()` outside, adds one.
 
-A file holds `BACKEND`, a BackendInfo: its facts as rows, and the name of its adapter. Importing a file imports neither
-torch nor the backend's package: adapters/ does, when `create()` constructs one.
+A file holds `BACKEND`, a BackendInfo, or several as `BACKENDS`: a backend's facts as rows, and the name of its adapter.
+Importing a file imports neither torch nor the backend's package: adapters/ does, when `create()` constructs one.
 """
 
 from __future__ import annotations
@@ -16,33 +16,23 @@ from nibble.attention.planner.support import BackendInfo
 from nibble.errors import BackendError, ConfigError, unknown
 from nibble.kernels import import_problem
 
-__all__ = [
-    "all_backends",
-    "available_backends",
-    "create",
-    "get",
-    "missing_requirement",
-    "register",
-    "unregister",
-]
-
 _registry: dict[str, BackendInfo] = {}
 
 
 def register(info: BackendInfo) -> BackendInfo:
-    """Adds a backend under its name; a different one of the same name is a ConfigError."""
+    """Add a backend under its name; a different one of the same name is a ConfigError."""
     if _registry.setdefault(info.name, info) != info:
         raise ConfigError(f"an attention backend called {info.name!r} is registered already")
     return info
 
 
 def unregister(name: str) -> None:
-    """Takes a backend out again, for tests and for reloading an extension."""
+    """Remove a backend, for tests and for reloading an extension."""
     del _registry[name]
 
 
 def get(name: str) -> BackendInfo:
-    """The backend called `name`; raises ConfigError with the nearest known name."""
+    """Return the backend called `name`; raise ConfigError with the nearest known name."""
     if name not in _registry:
         raise ConfigError(unknown("attention backend", name, _registry))
     return _registry[name]
@@ -67,12 +57,12 @@ def create(info: BackendInfo) -> Any:
 
 
 def all_backends() -> Mapping[str, BackendInfo]:
-    """Every backend by name, those whose facts are only declared included."""
+    """Return every backend by name, those whose facts are only declared included."""
     return dict(sorted(_registry.items()))
 
 
 def missing_requirement(info: BackendInfo) -> str | None:
-    """What the backend needs and this machine lacks, with the cure; None where it can run."""
+    """Return what the backend needs and this machine lacks, with the cure; None where it can run."""
     problems = [import_problem(package) for package in info.packages]
     # Several packages may bring the same kernels, and one is enough.
     if problems and all(problems):
@@ -83,25 +73,27 @@ def missing_requirement(info: BackendInfo) -> str | None:
 
 
 def available_backends() -> Mapping[str, BackendInfo]:
-    """Every backend; in place of the adapters of those that cannot run here, what they lack.
+    """Return every backend; those that cannot run here have what they lack in place of an adapter.
 
-    What an engine resolves with, so that `auto` does not choose what cannot start on this machine.
+    An engine resolves with these, so that `auto` does not choose what cannot start on this machine.
     """
-    infos = {
-        name: (info, missing_requirement(info) if info.runnable else None)
-        for name, info in all_backends().items()
-    }
-    return {
-        name: replace(info, adapter=None, missing=missing) if missing else info
-        for name, (info, missing) in infos.items()
-    }
+    result = dict(all_backends())
+    for name, info in all_backends().items():
+        missing = missing_requirement(info) if info.runnable else None
+        if missing:
+            result[name] = replace(info, adapter=None, missing=missing)
+    return result
 
 
 def _discover() -> None:
-    """Registers the BACKEND of every module in this package that has one."""
+    """Register the BACKEND or the BACKENDS of every module in this package."""
     for entry in pkgutil.iter_modules(__path__):
-        info = getattr(importlib.import_module(f"{__name__}.{entry.name}"), "BACKEND", None)
-        if info is not None:
+        if entry.ispkg:  # the adapters, which import torch
+            continue
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        if hasattr(module, "BACKEND"):
+            register(module.BACKEND)
+        for info in getattr(module, "BACKENDS", ()):
             register(info)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, plain_rows
 from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, TOKEN, BackendInfo, Origin, Support
 
-HEADS = (64, 128)
+SPARSE_HEADS = (64, 128)
 """What the sparse kernels are built for."""
 WORKSPACE = 128 << 20
 """Partial results of a call: 128 heads of 512 floats for each of 256 requests and 132 parts of the chip."""
@@ -48,8 +48,8 @@ KERNELS = KernelPackages(
 )
 
 README = "deepseek-ai/FlashMLA README"
-SPARSE: dict[str, Any] = LATENT_FACTS | {
-    "kind": {"dsa"}, "arch": HOPPER | BLACKWELL, "page": {64}, "group": set(range(1, HEADS[-1] + 1)),
+SPARSE_FACTS: dict[str, Any] = LATENT_FACTS | {
+    "kind": {"dsa"}, "arch": HOPPER | BLACKWELL, "page": {64}, "group": set(range(1, SPARSE_HEADS[-1] + 1)),
     "dtype": {"bfloat16"},
 }  # fmt: skip
 
@@ -69,11 +69,11 @@ BACKEND = BackendInfo(
             source=f"{README}: dense decoding, SM90",
         ),
         Support(
-            **SPARSE, phase=ALL, format={"bf16"}, addressing={"paged", "ragged"},
+            **SPARSE_FACTS, phase=ALL, format={"bf16"}, addressing={"paged", "ragged"},
             source=f"{README}: sparse prefill, SM90 and SM100, flat bf16; the index cache wants pages of 64",
         ),
         Support(
-            **SPARSE | {"packing": {"record"}}, phase=TOKEN, format={"fp8_ds_mla"}, workspace_bytes=WORKSPACE,
+            **SPARSE_FACTS | {"packing": {"record"}}, phase=TOKEN, format={"fp8_ds_mla"}, workspace_bytes=WORKSPACE,
             source=f"{README}: sparse decoding, FP8 in records of 656 bytes; one H200: 128 x 128 heads in 0.182 ms",
         ),
     ),

@@ -1,7 +1,7 @@
-"""What backends of other people's kernels share: finding a package that does, and building rows.
+"""What the facts of other people's kernels share: the search for a package that serves, and rows.
 
-A package is imported by an adapter's constructor, or where a plan asks what keeps it from working: `present()` asks on
-machines that have it. So a missing, old or broken package is a reason of the plan, never an error of the first request.
+A package is imported by an adapter's constructor, or where a plan asks what keeps it from working. So a missing, old or
+broken package is a reason of the plan, never an error of the first request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KernelPackages:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The packages, each once."""
+        """Return the packages, each once."""
         return tuple(dict.fromkeys(name.partition(".")[0] for name in self.modules))
 
     def unavailable_reason(self) -> str | None:
@@ -55,7 +55,7 @@ class KernelPackages:
         return None if module else f"kernels that work here, and {'; '.join(faults)}"
 
     def load(self) -> ModuleType:
-        """Return the first module that does; raises BackendError where none does."""
+        """Return the first module that works; raise BackendError where none does."""
         module, faults = self._search()
         if module is None:
             raise BackendError(f"{'; '.join(faults)}: {self.install}")
@@ -85,15 +85,15 @@ class KernelPackages:
     def _fault(self, module: ModuleType) -> str | None:
         try:
             return self.incompatibility(module)
-        except Exception as error:  # of a version that nobody has seen yet
+        except Exception as error:  # of a version later than those that were tried
             return f"is not as expected ({type(error).__name__}: {error})"
 
 
 @contextmanager
 def _without_init(package: str) -> Iterator[None]:
-    """Within, modules of a package can be imported and its own `__init__` does not run: an engine's changes how torch
-    compiles, and the environment, which is no business of somebody who wants a kernel. Afterwards the package is as if
-    nobody had imported it.
+    """Let modules of a package be imported without its own `__init__`; afterwards the package counts as not imported.
+
+    An engine's `__init__` changes how torch compiles, and the environment, which a kernel does not need.
     """
     spec = importlib.util.find_spec(package)
     if package in sys.modules or spec is None or spec.submodule_search_locations is None:
@@ -128,7 +128,7 @@ def without_cuda() -> str | None:
 
 
 def outdated(distribution: str, oldest: str) -> str | None:
-    """Return what is lacking where a distribution is older. A copy that nobody installed is taken as it is."""
+    """Return what is lacking where a distribution is older. A copy without metadata is taken as it is."""
     try:
         installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING, Any
 
 import nibble
 from nibble import files
-from nibble.attention.planner.support import BackendInfo, Need, Phase, Support
+from nibble.attention.planner.support import BackendInfo, Need, Support
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware, cache_folder, cuda_version, processor
+from nibble.model_spec import Phase
 
 if TYPE_CHECKING:  # which imports the formats, and torch with them
     from nibble.attention.planner.support import SchemeGroup
@@ -69,6 +70,10 @@ class LedgerEntry:
         """What a later run of the same combination replaces."""
         return self.backend, self.phase, self.kind, self.format, self.arch
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return where it passed, for JSON."""
+        return {"gpu": self.gpu, "date": self.date, "versions": dict(self.versions)}
+
     def __str__(self) -> str:
         """`NVIDIA H200, 2026-11-20 (torch 2.11.0)`."""
         versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
@@ -81,18 +86,11 @@ def read_ledger(path: Path) -> tuple[LedgerEntry, ...]:
         return ()
     try:
         content = json.loads(path.read_text())
-        if content["schema"] != LEDGER_SCHEMA:
-            raise ConfigError(
-                f"{path} has schema {content['schema']}, and this version reads {LEDGER_SCHEMA}"
-            )
-        return tuple(map(_ledger_entry, content["entries"]))
+        if (schema := content["schema"]) != LEDGER_SCHEMA:
+            raise ConfigError(f"{path} has schema {schema}, and this version reads {LEDGER_SCHEMA}")
+        return tuple(LedgerEntry(**entry) for entry in content["entries"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot read the ledger {path}: {type(error).__name__}: {error}") from error
-
-
-def _ledger_entry(values: Mapping[str, Any]) -> LedgerEntry:
-    required = {entry.name: values[entry.name] for entry in fields(LedgerEntry) if entry.name != "versions"}
-    return LedgerEntry(**required, versions=dict(values.get("versions") or {}))
 
 
 def update_ledger(
@@ -140,7 +138,7 @@ class Timing:
     """How fast one backend is, over the cache's own bytes or over dequantised pages."""
 
     backend: str
-    stage_to: str | None
+    stage_to: str | None = None
     page: int | None = None
     """The page size that it was timed on; None where it was not."""
     packing: str | None = None
@@ -248,15 +246,12 @@ def subject(part: SchemeGroup, phase: Phase, dtype: str) -> str:
         dtype: The dtype of queries.
     """
     group = part.group
-    streams = "+".join(
-        f"{s.name} {s.heads}x{s.dim}" + (f"/{s.rope}" if s.rope else "") for s in group.streams
-    )
-    extras = [f"window {group.window}"] * bool(group.window)
-    extras += [name for name in ("softcap", "sinks") if getattr(group, name)]
-    stored = part.stored_layer(0).format_key
-    return ", ".join(
-        (f"{phase} of {group.kind} in {stored}", f"{group.q_heads} heads", streams, dtype, *extras)
-    )
+    shapes = (f"{s.name} {s.heads}x{s.dim}" + (f"/{s.rope}" if s.rope else "") for s in group.streams)
+    parts = [f"{phase} of {group.kind} in {part.stored_layer(0).format_key}", f"{group.q_heads} heads"]
+    parts += ["+".join(shapes), dtype]
+    parts += [f"window {group.window}"] if group.window else []
+    parts += [name for name in ("softcap", "sinks") if getattr(group, name)]
+    return ", ".join(parts)
 
 
 @cache
@@ -292,10 +287,8 @@ def load_tuned(hardware: Hardware, backends: Mapping[str, BackendInfo]) -> Ranki
         content = json.loads(text)
         if not isinstance(content, dict):
             raise TypeError("it is no JSON object")
-        recorded, here = (
-            {name: content[name] for name in _identity(hardware, {})},
-            _identity(hardware, backends),
-        )
+        here = _identity(hardware, backends)
+        recorded = {name: content[name] for name in here}
         # Other versions or backends have other kernels, so these times say nothing about them.
         if recorded != here:
             return _unused(path, _difference(recorded, here))
@@ -421,16 +414,9 @@ def _timing(values: Mapping[str, Any]) -> Timing:
     ms = {str(name): float(time) for name, time in values["ms"].items()}
     if not all(0 < time < math.inf for time in ms.values()):
         raise ValueError(f"{values['backend']} has times that are none")
-    stage_to, page, packing = values["stage_to"], values.get("page"), values.get("packing")
-    return Timing(
-        str(values["backend"]),
-        None if stage_to is None else str(stage_to),
-        None if page is None else int(page),
-        None if packing is None else str(packing),
-        ms,
-        str(values["failure"]),
-        float(values.get("gap", 1)),
-    )
+    kinds = {"stage_to": str, "page": int, "packing": str, "gap": float}
+    stated = {name: kind(values[name]) for name, kind in kinds.items() if values.get(name) is not None}
+    return Timing(backend=str(values["backend"]), ms=ms, failure=str(values["failure"]), **stated)
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------
@@ -460,24 +446,22 @@ def _distribution(info: BackendInfo) -> str | None:
     """Return the distribution of one of the backend's packages; None for what torch brings, and for bare copies."""
     for package in info.packages:
         providers = _providers().get(package.partition(".")[0], [])
-        same_name = package.replace(".", "-")
+        if (same_name := package.replace(".", "-")) in providers:
+            return same_name
         if providers:
-            inside = package.replace(".", "/") + "/"
             # several distributions may install modules of one name: `flash_attn` and `flash_attn.cute`
-            bringing = [
-                name for name in providers if any(str(file).startswith(inside) for file in _files(name))
-            ]
-            return same_name if same_name in providers else min(bringing or providers)
+            folder = package.replace(".", "/") + "/"
+            return min([name for name in providers if _installs(name, folder)] or providers)
     return None
 
 
-def _files(distribution: str) -> Iterable[object]:
+def _installs(distribution: str, folder: str) -> bool:
+    """Whether a distribution has files in a folder."""
     try:
-        return metadata.files(distribution) or ()
+        return any(str(file).startswith(folder) for file in metadata.files(distribution) or ())
     except metadata.PackageNotFoundError:
-        return ()
+        return False
 
 
-@cache
-def _providers() -> dict[str, list[str]]:
-    return {name: list(providers) for name, providers in metadata.packages_distributions().items()}
+_providers = cache(metadata.packages_distributions)
+"""Top-level package -> distributions that install it; reading those of all packages takes a while."""

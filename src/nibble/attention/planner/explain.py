@@ -1,12 +1,8 @@
-"""A plan in words: why it is so, what dequantising costs, where memory goes; for people and for programs.
+"""Explain a plan to people and to programs: why it is so, what each backend could do, and what it costs in bytes.
 
-Every fact comes from the plan, the memory plan and the formats. A `Table` is rendered for the terminal, for Markdown
-and for JSON.
-
-What every backend can do with the cache of one plan, cell by cell, and what stands behind it.
-
-A cell is a backend in one phase of one layer group: verified by the conformance tests on such a GPU, declared in its
-rows, possible over staged pages, or refused.
+Every fact comes from the plan, the memory plan, the backends' rows, the ledger and the formats. A `Cell` is a backend
+in one phase of one layer group: verified by the conformance tests on such a GPU, declared in its rows, possible over
+staged pages, or refused.
 """
 
 from __future__ import annotations
@@ -23,10 +19,10 @@ from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
-from nibble.attention.planner.support import BackendInfo, Need, Phase, format_layers, format_values
+from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
 from nibble.cache.layout import CacheLayout, LayerLayout
 from nibble.hardware import format_bytes
-from nibble.model_spec import LayerGroup
+from nibble.model_spec import LayerGroup, Phase
 
 DECISIVE = {"kind": "for", "arch": "on", "phase": "for"}
 """What no row has is reason enough, in this order: `only for mla`, `only on SM90`, `only for decode`."""
@@ -68,19 +64,19 @@ def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
                 need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
                 planned = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
                 entry = ledger_entries.get((info.name, str(phase), need.kind, need.format, need.arch))
-                yield Cell(group, need, info.name, *_judge(request, info, need, entry, planned))
+                status = _status(request, info, need, entry)
+                direct = status in {Status.VERIFIED, Status.DECLARED}
+                reasons = () if direct else _reasons(info, need)
+                yield Cell(group, need, info.name, status, planned, entry if direct else None, reasons)
 
 
-def _judge(
-    request: PlanRequest, info: BackendInfo, need: Need, entry: LedgerEntry | None, planned: bool
-) -> tuple[Status, bool, LedgerEntry | None, tuple[str, ...]]:
-    """Return a cell's status, whether it is planned, its evidence and its reasons."""
+def _status(request: PlanRequest, info: BackendInfo, need: Need, entry: LedgerEntry | None) -> Status:
     if info.serves(need):
-        return (Status.VERIFIED if entry else Status.DECLARED), planned, entry, ()
-    staged, reasons = request.staged(need), _reasons(info, need)
+        return Status.VERIFIED if entry else Status.DECLARED
+    staged = request.staged(need)
     if staged and request.could_stage and info.serves(staged):
-        return (Status.STAGED if request.may_stage(need.phase) else Status.ON_REQUEST), planned, None, reasons
-    return Status.REFUSED, False, None, reasons
+        return Status.STAGED if request.may_stage(need.phase) else Status.ON_REQUEST
+    return Status.REFUSED
 
 
 def _reasons(info: BackendInfo, need: Need) -> tuple[str, ...]:
@@ -106,32 +102,26 @@ def as_dicts(cells: Iterable[Cell]) -> list[dict[str, Any]]:
             "backend": cell.backend,
             "status": "refused" if cell.status is Status.REFUSED else str(cell.status),
             "chosen": cell.planned,
-            "verified": _evidence(cell.evidence) if cell.evidence else None,
+            "verified": cell.evidence.as_dict() if cell.evidence else None,
             "reasons": list(cell.reasons),
         }
         for cell in cells
     ]
 
 
-def _evidence(entry: LedgerEntry) -> dict[str, Any]:
-    return {"gpu": entry.gpu, "date": entry.date, "versions": dict(entry.versions)}
-
-
 def as_lines(cells: Iterable[Cell], request: PlanRequest) -> Iterator[str]:
     """Yield a table for each group: backends down, phases across; then what is behind it, and why cells are refused."""
     for group, group_cells in groupby(cells, key=lambda cell: cell.group):
         entries = tuple(group_cells)
+        need, layers = entries[0].need, format_layers(group.layers)
+        where = f"{group.group.name}: layers {layers} in {group.scheme} ({need.kind}, packing {need.packing})"
         yield ""
-        yield _headline(group, entries[0].need)
+        yield f"{where}, {str(need).partition(', ')[2]}"
         yield from _table(entries)
         yield from _evidences(entries)
         yield from _refusals(entries)
-    yield from _absent(request)
-
-
-def _headline(group: GroupPlan, need: Need) -> str:
-    where = f"{group.group.name}: layers {support.format_layers(group.layers)} in {group.scheme}"
-    return f"{where} ({need.kind}, packing {need.packing}), {str(need).partition(', ')[2]}"
+    names = [name for name, info in request.backends.items() if not info.runnable]
+    yield from ("", *_absent(request, names)) if names else ()
 
 
 def _table(entries: tuple[Cell, ...]) -> Iterator[str]:
@@ -167,20 +157,24 @@ def _refusals(entries: tuple[Cell, ...]) -> Iterator[str]:
         yield f"    {name}{where}: {why}"
 
 
-def _absent(request: PlanRequest) -> Iterator[str]:
-    """Yield what cannot run here."""
-    names = [name for name, info in request.backends.items() if not info.runnable]
-    missing_by_name = {name: missing for name in names if (missing := request.backends[name].missing)}
-    without = [name for name in names if name not in missing_by_name]
-    if names:
-        yield ""
-    yield from (f"{name} cannot run here: it needs {missing}" for name, missing in missing_by_name.items())
-    if without:
-        yield f"declared only, this version cannot run them: {', '.join(without)}"
+def _absent(request: PlanRequest, names: Iterable[str]) -> Iterator[str]:
+    """Yield why backends that are not runnable cannot run here."""
+    declared = []
+    for name in names:
+        if missing := request.backends[name].missing:
+            yield f"{name} cannot run here: it needs {missing}"
+        else:
+            declared.append(name)
+    if declared:
+        which = "them" if len(declared) > 1 else "it"
+        yield f"declared only, this version cannot run {which}: {', '.join(declared)}"
 
 
 BASELINE = "bfloat16"
 """The dtype whose plain format sizes are compared with."""
+WORKSPACES = ("weights", "staging", "activations", "runtime", "tables")
+POOL = ("pool", "pages", "tokens", "limit", "step_tokens", "context")
+"""Fields of the memory plan: what is needed beside pages, and what follows from the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +198,6 @@ class Table:
         yield "|" + "---|" * len(self.columns)
         yield from map(_markdown_line, self.rows)
 
-    def as_dicts(self) -> list[dict[str, str]]:
-        """Return the rows by column title, for JSON."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-
 
 def _markdown_line(cells: tuple[str, ...]) -> str:
     # A bar would end the cell.
@@ -217,8 +207,7 @@ def _markdown_line(cells: tuple[str, ...]) -> str:
 
 def baseline_bytes(layout: CacheLayout) -> int:
     """Return the bytes per token of the same streams, unquantised in 16 bits."""
-    plain = formats.plain(BASELINE)
-    return sum(plain.bytes_per_token(entry.stream) for layer in layout.layers for entry in layer.streams)
+    return sum(layer.bytes_in(formats.plain(BASELINE).name) for layer in layout.layers)
 
 
 def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
@@ -233,21 +222,7 @@ def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
         "bytes_per_token": layout.bytes_per_token,
         "bytes_per_token_16bit": baseline_bytes(layout),
         "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
-        "budget": {
-            "memory": budget.memory,
-            "weights": budget.weights,
-            "staging": budget.staging,
-            "activations": budget.activations,
-            "runtime": budget.runtime,
-            "tables": budget.tables,
-            "reserve": budget.reserve,
-            "pool": budget.pool,
-            "pages": budget.pages,
-            "tokens": budget.tokens,
-            "limit": budget.limit,
-            "step_tokens": budget.step_tokens,
-            "context": budget.context,
-        },
+        "budget": {name: getattr(budget, name) for name in ("memory", *WORKSPACES, "reserve", *POOL)},
         "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget.host else None,
         "notes": list(plan.notes),
@@ -267,8 +242,8 @@ def _tier(tier: Tier, budget: MemoryPlan) -> dict[str, Any]:
 
 def _staged(entry: StagedRoute) -> dict[str, Any]:
     return {
-        "group": entry.group,
-        "scheme": entry.scheme,
+        "group": entry.group.group.name,
+        "scheme": entry.group.scheme,
         "phase": str(entry.route.phase),
         "backend": entry.route.backend,
         "tokens": entry.cost.tokens,
@@ -336,12 +311,10 @@ def _bytes(plan: Plan) -> Iterator[str]:
     for group in plan.groups:
         stored = _stored(plan, group)
         if stored:
-            parts = " + ".join(
-                f"{entry.stream.name} {entry.format} {entry.bytes_per_token:,}" for entry in stored.streams
-            )
+            streams = (f"{x.stream.name} {x.format} {x.bytes_per_token:,}" for x in stored.streams)
             count = sum(entry.layer in group.layers for entry in layout.layers)
             total = f"{stored.bytes_per_token:,} bytes a token, {count} layers"
-            yield f"  {group.group.name} in {group.scheme}: {parts} = {total}"
+            yield f"  {group}: {' + '.join(streams)} = {total}"
     baseline = baseline_bytes(layout)
     saving = f"{baseline:,} in 16 bits: {baseline / layout.bytes_per_token:.2f} x fewer"
     yield f"  all layers: {layout.bytes_per_token:,} bytes a token, {saving}"
@@ -349,14 +322,7 @@ def _bytes(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     """Yield where memory goes, and how many tokens fit."""
-    parts = {
-        "weights": budget.weights,
-        "staging": budget.staging,
-        "activations": budget.activations,
-        "runtime": budget.runtime,
-        "tables": budget.tables,
-        "hot buffers": budget.tier,
-    }
+    parts = {name: getattr(budget, name) for name in WORKSPACES} | {"hot buffers": budget.tier}
     used = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     yield f"memory {format_bytes(budget.memory)}: {used}, reserve {format_bytes(budget.reserve)}"
     yield f"pool {format_bytes(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
@@ -400,7 +366,8 @@ def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, p
     yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
     for group in groups:
         yield from _group_notes(request, group)
-    yield from _declared_notes(request, groups)
+    routes = (route for group in groups for route in group.routes)
+    yield from _absent(request, dict.fromkeys(route.backend for route in routes if not route.runnable))
     if request.measured.warning:
         yield request.measured.warning
 
@@ -424,41 +391,27 @@ def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
         for line in _route_notes(request, route):
             phases.setdefault(line, []).append(str(route.phase))
     for line, names in phases.items():
-        yield f"{', '.join(names)} of {group.group.name} in {group.scheme}: {line}"
+        yield f"{', '.join(names)} of {group}: {line}"
     # A plan without draft tokens works; who wants them must know that they are not served.
     if all(route.phase is not Phase.VERIFY for route in group.routes):
         decode = request.spec.decode_backend
         who = f"{decode} does not serve" if decode else "no backend that can run here serves"
-        why = (
-            "a hot buffer is for one new token"
-            if request.spec.offload
-            else f"{who} draft tokens over this storage"
-        )
-        yield f"no verify of {group.group.name} in {group.scheme}: {why}"
+        why = f"{who} draft tokens over this storage"
+        if request.spec.offload:
+            why = "a hot buffer is for one new token"
+        yield f"no verify of {group}: {why}"
 
 
 def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
     auto = request.spec.backend_for(route.phase.decodes) is None
     if auto and route.phase in ROUTED:
-        first = (
-            "the best of those that serve it"
-            if route.measured
-            else "the most preferred of those that serve it"
-        )
-        yield f"{route.backend}, {first} ({route.why})"
+        best = "best" if route.measured else "most preferred"
+        yield f"{route.backend}, the {best} of those that serve it ({route.why})"
     if route.row.gathers and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
         why = ", for speed: kernels that read them as they are stored take longer" if route.for_speed else ""
         yield f"pages are staged to {route.stage_to}, which {route.backend} reads{why}"
-
-
-def _declared_notes(request: PlanRequest, groups: tuple[GroupPlan, ...]) -> Iterator[str]:
-    names = dict.fromkeys(route.backend for group in groups for route in group.routes if not route.runnable)
-    needs = {name: missing for name in names if (missing := request.backends[name].missing)}
-    yield from (f"{name} cannot run here: it needs {missing}" for name, missing in needs.items())
-    if without := [name for name in names if name not in needs]:
-        yield f"declared only, this version cannot run it: {', '.join(without)}"
 
 
 # What dequantising costs
@@ -502,26 +455,26 @@ def staging_cost(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: 
     within = min(tokens, group.window or tokens)
     # Sparse attention stages all tokens, and reads the chosen ones only.
     looked_at = min(within, group.top_k or within)
-    return StagingCost(
-        tokens, within * (direct + plain) + looked_at * plain, looked_at * direct, looked_at * plain
-    )
+    staged = within * (direct + plain) + looked_at * plain
+    return StagingCost(tokens, staged, looked_at * direct, looked_at * plain)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedRoute:
     """A route that stages, and what it costs in all layers of its group."""
 
-    group: str
-    scheme: str
+    group: GroupPlan
     route: Route
     cost: StagingCost
 
     def __str__(self) -> str:
-        cost, who = self.cost, f"{self.route.phase} of {self.group} in {self.scheme}"
-        step = f"a step over a request of {cost.tokens:,} tokens moves at least {format_bytes(cost.staged)}"
-        direct = f"{cost.factor:.1f} x the {format_bytes(cost.direct)} that a kernel for {self.scheme} reads"
-        plain = f"{cost.staged / cost.plain:.1f} x those of an unquantised cache"
-        return f"staging, {who}: {self.route.backend} reads {self.route.stage_to}; {step}, {direct}, {plain}"
+        cost, scheme = self.cost, self.group.scheme
+        return (
+            f"staging, {self.route.phase} of {self.group}: {self.route.backend} reads {self.route.stage_to}; "
+            f"a step over a request of {cost.tokens:,} tokens moves at least {format_bytes(cost.staged)}, "
+            f"{cost.factor:.1f} x the {format_bytes(cost.direct)} that a kernel for {scheme} reads, "
+            f"{cost.staged / cost.plain:.1f} x those of an unquantised cache"
+        )
 
 
 def staging_costs(plan: Plan, tokens: int) -> Iterator[StagedRoute]:
@@ -533,7 +486,7 @@ def staging_costs(plan: Plan, tokens: int) -> Iterator[StagedRoute]:
                 # A layer that shares KV stages the pages of its owner.
                 one = staging_cost(group.group, stored[plan.owner[group.layers[0]]], route.stage_to, tokens)
                 sums = (len(group.layers) * size for size in (one.staged, one.direct, one.plain))
-                yield StagedRoute(group.group.name, group.scheme, route, StagingCost(tokens, *sums))
+                yield StagedRoute(group, route, StagingCost(tokens, *sums))
 
 
 def staging_warnings(plan: Plan, tokens: int) -> tuple[str, ...]:

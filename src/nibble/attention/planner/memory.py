@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from typing import NamedTuple
 
 from nibble import formats
 from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
-from nibble.cache.layout import CacheLayout, LayerLayout
-from nibble.config import OffloadSpec, format_size
+from nibble.cache.layout import LayerLayout
+from nibble.config import format_size
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
+from nibble.kernels import cdiv
 from nibble.model_spec import INDEX, ModelSpec
 from nibble.spec import CacheSpec
 
@@ -171,11 +172,21 @@ class StepMemory:
         decoded). tokens: the bound of dequantize.py, or one request if that is longer, but no more than all requests
         together.
         """
-        longest = _round_up(self.context, page_size)
+        longest = page_size * cdiv(self.context, page_size)
         # dequantize.py cuts a batch into parts, but never a request.
         tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
         widest = max(entry.stream.values for entry in layer.streams)
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
+
+
+class PageSplit(NamedTuple):
+    """How pages are split between the device and the host."""
+
+    pages: int
+    frames: int
+    """Pages that have room on the device."""
+    host: int
+    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -243,12 +254,8 @@ class MemoryPlanner:
         """Dequantised pages of the layer that needs most; 0 where no route dequantises."""
         plan = self.cache_plan
         # The workspace is made of the pages that are read, which belong to the owner of a shared layer.
-        owners = {
-            plan.owner[layer]
-            for group in plan.groups
-            for layer in group.layers
-            if any(route.stage_to for route in group.routes)
-        }
+        staging = (group for group in plan.groups if any(route.stage_to for route in group.routes))
+        owners = {plan.owner[layer] for group in staging for layer in group.layers}
         layers = (entry for entry in plan.layout.without_index.layers if entry.layer in owners)
         return max((self.step.dequantized_bytes(entry, plan.page_size) for entry in layers), default=0)
 
@@ -261,24 +268,18 @@ class MemoryPlanner:
         plan = self.cache_plan
         # Layers run one after the other, so the largest workspace serves them all.
         widest = max(entry.bytes_in(formats.plain(plan.dtype).name) for entry in plan.layout.layers)
-        return max(
-            (
-                route.row.workspace * widest
-                + 2 * 4 * self.step.step_tokens * group.group.q_heads * group.group.head_dim
-                for group in plan.groups
-                for route in group.routes
-                if route.row.workspace
-            ),
-            default=0,
-        )
+        sizes = [0]
+        for group in plan.groups:
+            results = 2 * 4 * self.step.step_tokens * group.group.q_heads * group.group.head_dim
+            sizes += [r.row.workspace * widest + results for r in group.routes if r.row.workspace]
+        return max(sizes)
 
     @property
     def sparse_bytes(self) -> int:
         """What choosing tokens takes: scores, a bounded number at a time; chosen tokens, by position and by slot; and
         the pages of each token's request. 0 without sparse attention."""
         top_k = max((group.group.top_k for group in self.cache_plan.groups), default=0)
-        pages = ceil(self.step.context / self.cache_plan.page_size)
-        lists = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + pages)
+        lists = self.step.step_tokens * 4 * (TOPK_COPIES * top_k + self.request_pages)
         return INDEXER_SCORE_BYTES + lists if top_k else 0
 
     @cached_property
@@ -295,7 +296,7 @@ class MemoryPlanner:
         """What the plan's backends keep on the device for themselves: each once, for all its routes."""
         # A backend is constructed once for all groups and phases (engine/build.py).
         sizes: dict[str, int] = {}
-        for route in (route for group in self.cache_plan.groups for route in group.routes):
+        for route in self.cache_plan.routes:
             sizes[route.backend] = max(sizes.get(route.backend, 0), route.row.workspace_bytes)
         return sum(sizes.values())
 
@@ -316,15 +317,19 @@ class MemoryPlanner:
     def table_width(self) -> int:
         """Columns of a page table: the pages of the longest request, and one that is being added."""
         # The pool holds at least one request of the longest kind (_check_pool), so no row needs more columns.
-        return _round_up(ceil(self.step.context / self.cache_plan.page_size) + 1, TABLE_ALIGNMENT)
+        return TABLE_ALIGNMENT * cdiv(self.request_pages + 1, TABLE_ALIGNMENT)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of a page table: a request's each, one for the self-test, and one for padding."""
+        return self.spec.max_running + 2
 
     @cached_property
     def table_bytes(self) -> int:
         """Page tables (engine/model_runner.py), a step's copy of them, its buffers and its sampling parameters."""
-        rows = self.spec.max_running + 2  # one for the self-test, one for padding
         # A recorded step is padded to the next size.
         step_rows = max((self.step.max_decodes, *self.graph_sizes[-1:]))
-        table = rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
+        table = self.table_rows * (self.table_width * PAGE_ID_BYTES + TOKEN_ID_BYTES)
         step = step_rows * (self.table_width * PAGE_ID_BYTES + SAMPLING_ROW_BYTES)
         buffers = self.graph_sizes[-1] * GRAPH_ROW_BYTES if self.graph_sizes else 0
         # with graphs the logits are theirs (runtime_bytes)
@@ -338,9 +343,13 @@ class MemoryPlanner:
 
     @cached_property
     def hot_buffer_bytes(self) -> int:
-        """What the device keeps about hot buffers (cache/hot_buffer.py)."""
-        plan = self.cache_plan
-        return hot_buffer_bytes(plan.layout, plan.tier, self.spec.max_running + 2)
+        """What the device keeps about hot buffers (cache/hot_buffer.py); 0 without a host tier."""
+        layout, tier = self.cache_plan.layout, self.cache_plan.tier
+        if tier is None:
+            return 0
+        index_layers = sum(entry.stream.name == INDEX for layer in layout.layers for entry in layer.streams)
+        slots, frames = index_layers * tier.buffer, tier.buffer // layout.page_size
+        return self.table_rows * (slots * HOT_SLOT_BYTES + frames * PLACE_BYTES)
 
     def _check_host(self) -> None:
         """Raise CapacityError where the memory of the machine around a GPU does not hold its part of the tables."""
@@ -359,19 +368,72 @@ class MemoryPlanner:
         # Without a prefix cache a page is free once its request ends; a CPU has other uses for idle memory.
         factor = IDLE_FACTOR if self.spec.prefix_cache and not self.device.is_cpu else 1
         reason = f"{factor} x max_running x max_context" if factor > 1 else "max_running x max_context"
-        longest = _round_up(self.step.context, self.cache_plan.page_size)
+        longest = self.request_pages * self.cache_plan.page_size
         return factor * self.spec.max_running * longest, reason
+
+    @property
+    def request_pages(self) -> int:
+        """Pages of the longest request."""
+        return cdiv(self.step.context, self.cache_plan.page_size)
 
     def _split_pages(self, room: int) -> PageSplit:
         """Return how many pages `room` bytes hold: all of them on the device, but with a host tier."""
-        plan = self.cache_plan
-        if plan.tier:
-            useful, _ = self.useful_tokens
-            return split_pages(
-                self.spec, plan.layout, plan.tier, room, self.step.context, useful, self.device.host
-            )
-        pages = room // plan.layout.bytes_per_page
-        return PageSplit(pages, pages, 0)
+        tier, pages = self.cache_plan.tier, room // self.cache_plan.layout.bytes_per_page
+        return self._split_with_host(tier, room) if tier else PageSplit(pages, pages, 0)
+
+    def _split_with_host(self, tier: Tier, room: int) -> PageSplit:
+        """Divide `room` bytes of the device between frames and index keys; raise CapacityError where one request does
+        not fit, or the host has less memory than is requested.
+
+        There are pages for as many of the longest requests as have room for their hot buffers, and what is left is
+        frames. A prompt is computed with all of its pages on the device, so one request must fit there in full.
+        """
+        layout, request_pages = self.cache_plan.layout, self.request_pages
+        frame = layout.without_index.bytes_per_page
+        # A page always costs its index keys and an entry in the table of places; a frame only while it is needed.
+        index = layout.bytes_per_page - frame + PLACE_BYTES
+        host_pages, device_pages = self._host_pages(tier), room // layout.bytes_per_page
+        useful_pages = cdiv(self.useful_tokens[0], layout.page_size)
+        if device_pages >= useful_pages:
+            # All pages that are useful fit: a tier would only add work.
+            pages = device_pages if self.spec.kv_memory else useful_pages
+            return PageSplit(pages, pages, 0)
+        # A request that is shorter than a hot buffer keeps its own pages.
+        hot = min(tier.buffer // layout.page_size + WRITE_FRAMES, request_pages + 1)
+        # One prompt must fit in full beside the hot buffers of the others.
+        requests = (room - (request_pages + WRITE_FRAMES) * frame) // (hot * frame + request_pages * index)
+        pages = min(self.spec.max_running, requests) * request_pages
+        pages = pages if host_pages is None else min(pages, host_pages)
+        # The host adds nothing: the device alone has room for more.
+        if pages <= device_pages:
+            if device_pages < request_pages:
+                raise CapacityError(self._too_small(tier, room, request_pages * frame, host_pages))
+            return PageSplit(device_pages, device_pages, 0)
+        frames = min((room - pages * index) // frame, pages)
+        return PageSplit(pages, frames, pages * tier.layout.bytes_per_page)
+
+    def _host_pages(self, tier: Tier) -> int | None:
+        """Return how many pages the host has room for, None where that is not known; raise CapacityError where more
+        memory is requested than is free."""
+        free, offload = self.device.host, self.spec.offload
+        if offload and (requested := offload.host_memory) is not None:
+            if free is not None and requested > free:
+                raise CapacityError(
+                    f"--hisparse host_memory={format_size(requested)} does not fit: {format_bytes(free)} of the host's "
+                    "memory are free"
+                )
+            return requested // tier.layout.bytes_per_page
+        return None if free is None else int(free * HOST_SHARE) // tier.layout.bytes_per_page
+
+    def _too_small(self, tier: Tier, room: int, device_bytes: int, host_pages: int | None) -> str:
+        page_bytes, pages = tier.layout.bytes_per_page, self.request_pages
+        host = "any" if host_pages is None else format_bytes(host_pages * page_bytes)
+        return (
+            f"one request of {pages * tier.layout.page_size} tokens does not fit with --hisparse: while its prompt is "
+            f"computed the device holds {format_bytes(device_bytes)} of it, index keys and a hot buffer beside, and "
+            f"{format_bytes(room)} are there; the host {format_bytes(pages * page_bytes)} of {host}; a smaller "
+            "--max-context would help"
+        )
 
     def _pool_room(self) -> tuple[int, str]:
         """Return the bytes that the pool may take, and what decided so; raise CapacityError where there are none."""
@@ -423,125 +485,15 @@ class MemoryPlanner:
 
     def _check_pool(self, result: MemoryPlan) -> None:
         """Raise CapacityError where one request of the longest kind does not fit."""
-        size = self.cache_plan.page_size
-        needed = ceil(result.context / size)
+        size, needed = self.cache_plan.page_size, self.request_pages
         if result.pages >= needed:
             return
         # A pool without a single page has no shorter context to propose.
         shorter = f"--max-context {result.tokens}; " if result.tokens else ""
-        mib = ceil(needed * self.cache_plan.layout.bytes_per_page / (1 << 20))
+        mib = cdiv(needed * self.cache_plan.layout.bytes_per_page, 1 << 20)
         raise CapacityError(
             f"the pool is too small: {format_bytes(result.pool)} ({result.limit}) is {result.pages} pages of {size} "
             f"tokens, and {needed} are needed for one request of {result.context} tokens; what would help: {shorter}"
             f"--kv-memory {mib}MiB, if that fits; "
             f"a --kv-format with fewer than {result.bytes_per_token} bytes a token"
         )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return ceil(value / multiple) * multiple
-
-
-@dataclass(frozen=True, slots=True)
-class PageSplit:
-    """How pages are split between the device and the host."""
-
-    pages: int
-    frames: int
-    """Pages that have room on the device."""
-    host: int
-    """Bytes of the host's memory; 0 where all pages have a frame, and a host tier has nothing to do."""
-
-
-def hot_buffer_bytes(layout: CacheLayout, tier: Tier | None, rows: int) -> int:
-    """Return what the device keeps about the hot buffers of `rows` requests.
-
-    Args:
-        layout: What the device stores.
-        tier: The host tier, if there is one.
-        rows: Requests that may have a hot buffer.
-
-    Returns:
-        Bytes; 0 without a tier.
-    """
-    if tier is None:
-        return 0
-    index_layers = sum(entry.stream.name == INDEX for layer in layout.layers for entry in layer.streams)
-    frames = tier.buffer // layout.page_size
-    return rows * (index_layers * tier.buffer * HOT_SLOT_BYTES + frames * PLACE_BYTES)
-
-
-def split_pages(
-    spec: CacheSpec,
-    layout: CacheLayout,
-    tier: Tier,
-    room: int,
-    longest: int,
-    useful: int,
-    free_host: int | None,
-) -> PageSplit:
-    """Divide `room` bytes of the device between frames and index keys.
-
-    There are pages for as many of the longest requests as have room for their hot buffers, and what is left is frames.
-    A prompt is computed with all of its pages on the device, so one request must fit there in full.
-
-    Args:
-        spec: What is requested.
-        layout: What the device stores of a page.
-        tier: The host tier.
-        room: Bytes of the pool.
-        longest: Tokens of the longest request.
-        useful: Tokens that it is worth having pages for.
-        free_host: Free bytes of the host, None where that is not known.
-
-    Raises:
-        CapacityError: One request does not fit, or the host has less memory than is requested.
-    """
-    size, frame = layout.page_size, layout.without_index.bytes_per_page
-    # A page always costs its index keys and an entry in the table of places; a frame only while it is needed.
-    index, request_pages = layout.bytes_per_page - frame + PLACE_BYTES, -(-longest // size)
-    host_pages = _host_pages(spec.offload, tier, free_host)
-    device_pages, useful_pages = room // layout.bytes_per_page, -(-useful // size)
-    if device_pages >= useful_pages:
-        # All pages that are useful fit: a tier would only add work.
-        pages = device_pages if spec.kv_memory else useful_pages
-        return PageSplit(pages, pages, 0)
-    # A request that is shorter than a hot buffer keeps its own pages.
-    hot = min(tier.buffer // size + WRITE_FRAMES, request_pages + 1)
-    # One prompt must fit in full beside the hot buffers of the others.
-    requests = (room - (request_pages + WRITE_FRAMES) * frame) // (hot * frame + request_pages * index)
-    pages = min(spec.max_running, requests) * request_pages
-    pages = pages if host_pages is None else min(pages, host_pages)
-    # The host adds nothing: the device alone has room for more.
-    if pages <= device_pages:
-        if device_pages < request_pages:
-            raise CapacityError(_too_small(tier, room, request_pages, request_pages * frame, host_pages))
-        return PageSplit(device_pages, device_pages, 0)
-    return PageSplit(pages, min((room - pages * index) // frame, pages), pages * tier.layout.bytes_per_page)
-
-
-def _too_small(tier: Tier, room: int, pages: int, device_bytes: int, host_pages: int | None) -> str:
-    page_bytes = tier.layout.bytes_per_page
-    host = "any" if host_pages is None else _mib(host_pages * page_bytes)
-    return (
-        f"one request of {pages * tier.layout.page_size} tokens does not fit with --hisparse: while its prompt is "
-        f"computed the device holds {_mib(device_bytes)} of it, index keys and a hot buffer beside, and "
-        f"{_mib(room)} are there; the host {_mib(pages * page_bytes)} of {host}; a smaller --max-context would help"
-    )
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.1f} MiB"
-
-
-def _host_pages(offload: OffloadSpec | None, tier: Tier, free: int | None) -> int | None:
-    """Return how many pages the host has room for, None where that is not known; raise CapacityError where more memory
-    is requested than is free."""
-    if offload and offload.host_memory is not None:
-        if free is not None and offload.host_memory > free:
-            raise CapacityError(
-                f"--hisparse host_memory={format_size(offload.host_memory)} does not fit: {_mib(free)} of the host's "
-                "memory are free"
-            )
-        return offload.host_memory // tier.layout.bytes_per_page
-    return None if free is None else int(free * HOST_SHARE) // tier.layout.bytes_per_page

@@ -1,23 +1,24 @@
 """Every way to serve each layer group in each phase, best first: support rows in the order of rankings.
 
-Which of the options a plan takes is resolve.py's business: one page size and packing must suit them all.
+resolve.py chooses among these routes: one page size and packing must suit all groups and phases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nibble import formats
 from nibble.attention.planner import evidence
 from nibble.attention.planner.evidence import NO_RANKINGS, Ranking, Rankings, Timing
 from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
-from nibble.attention.planner.support import BackendInfo, Need, Origin, Phase, SchemeGroup, Support
+from nibble.attention.planner.support import BackendInfo, Need, Origin, SchemeGroup, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, unknown
 from nibble.hardware import Hardware
-from nibble.model_spec import ModelSpec
+from nibble.model_spec import ModelSpec, Phase
 from nibble.spec import CacheSpec
 
 ROUTED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
@@ -37,32 +38,35 @@ requests of 8K tokens: dequantising 2.10 ms a layer, then 0.50 ms for attention.
 SHARE = 0.1
 """Part of the memory that pages could have that a workspace may take to make prompts faster."""
 
+GroupPhase = tuple[SchemeGroup, Phase]
+Options = Mapping[GroupPhase, tuple[Route, ...]]
+"""All routes that could serve a layer group in a phase, best first."""
+
 
 def by_name(name: str, table: Mapping[str, BackendInfo]) -> BackendInfo:
-    """The backend that was named; raises ConfigError where none is called so."""
+    """Return the backend of this name; raise ConfigError where there is none."""
     if name not in table:
         raise ConfigError(unknown("attention backend", name, [*table, "auto"]))
     return table[name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of resolve(), and the spec of its config. Raises ConfigError where that is malformed."""
+    """The arguments of resolve(), and the spec of its config."""
 
     config: Config
     model_spec: ModelSpec
     hardware: Hardware
     backends: Mapping[str, BackendInfo]
-    declared: bool
-    verify: bool
+    declared: bool = False
+    verify: bool = False
     measured: Rankings = NO_RANKINGS
     """Times of this machine (evidence.load_tuned)."""
-    rankings: Rankings | None = None
-    """Instead of those that are shipped."""
-    spec: CacheSpec = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", CacheSpec.from_config(self.config))
+    @cached_property
+    def spec(self) -> CacheSpec:
+        """The parsed config; raises ConfigError where that is malformed."""
+        return CacheSpec.from_config(self.config)
 
     @property
     def dtype(self) -> str:
@@ -70,7 +74,7 @@ class PlanRequest:
         return self.spec.compute_dtype(self.hardware)
 
     def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
-        """The backends that may serve `phase`: the one that was named, or for `auto` all that run."""
+        """Return the backends that may serve `phase`: the one that was named, or for `auto` all that run."""
         requested = self.spec.backend_for(phase.decodes)
         if requested is None:
             return {name: info for name, info in self.backends.items() if self.declared or info.runnable}
@@ -87,11 +91,11 @@ class PlanRequest:
         return self.spec.offload is None
 
     def need(self, part: SchemeGroup, phase: Phase) -> Need:
-        """What `part` asks for, before page size and packing are chosen."""
+        """Return what `part` needs, before page size and packing are chosen."""
         return part.need(phase, self.hardware, self.dtype, self.spec.page_size, None)
 
     def staged(self, need: Need) -> Need | None:
-        """What `need` becomes when pages are dequantised first; None where they hold the compute dtype.
+        """Return what `need` becomes when pages are dequantised first; None where they hold the compute dtype.
 
         Staged pages are numbered anew, so a sparse kernel's indices become offsets into them.
         """
@@ -102,63 +106,8 @@ class PlanRequest:
         return replace(need, format=plain, packing=STAGED_PACKING, addressing=addressing)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A row that serves a need."""
-
-    backend: BackendInfo
-    row: Support
-    place: float
-    """In the order of all options of the need; lower is better, and the same for equals."""
-    pages: Set[int] | None
-    """Page sizes of the cache on which it does; None for any."""
-    packings: Set[str] | None
-    stage_to: str | None = None
-    for_speed: bool = False
-    """Pages are dequantised first because that is faster, and not for want of another way."""
-    source: str = ""
-    """What its place in a ranking rests on."""
-    measured: str = ""
-    """Its time on this machine in words, where that gave it its place."""
-    failed: str = ""
-    """Why it has none, where it was timed."""
-
-    @property
-    def key(self) -> tuple[str, str | None]:
-        """Who serves, and how: rows of one backend share their code."""
-        return self.backend.name, self.stage_to
-
-    def fits(self, page: int, packing: str) -> bool:
-        """Whether it serves its need on this page size and packing."""
-        return (self.pages is None or page in self.pages) and (
-            self.packings is None or packing in self.packings
-        )
-
-    def route(self, phase: Phase) -> Route:
-        """Return the route that a plan has where it takes this option."""
-        # dequantised pages lie in a workspace that is made by lengths on the host, so no graph holds them
-        graphs = self.backend.graphs and self.stage_to is None
-        return Route(
-            phase,
-            self.backend.name,
-            self.row,
-            self.stage_to,
-            self.backend.runnable,
-            graphs,
-            self.place,
-            self.for_speed,
-            self.source,
-            self.measured,
-            self.failed,
-        )
-
-
-GroupPhase = tuple[SchemeGroup, Phase]
-Options = Mapping[GroupPhase, tuple[Option, ...]]
-
-
-def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Option, ...]:
-    """Return all options of a layer group in one phase, best first; ties go by the backend's name, then by its rows.
+def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Route, ...]:
+    """Return all routes of a layer group in one phase, best first; ties go by the backend's name, then by its rows.
 
     Args:
         request: What is planned.
@@ -167,40 +116,41 @@ def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Opti
     """
     need, subject = request.need(part, phase), evidence.subject(part, phase, request.dtype)
     staged = request.staged(need) if request.may_stage(phase) else None
-    rankings = (
-        evidence.shipped_rankings(request.hardware.name) if request.rankings is None else request.rankings
-    )
+    rankings = evidence.shipped_rankings(request.hardware.name)
     ranking = rankings.first(need, subject)
     staged_ranking = rankings.first(staged, subject) if staged else None
     # a sparse kernel that takes ragged indices was made for tokens that are dequantised first, memory short or not
     pays = staged is not None and (staged.addressing == "ragged" or _has_workspace(request, part, phase))
-    options = list[Option]()
+    routes = list[Route]()
     for info in request.considered(phase).values():
         for row in info.support:
             if row.serves(need):
-                options += _direct(ranking, info, row)
+                routes += _direct(ranking, info, row, phase)
             if staged and row.serves(staged):
-                options.append(
-                    _over_plain_pages(ranking if pays else None, staged_ranking, info, row, staged)
-                )
-    return _as_measured(request, phase, subject, tuple(sorted(options, key=lambda option: option.place)))
+                routes.append(_over_plain_pages(ranking if pays else None, staged_ranking, info, row, staged))
+    routes.sort(key=lambda route: route.place)
+    return tuple(_as_measured(request, need, subject, routes))
 
 
-def _direct(ranking: Ranking | None, info: BackendInfo, row: Support) -> Iterator[Option]:
-    """Yield the options of a row that reads pages as they are, one for each packing that has a place of its own."""
+def _direct(ranking: Ranking | None, info: BackendInfo, row: Support, phase: Phase) -> Iterator[Route]:
+    """Yield the routes of a row that reads pages as they are, one for each packing that has a place of its own."""
+    usual = (GATHERED if row.gathers else UNRANKED)[info.origin]
+    route = Route(phase, info.name, row, None, info.runnable, info.graphs, place=usual, packings=row.packing)
     places = ranking.places(info.name, staged=False) if ranking and not row.gathers else ()
+    if not ranking or not places:
+        yield route
+        return
     for place, packing in places:
-        if packing is None or row.packing is None or packing in row.packing:
-            packings = row.packing if packing is None else frozenset({packing})
-            yield Option(info, row, place, row.page, packings, source=ranking.source if ranking else "")
-    if not places:
-        yield Option(info, row, _default_place(info, row), row.page, row.packing)
+        if packing is None:
+            yield replace(route, place=place, ranking=ranking.source)
+        elif row.packing is None or packing in row.packing:
+            yield replace(route, place=place, ranking=ranking.source, packings=frozenset({packing}))
 
 
 def _over_plain_pages(
     ranking: Ranking | None, plain_ranking: Ranking | None, info: BackendInfo, row: Support, need: Need
-) -> Option:
-    """Return the option of a row that reads pages which are dequantised first.
+) -> Route:
+    """Return the route of a row that reads pages which are dequantised first.
 
     Args:
         ranking: Of the cache's own format, None where no workspace may be had for speed.
@@ -209,63 +159,51 @@ def _over_plain_pages(
         row: One of its rows.
         need: What it serves, in the plain format.
     """
+    # dequantised pages lie in a workspace that is made by lengths on the host, so no graph holds them
+    route = Route(need.phase, info.name, row, need.format, info.runnable, graphs=False)
     # A ranking of the stored format that names staged pages says that dequantising pays.
     if ranking and not row.gathers and (places := ranking.places(info.name, staged=True)):
-        return Option(info, row, places[0][0], row.page, None, need.format, True, ranking.source)
-    place = min(option.place for option in _direct(plain_ranking, info, row))
-    return Option(info, row, STAGING + place, row.page, None, need.format)
+        return replace(route, place=places[0][0], for_speed=True, ranking=ranking.source)
+    return replace(route, place=STAGING + min(r.place for r in _direct(plain_ranking, info, row, need.phase)))
 
 
-def _default_place(info: BackendInfo, row: Support) -> float:
-    return (GATHERED if row.gathers else UNRANKED)[info.origin]
-
-
-def _as_measured(
-    request: PlanRequest, phase: Phase, subject: str, options: tuple[Option, ...]
-) -> tuple[Option, ...]:
-    """Return the options with the places of those that were measured on this machine dealt out anew among them.
+def _as_measured(request: PlanRequest, need: Need, subject: str, routes: list[Route]) -> list[Route]:
+    """Return the routes with the places of those that were measured on this machine dealt out anew among them.
 
     The fastest comes first. Nothing changes for the others, nor where a backend was named.
     """
-    measured = next(
-        (entry for entry in request.measured.entries if entry.match == {"subject": subject}), None
-    )
-    if measured is None or request.spec.backend_for(phase.decodes) is not None:
-        return options
+    measured = request.measured.first(need, subject)
+    if measured is None or request.spec.backend_for(need.phase.decodes) is not None:
+        return routes
     page = request.spec.page_size
     # A time on one page size says nothing of another that is asked for.
     times = {timing.key: timing for timing in measured.order if page in {None, timing.page}}
-    # Reversed, so that of options with one key the best one stays.
-    best = {option.key: option for option in reversed(options) if option.key in times}
+    # Reversed, so that of routes with one key the best one stays.
+    best = {route.key: route for route in reversed(routes) if route.key in times}
     # The sort is stable, and measured.order has the fastest first.
     ranked = sorted(
         (key for key in times if key in best),
-        key=lambda key: (bool(times[key].failure), _delays_graphs(request, phase, best[key])),
+        key=lambda key: (bool(times[key].failure), _delays_graphs(request, best[key])),
     )
     # The measured ones deal out their own places, so that all others keep theirs.
-    places = dict(zip(ranked, sorted(option.place for option in best.values()), strict=True))
-    renewed = [_renew(option, places, times) for option in options]
-    return tuple(
-        sorted(renewed, key=lambda o: (o.place, ranked.index(o.key) if o.key in places else len(ranked)))
-    )
+    places = dict(zip(ranked, sorted(route.place for route in best.values()), strict=True))
+    renewed = [
+        _with_time(route, times[route.key], places[route.key]) if route.key in places else route
+        for route in routes
+    ]
+    order = {key: index for index, key in enumerate(ranked)}
+    return sorted(renewed, key=lambda route: (route.place, order.get(route.key, len(order))))
 
 
-def _renew(
-    option: Option,
-    places: Mapping[tuple[str, str | None], float],
-    times: Mapping[tuple[str, str | None], Timing],
-) -> Option:
-    if option.key not in places:
-        return option
-    timing, place = times[option.key], places[option.key]
-    speed = option.stage_to is not None and not timing.failure
-    return replace(option, place=place, measured=timing.summary(), failed=timing.failure, for_speed=speed)
+def _with_time(route: Route, timing: Timing, place: float) -> Route:
+    for_speed = route.stage_to is not None and not timing.failure
+    return replace(route, place=place, measured=timing.summary(), failed=timing.failure, for_speed=for_speed)
 
 
-def _delays_graphs(request: PlanRequest, phase: Phase, option: Option) -> bool:
-    """Whether an option keeps decode steps from being recorded, which costs the whole model more than any attention."""
-    recording = phase is Phase.DECODE and request.spec.graphs and not request.hardware.is_cpu
-    return recording and not option.route(phase).graphs
+def _delays_graphs(request: PlanRequest, route: Route) -> bool:
+    """Whether a route keeps decode steps from being recorded, which costs the whole model more than any attention."""
+    recording = route.phase is Phase.DECODE and request.spec.graphs and not request.hardware.is_cpu
+    return recording and not route.graphs
 
 
 def _has_workspace(request: PlanRequest, part: SchemeGroup, phase: Phase) -> bool:

@@ -1,18 +1,17 @@
-"""What was decided: the routes of every layer group and phase, with page size and packing. All of it frozen.
+"""The plan: the routes of every layer group and phase, and the cache's layout; and which decode steps are recorded.
 
-How they are chosen is in resolve.py.
-
-Which decode steps are recorded as CUDA graphs: their sizes, and what prevents it.
+resolve.py chooses the routes. Decode steps are recorded as CUDA graphs in a few sizes, unless a route prevents it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from nibble.attention.planner.support import Phase, Support
+from nibble.attention.planner.support import Support
 from nibble.cache.layout import CacheLayout
 from nibble.errors import Refusal, Unsupported
-from nibble.model_spec import LayerGroup
+from nibble.model_spec import LayerGroup, Phase
 
 STAGED_PACKING = "nhd"
 """How staged pages are packed, whatever the cache's packing is."""
@@ -32,7 +31,7 @@ class Route:
     graphs: bool = False
     """Whether a CUDA graph may hold it, in DECODE."""
     place: float = 0
-    """Its place among all that serve the same need; lower is better (options.py)."""
+    """Its place among all that serve the same need; lower is better, and the same for equals (options.py)."""
     for_speed: bool = False
     """Pages are dequantised because that is faster than to read them as they are."""
     ranking: str = ""
@@ -41,6 +40,18 @@ class Route:
     """Its time on this machine in words, where that had a say in the choice."""
     failed: str = ""
     """Why it did not finish when it was timed here; it is chosen all the same where no other did better."""
+    packings: Set[str] | None = None
+    """Packings of the cache that it reads, None for any."""
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Who serves, and how: rows of one backend share their code."""
+        return self.backend, self.stage_to
+
+    def fits(self, page: int, packing: str) -> bool:
+        """Whether it serves on this page size and packing."""
+        pages, packings = self.row.page, self.packings
+        return (pages is None or page in pages) and (packings is None or packing in packings)
 
     @property
     def why(self) -> str:
@@ -61,35 +72,42 @@ class GroupPlan:
     scheme: str
     routes: tuple[Route, ...]
 
+    def __str__(self) -> str:
+        return f"{self.group.name} in {self.scheme}"
+
     def route(self, phase: Phase) -> Route:
-        """The route of `phase`; Unsupported where the plan has none (VERIFY only, see the plan's notes)."""
+        """Return the route of `phase`; raise Unsupported where the plan has none (VERIFY only, see its notes)."""
         for route in self.routes:
             if route.phase is phase:
                 return route
-        # Only VERIFY can be missing (see the notes), and only backends that decode could serve it.
+        # Only backends that decode could serve VERIFY.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
-        raise Unsupported(Refusal(f"{phase} of layer group {self.group.name} in {self.scheme}", decode))
+        raise Unsupported(Refusal(f"{phase} of layer group {self}", decode))
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A host tier. buffer: tokens of a hot buffer, in whole pages. layout: what the host stores."""
+    """A host tier."""
 
     buffer: int
+    """Tokens of a hot buffer, in whole pages."""
     layout: CacheLayout
+    """What the host stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The cache's layout and the routes over it. notes: what was left to `auto`, and why it was chosen so. tier: where
-    there is one."""
+    """The cache's layout and the routes over it."""
 
     layout: CacheLayout
     groups: tuple[GroupPlan, ...]
     owner: tuple[int, ...]
+    """For each layer the one whose pages it reads."""
     dtype: str
     notes: tuple[str, ...] = ()
+    """What was left to `auto`, and why it was chosen so."""
     tier: Tier | None = None
+    """The host tier, where there is one."""
 
     @property
     def stores(self) -> tuple[CacheLayout, ...]:
@@ -97,22 +115,23 @@ class Plan:
         return (self.layout, self.tier.layout) if self.tier else (self.layout,)
 
     @property
+    def routes(self) -> Iterator[Route]:
+        """The routes of all groups."""
+        return (route for group in self.groups for route in group.routes)
+
+    @property
     def runnable(self) -> bool:
         """Whether this version has an adapter for all of its backends."""
-        return all(route.runnable for group in self.groups for route in group.routes)
+        return all(route.runnable for route in self.routes)
 
     @property
     def page_size(self) -> int:
-        """Return the tokens of a page."""
+        """Tokens of a page."""
         return self.layout.page_size
 
-    def group_of(self, layer: int) -> GroupPlan:
-        """Return the group of attention layer `layer`."""
-        return next(group for group in self.groups if layer in group.layers)
-
     def route(self, layer: int, phase: Phase) -> Route:
-        """The route of attention layer `layer` in `phase`."""
-        return self.group_of(layer).route(phase)
+        """Return the route of attention layer `layer` in `phase`."""
+        return next(group for group in self.groups if layer in group.layers).route(phase)
 
 
 SMALL = (2, 4, 8)

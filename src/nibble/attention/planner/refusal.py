@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
-from nibble.attention.planner.options import ROUTED, Option, Options, PlanRequest, route_cost
-from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.support import BackendInfo, Need, Phase, SchemeGroup
+from nibble.attention.planner.options import ROUTED, Options, PlanRequest, route_cost
+from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.planner.support import BackendInfo, Need, SchemeGroup
 from nibble.config import Config, default_of
 from nibble.errors import ConfigError, Refusal
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, lookup_gpu
-from nibble.model_spec import HEADS, LATENTS
+from nibble.model_spec import HEADS, LATENTS, Phase
 from nibble.spec import CacheSpec
 
 Edit = Callable[[Config], Config]
@@ -30,44 +31,30 @@ PAGES = (1, 16, 32, 64, 128, 256)
 class UnservedError(ConfigError):
     """There is no plan."""
 
-    def __init__(
-        self, part: SchemeGroup | None = None, phase: Phase | None = None, options: Options | None = None
-    ) -> None:
-        """Note what is not served.
-
-        Args:
-            part: The layer group that no row serves, whatever the storage.
-            phase: The phase in which none does.
-            options: Where each part is served: all options, which have no storage in common.
-        """
+    def __init__(self, refusal: Callable[[], Refusal]) -> None:
+        """Note what returns the refusal: a search tries many configs, and needs the reasons of none."""
         super().__init__("there is no plan")
-        self.part, self.phase, self.options = part, phase, options
+        self.refusal = refusal
 
 
-def refuse(request: PlanRequest, error: UnservedError) -> Refusal:
-    """Return the refusal that `error` stands for, with each backend's reasons."""
-    if error.part is not None and error.phase is not None:
-        return _unserved(request, error.part, error.phase)
-    return _no_common_storage(request, error.options or {})
+def unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
+    """Return the nearest row's reasons of each backend that may serve `part` in `phase`, whatever the storage.
 
-
-def _unserved(request: PlanRequest, part: SchemeGroup, phase: Phase) -> Refusal:
-    """Return the nearest row's reasons of each backend that may serve `part` in `phase`."""
+    Args:
+        request: What is planned.
+        part: The layer group that no row serves.
+        phase: The phase in which none does.
+    """
     need = request.need(part, phase)
     considered = request.considered(phase)
     reasons = {name: tuple(_reasons(request, info, need, part)) for name, info in considered.items()}
     if request.spec.backend_for(phase.decodes) is None:
         # `auto` considered only what can run here; the user may install more.
-        absent = (info for name, info in request.backends.items() if name not in considered)
-        reasons |= {
-            info.name: (f"would serve it, but {_absence(info)}",) for info in absent if info.serves(need)
-        }
+        for name, info in request.backends.items():
+            if name not in considered and info.serves(need):
+                why = f"needs {info.missing}" if info.missing else "this version has no adapter for it"
+                reasons[name] = (f"would serve it, but {why}",)
     return Refusal(str(need), reasons)
-
-
-def _absence(info: BackendInfo) -> str:
-    """Return why a backend cannot run."""
-    return f"needs {info.missing}" if info.missing else "this version has no adapter for it"
 
 
 def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGroup) -> Iterator[str]:
@@ -86,52 +73,44 @@ def _reasons(request: PlanRequest, info: BackendInfo, need: Need, part: SchemeGr
         yield f"it could read pages staged to {staged.format}, with --allow-staging, {moved}"
 
 
-def _no_common_storage(request: PlanRequest, options: Options) -> Refusal:
+def no_common_storage(request: PlanRequest, options: Options) -> Refusal:
     """Return what each backend reads, where each phase is served, but not all on one page size and packing."""
-    routed = [choice for (_, phase), choice in options.items() if phase in ROUTED]
-    divided = [
-        name
-        for name, field in (("page size", "pages"), ("packing", "packings"))
-        if not _common([_allowed(choice, field) for choice in routed])
-    ]
+    limits = [_limits(routes) for (_, phase), routes in options.items() if phase in ROUTED]
+    titles = {"page": "page size", "packing": "packing"}
+    divided = [title for name, title in titles.items() if not _common([allowed[name] for allowed in limits])]
     page = f"page {request.spec.page_size}" if request.spec.page_size else "one page size"
-    why = (
-        f"no {' and no '.join(divided)} in common" if divided else "no page size and packing that go together"
-    )
-    return Refusal(
-        f"all phases over {page} and one packing on {request.hardware}: {why}", dict(_storages(options))
-    )
+    storage = f"all phases over {page} and one packing on {request.hardware}"
+    why = f"{' and no '.join(divided)} in common" if divided else "page size and packing that go together"
+    return Refusal(f"{storage}: no {why}", dict(_storages(options)))
 
 
-def _allowed(choice: Iterable[Option], field: str) -> frozenset[Any] | None:
-    """Return what any of the options reads; None for all."""
-    values = [getattr(option, field) for option in choice]
-    return None if None in values else frozenset().union(*values)
+def _limits(routes: Iterable[Route]) -> dict[str, Set[Any] | None]:
+    """Return the page sizes and the packings that any of the routes reads; None for all."""
+    sets_by_name: dict[str, list[Any]] = {
+        "page": [route.row.page for route in routes],
+        "packing": [route.packings for route in routes],
+    }
+    return {name: None if None in sets else frozenset().union(*sets) for name, sets in sets_by_name.items()}
 
 
-def _common(allowed: Iterable[frozenset[Any] | None]) -> bool:
+def _common(allowed: Iterable[Set[Any] | None]) -> bool:
     """Whether one value is in all of the sets."""
-    bound = [values for values in allowed if values is not None]
+    bound = [frozenset(values) for values in allowed if values is not None]
     return not bound or bool(frozenset.intersection(*bound))
 
 
 def _storages(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield `backend (its phases)`, and the page sizes and packings that it reads there."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
-    for (_, phase), choice in options.items():
-        for name in dict.fromkeys(option.backend.name for option in choice if phase in ROUTED):
-            options_here = [option for option in choice if option.backend.name == name]
-            limits = (
-                *_limit("page", _allowed(options_here, "pages")),
-                *_limit("packing", _allowed(options_here, "packings")),
+    for (_, phase), routes in options.items():
+        for name in dict.fromkeys(route.backend for route in routes if phase in ROUTED):
+            limits = tuple(
+                f"{field} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
+                for field, allowed in _limits([route for route in routes if route.backend == name]).items()
+                if allowed is not None
             )
             phases.setdefault((name, limits or ("any page and packing",)), {})[str(phase)] = None
     yield from ((f"{name} ({', '.join(names)})", limits) for (name, limits), names in phases.items())
-
-
-def _limit(name: str, allowed: frozenset[Any] | None) -> Iterator[str]:
-    if allowed is not None:
-        yield f"{name} must be in {{{', '.join(map(str, sorted(allowed)))}}}"
 
 
 # What works instead
@@ -154,11 +133,9 @@ def double_edits(request: PlanRequest, *, keep_scheme: bool) -> Iterator[Iterato
 def uses_reference(request: PlanRequest, plan: Plan) -> bool:
     """Whether plain torch gathers pages on a GPU without being requested."""
     requested = {request.spec.prefill_backend, request.spec.decode_backend}
+    gathering = {route.backend for route in plan.routes if route.row.gathers}
     # On a CPU the reference is the usual backend.
-    routes = (route for group in plan.groups for route in group.routes)
-    return not request.hardware.is_cpu and any(
-        route.row.gathers and route.backend not in requested for route in routes
-    )
+    return not request.hardware.is_cpu and bool(gathering - requested)
 
 
 def is_acceptable(request: PlanRequest, plan: Plan) -> bool:
@@ -210,26 +187,25 @@ def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
     """Yield kinds of edits that keep the scheme, the mildest first."""
     spec, names = request.spec, tuple(request.backends)
     # Another backend for one phase is the mildest: storage and the other phase may stay as they are.
-    yield (_set(decode_backend=name) for name in names if name != spec.decode_backend)
-    yield (_set(prefill_backend=name) for name in names if name != spec.prefill_backend)
+    yield (partial(replace, decode_backend=name) for name in names if name != spec.decode_backend)
+    yield (partial(replace, prefill_backend=name) for name in names if name != spec.prefill_backend)
     # The nearest sizes come first; an open page size was tried with all of them already.
     if (size := spec.page_size) is not None:
         sizes = (page for page in PAGES if page != size)
-        yield (_set(page_size=page) for page in sorted(sizes, key=lambda page: max(page / size, size / page)))
+        yield (
+            partial(replace, page_size=page)
+            for page in sorted(sizes, key=lambda page: max(page / size, size / page))
+        )
     if not spec.allow_staging:
-        yield iter([_set(allow_staging=True)])
+        yield iter([partial(replace, allow_staging=True)])
     # The option behind both phases: one edit in place of two.
     if request.config.attention_backend != "auto":
-        yield (_set(attention_backend=name, prefill_backend=None, decode_backend=None) for name in names)
+        yield (
+            partial(replace, attention_backend=name, prefill_backend=None, decode_backend=None)
+            for name in names
+        )
     if spec.decode_backend or spec.prefill_backend:
-        yield iter([_set(attention_backend="auto", prefill_backend=None, decode_backend=None)])
-
-
-def _set(**values: object) -> Edit:
-    def edit(config: Config) -> Config:
-        return replace(config, **values)  # type: ignore[arg-type]
-
-    return edit
+        yield iter([partial(replace, attention_backend="auto", prefill_backend=None, decode_backend=None)])
 
 
 def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
@@ -238,10 +214,8 @@ def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
         # A transform may be what is refused, and not the format.
         if old.transforms:
             yield iter([_rename(old, old.base)])
-        names = sorted(
-            (name for name in schemes.names() if name != old.base), key=lambda name: _distance(old.base, name)
-        )
-        for name in names:
+        others = (name for name in schemes.names() if name != old.base)
+        for name in sorted(others, key=lambda name: _distance(old.base, name)):
             yield iter([_rename(old, "+".join((name, *old.transforms)))])
 
 

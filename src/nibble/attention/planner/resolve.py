@@ -1,12 +1,11 @@
-"""Resolve a config, a model and a machine to a plan: backends, page size and packing.
+"""Resolve a config, a model and a machine to a plan: backends, page size, packing, and a host tier if requested.
 
 Choosing, validating and documenting are one function over the backends' rows.
 
     check_names        what can be refused of a config before there is a model to look at
     resolve            Config, ModelSpec, Hardware -> Plan, or Unsupported with reasons and a command
-    attempt            the same, or None
+    attempt            the same with all backends that this version knows, or None
     require_runnable   whether the plan's backends are here
-    plan_tier          HiSparse: whether a model can have a host tier, and how large its hot buffers are
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from nibble.attention.backends import all_backends, missing_requirement
 from nibble.attention.planner import explain, options, refusal, support
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
-from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Option, Options, PlanRequest
+from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.refusal import UnservedError
-from nibble.attention.planner.support import BackendInfo, Phase, SchemeGroup, UnstorableError, format_layers
+from nibble.attention.planner.support import BackendInfo, SchemeGroup, UnstorableError, format_layers
 from nibble.cache import layout as packings
 from nibble.cache.layout import CacheLayout
 from nibble.config import Config, OffloadSpec
 from nibble.errors import ConfigError, Unsupported
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
-from nibble.model_spec import INDEX, ModelSpec
+from nibble.kernels import cdiv
+from nibble.model_spec import INDEX, ModelSpec, Phase
 from nibble.spec import CacheSpec
 
 GPU_PAGES = (64, 32, 16, 128, 1)
@@ -57,7 +58,6 @@ def resolve(
     declared: bool = False,
     verify: bool = False,
     measured: Rankings = NO_RANKINGS,
-    rankings: Rankings | None = None,
 ) -> Plan:
     """Return the plan.
 
@@ -70,7 +70,6 @@ def resolve(
         verify: Refuse where draft tokens cannot be served. Otherwise such a plan has no VERIFY route, a note says so,
             and no backend holds memory for VERIFY alone.
         measured: Times of this machine (evidence.load_tuned), which `auto` follows first.
-        rankings: In place of those that are shipped.
 
     Raises:
         Unsupported: No backend serves it; with each backend's reasons and a command that works.
@@ -78,36 +77,32 @@ def resolve(
     """
     # Sorted, so that ties between options do not depend on the order of registration.
     table = dict(sorted((all_backends() if backends is None else backends).items()))
-    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured, rankings)
+    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
     try:
         return _resolve(request)
     except UnservedError as error:
-        refused = refusal.refuse(request, error)
-        raise Unsupported(replace(refused, suggestion=_suggest(request))) from None
+        raise Unsupported(replace(error.refusal(), suggestion=_suggest(request))) from None
     except UnstorableError as error:
         suggestion = _suggest(request)
         raise ConfigError(f"{error}\nwhat works: {suggestion}" if suggestion else str(error)) from None
 
 
-def attempt(
-    config: Config, model_spec: ModelSpec, hardware: Hardware, *, declared: bool = False
-) -> Plan | None:
-    """Return the plan, or None where there is none, with no search for what would work; see resolve().
+def attempt(config: Config, model_spec: ModelSpec, hardware: Hardware) -> Plan | None:
+    """Return the plan with backends that need not run here yet, or None; does not search for what would work.
 
     Args:
         config: What is requested.
         model_spec: The model.
         hardware: The machine.
-        declared: Let `auto` also choose backends that cannot run yet.
     """
+    return _plan_or_none(PlanRequest(config, model_spec, hardware, all_backends(), declared=True))
+
+
+def _plan_or_none(request: PlanRequest) -> Plan | None:
     try:
-        return _resolve(PlanRequest(config, model_spec, hardware, all_backends(), declared, False))
+        return _resolve(request)
     except ConfigError:
         return None
-
-
-Edited = tuple[Config, Plan]
-"""An edited config, and its plan."""
 
 
 def _suggest(request: PlanRequest) -> str | None:
@@ -126,11 +121,14 @@ def _suggest(request: PlanRequest) -> str | None:
     return refusal.command(nearest[0], request.hardware, declared=request.declared) if nearest else None
 
 
-def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edited | None:
-    """Return the best of the first kind of edits that works without the reference, else of the first that works."""
-    slow: Edited | None = None
+def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> tuple[Config, Plan] | None:
+    """Return an edited config and its plan: the best of the first kind of edits that works without the reference, else
+    of the first that works."""
+    slow: tuple[Config, Plan] | None = None
     for kind in kinds:
-        if plans := [(config, plan) for config in kind if (plan := _attempt(request, config))]:
+        edited = ((config, _plan_or_none(replace(request, config=config))) for config in kind)
+        plans = [(config, plan) for config, plan in edited if plan and refusal.is_acceptable(request, plan)]
+        if plans:
             best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
             if not refusal.uses_reference(request, best[1]):
                 return best
@@ -139,19 +137,10 @@ def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> Edit
     return slow
 
 
-def _attempt(request: PlanRequest, config: Config) -> Plan | None:
-    """Return the plan of an edited config; None where there is none, or none that can run."""
-    try:
-        plan = _resolve(replace(request, config=config))
-    except ConfigError:
-        return None
-    return plan if refusal.is_acceptable(request, plan) else None
-
-
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
     """Raise ConfigError where a backend of the plan has no adapter, or its package is missing."""
     table = all_backends() if backends is None else backends
-    for name in dict.fromkeys(route.backend for group in plan.groups for route in group.routes):
+    for name in dict.fromkeys(route.backend for route in plan.routes):
         info = table[name]
         if missing := info.missing or (missing_requirement(info) if info.runnable else None):
             raise ConfigError(f"backend {name} needs {missing}")
@@ -164,7 +153,7 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 def _resolve(request: PlanRequest) -> Plan:
     parts = support.scheme_groups(request.spec, request.model_spec)
-    check_model(request.spec, request.model_spec.model, parts)
+    _check_sparse(request, parts)
     choices = _choices(request, parts)
     # All groups and phases read the same pages.
     page, packing = _storage(request, choices)
@@ -173,54 +162,52 @@ def _resolve(request: PlanRequest) -> Plan:
     notes = (*shared, *explain.plan_notes(request, groups, page, packing))
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
-    tier = plan_tier(request.spec.offload, parts, layout)
+    tier = _tier(request.spec.offload, parts, layout)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
-    """Return all options of all parts and phases; raise UnservedError where no row serves one, whatever the storage."""
-    choices: dict[GroupPhase, tuple[Option, ...]] = {}
+    """Return all routes of all parts and phases; raise UnservedError where no row serves one, whatever the storage."""
+    choices: dict[GroupPhase, tuple[Route, ...]] = {}
     for part in parts:
         for phase in Phase:
             choices[part, phase] = options.serving(request, part, phase)
-            if not _enough(request, choices, part, phase):
-                raise UnservedError(part, phase)
+            if not choices[part, phase] and _must_serve(request, phase):
+                raise UnservedError(partial(refusal.unserved, request, part, phase))
     return choices
 
 
-def _enough(request: PlanRequest, choices: Options, part: SchemeGroup, phase: Phase) -> bool:
-    optional = phase is Phase.VERIFY and not request.verify
-    return optional or bool(choices[part, phase])
+def _must_serve(request: PlanRequest, phase: Phase) -> bool:
+    return phase in ROUTED or request.verify
 
 
-def _pick(choice: Iterable[Option], page: int, packing: str) -> Option | None:
-    """Return the best option on one page size and packing."""
-    return next((option for option in choice if option.fits(page, packing)), None)
+def _pick(routes: Iterable[Route], page: int, packing: str) -> Route | None:
+    """Return the best route on one page size and packing."""
+    return next((route for route in routes if route.fits(page, packing)), None)
 
 
 def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
     """Return the best page size and packing: one choice, since all groups and phases share storage."""
     best: tuple[float, int, str] | None = None
-    for page in _pages(request, choices):
-        for packing in _packings(choices):
-            cost = _storage_cost(request, choices, page, packing)
-            # Only a lower cost wins, so the order of pages and packings is an order of preference.
-            if cost is not None and (best is None or cost < best[0]):
-                best = (cost, page, packing)
+    for page, packing in itertools.product(_pages(request, choices), _packings(choices)):
+        cost = _storage_cost(request, choices, page, packing)
+        # Only a lower cost wins, so the order of pages and packings is an order of preference.
+        if cost is not None and (best is None or cost < best[0]):
+            best = (cost, page, packing)
     if best is None:
-        raise UnservedError(options=choices)
+        raise UnservedError(partial(refusal.no_common_storage, request, choices))
     return best[1], best[2]
 
 
 def _storage_cost(request: PlanRequest, choices: Options, page: int, packing: str) -> float | None:
     """Return the places of all routes together, by weight and number of layers; None where one is not served."""
     total = 0.0
-    for part, phase in choices:
-        if phase in ROUTED or request.verify:
-            option = _pick(choices[part, phase], page, packing)
-            if option is None:
+    for (part, phase), routes in choices.items():
+        if _must_serve(request, phase):
+            route = _pick(routes, page, packing)
+            if route is None:
                 return None
-            total += option.place * WEIGHTS.get(phase, 0) * len(part.layers)
+            total += route.place * WEIGHTS.get(phase, 0) * len(part.layers)
     return total
 
 
@@ -228,69 +215,50 @@ def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
     """Return the page sizes to try, the preferred ones first."""
     if request.spec.page_size is not None:
         return (request.spec.page_size,)
-    # The usual sizes come first, as of equally good ones the first is taken.
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
-    row_pages = {page for choice in choices.values() for option in choice for page in option.pages or ()}
-    return (*usual, *sorted(row_pages - set(usual)))
+    pages = {page for routes in choices.values() for route in routes for page in route.row.page or ()}
+    return (*usual, *sorted(pages - set(usual)))
 
 
 def _packings(choices: Options) -> Iterable[str]:
     """Return the packings to try: those that the pool knows, then those that only rows name."""
-    row_packings = {
-        name for choice in choices.values() for option in choice for name in option.packings or ()
-    }
-    return (*packings.names(), *sorted(row_packings - set(packings.names())))
+    names = {name for routes in choices.values() for route in routes for name in route.packings or ()}
+    return (*packings.names(), *sorted(names - set(packings.names())))
 
 
 def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str) -> GroupPlan:
     routes: list[Route] = []
     for phase in ROUTED:
-        option = _pick(choices[part, phase], page, packing)
-        assert option is not None, "the storage serves every part in every phase"
-        routes.append(option.route(phase))
-    drafts = _drafts(request, choices[part, Phase.VERIFY], {route.backend for route in routes})
-    verify = _pick(drafts, page, packing)
-    if verify and request.spec.offload is None:  # hot buffers are for one new token
-        routes.append(verify.route(Phase.VERIFY))
+        route = _pick(choices[part, phase], page, packing)
+        assert route is not None, "the storage serves every part in every phase"
+        routes.append(route)
+    if request.spec.offload is None:  # hot buffers are for one new token
+        # Unless VERIFY is required, no backend takes memory for it alone.
+        used = {route.backend for route in routes}
+        drafts = (
+            route
+            for route in choices[part, Phase.VERIFY]
+            if request.verify or not route.row.workspace_bytes or route.backend in used
+        )
+        verify = _pick(drafts, page, packing)
+        routes += [verify] if verify else []
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
 
 
-def _drafts(request: PlanRequest, choice: Iterable[Option], used: set[str]) -> Iterable[Option]:
-    """Return the options of VERIFY; unless it is required, none whose backend takes memory for it alone."""
-    return (
-        option
-        for option in choice
-        if request.verify or not option.row.workspace_bytes or option.backend.name in used
-    )
-
-
-def check_model(spec: CacheSpec, model: str, parts: tuple[SchemeGroup, ...]) -> None:
-    """Raise ConfigError where a host tier is requested, and `model` cannot have one.
-
-    Args:
-        spec: What is requested.
-        model: The model's name, for the message.
-        parts: All of its layers, by scheme.
-    """
+def _check_sparse(request: PlanRequest, parts: tuple[SchemeGroup, ...]) -> None:
+    """Raise ConfigError where a host tier is requested of a model that looks at all tokens in some layers."""
     dense = [part for part in parts if part.group.kind != "dsa"]
-    if spec.offload and dense:
+    if request.spec.offload and dense:
         layers = format_layers(layer for part in dense for layer in part.layers)
         raise ConfigError(
-            f"--hisparse serves models with sparse attention (DSA) in all layers: layers {layers} of {model} "
-            f"look at all tokens ({dense[0].group.kind}), which must then be on the device; leave --hisparse out"
+            f"--hisparse serves models with sparse attention (DSA) in all layers: layers {layers} of "
+            f"{request.model_spec.model} look at all tokens ({dense[0].group.kind}), which must then be on the device; "
+            "leave --hisparse out"
         )
 
 
-def plan_tier(
-    offload: OffloadSpec | None, parts: tuple[SchemeGroup, ...], layout: CacheLayout
-) -> Tier | None:
-    """Return the host tier that is requested, None if none is; raise ConfigError where it cannot work.
-
-    Args:
-        offload: What is requested of a tier, if one is.
-        parts: All layers, by scheme.
-        layout: What the device stores.
-    """
+def _tier(offload: OffloadSpec | None, parts: tuple[SchemeGroup, ...], layout: CacheLayout) -> Tier | None:
+    """Return the host tier that is requested, None if none is; raise ConfigError where it cannot work."""
     if offload is None:
         return None
     top_k = max(part.group.top_k for part in parts)
@@ -304,7 +272,7 @@ def plan_tier(
         _check_format(offload.host_format, parts)
     size = layout.page_size
     # Hot buffers are whole pages, since they lie in frames.
-    return Tier(-(-buffer // size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
+    return Tier(cdiv(buffer, size) * size, layout.without_index.stored_as(offload.host_format, HOST_PACKING))
 
 
 def _check_format(name: str, parts: tuple[SchemeGroup, ...]) -> None:

@@ -1,19 +1,17 @@
-"""What backends support, as data, and the needs that it is held against.
+"""What backends support and what a model needs of attention, both as data, so that one is held against the other.
 
 A Support is a conjunction of allowed values: no predicates, no escape hatch. Where a fact does not fit, it becomes two
 rows. How fast a backend is stands elsewhere (attention/rankings/).
 
-What a model needs of attention under a spec: layer groups split by scheme, and whether they can be stored at all.
-
-A SchemeGroup becomes a GroupPlan once it has routes.
+A SchemeGroup is a model's layer group, split by scheme, which has a Need in each phase; with routes it is a GroupPlan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
@@ -22,8 +20,7 @@ from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
 from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
-from nibble.model_spec import LayerGroup, ModelSpec, Stream
-from nibble.model_spec import Phase as Phase  # noqa: PLC0414, for importers of the facts' vocabulary
+from nibble.model_spec import LayerGroup, ModelSpec, Phase
 from nibble.spec import CacheSpec
 
 
@@ -143,15 +140,16 @@ def format_values(name: str, allowed: Set[Any] | None) -> str:
     if len(values) > 4 and len(steps) == 1:
         return f"{values[0]} to {values[-1]} by {steps.pop()}"
     if name == "group":
-        return ", ".join(_runs(values))
+        runs = ([f"{run[0]} to {run[-1]}"] if len(run) > 3 else map(str, run) for run in _runs(values))
+        return ", ".join(chain.from_iterable(runs))
     return ", ".join(_show(name, value) for value in values)
 
 
-def _runs(values: list[int]) -> Iterator[str]:
-    """Yield numbers in order, four and more that follow one another as `1 to 16`."""
-    for _, run in groupby(enumerate(values), lambda entry: entry[1] - entry[0]):
-        numbers = [value for _, value in run]
-        yield from [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 3 else map(str, numbers)
+def _runs(values: Iterable[int]) -> list[list[int]]:
+    """Return ascending numbers, cut into those that follow one another."""
+    # Numbers of one run grow as fast as their indices.
+    runs = groupby(enumerate(values), lambda entry: entry[1] - entry[0])
+    return [[value for _, value in run] for _, run in runs]
 
 
 def _show(name: str, value: Any) -> str:
@@ -221,10 +219,9 @@ class SchemeGroup:
 
     def stored_layer(self, layer: int) -> LayerLayout:
         """Return what a layer of this part stores."""
-        streams = tuple(
-            StreamLayout(stream, self.scheme.format_of(stream).name) for stream in self.group.streams
-        )
-        return LayerLayout(layer, streams, self.scheme.transforms)
+        scheme = self.scheme
+        streams = (StreamLayout(stream, scheme.format_of(stream).name) for stream in self.group.streams)
+        return LayerLayout(layer, tuple(streams), scheme.transforms)
 
     def need(
         self, phase: Phase, hardware: Hardware, dtype: str, page: int | None, packing: str | None
@@ -285,37 +282,29 @@ def layout(parts: Iterable[SchemeGroup], model_spec: ModelSpec, page_size: int, 
         packing: How planes lie in a page.
     """
     stored = {layer: part.stored_layer(layer) for part in parts for layer in part.layers}
-    return CacheLayout(tuple(stored[layer] for layer in model_spec.stored_layers), page_size, packing)
+    # A layer that shares KV has no pages of its own.
+    layers = (stored[layer] for layer, owner in enumerate(model_spec.owner) if owner == layer)
+    return CacheLayout(tuple(layers), page_size, packing)
 
 
 def _check(part: SchemeGroup) -> None:
-    where = f"group {part.group.name} (layers {format_layers(part.layers)})"
-    for stream in part.group.streams:
-        if reason := part.scheme.refuses(stream):
-            raise UnstorableError(f"stream {stream.name} of {where}: {reason}; {_fitting(part.group)}")
-    for name in part.scheme.transforms:
-        if reason := transform.get(name).refuses(part.group):
-            raise UnstorableError(f"{part.scheme.name} for {where}: {reason}; leave +{name} out")
-
-
-def _fitting(group: LayerGroup) -> str:
-    shapes = ", ".join(_shape(stream) for stream in group.streams)
-    return f"formats that fit {shapes}: {', '.join(schemes.fitting(*group.streams))}"
-
-
-def _shape(stream: Stream) -> str:
-    return f"{stream.name} {stream.heads}x{stream.dim}"
+    """Raise UnstorableError where the scheme cannot store the group, or a transform does not fit it."""
+    group, scheme = part.group, part.scheme
+    where = f"group {group.name} (layers {format_layers(part.layers)})"
+    for stream in group.streams:
+        if reason := scheme.refuses(stream):
+            shapes = ", ".join(f"{stream.name} {stream.heads}x{stream.dim}" for stream in group.streams)
+            fitting = f"formats that fit {shapes}: {', '.join(schemes.fitting(*group.streams))}"
+            raise UnstorableError(f"stream {stream.name} of {where}: {reason}; {fitting}")
+    for name in scheme.transforms:
+        if reason := transform.get(name).refuses(group):
+            raise UnstorableError(f"{scheme.name} for {where}: {reason}; leave +{name} out")
 
 
 def format_layers(layers: Iterable[int]) -> str:
     """Return layers in short: `0, 1, 2, 5` -> `0-2,5`; `0, 2, 4, 6` -> `0-6 by 2`."""
-    ordered, runs = sorted(layers), list[list[int]]()
+    ordered = sorted(layers)
     steps = {high - low for low, high in pairwise(ordered)}
     if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
         return f"{ordered[0]}-{ordered[-1]} by {steps.pop()}"
-    for layer in ordered:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in _runs(ordered))

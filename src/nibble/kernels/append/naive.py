@@ -1,11 +1,7 @@
-"""Appending new tokens of a layer to its pages by the book, in torch: transformed, encoded and stored.
+"""Appending new tokens of a layer to its pages, and dequantising pages and tokens, by the book in torch.
 
-Shape suffixes: T tokens, P pages, H heads, S slots of a page, D values of a head.
-
-Pages and tokens of one stream, dequantised by the book in torch.
-
-Shape suffixes: P pages, H heads, S slots of a page, B requests, N pages of a request, L tokens (N * S), D values of a
-head.
+Shape suffixes: T tokens, P pages, H heads, S slots of a page, D values of a head; B requests, N pages of a request,
+L tokens (N * S).
 """
 
 from __future__ import annotations

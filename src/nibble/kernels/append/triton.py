@@ -1,16 +1,12 @@
-"""Triton kernels that transform, encode and store new tokens of a layer in one launch.
+"""Triton kernels that transform, encode and store new tokens of a layer, or dequantise whole pages, in one launch.
 
 What a format does to a tile is its encoder's business (codecs/base.py), which the kernel gets as an argument: a kernel
 knows planes, and no format. K and V go through HeadsAppend, a single stream of one head (latents, index keys) through
 RowAppend, which also serves columns of records.
 
 Shape suffixes: T tokens, H heads, D values of a head, R rows of a tile: heads of a token in HeadsAppend, tokens in
-RowAppend. A tile's R and D are padded to powers of two. Names in capitals are constants of a kernel.
-
-Triton kernel that dequantises pages in one launch, at the speed of memory.
-
-Shape suffixes: B requests, N pages of a request, L tokens (N * page size), H heads, D values of a head, R tokens of a
-program. Names in capitals are constants of a kernel.
+RowAppend and gather_kernel; B requests, N pages of a request, L tokens (N * page size). A tile's R and D are padded to
+powers of two. Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -23,27 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nibble.kernels import cdiv, next_power_of_2
 from nibble.kernels.append.naive import Target
-from nibble.kernels.codecs import DECODERS, ENCODERS
-from nibble.kernels.codecs.tiles import (
-    Tiles,
-    decode_tile,
-    global_scale,
-    interleave,
-    pages_of,
-    read_scales,
-    read_words,
-    serves,
-    serves_rows,
-    slots_of,
-    span,
-    spans_of,
-    store_span,
-)
+from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
 from nibble.kernels.linear.triton import rotate_tile
-from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
+serves = tiles.serves
 TRANSFORMS = ("kmean", "rot")
 """What the kernel can do to keys, in the order in which it does."""
 PROGRAM_VALUES = 1024
@@ -53,6 +35,8 @@ FEW_TOKENS = 1024
 it takes 32, or several rows."""
 MANY_ROWS, ROW_WARPS = 4, 2
 """Of a program of RowAppend, where there are more tokens."""
+TILE_VALUES = 4096
+"""Values of a tile of gather_kernel."""
 
 
 # ---- K and V ---------------------------------------------------------------------------------------------------------
@@ -103,12 +87,12 @@ def _append_rows(
         x_RD = rotate_tile(x_RD, ROTATE)
     # --- encode
     scale_R = tl.load(scale_H + head_R, mask=keep_R, other=1.0)
-    tiles = ENCODE(x_RD, scale_R[:, None])
+    encoded = ENCODE(x_RD, scale_R[:, None])
     # --- store
     for i in tl.static_range(len(WIDTHS)):
-        column = tl.arange(0, tiles[i].shape[1])[None, :]
+        column = tl.arange(0, encoded[i].shape[1])[None, :]
         at = planes[i] + (row_R * WIDTHS[i])[:, None] + column
-        tl.store(at, tiles[i], mask=keep_R[:, None] & (column < WIDTHS[i]))
+        tl.store(at, encoded[i], mask=keep_R[:, None] & (column < WIDTHS[i]))
 
 
 @triton.jit
@@ -130,9 +114,11 @@ class HeadsAppend:
         self._groups = cdiv(k.heads, rows)
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
+        # The size of the blocks of a head that are rotated, 0 for none.
+        rotation = k.dim & -k.dim if any(transform.rotates for transform in targets["k"].transforms) else 0
         self._constants = (
             ENCODERS[k.format.name], ENCODERS[v.format.name], _widths(k), _widths(v), k.dim, v.dim,
-            _rotation(targets["k"]), k.heads, k.page_size, _heads_first(k), rows,
+            rotation, k.heads, k.page_size, _heads_first(k), rows,
         )  # fmt: skip
 
     def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
@@ -164,15 +150,11 @@ def _serves(pages: Paged) -> bool:
     return (
         pages.format.name in ENCODERS
         and pages.dim % 16 == 0
-        and all(_has_dense_rows(plane) for plane in pages.planes_PHS)
+        # Rows lie side by side, in one order or the other: a column of records does not.
+        and all(x.is_contiguous() or x.transpose(1, 2).is_contiguous() for x in pages.planes_PHS)
         # Rows are counted in 32 bits.
         and all(prod(plane.shape[:3]) < 1 << 31 for plane in pages.planes_PHS)
     )
-
-
-def _has_dense_rows(plane_PHS: Tensor) -> bool:
-    """Return whether rows lie side by side, in one order or the other: a column of records does not."""
-    return plane_PHS.is_contiguous() or plane_PHS.transpose(1, 2).is_contiguous()
 
 
 def _readable(x_THD: Tensor) -> Tensor:
@@ -207,12 +189,6 @@ def _mean(target: Target) -> Tensor | None:
     return target.mean_HD.contiguous()
 
 
-def _rotation(target: Target) -> int:
-    """Return the size of the blocks of a head that are rotated, 0 for none."""
-    dim = target.pages.dim
-    return dim & -dim if any(transform.rotates for transform in target.transforms) else 0
-
-
 # ---- latents and index keys ------------------------------------------------------------------------------------------
 
 
@@ -227,7 +203,7 @@ def append_rows_kernel(x, slots, spans, tokens, stride, R: tl.constexpr):
         value = tl.arange(0, spans[i].WIDTH)[None, :]
         keep = (slot_R >= 0)[:, None] & (value < spans[i].COUNT)
         x_RD = tl.load(row_R[:, None] + (spans[i].FIRST + value), mask=keep, other=0.0).to(tl.float32)
-        store_span(spans[i], x_RD, slot_R)
+        tiles.store_span(spans[i], x_RD, slot_R)
 
 
 class RowAppend:
@@ -238,7 +214,7 @@ class RowAppend:
     def __init__(self, targets: Mapping[str, Target]) -> None:
         ((self._name, target),) = targets.items()
         pages = target.pages
-        self._spans = tuple(span(pages, pages.scale, *part) for part in spans_of(pages))
+        self._spans = tuple(tiles.span(pages, pages.scale, *part) for part in tiles.spans_of(pages))
 
     def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
         """Store the stream."""
@@ -246,7 +222,7 @@ class RowAppend:
         rows = 1 if tokens <= FEW_TOKENS else MANY_ROWS
         if tokens:
             append_rows_kernel[cdiv(tokens, rows),](
-                x_THD, slot_mapping_T, self._spans, tokens, x_THD.stride(0), rows, num_warps=ROW_WARPS
+                x_THD, slot_mapping_T, self._spans, tokens, x_THD.stride(0), R=rows, num_warps=ROW_WARPS
             )
 
     @staticmethod
@@ -255,18 +231,15 @@ class RowAppend:
         if len(targets) != 1:
             return False
         (target,) = targets.values()
-        return not target.transforms and serves_rows(target.pages)
+        return not target.transforms and tiles.serves_rows(target.pages)
 
 
-__all__ = ["dequantize_pages", "serves"]
-
-TILE_VALUES = 4096
-"""Values of a program's tile."""
+# ---- whole pages -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["length", "pages_stride"], do_not_specialize_on_alignment=["pages"])
 def gather_kernel(
-    tiles, pages, out, length, pages_stride, out_stride, head_stride, token_stride,
+    stream, pages, out, length, pages_stride, out_stride, head_stride, token_stride,
     DIM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Dequantise R tokens of a head. Grid: tiles of tokens, heads, requests."""
@@ -274,15 +247,15 @@ def gather_kernel(
     start, n_R = tl.program_id(0) * R, tl.arange(0, R)
     keep_R = start + n_R < length
     # --- load
-    page = pages_of(pages + request * pages_stride, start, n_R, length, tiles.PAGE_SIZE)
-    slot_R = slots_of(start, n_R, tiles.PAGE_SIZE)
-    items = read_words(tiles, page, slot_R, head, keep_R, 1, True)
-    scales = read_scales(tiles, page, slot_R, head, keep_R, 1, True)
+    page = tiles.pages_of(pages + request * pages_stride, start, n_R, length, stream.PAGE_SIZE)
+    slot_R = tiles.slots_of(start, n_R, stream.PAGE_SIZE)
+    items = tiles.read_words(stream, page, slot_R, head, keep_R, 1, True)
+    scales = tiles.read_scales(stream, page, slot_R, head, keep_R, 1, True)
     # --- decode
-    values_RD = interleave(decode_tile(tiles, items, scales, 1), tiles.PARTS).to(tl.float32)
-    values_RD *= global_scale(tiles, head)
+    values_RD = tiles.interleave(tiles.decode_tile(stream, items, scales, 1), stream.PARTS).to(tl.float32)
+    values_RD *= tiles.global_scale(stream, head)
     # --- store
-    d = tl.arange(0, tiles.items.WIDTH * tiles.PARTS)[None, :]
+    d = tl.arange(0, stream.items.WIDTH * stream.PARTS)[None, :]
     out += request * out_stride + head.to(tl.int64) * head_stride
     row_R = out + (start + n_R).to(tl.int64) * token_stride
     tl.store(row_R[:, None] + d, values_RD.to(out.dtype.element_ty), mask=keep_R[:, None] & (d < DIM))
@@ -302,17 +275,17 @@ def dequantize_pages(
     Returns:
         [B, L, H, D], or [B, H, L, D] where heads come first.
     """
-    # what words are decoded into holds every value exactly
-    tiles = Tiles.of(stream, DECODERS[stream.format.name].half or torch.float32)
-    (count, pages), heads, dim = page_table_BN.shape, stream.heads, stream.dim
+    (requests, pages), heads, dim = page_table_BN.shape, stream.heads, stream.dim
     length = pages * stream.page_size
     inner = (heads, length) if heads_first else (length, heads)
-    out = torch.empty(count, *inner, dim, dtype=dtype, device=page_table_BN.device)
+    out = torch.empty(requests, *inner, dim, dtype=dtype, device=page_table_BN.device)
     head_stride, token_stride = (length * dim, dim) if heads_first else (dim, heads * dim)
     rows = max(1, TILE_VALUES // next_power_of_2(dim))
     if out.numel():
-        gather_kernel[(cdiv(length, rows), heads, count)](
-            tiles, page_table_BN, out, length, page_table_BN.stride(0), length * heads * dim, head_stride, token_stride,
-            dim, rows,
+        # What words are decoded into holds every value exactly.
+        stored = tiles.Tiles.of(stream, DECODERS[stream.format.name].half or torch.float32)
+        gather_kernel[(cdiv(length, rows), heads, requests)](
+            stored, page_table_BN, out, length, page_table_BN.stride(0), length * heads * dim, head_stride,
+            token_stride, DIM=dim, R=rows,
         )  # fmt: skip
     return out

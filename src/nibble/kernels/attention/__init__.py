@@ -1,17 +1,39 @@
-"""attention: queries over paged keys and values, for every phase; and the merging of attention over different keys.
+"""attention: queries over paged keys and values, for every phase; merging of parts; and prefill by torch's kernels.
 
 Queries are the last tokens of their requests, so each sees the stored tokens up to its own, itself included.
+
+Prefill, of many new tokens, calls the fused kernels that torch brings for CUDA. Pages are dequantised into a workspace
+of a fixed number of tokens, whatever the context: attention over more keys is made of parts, merged by their
+log-sum-exp. No mask is made.
+
+cuDNN's kernel is the fastest on Hopper, but it makes a plan for every new shape (40 ms). So it is given few shapes: new
+tokens in blocks of QUERY_SIZES, keys in pieces of KEY_SIZES. What is left of the keys goes to torch's flash kernel.
+What is left of the tokens, and short prompts, goes to the kernel that reads pages as they are (triton.py), which splits
+keys where there are few queries.
+
+Shape suffixes: T query tokens, B requests, N pages, L keys, H query heads, D values of a head.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
-from nibble.kernels import triton_present
+import torch
+from torch import Tensor
+
+from nibble.kernels import PREFILL_WORKSPACE, cdiv, triton_present
+from nibble.kernels.append import dequantize_pages
 from nibble.kernels.attention import naive
 from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+from nibble.model_spec import Phase
 
-__all__ = ["PartialAttention", "merge_lse"]
+QUERY_SIZES = (8192, 4096, 2048)
+KEY_SIZES = (PREFILL_WORKSPACE, 16384, 8192, 4096, 2048)
+"""Sizes of new tokens and of keys that cuDNN is given. For fewer tokens the kernel that reads pages is no slower."""
 
 
 def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> PartialAttention:
@@ -27,3 +49,188 @@ def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> P
 
         return fast(a, b, dtype)
     return naive.merge_lse(a, b, dtype)
+
+
+# ---- prefill ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyTile:
+    """Keys for all rows of a block: some of the tokens that a request's pages hold."""
+
+    pages_1N: Tensor
+    keys: slice
+    """Which of the tokens in these pages."""
+    causal: bool
+    """Whether the rows are the last of the keys, and see those up to their own."""
+    cudnn: bool
+    """Whether it is one of cuDNN's shapes."""
+    cu_seqlens_q_2: Tensor
+    """Int32, zero and the number of rows, and of keys in cu_seqlens_k_2: how flash takes a single request."""
+    cu_seqlens_k_2: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryBlock:
+    """Rows of the queries."""
+
+    rows: slice
+    plan: tuple[KeyTile, ...] | AttentionBatch
+    """Tiles that hold all keys that rows of one request see; or requests with a few rows each."""
+
+
+def serves(k: Paged, v: Paged) -> bool:
+    """Return whether there are kernels for these pages."""
+    # Limits of torch's flash kernel.
+    if k.dim != v.dim or k.dim > 256 or k.dim % 8 or not triton_present():
+        return False
+    from nibble.kernels.codecs.tiles import serves as has_decoder
+
+    return has_decoder(k) and has_decoder(v)
+
+
+def prefill_attention(
+    q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[QueryBlock], params: AttentionParams
+) -> Tensor:
+    """Return attention of the rows of all blocks.
+
+    Args:
+        q_THD: Queries, request after request.
+        k: Pages of the keys.
+        v: Pages of the values.
+        blocks: From plan_blocks, in order.
+        params: The scale; there is no window, no capping and no sinks.
+
+    Returns:
+        [T, H, D] in the query's dtype.
+    """
+    outputs = [_block(q_THD[block.rows], k, v, block.plan, params) for block in blocks]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _block(
+    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | AttentionBatch, params: AttentionParams
+) -> Tensor:
+    if isinstance(plan, AttentionBatch):
+        return _short(q_THD, k, v, plan, params)
+    total = _tile(q_THD, k, v, plan[0], params.scale)
+    for tile in plan[1:]:
+        # Merged parts stay in float32, and only the last merge rounds.
+        dtype = q_THD.dtype if tile is plan[-1] else torch.float32
+        total = merge_lse(total, _tile(q_THD, k, v, tile, params.scale), dtype)
+    return total.values_THD
+
+
+def _tile(q_THD: Tensor, k: Paged, v: Paged, tile: KeyTile, scale: float) -> PartialAttention:
+    k_LHD, v_LHD = (dequantize_pages(stream, tile.pages_1N, q_THD.dtype)[0, tile.keys] for stream in (k, v))
+    return (_cudnn if tile.cudnn else _flash)(q_THD, k_LHD, v_LHD, tile, scale)
+
+
+def _cudnn(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, tile: KeyTile, scale: float) -> PartialAttention:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_LHD, v_LHD))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, tile.causal, False, scale=scale
+    )
+    return PartialAttention(out[0].transpose(0, 1), lse[0, :, :, 0])
+
+
+def _flash(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, tile: KeyTile, scale: float) -> PartialAttention:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD, k_LHD, v_LHD, tile.cu_seqlens_q_2, tile.cu_seqlens_k_2, len(q_THD), len(k_LHD), 0.0, tile.causal, False,
+        scale=scale,
+    )  # fmt: skip
+    return PartialAttention(out, lse)
+
+
+def _short(q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+    from nibble.kernels.attention.triton import paged_attention
+
+    return paged_attention(q_THD, k, v, batch, params, max(batch.seq_lens))
+
+
+# ---- how requests are cut --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows [row, row + count) of the queries, which are the last of the first `length` tokens of a request."""
+
+    request: int
+    row: int
+    count: int
+    length: int
+    short: bool
+
+
+def plan_blocks(
+    query_lens: Sequence[int], seq_lens: Sequence[int], page_table_BN: Tensor, page_size: int, *, cudnn: bool
+) -> tuple[QueryBlock, ...]:
+    """Cut the queries of requests into blocks.
+
+    Args:
+        query_lens: New tokens of each request, the last of its tokens.
+        seq_lens: Stored tokens of each.
+        page_table_BN: Int32 pages of each.
+        page_size: Tokens of a page.
+        cudnn: Whether cuDNN may be used.
+
+    Returns:
+        Blocks in the order of rows.
+    """
+    rows = _rows(query_lens, seq_lens, QUERY_SIZES if cudnn else QUERY_SIZES[:1])
+    groups = (tuple(group) for _, group in groupby(rows, lambda part: None if part.short else part.row))
+    return tuple(
+        QueryBlock(
+            slice(group[0].row, group[-1].row + group[-1].count),
+            _short_batch(group, page_table_BN)
+            if group[0].short
+            else tuple(_key_tiles(group[0], page_table_BN, page_size, cudnn)),
+        )
+        for group in groups
+    )
+
+
+def _rows(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[int]) -> Iterator[_Rows]:
+    row = 0
+    for i, (query_len, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        end = length - query_len
+        for count in _cut(query_len, sizes):
+            end += count
+            # Only what is left after the cut has another size, and that is short.
+            yield _Rows(i, row, count, end, count not in sizes)
+            row += count
+
+
+def _short_batch(group: Sequence[_Rows], page_table_BN: Tensor) -> AttentionBatch:
+    """Return neighbours, each with its only few rows, as a batch."""
+    pages_BN = page_table_BN[group[0].request : group[-1].request + 1]
+    query_lens, seq_lens = [part.count for part in group], [part.length for part in group]
+    return AttentionBatch.from_lens(Phase.EXTEND, group[0].row, query_lens, seq_lens, pages_BN)
+
+
+def _key_tiles(part: _Rows, page_table_BN: Tensor, page_size: int, cudnn: bool) -> Iterator[KeyTile]:
+    """Yield what all rows see, in pieces; then the keys up to the last row's."""
+    on_device = partial(torch.tensor, dtype=torch.int32, device=page_table_BN.device)
+    start, sizes = 0, KEY_SIZES if cudnn else KEY_SIZES[:1]
+    for keys in (*_cut(part.length - part.count, sizes), part.count):
+        stop, first = start + keys, start // page_size
+        causal = stop == part.length
+        # Whole pages are dequantised, so the slice leaves out what else the first and the last page hold.
+        yield KeyTile(
+            page_table_BN[part.request : part.request + 1, first : cdiv(stop, page_size)],
+            slice(start - first * page_size, stop - first * page_size),
+            causal,
+            cudnn and (causal or keys in KEY_SIZES),
+            on_device((0, part.count)),
+            on_device((0, keys)),
+        )
+        start = stop
+
+
+def _cut(total: int, sizes: Sequence[int]) -> Iterator[int]:
+    """Yield `total` cut into as few of `sizes` (descending) as hold it, then what is left."""
+    for size in sizes:
+        yield from [size] * (total // size)
+        total %= size
+    if total:
+        yield total

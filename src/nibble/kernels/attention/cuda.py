@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
+from nibble.kernels import cdiv, gpu_of
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
 from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SOURCE = Path(__file__).with_name("decode.cu")
 HEAD_DIMS = (64, 128, 256)
@@ -108,6 +110,27 @@ def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: i
 
 
 @cache
+def variant_of(
+    k_format: str, v_format: str, dim: int, page: int, columns: int, bf16: bool, softcap: bool, shared: int
+) -> Variant:
+    """Return the variant that serves a call.
+
+    Args:
+        k_format: The format of keys.
+        v_format: The format of values.
+        dim: Values of a head.
+        page: Slots of a page.
+        columns: Most query tokens x query heads that a request has for a KV head.
+        bf16: Queries are bfloat16, not float16.
+        softcap: Scores are capped.
+        shared: Bytes of shared memory that a block can have.
+    """
+    key, value, wide = FORMATS[k_format], FORMATS[v_format], 8 if columns <= 8 else 16
+    warps = warps_of_block(key, value, dim, wide, shared)
+    return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap)
+
+
+@cache
 def _kernel(variant: Variant, arch: int, device: int) -> Kernel:
     return Kernel(cubin(SOURCE, arch, variant.macros), "decode", variant.shared_bytes(MAX_BATCH))
 
@@ -117,111 +140,69 @@ class Decode:
 
     def __init__(self, device: torch.device) -> None:
         """Allocate the counters of merges for a CUDA device."""
-        properties = torch.cuda.get_device_properties(device)
-        self.arch = 10 * properties.major + properties.minor
-        self.blocks = properties.multi_processor_count
-        self.shared: int = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009 (unknown to older stubs)
-        self.device = device
+        self.gpu, self.device = gpu_of(device), device
         self._workspaces: dict[tuple[int, int, int], Tensor] = {}
-        first_round = 2 * -(-self.blocks // MERGE_BLOCKS) * COLUMNS
+        first_round = 2 * cdiv(self.gpu.processors, MERGE_BLOCKS) * COLUMNS
         # The kernel leaves all counters at zero.
         self._counters = torch.zeros(MAX_ROWS + first_round, dtype=torch.int32, device=device)
-
-    def variant(
-        self, formats: tuple[str, str], dim: int, page: int, columns: int, bf16: bool, softcap: bool
-    ) -> Variant:
-        """Return the variant that serves a call.
-
-        Args:
-            formats: The formats of keys and values.
-            dim: Values of a head.
-            page: Slots of a page.
-            columns: Most query tokens x query heads that a request has for a KV head.
-            bf16: Queries are bfloat16, not float16.
-            softcap: Scores are capped.
-        """
-        key, value, wide = FORMATS[formats[0]], FORMATS[formats[1]], 8 if columns <= 8 else 16
-        warps = warps_of_block(key, value, dim, wide, self.shared)
-        return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap)
 
     def _workspace(self, variant: Variant) -> Tensor:
         """Return the workspace: a partial result of each warp and two of each block (O, maximum and sum of columns)."""
         key = variant.warps, variant.columns, variant.dim
         if key not in self._workspaces:
-            rows = self.blocks * (variant.warps + 2) * variant.columns
+            rows = self.gpu.processors * (variant.warps + 2) * variant.columns
             self._workspaces[key] = torch.empty(rows, variant.dim + 2, device=self.device)
         return self._workspaces[key]
 
     def __call__(
-        self,
-        q_THD: Tensor,
-        key: tuple[Tensor, ...],
-        value: tuple[Tensor, ...],
-        formats: tuple[str, str],
-        columns: int,
-        seq_lens_B: Tensor,
-        cu_seqlens_q_B1: Tensor | None,
-        page_table_BN: Tensor,
-        kv_scales: tuple[Tensor, Tensor],
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
-        variant: Variant | None = None,
+        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
         """Compute the attention of a few query tokens a request over stored pages.
 
         Args:
             q_THD: Queries, bfloat16 or float16, contiguous.
-            key: Planes [pages, G, slots, row] of keys: values and, if the format has any, scales.
-            value: Planes of values, likewise.
-            formats: The formats of keys and values.
-            columns: Most query tokens x query heads that a request has for a KV head.
-            seq_lens_B: Stored tokens of each request, int32.
-            cu_seqlens_q_B1: First query row of each request, int32; None: one token each.
-            page_table_BN: Pages of each request, int32.
-            kv_scales: Global scales of keys and values, float32, () or [G, 1] each.
-            scale: The softmax scale.
-            window: Tokens that a query sees at most.
-            softcap: The cap of scores.
-            sinks_H: A logit of each head that only adds to the softmax's sum, float32.
-            variant: Another variant than the one that fits best.
+            k: Pages of the keys.
+            v: Pages of the values.
+            batch: The pages and lengths of requests.
+            params: Scale, window, capping and sinks.
 
         Returns:
             The output [T, H, D] in the dtype of q_THD.
 
         Raises:
-            BackendError: The batch is larger than the kernel can count.
+            BackendError: The batch is larger than the kernel can count, or its requests have too many query rows.
         """
-        batch, heads, page = len(seq_lens_B), key[0].shape[1], key[0].shape[2]
-        if batch > MAX_BATCH or batch * heads * COLUMNS > MAX_ROWS:
+        (_, heads, dim), requests, queries = q_THD.shape, len(batch.seq_lens_B), max(batch.query_lens)
+        columns = queries * heads // k.heads
+        if columns > COLUMNS:
+            raise BackendError(f"{queries} tokens a request make {columns} query rows; {COLUMNS} is the most")
+        if requests > MAX_BATCH or requests * k.heads * COLUMNS > MAX_ROWS:
             raise BackendError(
-                f"a batch of {batch} requests x {heads} KV heads is more than the kernel can count"
+                f"a batch of {requests} requests x {k.heads} KV heads is more than the kernel can count"
             )
-        variant = variant or self.variant(
-            formats, q_THD.shape[2], page, columns, q_THD.dtype is torch.bfloat16, softcap is not None
+        bf16, softcap = q_THD.dtype is torch.bfloat16, params.softcap is not None
+        variant = variant_of(
+            k.format.name, v.format.name, dim, k.page_size, columns, bf16, softcap, self.gpu.memory
         )
         out = torch.empty_like(q_THD)
+        # A null pointer tells the kernel that there is no such argument.
         pointers = (
-            q_THD, out, *_values_and_scales(key), *_values_and_scales(value), seq_lens_B, cu_seqlens_q_B1,
-            page_table_BN, *kv_scales, sinks_H, self._workspace(variant), self._counters,
+            q_THD, out, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,
+            None if queries == 1 else batch.cu_seqlens_q_B1, batch.page_table_BN, k.scale, v.scale,
+            None if params.sinks_H is None else params.sinks_H.float(), self._workspace(variant), self._counters,
         )  # fmt: skip
-        arguments = (
-            # A null pointer tells the kernel that there is no such argument.
-            *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
-            scale,
-            softcap or 0.0,
-            batch,
-            page_table_BN.stride(0),
-            heads,
-            q_THD.shape[1] // heads,
-            window or 0,
-            *(int(entry.dim() > 0) for entry in kv_scales),
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
+        sizes = requests, batch.page_table_BN.stride(0), k.heads, heads // k.heads, params.window or 0
+        per_head = (int(pages.scale.dim() > 0) for pages in (k, v))
+        arguments = (*addresses, params.scale, params.softcap or 0.0, *sizes, *per_head)
+        kernel = _kernel(variant, self.gpu.arch, self.device.index or 0)
+        kernel.launch(
+            self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), _TYPES, arguments
         )
-        kernel = _kernel(variant, self.arch, self.device.index or 0)
-        kernel.launch(self.blocks, 32 * variant.warps, variant.shared_bytes(batch), _TYPES, arguments)
         return out
 
 
-def _values_and_scales(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    return (planes[0], planes[1]) if len(planes) > 1 else (planes[0], None)
+def _values_and_scales(pages: Paged) -> tuple[Tensor, Tensor | None]:
+    """Return the plane of values, and that of block scales if there is one."""
+    values, *scales = pages.planes_PHS
+    return values, scales[0] if scales else None

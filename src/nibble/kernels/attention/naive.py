@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nibble.kernels import cdiv
 from nibble.kernels.append.naive import dequantize_pages
-from nibble.kernels.sizes import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 

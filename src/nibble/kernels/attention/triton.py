@@ -1,7 +1,7 @@
 """Triton kernels of attention: flash attention over pages in their own formats, for all phases, and merge_lse.
 
 A program takes a tile of rows, which are query tokens times the query heads of one KV head, and a share of the keys
-that they see (split_kv.py). What is stored how is the codecs' business: no kernel here names a format. Grids depend on
+that they see (flash.py). What is stored how is the codecs' business: no kernel here names a format. Grids depend on
 what a CUDA graph keeps: the number of requests, and of their query tokens.
 
 Shape suffixes: T query tokens, H query heads, D values of a head, M rows of a tile, N keys of a tile, W words of a row,
@@ -19,37 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
-from nibble.kernels.codecs import DECODERS
-from nibble.kernels.codecs.tiles import (
-    Tiles,
-    decode_tile,
-    global_scale,
-    interleave,
-    pages_of,
-    read_scales,
-    read_words,
-    serves,
-    slots_of,
-)
-from nibble.kernels.flash import (
-    LOG2E,
-    MIN_KEYS_PER_SPLIT,
-    MIN_PEAK,
-    SHARE_SIZES,
-    add_values,
-    assign_split,
-    combine_kernel,
-    load_queries,
-    padded_requests,
-    split_bounds,
-    store_tile,
-    workspace,
-)
-from nibble.kernels.sizes import GPU, SM90, UNBOUNDED, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.codecs import DECODERS, tiles
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
-
-__all__ = ["TileShape", "merge_lse", "paged_attention", "serves", "shape_of"]
 
 SPLITS_AT_ONCE = 64
 """Splits of a row that are combined at a time."""
@@ -65,21 +38,21 @@ MERGE_VALUES = 2048
 @triton.jit
 def _load_scales(k, v, page, first, n_N, stop, head, MASKED: tl.constexpr, JOIN: tl.constexpr):
     """Load the block scales of a tile of keys, and of its values."""
-    slot_N, keep_N = slots_of(first, n_N, k.PAGE_SIZE), first + n_N < stop
-    k_scales = read_scales(k, page, slot_N, head, keep_N, 1 if JOIN else 0, MASKED)
-    return k_scales, read_scales(v, page, slot_N, head, keep_N, 1, MASKED)
+    slot_N, keep_N = tiles.slots_of(first, n_N, k.PAGE_SIZE), first + n_N < stop
+    k_scales = tiles.read_scales(k, page, slot_N, head, keep_N, 1 if JOIN else 0, MASKED)
+    return k_scales, tiles.read_scales(v, page, slot_N, head, keep_N, 1, MASKED)
 
 
 @triton.jit
 def _load_tile(
-    tiles, scales, page, first, n_N, stop, head, AXIS: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr
+    stream, scales, page, first, n_N, stop, head, AXIS: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr
 ):
     """Load the parts of a tile of keys or values, or the one tile that they are joined to."""
-    slot_N, keep_N = slots_of(first, n_N, tiles.PAGE_SIZE), first + n_N < stop
-    items = read_words(tiles, page, slot_N, head, keep_N, AXIS, MASKED)
-    parts = decode_tile(tiles, items, scales, AXIS)
+    slot_N, keep_N = tiles.slots_of(first, n_N, stream.PAGE_SIZE), first + n_N < stop
+    items = tiles.read_words(stream, page, slot_N, head, keep_N, AXIS, MASKED)
+    parts = tiles.decode_tile(stream, items, scales, AXIS)
     if JOIN:
-        parts = (interleave(parts, tiles.PARTS),)
+        parts = (tiles.interleave(parts, stream.PARTS),)
     return parts
 
 
@@ -91,7 +64,8 @@ def _scores(q, keys, key_N, position_M, unit, softcap, WINDOW: tl.constexpr, SOF
     for j in tl.static_range(1, len(keys)):
         scores = tl.dot(q[j], keys[j], scores, input_precision="ieee")
     if SOFTCAP:  # softcap * tanh(score / softcap), times log2(e)
-        scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (unit * 2.0 * LOG2E / softcap))))
+        cap = softcap * flash.LOG2E
+        scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (unit * 2.0 * flash.LOG2E / softcap))))
     if MASKED:
         visible = key_N[None, :] <= position_M[:, None]
         if WINDOW:
@@ -110,15 +84,15 @@ def _accumulate(
     VALUES_FIRST: tl.constexpr = JOIN and v.PARTS > 1
     peak_M, total, sums = state
     n_N = tl.arange(0, N)
-    base = 1.0 if SOFTCAP else unit * LOG2E
+    base = 1.0 if SOFTCAP else unit * flash.LOG2E
     # Pages are looked up a tile early. So are block scales where tiles are not joined: there they come through
     # registers, decoded before they are spread over threads.
-    page, next_scales = pages_of(table, start, n_N, stop, k.PAGE_SIZE), (0, 0)
+    page, next_scales = tiles.pages_of(table, start, n_N, stop, k.PAGE_SIZE), (0, 0)
     if not JOIN:
         next_scales = _load_scales(k, v, page, start, n_N, stop, head, True, JOIN)
     for first in tl.range(start, stop, N):
         # --- load
-        next_page = pages_of(table, first + N, n_N, stop, k.PAGE_SIZE)
+        next_page = tiles.pages_of(table, first + N, n_N, stop, k.PAGE_SIZE)
         if JOIN:
             scales = _load_scales(k, v, page, first, n_N, stop, head, MASKED, JOIN)
         else:
@@ -139,7 +113,7 @@ def _accumulate(
         # --- accumulate
         if not VALUES_FIRST:
             values = _load_tile(v, scales[1], page, first, n_N, stop, head, 1, MASKED, JOIN)
-        sums = add_values(sums, weights.to(v.DTYPE), values, rescale_M[:, None])
+        sums = flash.add_values(sums, weights.to(v.DTYPE), values, rescale_M[:, None])
         peak_M, page = top_M, next_page
     return peak_M, total, sums
 
@@ -148,30 +122,28 @@ def _accumulate(
 def _init_state(sinks, query_head_M, live_M, split, PARTS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr,
                 JOIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Return the state of a softmax over no keys; or over the sink, a key without a value, in the first split."""
-    peak_M = tl.full([M], MIN_PEAK, tl.float32)
-    total = tl.zeros([M], tl.float32) if JOIN else tl.zeros([M, N], tl.float32)
-    sums = ()
-    for _ in tl.static_range(PARTS):
-        sums += (tl.zeros([M, WIDTH], tl.float32),)  # type: ignore[assignment]
+    peak_M, total, sums = flash.init_state(PARTS, WIDTH, M, N)
+    if JOIN:
+        total = tl.zeros([M], tl.float32)
     if SINKS and split == 0:
-        peak_M = tl.load(sinks + query_head_M, mask=live_M, other=0.0).to(tl.float32) * LOG2E
+        peak_M = tl.load(sinks + query_head_M, mask=live_M, other=0.0).to(tl.float32) * flash.LOG2E
         total += 1.0 if JOIN else 1.0 / N
     return peak_M, total, sums
 
 
 @triton.jit(
-    do_not_specialize=["requests", "slots", "table_stride"],
+    do_not_specialize=["requests", "concurrency", "table_stride"],
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens", "sinks"],
 )
 def attention_kernel(
-    q, out, parts, lse, plan, k, v, table, cu_seqlens_q, seq_lens, sinks, scale, softcap, requests, slots, table_stride,
-    q_stride_T, q_stride_H, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    q, out, parts, lse, plan, k, v, table, cu_seqlens_q, seq_lens, sinks, scale, softcap, requests, concurrency,
+    table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a tile of queries over a split of a request's keys.
 
-    Grid: tiles of a request's queries, KV heads, and requests; if SPLIT, requests + K / 2 * slots.
+    Grid: tiles of a request's queries, KV heads, and requests; if SPLIT, requests + K / 2 * concurrency.
     """
     # --- which request, queries and keys
     TOKENS: tl.constexpr = M // GROUP
@@ -180,7 +152,7 @@ def attention_kernel(
     request, split, splits = program, 0, 1
     if SPLIT:
         max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
-        request, split, splits = assign_split(program, seq_lens, requests, slots, max_keys, R, K)
+        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
         if request >= requests:
             return
         if split == 0:
@@ -200,16 +172,17 @@ def attention_kernel(
     # --- load queries
     K_PARTS: tl.constexpr = 1 if JOIN else k.PARTS
     V_PARTS: tl.constexpr = 1 if JOIN else v.PARTS
-    at_M = (begin + token_M).to(tl.int64) * q_stride_T + query_head_M * q_stride_H
-    queries = load_queries(q, at_M, live_M, K_PARTS, k.items.WIDTH * k.PARTS // K_PARTS, K_DIM, k.DTYPE)
+    offset_M = (begin + token_M).to(tl.int64) * q_stride_T + query_head_M * q_stride_H
+    K_WIDTH: tl.constexpr = k.items.WIDTH * k.PARTS // K_PARTS
+    queries = flash.load_queries(q, offset_M, live_M, K_PARTS, K_WIDTH, K_DIM, k.DTYPE)
     state = _init_state(
         sinks, query_head_M, live_M, split, V_PARTS, v.items.WIDTH * v.PARTS // V_PARTS, SINKS, JOIN, M, N
     )
 
     # --- accumulate: only the tiles at both ends need masks
-    start, inner, outer, stop = split_bounds(past, first, last, split, splits, WINDOW, N)
+    start, inner, outer, stop = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
     table += request.to(tl.int64) * table_stride
-    unit = scale * global_scale(k, head)
+    unit = scale * tiles.global_scale(k, head)
     if WINDOW:
         state = _accumulate(state, queries, k, v, table, head, past + token_M, start, inner, unit, softcap,
                             WINDOW, SOFTCAP, True, JOIN, N)  # fmt: skip
@@ -223,8 +196,8 @@ def attention_kernel(
     total_M = total if JOIN else tl.sum(total, 1)
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
-    factor_M = global_scale(v, head) / total_M
-    store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, query_head_M, live_M,
+    factor_M = tiles.global_scale(v, head) / total_M
+    flash.store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, query_head_M, live_M,
                program, tile, head, splits, GROUP, V_DIM, SPLIT, M)  # fmt: skip
 
 
@@ -324,13 +297,14 @@ def stored_tokens(k: Paged, v: Paged) -> StoredTokens:
     return StoredTokens(parts, max(k.dim, v.dim), sum(widths))
 
 
-def _tiles(stream: Paged, query: torch.dtype, join: bool) -> Tiles:
+def _tiles(stream: Paged, query: torch.dtype, join: bool) -> tiles.Tiles:
     """Return the stream as a kernel's argument.
 
     Joined tiles are in the query's dtype, so that the tensor cores may read the query where it was loaded to.
     """
     half = DECODERS[stream.format.name].half
-    return Tiles.of(stream, query if join or half is None or query == torch.float32 else half, copied=join)
+    dtype = query if join or half is None or query == torch.float32 else half
+    return tiles.Tiles.of(stream, dtype, copied=join)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -338,7 +312,7 @@ def _tiles(stream: Paged, query: torch.dtype, join: bool) -> Tiles:
 
 def paged_attention(
     q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
-    max_seq_len: int = UNBOUNDED, *, shape: TileShape | None = None, slots: int | None = None,
+    max_seq_len: int = UNBOUNDED, *, shape: TileShape | None = None, concurrency: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where keys are split.
 
@@ -350,37 +324,36 @@ def paged_attention(
         params: Scale, window, capping and sinks.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
         shape: Another tile than the fastest.
-        slots: Programs that run at a time for one tile of queries and KV head; keys are split if more than 1.
+        concurrency: Programs that run at a time for one tile of queries and KV head; keys are split if more than 1.
 
     Returns:
         [T, H, D] in the query's dtype.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    group, count, most = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
-    shape = shape or shape_of(most, group, k, v, q_THD.dtype, gpu)
-    tiles = cdiv(most, shape.rows // group)
-    if slots is None:
-        splittable = max_seq_len > MIN_KEYS_PER_SPLIT.value
-        slots = shape.programs * gpu.processors // (tiles * k.heads) if splittable else 0
-    split = slots > 1
-    programs = count + SHARE_SIZES // 2 * slots if split else count
+    group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
+    shape = shape or shape_of(max_query_len, group, k, v, q_THD.dtype, gpu)
+    num_tiles = cdiv(max_query_len, shape.rows // group)
+    if concurrency is None:
+        running = shape.programs * gpu.processors // (num_tiles * k.heads)
+        concurrency = flash.concurrency_of(running, max_seq_len)
+    split = concurrency > 1
     out = q_THD.new_empty(tokens, heads, v.dim)
-    parts, lse, plan = (
-        workspace(programs, tiles * k.heads * shape.rows, v.dim, count, out) if split else (out,) * 3
-    )
+    rows = num_tiles * k.heads * shape.rows
+    programs, parts, lse, plan = flash.workspace(out, requests, concurrency, rows, v.dim)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-    attention_kernel[(tiles, k.heads, programs)](
+    # Constants by position: each by name would take 0.15 us of the host, for every layer of a decode step.
+    attention_kernel[(num_tiles, k.heads, programs)](
         q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
         batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
-        count, slots, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), group, dim, v.dim,
-        params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
-        shape.join, shape.rows, shape.keys, padded_requests(count), SHARE_SIZES,
+        requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        group, dim, v.dim, params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
+        shape.join, shape.rows, shape.keys, flash.padded_requests(requests), flash.SHARE_SIZES,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
-        combine_kernel[(most, heads, count)](
-            out, parts, lse, plan, batch.cu_seqlens_q_B1, tiles,
+        flash.combine_kernel[(max_query_len, heads, requests)](
+            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
             group, v.dim, next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
         )  # fmt: skip
     return out
@@ -393,22 +366,25 @@ def merge_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Merge attention over different keys. Grid: tiles of rows, each a head of a token."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    token, head, keep_R = row // HEADS, row % HEADS, row < rows
+    row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token_R, head_R, keep_R = row_R // HEADS, row_R % HEADS, row_R < rows
     # --- softmax: how much each part weighs
-    x = tl.load(a_lse + head * a_lse_stride_H + token * a_lse_stride_T, mask=keep_R, other=0.0)
-    y = tl.load(b_lse + head * b_lse_stride_H + token * b_lse_stride_T, mask=keep_R, other=0.0)
-    peak = tl.maximum(x, y)
-    x, y = tl.exp(x - peak), tl.exp(y - peak)
-    tl.store(lse + row, peak + tl.log(x + y), mask=keep_R)
+    a_R = tl.load(a_lse + head_R * a_lse_stride_H + token_R * a_lse_stride_T, mask=keep_R, other=0.0)
+    b_R = tl.load(b_lse + head_R * b_lse_stride_H + token_R * b_lse_stride_T, mask=keep_R, other=0.0)
+    peak_R = tl.maximum(a_R, b_R)
+    a_R, b_R = tl.exp(a_R - peak_R), tl.exp(b_R - peak_R)
+    tl.store(lse + row_R, peak_R + tl.log(a_R + b_R), mask=keep_R)
     # --- accumulate
-    column = tl.arange(0, D)[None, :]
-    keep = keep_R[:, None] & (column < DIM)
-    from_a = tl.load(a + (token * a_stride_T + head * a_stride_H)[:, None] + column, mask=keep, other=0.0)
-    from_b = tl.load(b + (token * b_stride_T + head * b_stride_H)[:, None] + column, mask=keep, other=0.0)
-    values = from_a.to(tl.float32) * (x / (x + y))[:, None] + from_b.to(tl.float32) * (y / (x + y))[:, None]
+    column_D = tl.arange(0, D)[None, :]
+    keep_RD = keep_R[:, None] & (column_D < DIM)
+    a += (token_R * a_stride_T + head_R * a_stride_H)[:, None]
+    a_RD = tl.load(a + column_D, mask=keep_RD, other=0.0)
+    b += (token_R * b_stride_T + head_R * b_stride_H)[:, None]
+    b_RD = tl.load(b + column_D, mask=keep_RD, other=0.0)
+    values_RD = a_RD.to(tl.float32) * (a_R / (a_R + b_R))[:, None]
+    values_RD += b_RD.to(tl.float32) * (b_R / (a_R + b_R))[:, None]
     # --- store
-    tl.store(out + row[:, None] * DIM + column, values.to(out.dtype.element_ty), mask=keep)
+    tl.store(out + row_R[:, None] * DIM + column_D, values_RD.to(out.dtype.element_ty), mask=keep_RD)
 
 
 def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> PartialAttention:
@@ -432,6 +408,6 @@ def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> P
         merge_kernel[(cdiv(rows, tile),)](
             a.values_THD, a.lse_HT, b.values_THD, b.lse_HT, values_THD, lse_TH, rows,
             *a.values_THD.stride()[:2], *b.values_THD.stride()[:2], *a.lse_HT.stride(), *b.lse_HT.stride(),
-            heads, dim, tile, width,
+            HEADS=heads, DIM=dim, R=tile, D=width,
         )  # fmt: skip
     return PartialAttention(values_THD, lse_TH.T)

@@ -7,20 +7,13 @@ A decoder is a `@triton.jit` function (items, scale, DTYPE) -> a tuple of `parts
 format is read in items of 16 bits, each of which holds `parts` values of a row: 4 of E2M1, 2 of FP8. Part j has the
 values j, j + parts, j + 2 * parts... of the row. A sum over a row is a sum over its parts, so attention permutes the
 query once instead of interleaving every tile. Two neighbouring items stand in one register wherever the tile came
-from, and PTX decodes both at once (ptx.py).
+from, and PTX decodes both at once (small_floats.py).
 
 Block scales are decoded apart, by a function (codes, DTYPE), before they are spread over the items that share them.
 What is common to a whole stream stays off the element path: the global scale, and a power of two (`fold`) by which
 decoded values are too small. Nothing needs FP8 instructions, which GPUs before SM89 lack.
 
 Shape suffixes: R rows, D values of a row, B blocks of a row, W values of a plane's row.
-
-Writing rows that are one head inside a kernel: latents of multi-head latent attention, and index keys.
-
-A row is cut into spans, each of which goes to the format's encoder by itself. A kernel receives where a span goes as a
-Span. Planes may have any strides, so columns of records are served too.
-
-Shape suffixes: R rows, D values of a row, P pages, H heads, S slots of a page.
 """
 
 from __future__ import annotations

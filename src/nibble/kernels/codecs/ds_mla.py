@@ -1,12 +1,10 @@
-"""Codec of the record formats of DeepSeek's latents, whose rotary values are BF16 in a plane of their own.
+"""Codecs of what DeepSeek's sparse attention caches: latents with BF16 rotary values, and index keys.
 
-fp8_ds_mla: E4M3 values with a float32 power of two for each 128 of them. nvfp4_ds_mla: NVFP4 values.
+- fp8_ds_mla: E4M3 values with a float32 power of two for each 128 of them; rotary values in a plane of their own.
+- nvfp4_ds_mla: NVFP4 values; rotary values likewise.
+- index_fp8: E4M3 values, and a float32 power of two for each key.
 
 Shape suffixes: R rows, D values of a row, B blocks of a row, S values of a block.
-
-Codec of index keys in FP8: E4M3 values, and a float32 power of two for each key.
-
-Shape suffixes: R rows, D values of a row.
 """
 
 from __future__ import annotations
@@ -14,31 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nibble.kernels.codecs import nvfp4
-from nibble.kernels.codecs.base import (
-    HEADS,
-    RANK,
-    ROPE,
-    TILE,
-    Codec,
-    CudaLatent,
-    Decoder,
-    IndexDecoder,
-    LatentDecoder,
-    RowEncoder,
-)
-from nibble.kernels.codecs.small_floats import (
-    INF_BITS,
-    MAX_E4M3,
-    NAN_FP8,
-    bits_of,
-    float_of,
-    magnitude,
-    round_bits,
-    to_blocks,
-    to_rows,
-    unpack_fp8,
-)
+from nibble.kernels.codecs import base, nvfp4
+from nibble.kernels.codecs import small_floats as floats
+from nibble.kernels.codecs.base import HEADS, RANK, ROPE, TILE, CudaLatent
 
 MIN_AMAX = tl.constexpr(1e-4)
 MAX_SCALE = tl.constexpr(2.0**118)
@@ -48,32 +24,32 @@ MAX_SCALE = tl.constexpr(2.0**118)
 def encode_blocks(x_RBS, LEAST: tl.constexpr):
     """Encode blocks as E4M3 with a float32 scale each: amax / 448, but LEAST at least, up to a power of two."""
     # --- scales
-    amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
-    damaged = amax > INF_BITS
-    ideal = tl.div_rn(float_of(tl.where(damaged, 0, amax)), tl.full(amax.shape, 448.0, tl.float32))
+    amax = tl.max(floats.magnitude(x_RBS), 2, keep_dims=True)
+    damaged = amax > floats.INF_BITS
+    ideal = tl.div_rn(floats.float_of(tl.where(damaged, 0, amax)), tl.full(amax.shape, 448.0, tl.float32))
     # rounded up by its bits, and undone by its inverse: both are exact
-    bits = (bits_of(tl.minimum(tl.maximum(ideal, LEAST), MAX_SCALE)) + 0x7FFFFF) & INF_BITS
+    bits = (floats.bits_of(tl.minimum(tl.maximum(ideal, LEAST), MAX_SCALE)) + 0x7FFFFF) & floats.INF_BITS
     # --- values
-    y_RD = to_rows(x_RBS * float_of((254 << 23) - bits))
-    _, code = round_bits(magnitude(y_RD), MAX_E4M3, 3, -6)
+    y_RD = floats.to_rows(x_RBS * floats.float_of((254 << 23) - bits))
+    _, code = floats.round_bits(floats.magnitude(y_RD), floats.MAX_E4M3, 3, -6)
     # NaN is kept in the codes and scale of its block, with the sign of a code that was NaN itself
-    damaged_RD = to_rows(tl.broadcast_to(damaged, x_RBS.shape))
-    sign = (bits_of(y_RD) >> 24) & 0x80
-    nan_RD = magnitude(y_RD) > INF_BITS
-    code = tl.where(damaged_RD, NAN_FP8 | tl.where(nan_RD, sign, 0), code | sign)
-    return code.to(tl.uint8), to_rows(float_of(tl.where(damaged, 0x7FC00000, bits)))
+    damaged_RD = floats.to_rows(tl.broadcast_to(damaged, x_RBS.shape))
+    sign = (floats.bits_of(y_RD) >> 24) & 0x80
+    nan_RD = floats.magnitude(y_RD) > floats.INF_BITS
+    code = tl.where(damaged_RD, floats.NAN_FP8 | tl.where(nan_RD, sign, 0), code | sign)
+    return code.to(tl.uint8), floats.to_rows(floats.float_of(tl.where(damaged, 0x7FC00000, bits)))
 
 
 @triton.jit
 def encode(x_RD, scale_R1):
     """Encode the latent proper of fp8_ds_mla."""
-    return encode_blocks(to_blocks(x_RD, 128), MIN_AMAX)
+    return encode_blocks(floats.to_blocks(x_RD, 128), MIN_AMAX)
 
 
 @triton.jit
 def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E4M3 values, times their block scales and 2^-8."""
-    return unpack_fp8(items, 0, DTYPE, 4) * scale, unpack_fp8(items, 1, DTYPE, 4) * scale
+    return floats.unpack_fp8(items, 0, DTYPE, 4) * scale, floats.unpack_fp8(items, 1, DTYPE, 4) * scale
 
 
 @triton.jit
@@ -110,31 +86,31 @@ MIN_INDEX_SCALE = tl.constexpr(1e-4 / 448.0)
 @triton.jit
 def encode_index(x_RD, scale_R1):
     """Encode keys; a whole row is one block."""
-    return encode_blocks(to_blocks(x_RD, x_RD.shape[1]), MIN_INDEX_SCALE)
+    return encode_blocks(floats.to_blocks(x_RD, x_RD.shape[1]), MIN_INDEX_SCALE)
 
 
 @triton.jit
 def decode_index(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E4M3 values to the values themselves: no dtype's range is too small for them."""
-    low, high = unpack_fp8(items, 0, DTYPE, 4), unpack_fp8(items, 1, DTYPE, 4)
+    low, high = floats.unpack_fp8(items, 0, DTYPE, 4), floats.unpack_fp8(items, 1, DTYPE, 4)
     return (low * 256.0).to(DTYPE), (high * 256.0).to(DTYPE)
 
 
-DECODER = Decoder(decode, float_scale, parts=2, block=128, fold=256.0)
+DECODER = base.Decoder(decode, float_scale, parts=2, block=128, fold=256.0)
 
 CODECS = {
-    "fp8_ds_mla": Codec(
-        row=RowEncoder(encode, 128, rope_apart=True),
-        latent=LatentDecoder(DECODER, rope_apart=True),
+    "fp8_ds_mla": base.Codec(
+        row=base.RowEncoder(encode, 128, rope_apart=True),
+        latent=base.LatentDecoder(DECODER, rope_apart=True),
         cuda_latent=_cuda_fp8(warpgroups=2, pitch=544),
     ),
-    "nvfp4_ds_mla": Codec(
-        row=RowEncoder(nvfp4.encode, 16, rope_apart=True),
-        latent=LatentDecoder(nvfp4.LATENT_DECODER, rope_apart=True),
+    "nvfp4_ds_mla": base.Codec(
+        row=base.RowEncoder(nvfp4.encode, 16, rope_apart=True),
+        latent=base.LatentDecoder(nvfp4.LATENT_DECODER, rope_apart=True),
         cuda_latent=_cuda_fp4(warpgroups=2, depth=2),
     ),
-    "index_fp8": Codec(
-        row=RowEncoder(encode_index, 0),
-        index=IndexDecoder(Decoder(decode_index, parts=2), scaled=True, bytes=True),
+    "index_fp8": base.Codec(
+        row=base.RowEncoder(encode_index, 0),
+        index=base.IndexDecoder(base.Decoder(decode_index, parts=2), scaled=True, bytes=True),
     ),
 }

@@ -7,50 +7,41 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
+from nibble.kernels.codecs import small_floats as floats
 from nibble.kernels.codecs.base import Codec, CudaFormat, Decoder, LatentDecoder, RowEncoder
-from nibble.kernels.codecs.small_floats import (
-    INF_BITS,
-    MAX_E4M3,
-    MAX_E5M2,
-    NAN_FP8,
-    bits_of,
-    magnitude,
-    round_bits,
-    unpack_fp8,
-)
 
 
 @triton.jit
 def _encode(x_RD, scale_R1, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
     y_RD = tl.div_rn(x_RD, tl.broadcast_to(scale_R1, x_RD.shape))
-    _, code = round_bits(magnitude(y_RD), LARGEST, MANTISSA, LOWEST)
+    _, code = floats.round_bits(floats.magnitude(y_RD), LARGEST, MANTISSA, LOWEST)
     # round_bits() makes the largest value of a NaN, so NaN is put back.
-    code = tl.where(magnitude(y_RD) > INF_BITS, NAN_FP8, code)
-    return ((code | (bits_of(x_RD) >> 24) & 0x80).to(tl.uint8),)
+    code = tl.where(floats.magnitude(y_RD) > floats.INF_BITS, floats.NAN_FP8, code)
+    return ((code | (floats.bits_of(x_RD) >> 24) & 0x80).to(tl.uint8),)
 
 
 @triton.jit
 def encode_e4m3(x_RD, scale_R1):
     """Encode rows as E4M3: saturating, NaN kept."""
-    return _encode(x_RD, scale_R1, MAX_E4M3, 3, -6)
+    return _encode(x_RD, scale_R1, floats.MAX_E4M3, 3, -6)
 
 
 @triton.jit
 def encode_e5m2(x_RD, scale_R1):
     """Encode rows as E5M2: saturating, NaN kept."""
-    return _encode(x_RD, scale_R1, MAX_E5M2, 2, -14)
+    return _encode(x_RD, scale_R1, floats.MAX_E5M2, 2, -14)
 
 
 @triton.jit
 def decode_e4m3(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E4M3 values, times 2^-8."""
-    return unpack_fp8(items, 0, DTYPE, 4), unpack_fp8(items, 1, DTYPE, 4)
+    return floats.unpack_fp8(items, 0, DTYPE, 4), floats.unpack_fp8(items, 1, DTYPE, 4)
 
 
 @triton.jit
 def decode_e5m2(items, scale, DTYPE: tl.constexpr):
     """Decode words of two E5M2 values."""
-    return unpack_fp8(items, 0, DTYPE, 5), unpack_fp8(items, 1, DTYPE, 5)
+    return floats.unpack_fp8(items, 0, DTYPE, 5), floats.unpack_fp8(items, 1, DTYPE, 5)
 
 
 def _codec(encode: JITFunction, decoder: Decoder, cuda: str) -> Codec:

@@ -9,19 +9,8 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
+from nibble.kernels.codecs import small_floats as floats
 from nibble.kernels.codecs.base import Codec, CudaFormat, Decoder, LatentDecoder, RowEncoder
-from nibble.kernels.codecs.small_floats import (
-    INF_BITS,
-    MAX_E2M1,
-    bits_of,
-    float_of,
-    magnitude,
-    pack_e2m1,
-    round_bits,
-    to_blocks,
-    to_rows,
-    unpack_e2m1,
-)
 
 NAN_E8M0 = tl.constexpr(255)
 MAX_E8M0 = tl.constexpr(252)  # 2^125: times 6, the largest product that float32 holds
@@ -31,27 +20,28 @@ MAX_E8M0 = tl.constexpr(252)  # 2^125: times 6, the largest product that float32
 def _encode(x_RBS, amax, stored, TIES_AWAY: tl.constexpr):
     """Encode blocks, given the bits of their largest magnitude and the E8M0 codes of their scales."""
     stored = tl.minimum(tl.maximum(stored, 0), MAX_E8M0)
-    scaled = to_rows(x_RBS * float_of((254 - stored) << 23))  # times the power of two that undoes the scale
-    bits = magnitude(scaled)
+    # Times the power of two that undoes the scale.
+    scaled = floats.to_rows(x_RBS * floats.float_of((254 - stored) << 23))
+    bits = floats.magnitude(scaled)
     if TIES_AWAY:
         bits |= 1  # what lies midway is above it now; all else stays on its side
-    _, code = round_bits(bits, MAX_E2M1, 1, 0)
-    stored = tl.where(amax > INF_BITS, NAN_E8M0, stored)
+    _, code = floats.round_bits(bits, floats.MAX_E2M1, 1, 0)
+    stored = tl.where(amax > floats.INF_BITS, NAN_E8M0, stored)
     # By value and not by the sign bit: -0.0 is stored as 0, as formats/mx.py does.
-    return pack_e2m1(code | tl.where(scaled < 0, 8, 0)), to_rows(stored).to(tl.uint8)
+    return floats.pack_e2m1(code | tl.where(scaled < 0, 8, 0)), floats.to_rows(stored).to(tl.uint8)
 
 
 @triton.jit
 def _finite(amax):
     """Return bits of a block's largest magnitude, with NaN as zero and infinity as the largest finite value."""
-    return tl.minimum(tl.where(amax > INF_BITS, 0, amax), INF_BITS - 1)
+    return tl.minimum(tl.where(amax > floats.INF_BITS, 0, amax), floats.INF_BITS - 1)
 
 
 @triton.jit
 def encode_mxfp4(x_RD, scale_R1):
     """Encode rows in blocks of 32; a scale is the largest power of two within amax / 4."""
-    x_RBS = to_blocks(x_RD, 32)
-    amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
+    x_RBS = floats.to_blocks(x_RD, 32)
+    amax = tl.max(floats.magnitude(x_RBS), 2, keep_dims=True)
     # The exponent bits of amax are the E8M0 code of its power of two; E2M1 itself reaches 2^2, hence -2.
     return _encode(x_RBS, amax, (_finite(amax) >> 23) - 2, False)
 
@@ -59,18 +49,18 @@ def encode_mxfp4(x_RD, scale_R1):
 @triton.jit
 def encode_fp4_mx16(x_RD, scale_R1):
     """Encode rows in blocks of 16; scales are amax / 6, rounded up to a power of two."""
-    x_RBS = to_blocks(x_RD, 16)
-    amax = tl.max(magnitude(x_RBS), 2, keep_dims=True)
-    largest = float_of(_finite(amax))
+    x_RBS = floats.to_blocks(x_RD, 16)
+    amax = tl.max(floats.magnitude(x_RBS), 2, keep_dims=True)
+    largest = floats.float_of(_finite(amax))
     ideal = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)), 1e-10)
     # All bits of the mantissa are added, so the exponent grows by one unless the value is a power of two.
-    return _encode(x_RBS, amax, (bits_of(ideal) + 0x7FFFFF) >> 23, True)
+    return _encode(x_RBS, amax, (floats.bits_of(ideal) + 0x7FFFFF) >> 23, True)
 
 
 @triton.jit
 def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales."""
-    a, b, c, d = unpack_e2m1(items, scale, True)
+    a, b, c, d = floats.unpack_e2m1(items, scale, True)
     return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
 
 
@@ -87,10 +77,8 @@ def e8m0_scale(codes, DTYPE: tl.constexpr):
 
 
 def _codec(encode: JITFunction, block: int, cuda: str) -> Codec:
-    decoder = Decoder(decode, e8m0_scale, parts=4, block=block)
-    return Codec(
-        encode, decoder, RowEncoder(encode, block), LatentDecoder(decoder), cuda=CudaFormat(cuda, 4, block)
-    )
+    decoder, rows = Decoder(decode, e8m0_scale, parts=4, block=block), RowEncoder(encode, block)
+    return Codec(encode, decoder, rows, LatentDecoder(decoder), cuda=CudaFormat(cuda, 4, block))
 
 
 CODECS = {

@@ -11,56 +11,41 @@ import torch
 import triton
 import triton.language as tl
 
+from nibble.kernels.codecs import small_floats as floats
 from nibble.kernels.codecs.base import Codec, CudaFormat, Decoder, LatentDecoder, RowEncoder
-from nibble.kernels.codecs.small_floats import (
-    HAS_PTX,
-    INF_BITS,
-    MAX_E2M1,
-    MAX_E4M3,
-    NAN_FP8,
-    bits_of,
-    e4m3_to_fp16,
-    float_of,
-    magnitude,
-    pack_e2m1,
-    round_bits,
-    to_blocks,
-    to_rows,
-    unpack_e2m1,
-)
 
 
 @triton.jit
 def encode(x_RD, scale_R1):
     """Encode rows: values are divided by their block's scale as it is stored."""
     # --- block scales: amax / 6, in E4M3
-    x_RBS = to_blocks(x_RD, 16)
-    amax_RB1 = float_of(tl.max(magnitude(x_RBS), 2, keep_dims=True))
+    x_RBS = floats.to_blocks(x_RD, 16)
+    amax_RB1 = floats.float_of(tl.max(floats.magnitude(x_RBS), 2, keep_dims=True))
     scale_RB1 = tl.broadcast_to(scale_R1[:, :, None], amax_RB1.shape)
-    ideal = magnitude(tl.div_rn(amax_RB1, 6.0 * scale_RB1))
-    rounded, stored = round_bits(ideal, MAX_E4M3, 3, -6)
-    damaged = ideal > INF_BITS
+    ideal = floats.magnitude(tl.div_rn(amax_RB1, 6.0 * scale_RB1))
+    rounded, stored = floats.round_bits(ideal, floats.MAX_E4M3, 3, -6)
+    damaged = ideal > floats.INF_BITS
     step = tl.where(damaged, amax_RB1, rounded * scale_RB1)
     # --- values
     inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
     inverse = tl.where(inverse == float("inf"), 0.0, inverse)  # the scale is zero: a block of signed zeros
-    scaled = to_rows(float_of(magnitude(x_RBS)) * inverse)
-    _, code = round_bits(bits_of(scaled), MAX_E2M1, 1, 0)
-    stored = tl.where(damaged, NAN_FP8, stored)
+    scaled = floats.to_rows(floats.float_of(floats.magnitude(x_RBS)) * inverse)
+    _, code = floats.round_bits(floats.bits_of(scaled), floats.MAX_E2M1, 1, 0)
+    stored = tl.where(damaged, floats.NAN_FP8, stored)
     # Bit 31, the sign, becomes bit 3 of the code.
-    return pack_e2m1(code | (bits_of(x_RD) >> 28) & 8), to_rows(stored).to(tl.uint8)
+    return floats.pack_e2m1(code | (floats.bits_of(x_RD) >> 28) & 8), floats.to_rows(stored).to(tl.uint8)
 
 
 @triton.jit
 def decode(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales."""
-    return unpack_e2m1(items, scale, False)
+    return floats.unpack_e2m1(items, scale, False)
 
 
 @triton.jit
 def e4m3_scale(codes, DTYPE: tl.constexpr):
     """Decode block scales, times what leaves 2^-7 of unpack_e2m1's factor, in every dtype."""
-    scale = e4m3_to_fp16(codes.to(tl.int16)).to(tl.float32)
+    scale = floats.e4m3_to_fp16(codes.to(tl.int16)).to(tl.float32)
     if tl.float16 == DTYPE:
         scale *= 2.0**15
     elif tl.bfloat16 == DTYPE:
@@ -83,13 +68,18 @@ UNPACK_8 = tl.constexpr(
 @triton.jit
 def decode_latent(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales: in float16 all four parts at once."""
-    if HAS_PTX and tl.float16 == DTYPE:
-        OUT: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    if floats.HAS_PTX and tl.float16 == DTYPE:
+        # The dtypes stand in the call, because Triton 3.9 does not see the tuple in a constexpr.
         parts = tl.inline_asm_elementwise(
-            UNPACK_8, "=&r,=&r,=&r,=&r,r,r", [items, scale], OUT, is_pure=True, pack=2
+            asm=UNPACK_8,
+            constraints="=&r,=&r,=&r,=&r,r,r",
+            args=[items, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
     else:
-        parts = unpack_e2m1(items, scale, False)
+        parts = floats.unpack_e2m1(items, scale, False)
     return parts
 
 

@@ -1,7 +1,9 @@
-"""Reading a stream's pages inside a kernel, in the stream's own format.
+"""Read and write a stream's pages inside a kernel, in the stream's own format.
 
 A kernel receives a stream as Tiles (heads), as two Sections (the latent proper and its rotary values), or as IndexKeys.
-They name functions of the format's codec, so that no kernel names a format.
+What it writes, latents and index keys, it receives as Spans: a row is cut into some, each of which goes to the format's
+encoder by itself. All of them name functions of the format's codec, so that no kernel names a format. Planes may have
+any strides, so columns of records are served too.
 
 Shape suffixes: P pages, H heads, S slots of a page, N rows (tokens of a head), W words of a row, B block scales of a
 row. A tile is [N, W], or [W, N] where its AXIS, along which a row lies, is 0. Names in capitals are constants of a
@@ -11,8 +13,9 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import wraps
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,11 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs import DECODERS, INDEX_KEYS, LATENTS, ROW_ENCODERS
+from nibble.kernels import next_power_of_2
+from nibble.kernels.codecs import DECODERS, INDEX_KEYS, LATENTS, ROW_ENCODERS, plain
 from nibble.kernels.codecs.base import Decoder
-from nibble.kernels.codecs.plain import DECODER as PLAIN
-from nibble.kernels.codecs.plain import encode as encode_plain
-from nibble.kernels.sizes import next_power_of_2
 from nibble.kernels.types import Paged
 
 MIN_WIDTH = 16
@@ -35,22 +36,22 @@ NO_ROPE, ALIKE, APART = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _memo: WeakKeyDictionary[Paged, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def once_per_stream(stream: Paged, key: Hashable, make: Callable[[], _T]) -> _T:
-    """Return make() of an earlier call with this stream and key, else of this one: launches must not wait for it.
+def once_per_stream(make: Callable[Concatenate[Paged, _P], _T]) -> Callable[Concatenate[Paged, _P], _T]:
+    """Keep what a function returns for a stream as long as the stream lives: launches must not wait for it."""
 
-    Args:
-        stream: The stream; results live as long as it does.
-        key: What the result depends on beside the stream.
-        make: Computes the result.
-    """
-    memo = _memo.setdefault(stream, {})
-    if key not in memo:
-        memo[key] = make()
-    return cast(_T, memo[key])
+    @wraps(make)
+    def of_memo(stream: Paged, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        memo, key = _memo.setdefault(stream, {}), (make, *args, *kwargs.items())
+        if key not in memo:
+            memo[key] = make(stream, *args, **kwargs)
+        return cast(_T, memo[key])
+
+    return of_memo
 
 
 # ---- arguments of kernels --------------------------------------------------------------------------------------------
@@ -96,8 +97,9 @@ class Tiles(NamedTuple):
     """Block scales in an item of `blocks`, 0 where there are none."""
     PAGE_SIZE: Any
 
-    @classmethod
-    def of(cls, stream: Paged, dtype: torch.dtype, *, copied: bool = False) -> Tiles:
+    @staticmethod
+    @once_per_stream
+    def of(stream: Paged, dtype: torch.dtype, *, copied: bool = False) -> Tiles:
         """Return the tiles of a stream.
 
         Args:
@@ -109,10 +111,6 @@ class Tiles(NamedTuple):
         Returns:
             A kernel's argument.
         """
-        return once_per_stream(stream, (cls, dtype, copied), lambda: cls._of(stream, dtype, copied))
-
-    @classmethod
-    def _of(cls, stream: Paged, dtype: torch.dtype, copied: bool) -> Tiles:
         decoder = DECODERS[stream.format.name]
         data = _items(stream, decoder)
         width = max(next_power_of_2(data.shape[3]), MIN_WIDTH)
@@ -124,7 +122,9 @@ class Tiles(NamedTuple):
         per_head = stream.scale.stride(0) if stream.scale.dim() else 0
         constants = per_head, _DTYPES[dtype], decoder.parts, decoder.fold, each, stream.page_size
         # Functions go bare: only so does the compiler's cache notice that they were edited.
-        return cls(items, blocks, stream.scale, decoder.decode, decoder.scale, *map(tl.constexpr, constants))
+        return Tiles(
+            items, blocks, stream.scale, decoder.decode, decoder.scale, *map(tl.constexpr, constants)
+        )
 
 
 class Section(NamedTuple):
@@ -195,8 +195,9 @@ class IndexKeys(NamedTuple):
     SCALED: Any
     PAGE_SIZE: Any
 
-    @classmethod
-    def of(cls, keys: Paged, dtype: torch.dtype, *, as_bytes: bool = False) -> IndexKeys:
+    @staticmethod
+    @once_per_stream
+    def of(keys: Paged, dtype: torch.dtype, *, as_bytes: bool = False) -> IndexKeys:
         """Return the keys of a stream.
 
         Args:
@@ -207,17 +208,13 @@ class IndexKeys(NamedTuple):
         Returns:
             A kernel's argument.
         """
-        return once_per_stream(keys, (cls, dtype, as_bytes), lambda: cls._of(keys, dtype, as_bytes))
-
-    @classmethod
-    def _of(cls, keys: Paged, dtype: torch.dtype, as_bytes: bool) -> IndexKeys:
         kind, data = INDEX_KEYS[keys.format.name], keys.planes_PHS[0]
         if kind.decoder.parts > 1:
             data = data.view(torch.uint8 if as_bytes else torch.int16)
         items = Plane.of(data, max(next_power_of_2(data.shape[3]), MIN_WIDTH))
         scales = Plane.of(keys.planes_PHS[1].unsqueeze(3), 1) if kind.scaled else items
         constants = _DTYPES[dtype], kind.decoder.parts, kind.scaled, keys.page_size
-        return cls(items, scales, kind.decoder.decode, *map(tl.constexpr, constants))
+        return IndexKeys(items, scales, kind.decoder.decode, *map(tl.constexpr, constants))
 
 
 def serves(stream: Paged) -> bool:
@@ -244,6 +241,7 @@ def serves_index_keys(keys: Paged) -> bool:
     return plane.itemsize > 1 or all(x % 2 == 0 for x in places)  # bytes are read as words of two
 
 
+@once_per_stream
 def sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, Section, int]:
     """Cut latents into their sections.
 
@@ -255,10 +253,6 @@ def sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, Se
     Returns:
         The latent proper, its rotary values, and which kind these are: NO_ROPE, ALIKE or APART.
     """
-    return once_per_stream(latents, (rope, query), lambda: _sections(latents, rope, query))
-
-
-def _sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, Section, int]:
     kind, rank = LATENTS[latents.format.name], latents.dim - rope
     decoder = kind.decoder
     dtype = query if decoder.half is None or query == torch.float32 else decoder.half
@@ -266,7 +260,7 @@ def _sections(latents: Paged, rope: int, query: torch.dtype) -> tuple[Section, S
     if not rope:
         return proper, proper, NO_ROPE.value
     if kind.rope_apart:
-        return proper, Section.of(latents.planes_PHS[2], None, PLAIN, query), APART.value
+        return proper, Section.of(latents.planes_PHS[2], None, plain.DECODER, query), APART.value
     return proper, Section.of_values(latents, decoder, rank, rope, dtype), ALIKE.value
 
 
@@ -496,12 +490,13 @@ def span(pages: Paged, scale: Tensor, first: int, count: int) -> Span:
     encoder, rank = ROW_ENCODERS[pages.format.name], rank_of(pages)
     planes = tuple(map(_span_items, pages.planes_PHS))
     if first >= rank:
-        encode, parts = encode_plain, [planes[-1][..., first - rank : first - rank + count]]
+        encode, parts = plain.encode, [planes[-1][..., first - rank : first - rank + count]]
     else:
-        encode = encoder.encode
-        parts = [_share(plane, rank, first, count) for plane in planes[: 2 if encoder.rope_apart else None]]
-    width = next_power_of_2(count)
-    constants = map(tl.constexpr, (first, count, width, pages.page_size))
+        encode, parts = encoder.encode, []
+        for plane in planes[: 2 if encoder.rope_apart else None]:
+            items = plane.shape[3]
+            parts.append(plane[..., first * items // rank : (first + count) * items // rank])
+    constants = map(tl.constexpr, (first, count, next_power_of_2(count), pages.page_size))
     return Span(tuple(Plane.of(plane, plane.shape[3]) for plane in parts), scale, encode, *constants)
 
 
@@ -509,12 +504,6 @@ def _span_items(plane_PHS: Tensor) -> Tensor:
     """Return a plane with items in a row, in a dtype that Triton stores: one-byte floats as integers."""
     plane = plane_PHS if plane_PHS.dim() == 4 else plane_PHS.unsqueeze(-1)
     return plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane
-
-
-def _share(plane: Tensor, rank: int, first: int, count: int) -> Tensor:
-    """Return the items of a plane that belong to some of a row's values."""
-    items = plane.shape[3]
-    return plane[..., first * items // rank : (first + count) * items // rank]
 
 
 @triton.jit

@@ -312,18 +312,8 @@ def score_many_sm90_kernel(
 # ---- the launches ----------------------------------------------------------------------------------------------------
 
 
-def layouts(requests: int, tile: int, heads: int, warps: int) -> tuple[Any, ...]:
-    """Return the layouts of score_few_sm90_kernel.
-
-    Args:
-        requests: Requests, padded to a power of two.
-        tile: Keys of a tile.
-        heads: Heads, padded.
-        warps: Warps of a program: 4, or 8 that share a tile.
-
-    Returns:
-        Layouts of requests, of products, of the keys that a thread multiplies, and of copies of keys and scales.
-    """
+def _layouts_few(requests: int, tile: int, heads: int, warps: int) -> tuple[Any, ...]:
+    """Return layouts of requests, products, the keys that a thread multiplies, and copies of keys and scales."""
     assert tile % (16 * warps) == 0
     mma = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, heads, 16])
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
@@ -337,33 +327,27 @@ def layouts(requests: int, tile: int, heads: int, warps: int) -> tuple[Any, ...]
     return of_requests, mma, keys, gl.BlockedLayout([1, 16], [4, 8], [warps, 1], [1, 0]), line
 
 
-def launch_few(grid: tuple[int, int], arguments: tuple[Any, ...], requests: int, shape: Any) -> None:
-    """Launch score_few_sm90_kernel.
-
-    Args:
-        grid: Programs, and queries of a request.
-        arguments: The arguments that score_few_kernel takes too.
-        requests: Requests, padded to a power of two.
-        shape: The ScoreTile.
-    """
-    layouts_ = layouts(requests, shape.keys, arguments[-1], shape.warps)
-    score_few_sm90_kernel[grid](
-        *arguments, shape.keys, requests, shape.stages, *layouts_, num_warps=shape.warps
-    )
-
-
-def launch_many(grid: tuple[int, int, int], arguments: tuple[Any, ...], each: int, shape: Any) -> None:
-    """Launch score_many_sm90_kernel.
-
-    Args:
-        grid: Tiles of keys, chunks of queries, and requests.
-        arguments: The arguments that score_many_kernel takes too.
-        each: Queries of a program.
-        shape: The ScoreTile.
-    """
-    warps, heads = shape.warps, arguments[-1]
+def _layouts_many(item: int, heads: int, warps: int) -> tuple[Any, ...]:
+    """Return layouts of products, of loads of keys, whose values have `item` bytes, and of copies of queries."""
     mma = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, heads, 16])
-    item = arguments[3].items.data.element_size()
     wide = gl.BlockedLayout([1, 16 // item], [4 // item, 8 * item], [warps, 1], [1, 0])
-    copy = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
-    score_many_sm90_kernel[grid](*arguments, shape.keys, each, shape.stages, mma, wide, copy, num_warps=warps)
+    return mma, wide, gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
+
+
+def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], heads: int, warps: int, few: bool) -> None:
+    """Launch score_few_sm90_kernel or score_many_sm90_kernel.
+
+    Args:
+        grid: That of the kernel in indexer/triton.py.
+        arguments: The arguments of that kernel.
+        heads: Heads, padded.
+        warps: Warps of a program: 4, or 8 that share a tile.
+        few: Whether requests have few queries.
+    """
+    if few:
+        tile, requests = arguments[-3:-1]
+        of_arguments = _layouts_few(requests, tile, heads, warps)
+        score_few_sm90_kernel[grid](*arguments, *of_arguments, num_warps=warps)
+    else:
+        of_arguments = _layouts_many(arguments[3].items.data.element_size(), heads, warps)
+        score_many_sm90_kernel[grid](*arguments, *of_arguments, num_warps=warps)

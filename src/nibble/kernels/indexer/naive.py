@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nibble.kernels import cdiv
 from nibble.kernels.append.naive import dequantize_pages
-from nibble.kernels.sizes import cdiv
 from nibble.kernels.types import AttentionBatch, Paged
 
 PAD_INDEX = -1

@@ -20,19 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.codecs import INDEX_KEYS
-from nibble.kernels.codecs.tiles import (
-    IndexKeys,
-    interleave,
-    pages_of,
-    read_key_scales,
-    read_rows,
-    serves_index_keys,
-    slots_of,
-)
-from nibble.kernels.flash import load_queries, padded_requests
+from nibble.kernels import GPU, SM90, cdiv, flash, gpu_of, next_power_of_2
+from nibble.kernels.codecs import INDEX_KEYS, tiles
 from nibble.kernels.indexer.naive import PAD_INDEX
-from nibble.kernels.sizes import GPU, SM90, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.types import AttentionBatch, Paged
 
 WORKSPACE = 64 << 20
@@ -94,9 +84,10 @@ def _weighted(products, weights_H):
 def _score_tile(keys, queries, weights_H, table, first, n_N, visible, to):
     """Score a tile of a request's keys for one query, and store what it sees."""
     # --- load
-    page, slot_N = pages_of(table, first, n_N, visible, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
+    page = tiles.pages_of(table, first, n_N, visible, keys.PAGE_SIZE)
+    slot_N = tiles.slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < visible
-    items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, False)
+    items = tiles.read_rows(keys.items, page, slot_N, 0, keep_N, 1, False)
     parts = keys.DECODE(items, 0, keys.DTYPE)
     # --- scores
     products = tl.dot(parts[0], tl.trans(queries[0]), input_precision="ieee")
@@ -104,7 +95,7 @@ def _score_tile(keys, queries, weights_H, table, first, n_N, visible, to):
         products = tl.dot(parts[j], tl.trans(queries[j]), products, input_precision="ieee")
     score_N = _weighted(products, weights_H)
     if keys.SCALED:  # a key's scale is positive, so it can wait until now
-        score_N *= read_key_scales(keys, page, slot_N, keep_N)
+        score_N *= tiles.read_key_scales(keys, page, slot_N, keep_N)
     # --- store
     tl.store(to + first + n_N, score_N, mask=keep_N)
 
@@ -135,7 +126,7 @@ def score_few_kernel(
         )
         upto = tl.minimum(upto, stop)
         at_H = row.to(tl.int64) * q_stride_T + h_H * q_stride_H
-        queries = load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.items.WIDTH, DIM, keys.DTYPE)
+        queries = flash.load_queries(q, at_H, h_H < HEADS, keys.PARTS, keys.items.WIDTH, DIM, keys.DTYPE)
         weights_H = tl.load(weights + row.to(tl.int64) * weights_stride + h_H, mask=h_H < HEADS, other=0.0)
         weights_H = weights_H.to(tl.float32) * unit
         pages = table + request.to(tl.int64) * table_stride
@@ -170,13 +161,14 @@ def score_many_kernel(
     # --- load keys
     n_N, h_H, d_D = tl.arange(0, N), tl.arange(0, H), tl.arange(0, keys.items.WIDTH * keys.PARTS)
     table += request.to(tl.int64) * table_stride
-    page, slot_N = pages_of(table, first, n_N, length, keys.PAGE_SIZE), slots_of(first, n_N, keys.PAGE_SIZE)
+    page = tiles.pages_of(table, first, n_N, length, keys.PAGE_SIZE)
+    slot_N = tiles.slots_of(first, n_N, keys.PAGE_SIZE)
     keep_N = first + n_N < length
-    items = read_rows(keys.items, page, slot_N, 0, keep_N, 1, True)
-    values = interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
+    items = tiles.read_rows(keys.items, page, slot_N, 0, keep_N, 1, True)
+    values = tiles.interleave(keys.DECODE(items, 0, keys.DTYPE), keys.PARTS)
     scale_N = tl.full([N], 1.0, tl.float32) * tl.load(global_scale)
     if keys.SCALED:
-        scale_N *= read_key_scales(keys, page, slot_N, keep_N)
+        scale_N *= tiles.read_key_scales(keys, page, slot_N, keep_N)
     # --- queries stream by
     q += h_H[:, None] * q_stride_H + d_D[None, :]
     for current in tl.range(row, stop, num_stages=STAGES):
@@ -303,7 +295,7 @@ MANY_TILES = ScoreTile(128, 4, 3, 2), ScoreTile(128, 8, 4, 2, True)
 def serves(keys: Paged, q_THD: Tensor) -> bool:
     """Return whether there is a decoder for the keys, and their dim is whole tiles."""
     heads, dim = q_THD.shape[1:]
-    return serves_index_keys(keys) and dim % 16 == 0 and heads <= MAX_HEADS and dim <= 256
+    return tiles.serves_index_keys(keys) and dim % 16 == 0 and heads <= MAX_HEADS and dim <= 256
 
 
 def select_topk(
@@ -336,9 +328,14 @@ def select_topk(
 
 
 def score(
-    keys: Paged, batch: AttentionBatch, q_THD: Tensor, weights_TH: Tensor, scores_SL: Tensor, start: int, rows: int,
-    shape: ScoreTile | None = None,
-) -> None:  # fmt: skip
+    keys: Paged,
+    batch: AttentionBatch,
+    q_THD: Tensor,
+    weights_TH: Tensor,
+    scores_SL: Tensor,
+    start: int,
+    rows: int,
+) -> None:
     """Score the tokens that query rows start to start + rows see.
 
     Args:
@@ -349,58 +346,38 @@ def score(
         scores_SL: Float32, where scores are stored; its first row is `start`.
         start: The first row.
         rows: How many there are.
-        shape: Another tile than the fastest.
     """
-    gpu, most = gpu_of(q_THD.device), max(batch.query_lens)
+    gpu, max_query_len = gpu_of(q_THD.device), max(batch.query_lens)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     weights_TH = weights_TH if weights_TH.stride(1) == 1 else weights_TH.contiguous()
-    few = most <= FEW_QUERIES
+    few = max_query_len <= FEW_QUERIES
     dtype = _product_dtype(keys, q_THD.dtype, few)
     q_THD = q_THD if few else q_THD.to(dtype)
-    shape = shape or (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
-    stored = IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
-    tensors = (
-        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
-        batch.seq_lens_B,
-    )  # fmt: skip
-    (heads, dim), count = q_THD.shape[1:], len(batch.seq_lens_B)
-    sizes = (
-        scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1), weights_TH.stride(0),
-        heads, dim, max(next_power_of_2(heads), MIN_HEADS),
-    )  # fmt: skip
+    shape = (FEW_TILES if few else MANY_TILES)[_suits_sm90(keys, q_THD, gpu, few)]
+    stored = tiles.IndexKeys.of(keys, dtype, as_bytes=shape.sm90)
+    (heads, dim), requests = q_THD.shape[1:], len(batch.seq_lens_B)
+    padded_heads = max(next_power_of_2(heads), MIN_HEADS)
+    grid: tuple[int, ...]
+    # Kernels differ in two arguments: requests and their padded number, or the first request and queries of a program.
     if few:
-        _score_few(
-            (shape.programs * gpu.processors, most),
-            (*tensors, count, start, rows, *sizes),
-            padded_requests(count),
-            shape,
-        )
+        grid = shape.programs * gpu.processors, max_query_len
+        first, each = requests, flash.padded_requests(requests)
     else:
         first, last = _requests_of(batch.query_lens, start, start + rows)
-        grid = cdiv(scores_SL.shape[1], shape.keys), cdiv(min(most, rows), CHUNK), last - first
-        _score_many(grid, (*tensors, first, start, rows, *sizes), shape)
-
-
-def _score_few(grid: tuple[int, int], arguments: tuple[object, ...], requests: int, shape: ScoreTile) -> None:
+        grid = cdiv(scores_SL.shape[1], shape.keys), cdiv(min(max_query_len, rows), CHUNK), last - first
+        each = CHUNK
+    arguments = (
+        q_THD, weights_TH, scores_SL, stored, keys.scale, batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
+        first, start, rows, scores_SL.stride(0), batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        weights_TH.stride(0), heads, dim, padded_heads, shape.keys, each, shape.stages,
+    )  # fmt: skip
     if shape.sm90:
-        from nibble.kernels.indexer.gluon_sm90 import launch_few
+        from nibble.kernels.indexer import gluon_sm90
 
-        launch_few(grid, arguments, requests, shape)
+        gluon_sm90.launch(grid, arguments, padded_heads, shape.warps, few)
     else:
-        score_few_kernel[grid](
-            *arguments, shape.keys, requests, shape.stages, num_warps=shape.warps, num_stages=shape.stages
-        )
-
-
-def _score_many(grid: tuple[int, int, int], arguments: tuple[object, ...], shape: ScoreTile) -> None:
-    if shape.sm90:
-        from nibble.kernels.indexer.gluon_sm90 import launch_many
-
-        launch_many(grid, arguments, CHUNK, shape)
-    else:
-        score_many_kernel[grid](
-            *arguments, shape.keys, CHUNK, shape.stages, num_warps=shape.warps, num_stages=shape.stages
-        )
+        kernel = score_few_kernel if few else score_many_kernel
+        kernel[grid](*arguments, num_warps=shape.warps, num_stages=shape.stages)
 
 
 def _requests_of(query_lens: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
@@ -443,12 +420,12 @@ def topk(scores_SL: Tensor, batch: AttentionBatch, topk_indices_TK: Tensor, star
     if topk_indices_TK.is_cuda and _cuda_present():
         from nibble.kernels.indexer.cuda import topk as fast
 
-        fast(scores_SL, batch.cu_seqlens_q_B1, batch.seq_lens_B, topk_indices_TK, start, rows)
+        fast(scores_SL, batch, topk_indices_TK, start, rows)
         return
-    count, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
+    requests, top_k = len(batch.seq_lens_B), topk_indices_TK.shape[1]
     topk_kernel[(rows,)](
-        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, count, start, scores_SL.stride(0),
-        top_k, next_power_of_2(top_k), TOPK_TILE, padded_requests(count), num_warps=TOPK_WARPS,
+        scores_SL, topk_indices_TK, batch.cu_seqlens_q_B1, batch.seq_lens_B, requests, start, scores_SL.stride(0),
+        TOP_K=top_k, K=next_power_of_2(top_k), N=TOPK_TILE, R=flash.padded_requests(requests), num_warps=TOPK_WARPS,
     )  # fmt: skip
 
 

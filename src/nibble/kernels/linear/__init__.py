@@ -1,15 +1,11 @@
-"""linear: y = x W^T + b where few rows meet a large weight, which a decode step does hardly anything but read.
+"""linear: y = x W^T + b where few rows meet a large weight; and rotate: the rotation of queries that meet rotated keys.
 
-Libraries split such products along K and add the parts up in a second kernel; linear/triton.py reads the weight once.
-Which is faster depends on shape and GPU, so a trial at load decides for each shape. The torch reference is F.linear.
+A decode step does hardly anything but read such a weight. Libraries split such products along K and add the parts up in
+a second kernel; linear/triton.py reads the weight once. Which is faster depends on shape and GPU, so a trial at load
+decides for each shape. The torch references are F.linear and, for the rotation that `rot` applied to stored keys,
+formats/transforms.py.
 
-Shape suffixes: N values of the output, K of the input.
-
-rotate: the rotation that `rot` (formats/transforms.py) applied to stored keys, for the queries that meet them.
-
-The torch reference is formats/transforms.py.
-
-Shape suffixes: T tokens, H heads, D values of a head.
+Shape suffixes: N values of the output, K of the input; T tokens, H heads, D values of a head.
 """
 
 from __future__ import annotations
@@ -22,13 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nibble.formats import transforms
-from nibble.kernels import triton_present
+from nibble.kernels import MMA_ROWS, triton_present
 
-FEW = 16
-"""Rows up to which Triton computes: the width of one tile of the tensor cores."""
-LARGE = 1 << 23
+MIN_BYTES = 1 << 23
 """Bytes of a weight from which on it pays."""
-ERROR = 0.01
+MAX_ERROR = 0.01
 """How far Triton may be off the library, norm over norm, in a trial; in 16 bits both round by a quarter of that."""
 TRIALS = 5
 FLUSH = 1 << 28
@@ -43,7 +37,7 @@ def serves(weight_NK: Tensor) -> bool:
         weight_NK.is_cuda
         and weight_NK.dtype in {torch.bfloat16, torch.float16}
         and weight_NK.is_contiguous()
-        and weight_NK.nbytes >= LARGE
+        and weight_NK.nbytes >= MIN_BYTES
         # Whole tiles only: the kernel has no masks along the weight.
         and n % 64 == k % 256 == 0
         and triton_present()
@@ -55,7 +49,7 @@ def _wins(weight_NK: Tensor) -> bool:
     """Return the result of a trial, one for each shape. A kernel that fails for whatever reason does not win."""
     key = weight_NK.device, weight_NK.dtype, weight_NK.shape
     if key not in _is_faster:
-        x = torch.randn(FEW // 2, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+        x = torch.randn(MMA_ROWS // 2, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
         try:
             _is_faster[key] = _is_right(x, weight_NK) and _ms(_triton_linear, x, weight_NK) < _ms(
                 F.linear, x, weight_NK
@@ -67,7 +61,7 @@ def _wins(weight_NK: Tensor) -> bool:
 
 def _is_right(x: Tensor, weight_NK: Tensor) -> bool:
     expected = F.linear(x, weight_NK).float()
-    return bool((_triton_linear(x, weight_NK, None).float() - expected).norm() <= ERROR * expected.norm())
+    return bool((_triton_linear(x, weight_NK, None).float() - expected).norm() <= MAX_ERROR * expected.norm())
 
 
 def _ms(multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight_NK: Tensor) -> float:
@@ -102,7 +96,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 # An operator, so that a compiler of models leaves the choice to the time of the call, when the number of rows is known.
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    few = x.numel() <= FEW * x.shape[-1]
+    few = x.numel() <= MMA_ROWS * x.shape[-1]
     return _triton_linear(x, weight, bias) if few else F.linear(x, weight, bias)
 
 

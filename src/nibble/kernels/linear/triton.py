@@ -1,14 +1,13 @@
-"""linear() for few rows in Triton: a program reads some rows of the weight once, from end to end, many loads ahead.
+"""linear() for few rows and rotate() in Triton, and the tile function that a fused append rotates keys with.
 
-There are as many programs as keep every multiprocessor loading; none is split along K, which would take a second pass.
+linear: a program reads some rows of the weight once, from end to end, many loads ahead. There are as many programs as
+keep every multiprocessor loading; none is split along K, which would take a second pass.
 
-Shape suffixes: M rows of x (padded to one tile), N values of the output, K of the input; B a block of each.
+rotate: a Hadamard matrix of 2^n rows is applied in n steps of sums and differences, in float32, between registers of a
+warp.
 
-rotate() in Triton, and the tile function that a fused append rotates keys with.
-
-A Hadamard matrix of 2^n rows is applied in n steps of sums and differences, in float32, between registers of a warp.
-
-Shape suffixes: T tokens, H heads, D values of a head, R rows of a tile (a token's head each).
+Shape suffixes: M rows of x (padded to one tile), N values of the output, K of the input, B a block of each; T tokens,
+H heads, D values of a head, R rows of a tile (a token's head each).
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels.sizes import next_power_of_2
+from nibble.kernels import MMA_ROWS, cdiv, next_power_of_2
 
-ROWS = 16
 WIDE, NARROW = (64, 128), (32, 256)
 """Outputs of a program and inputs of a step, where there are many outputs and few."""
-MANY = 96
+MIN_WIDE_PROGRAMS = 96
 """Programs of the wide kind that fill a GPU."""
 STAGES = 4
 """Steps that are loaded ahead: 80 KiB of shared memory at most, which every GPU since Ampere has."""
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(x, weight, bias, out, rows, x_stride, N, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Multiply all rows with BN rows of the weight. Grid: N / BN."""
+def linear_kernel(x, weight, bias, out, rows, x_stride, outputs, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Multiply all rows with BN rows of the weight. Grid: outputs / BN."""
     n, m, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, M), tl.arange(0, BK)
     weight_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
     x_at, live = x + m[None, :] * x_stride + k[:, None], m[None, :] < rows
@@ -44,14 +42,14 @@ def _linear_kernel(x, weight, bias, out, rows, x_stride, N, K: tl.constexpr, M: 
         sum_NM = tl.dot(weight_NK, tl.load(x_at + start, mask=live, other=0.0), sum_NM)
     if bias is not None:
         sum_NM += tl.load(bias + n)[:, None].to(tl.float32)
-    tl.store(out + m[None, :] * N + n[:, None], sum_NM.to(out.dtype.element_ty), mask=live)
+    tl.store(out + m[None, :] * outputs + n[:, None], sum_NM.to(out.dtype.element_ty), mask=live)
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Compute x W^T + b.
 
     Args:
-        x: [..., K], of ROWS rows at most.
+        x: [..., K], of MMA_ROWS rows at most.
         weight_NK: Contiguous; N a multiple of 64 and K of 256.
         bias_N: Added to each row, if there is one.
 
@@ -62,14 +60,26 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     x_MK = x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    width, depth = WIDE if n >= MANY * WIDE[0] else NARROW
-    _linear_kernel[(n // width,)](
-        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, ROWS, width, depth, STAGES, num_warps=4
+    width, depth = WIDE if n >= MIN_WIDE_PROGRAMS * WIDE[0] else NARROW
+    linear_kernel[(n // width,)](
+        x_MK,
+        weight_NK,
+        bias_N,
+        out,
+        len(x_MK),
+        x_MK.stride(0),
+        n,
+        k,
+        MMA_ROWS,
+        width,
+        depth,
+        STAGES,
+        num_warps=4,
     )
     return out
 
 
-VALUES = 1024
+ROTATE_VALUES = 1024
 """Values of a tile, 8 to a thread: small enough that a few tokens spread over the GPU."""
 
 
@@ -96,8 +106,8 @@ def _butterfly(y, STRIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rotate_kernel(x, out, rows, stride_T, stride_H, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-                   R: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def rotate_kernel(x, out, rows, stride_T, stride_H, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+                  R: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Rotate R rows. Grid: rows / R."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     column = tl.arange(0, D)[None, :]
@@ -112,9 +122,9 @@ def rotate(x_THD: Tensor) -> Tensor:
     tokens, heads, dim = x_THD.shape
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     width = next_power_of_2(dim)
-    tile = max(1, VALUES // width)
+    tile = max(1, ROTATE_VALUES // width)
     if rows := tokens * heads:
-        _rotate_kernel[(-(-rows // tile),)](
+        rotate_kernel[(cdiv(rows, tile),)](
             x_THD, out_THD, rows, x_THD.stride(0), x_THD.stride(1), heads, dim, dim & -dim, tile, width
         )
     return out_THD

@@ -4,7 +4,11 @@ A token's latent is its key, and but for the rotary values at its end its value 
 read and dequantise only once. Queries are the last tokens of their requests, so each sees the stored tokens up to its
 own.
 
-Shape suffixes: T query tokens, H query heads, D values of a latent, R of them that are values (the rank).
+Sparse: every query token has its own list of slots, and reads no others. They are those that the lightning indexer of
+DeepSeek V3.2 selects.
+
+Shape suffixes: T query tokens, H query heads, K slots of a list, D values of a latent, R of them that are values (the
+rank).
 """
 
 from __future__ import annotations
@@ -14,9 +18,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from nibble.kernels import triton_present
+from nibble.kernels import UNBOUNDED, triton_present
 from nibble.kernels.mla import naive
-from nibble.kernels.sizes import UNBOUNDED
 from nibble.kernels.types import AttentionBatch, Paged
 
 MAX_SHORT_LEN = 2048
@@ -63,3 +66,26 @@ def _cuda() -> ModuleType | None:
     except Exception:  # the loader's errors are of many kinds
         return None
     return cuda
+
+
+def sparse_mla_attention(
+    q_THD: Tensor, latents: Paged, rope: int, topk_slots_TK: Tensor, scale: float
+) -> Tensor:
+    """Return softmax(scale * q . latent) @ latent[:R] over each query's slots.
+
+    Args:
+        q_THD: Queries with the projections of keys absorbed.
+        latents: Pages of latents, one head.
+        rope: Rotary values at the end of a latent.
+        topk_slots_TK: Int32, page * page_size + offset; a negative slot is padding, wherever it stands.
+        scale: What scores are multiplied by.
+
+    Returns:
+        [T, H, R] in the query's dtype; zeros where all slots are padding.
+    """
+    if q_THD.is_cuda and triton_present():
+        from nibble.kernels.mla import triton as fast
+
+        if fast.serves_latents(latents, rope):
+            return fast.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)
+    return naive.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)

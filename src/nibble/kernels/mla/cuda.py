@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nibble.kernels import SM90, gpu_of
 from nibble.kernels.codecs import CUDA_LATENTS
 from nibble.kernels.codecs.base import HEADS, RANK, ROPE, CudaLatent
 from nibble.kernels.nvrtc import FLOAT, INT, LONG, POINTER, Kernel, cubin, unavailable_reason
-from nibble.kernels.types import AttentionBatch, Paged
+from nibble.kernels.types import AttentionBatch, Paged, is_aligned
 
 ARCH = "90a"
 PAGES = (16, 32, 64, 128)
@@ -41,11 +42,8 @@ def _kernel(latent: CudaLatent, device: int) -> Kernel:
 @cache
 def _blocks(device: torch.device) -> int:
     """Return the blocks of a launch, one a multiprocessor; 0 where the kernel does not run."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    usable = (properties.major, properties.minor) == (9, 0) and unavailable_reason() is None
-    return int(properties.multi_processor_count) if usable else 0
+    gpu = gpu_of(device)
+    return gpu.processors if gpu.arch == SM90 and unavailable_reason() is None else 0
 
 
 def serves(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch) -> bool:
@@ -65,15 +63,10 @@ def serves(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch) -> b
         and max(batch.query_lens, default=0) == 1
         and len(batch.seq_lens_B) <= MAX_BATCH
         and latents.page_size in PAGES
-        and all(map(_is_aligned, latents.planes_PHS))
+        and all(plane.stride(3) == 1 and is_aligned(plane, ALIGNMENT) for plane in latents.planes_PHS)
         and (not CUDA_LATENTS[latents.format.name].in_runs or has_contiguous_slots(latents.planes_PHS))
         and _blocks(q_THD.device) > 0
     )
-
-
-def _is_aligned(plane_PHS: Tensor) -> bool:
-    steps = (plane_PHS.storage_offset(), plane_PHS.stride(0), plane_PHS.stride(2))
-    return plane_PHS.stride(3) == 1 and all(x * plane_PHS.itemsize % ALIGNMENT == 0 for x in steps)
 
 
 def _is_loadable(q_THD: Tensor) -> bool:
@@ -108,37 +101,29 @@ def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -
     """
     from nibble.kernels.flash import combine_kernel
 
-    (tokens, heads, _), batch_size = q_THD.shape, len(batch.seq_lens_B)
+    (tokens, heads, _), requests = q_THD.shape, len(batch.seq_lens_B)
     latent, blocks = CUDA_LATENTS[latents.format.name], _blocks(q_THD.device)
     q_THD = q_THD if _is_loadable(q_THD) else q_THD.clone(memory_format=torch.contiguous_format)
     out = q_THD.new_empty(tokens, heads, RANK)
-    rows = (blocks + batch_size) * HEADS
+    rows = (blocks + requests) * HEADS
     parts = q_THD.new_empty(rows, RANK, dtype=torch.float32)
     lse = q_THD.new_empty(rows, dtype=torch.float32)
-    plan = q_THD.new_empty(batch_size, 2, dtype=torch.int32)
+    plan = q_THD.new_empty(requests, 2, dtype=torch.int32)
     planes = latents.planes_PHS
     pointers = (
         q_THD, out, parts, lse, plan, *planes, latents.scale, batch.seq_lens_B, batch.cu_seqlens_q_B1,
         batch.page_table_BN,
     )  # fmt: skip
-    arguments = (
-        *(tensor.data_ptr() for tensor in pointers),
-        *(plane.stride(0) * plane.itemsize for plane in planes),
-        *(plane.stride(2) * plane.itemsize for plane in planes),
-        scale,
-        batch_size,
-        batch.page_table_BN.stride(0),
-        # Pages are powers of two, so the kernel shifts by this in place of dividing.
-        latents.page_size.bit_length() - 1,
-        heads,
-        q_THD.stride(0),
-        q_THD.stride(1),
-    )
+    strides = (plane.stride(i) * plane.itemsize for i in (0, 2) for plane in planes)
+    # Pages are powers of two, so the kernel shifts by this in place of dividing.
+    shift = latents.page_size.bit_length() - 1
+    sizes = requests, batch.page_table_BN.stride(0), shift, heads, q_THD.stride(0), q_THD.stride(1)
+    arguments = (*(tensor.data_ptr() for tensor in pointers), *strides, scale, *sizes)
     kernel = _kernel(latent, q_THD.device.index or 0)
-    kernel.launch(blocks, latent.threads, latent.shared_bytes(batch_size), _TYPES, arguments)
+    kernel.launch(blocks, latent.threads, latent.shared_bytes(requests), _TYPES, arguments)
     # Parts of a row that are merged at once: many where few requests are spread over many blocks.
-    parts_at_once = 4 if blocks <= 3 * batch_size else 16
-    combine_kernel[(1, heads, batch_size)](
+    parts_at_once = 4 if blocks <= 3 * requests else 16
+    combine_kernel[(1, heads, requests)](
         out, parts, lse, plan, batch.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, parts_at_once
     )
     return out

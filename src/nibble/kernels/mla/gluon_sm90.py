@@ -37,23 +37,25 @@ def add(a, b):
 
 
 @gluon.jit
-def _assign_split(program, seq_lens, requests, slots, R: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
-    """Assign a share of a request's keys to a program, as split_kv.assign_split does.
+def _assign_split(
+    program, seq_lens, requests, concurrency, R: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Assign a share of a request's keys to a program, as flash.assign_split does.
 
     Sizes of a share are tried one after the other: all warps have the same values, and need no barrier.
     """
     r_R = gl.arange(0, R, layout=LAYOUT)
     keys_R = gl.load(seq_lens + r_R, mask=r_R < requests, other=0).to(gl.float32)
-    fair = gl.sum(keys_R, 0) / slots
+    fair = gl.sum(keys_R, 0) / concurrency
     best_cost, best_R = 1e30, keys_R
     for k in gl.static_range(K):
         each = gl.maximum(fair * ((1.0 + k) * (2.0 / K)), MIN_KEYS_PER_SPLIT * 1.0)
         splits_R = gl.where(r_R < requests, gl.maximum(gl.ceil(keys_R / each), 1.0), 0.0)
         programs = gl.sum(splits_R, 0)
         longest = gl.max(keys_R / gl.maximum(splits_R, 1.0), 0)
-        cost = gl.where(
-            programs <= slots, longest, fair + TAIL_COST * longest + LAUNCH_COST_KEYS * programs / slots
-        )
+        fits = programs <= concurrency
+        queued = fair + TAIL_COST * longest + LAUNCH_COST_KEYS * programs / concurrency
+        cost = gl.where(fits, longest, queued)
         best_R = gl.where(cost < best_cost, splits_R, best_R)
         best_cost = gl.minimum(cost, best_cost)
     splits_R = best_R.to(gl.int32)
@@ -245,15 +247,16 @@ def _store_sums(to, row_M, sums, factor_M, live_M, RANK: gl.constexpr, MMA: gl.c
 
 
 @gluon.jit(
-    do_not_specialize=["requests", "slots", "page_table_stride"],
+    do_not_specialize=["requests", "concurrency", "page_table_stride"],
     do_not_specialize_on_alignment=["page_table", "cu_seqlens_q", "seq_lens"],
 )
 def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compiled)
-    q, out, parts, lse, plan, latent, rope, global_scale, page_table, cu_seqlens_q, seq_lens, scale, requests, slots,
-    page_table_stride, q_stride_T, q_stride_H, GROUP: gl.constexpr, RANK: gl.constexpr, ROPE_DIM: gl.constexpr,
-    ROPE: gl.constexpr, FOLD: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    K: gl.constexpr, REQUESTS: gl.constexpr, MMA: gl.constexpr, ITEMS: gl.constexpr, BLOCKS: gl.constexpr,
-    CODES: gl.constexpr, ROPE_ITEMS: gl.constexpr, ROPE_BLOCKS: gl.constexpr, ROPE_CODES: gl.constexpr,
+    q, out, parts, lse, plan, latent, rope, global_scale, page_table, cu_seqlens_q, seq_lens, scale, requests,
+    concurrency, page_table_stride, q_stride_T, q_stride_H, GROUP: gl.constexpr, RANK: gl.constexpr,
+    ROPE_DIM: gl.constexpr, ROPE: gl.constexpr, FOLD: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr,
+    N: gl.constexpr, R: gl.constexpr, K: gl.constexpr, REQUESTS: gl.constexpr, MMA: gl.constexpr, ITEMS: gl.constexpr,
+    BLOCKS: gl.constexpr, CODES: gl.constexpr, ROPE_ITEMS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
+    ROPE_CODES: gl.constexpr,
 ):  # fmt: skip
     """Attend over a split of a request's latents. Grid and arguments are those of mla_kernel in mla/triton.py.
 
@@ -267,7 +270,7 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     tile, group, program = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     request, split, splits = program, 0, 1
     if SPLIT:
-        request, split, splits = _assign_split(program, seq_lens, requests, slots, R, K, REQUESTS)
+        request, split, splits = _assign_split(program, seq_lens, requests, concurrency, R, K, REQUESTS)
         if request >= requests:
             return
         if split == 0:

@@ -50,20 +50,13 @@ def copy_tokens(
     if from_M.is_cuda and triton_present():
         from nibble.kernels.offload import triton as fast
 
-        if fast.serves(source, target, from_M.device):
+        if fast.plan_of(source, target, from_M.device):
             fast.copy_tokens(source, from_M, target, to_M, count, programs=programs)
             return
     naive.copy_tokens(source, from_M, target, to_M, count)
 
 
-def lookup_hot(
-    topk_indices_TK: Tensor,
-    rows_T: Tensor,
-    page_table_TN: Tensor,
-    frames_P: Tensor,
-    hot: HotBuffer,
-    page_size: int,
-) -> HotLookup:
+def lookup_hot(topk_indices_TK: Tensor, rows_T: Tensor, page_table_TN: Tensor, hot: HotBuffer) -> HotLookup:
     """Find slots for the selected tokens, and change `hot` to what it will hold.
 
     Args:
@@ -71,9 +64,7 @@ def lookup_hot(
             are off the device.
         rows_T: Int64 rows of `hot`, each once.
         page_table_TN: Int32 pages of each request.
-        frames_P: Int32, the frame of each page, PAD_INDEX where it has none.
         hot: The hot buffers.
-        page_size: Tokens of a page.
 
     Returns:
         The slots, and the copies that must be made.
@@ -81,8 +72,8 @@ def lookup_hot(
     if topk_indices_TK.is_cuda and triton_present():
         from nibble.kernels.offload import triton as fast
 
-        return fast.lookup_hot(topk_indices_TK, rows_T, page_table_TN, frames_P, hot, page_size)
-    return naive.lookup_hot(topk_indices_TK, rows_T, page_table_TN, frames_P, hot, page_size)
+        return fast.lookup_hot(topk_indices_TK, rows_T, page_table_TN, hot)
+    return naive.lookup_hot(topk_indices_TK, rows_T, page_table_TN, hot)
 
 
 def resident_slots(

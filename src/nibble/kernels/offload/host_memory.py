@@ -104,14 +104,10 @@ def _pinned(size: int) -> Tensor:
     tensor = torch.empty(size, dtype=torch.uint8)
     if size:
         storage, runtime = tensor.untyped_storage(), torch.cuda.cudart()
-        _check(int(runtime.cudaHostRegister(storage.data_ptr(), size, 0)), size)
+        if error := int(runtime.cudaHostRegister(storage.data_ptr(), size, 0)):
+            raise CapacityError(
+                f"{size >> 20} MiB of the host's memory cannot be shared with the GPU (CUDA error {error}); "
+                "a smaller --hisparse host_memory=..., or a higher limit of locked memory (ulimit -l), would help"
+            )
         weakref.finalize(storage, runtime.cudaHostUnregister, storage.data_ptr())
     return tensor
-
-
-def _check(error: int, size: int) -> None:
-    if error:
-        raise CapacityError(
-            f"{size >> 20} MiB of the host's memory cannot be shared with the GPU (CUDA error {error}); "
-            "a smaller --hisparse host_memory=..., or a higher limit of locked memory (ulimit -l), would help"
-        )

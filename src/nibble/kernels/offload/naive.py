@@ -87,6 +87,8 @@ def _places(plane_PHS: Tensor, slots_M: Tensor) -> tuple[Tensor, slice, Tensor]:
 class HotBuffer:
     """Hot buffers of requests, one to a row; all int32 but the counters."""
 
+    frames_P: Tensor
+    """The frame of each page of the pool, PAD_INDEX where it has none."""
     frames_RF: Tensor
     """Their frames, PAD_INDEX in rows that have none."""
     tokens_RB: Tensor
@@ -95,6 +97,11 @@ class HotBuffer:
     """Slots in the order in which they are given up: the least recently used first."""
     counts: Tensor
     """Int64 [3]: tokens that were resident in their page, hit in the buffer, and missed."""
+
+    @property
+    def page_size(self) -> int:
+        """Return the number of slots in a frame."""
+        return self.tokens_RB.shape[1] // self.frames_RF.shape[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,14 +142,7 @@ def resident_slots(
     return topk_slots_TK.masked_fill((topk_indices_TK < 0) | (frame_TK < 0), PAD_INDEX)
 
 
-def lookup_hot(
-    topk_indices_TK: Tensor,
-    rows_T: Tensor,
-    page_table_TN: Tensor,
-    frames_P: Tensor,
-    hot: HotBuffer,
-    page_size: int,
-) -> HotLookup:
+def lookup_hot(topk_indices_TK: Tensor, rows_T: Tensor, page_table_TN: Tensor, hot: HotBuffer) -> HotLookup:
     """Find slots for the selected tokens, and change `hot` to what it will hold.
 
     Args:
@@ -150,14 +150,13 @@ def lookup_hot(
             device.
         rows_T: Int64 rows of `hot`, each once.
         page_table_TN: Int32 pages of each request.
-        frames_P: Int32, the frame of each page, PAD_INDEX where it has none.
         hot: The hot buffers.
-        page_size: Tokens of a page.
 
     Returns:
         The slots, and the copies that must be made.
     """
-    topk_slots_TK = resident_slots(topk_indices_TK, page_table_TN, frames_P, page_size)
+    page_size = hot.page_size
+    topk_slots_TK = resident_slots(topk_indices_TK, page_table_TN, hot.frames_P, page_size)
     hot.counts[RESIDENT] += (topk_slots_TK != PAD_INDEX).sum()
     sources, targets = [topk_indices_TK.new_empty(0)], [topk_indices_TK.new_empty(0)]
     for t, row in enumerate(rows_T.tolist()):

@@ -1,20 +1,16 @@
-"""Triton kernels of copy_tokens: one launch, whose reads saturate the link to a host.
+"""Triton kernels of a host tier: copies of tokens that saturate the link to a host, and the lookup of hot buffers.
 
-Where bytes mean the same, rows are runs of bytes: planes that follow each other in both stores are one run, and so a
-record is. Where formats differ, a part of a row is read in its words, decoded, and encoded as appending does
-(codecs/spans.py): only what is stored crosses the link. Programs stride through tiles of rows; how many programs there
-are bounds what a copy takes from what runs beside it.
+copy_tokens: where bytes mean the same, rows are runs of bytes. Planes that follow each other in both stores are one
+run, and so a record is. Where formats differ, a part of a row is read in its words, decoded, and encoded as appending
+does (codecs/tiles.py): only what is stored crosses the link. Programs stride through tiles of rows; how many programs
+there are bounds what a copy takes from what runs beside it.
 
-Shape suffixes: M tokens that are copied, N units of a tile, R rows of a tile, D values of a row, P pages, H heads,
-S slots of a page. Names in capitals are constants of a kernel.
+lookup_hot: selected tokens ascend, so a hot slot finds its token among them by bisection; nothing is hashed or sorted.
+What one lane finds for another goes through global memory, behind a barrier.
 
-Triton kernels of hot buffers: where selected tokens lie, and which must be copied.
-
-Selected tokens ascend, so a hot slot finds its token among them by bisection; nothing is hashed or sorted. What one
-lane finds for another goes through global memory, behind a barrier.
-
-Shape suffixes: T query tokens, K tokens that a request looks at, B slots of its hot buffer, both padded to powers of
-two; N pages of a request, P pages in all. Names in capitals are constants of a kernel.
+Shape suffixes: M tokens that are copied, N units of a tile or pages of a request, R rows of a tile, D values of a row;
+T query tokens, K tokens that a request looks at, B slots of its hot buffer, both padded to powers of two; P pages in
+all, H heads, S slots of a page. Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -30,23 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nibble.formats.base import raw
-from nibble.kernels.codecs import LATENTS, ROW_ENCODERS
+from nibble.kernels import cdiv, next_power_of_2
+from nibble.kernels.codecs import LATENTS, ROW_ENCODERS, tiles
 from nibble.kernels.codecs.plain import DECODER as PLAIN
-from nibble.kernels.codecs.tiles import (
-    Section,
-    Span,
-    decode_tile,
-    interleave,
-    read_rows,
-    serves_rows,
-    span,
-    spans_of,
-    store_span,
-)
 from nibble.kernels.indexer.naive import PAD_INDEX as HOST_PAD_INDEX
 from nibble.kernels.offload.host_memory import reachable
 from nibble.kernels.offload.naive import HotBuffer, HotLookup, alike
-from nibble.kernels.sizes import cdiv, next_power_of_2
 from nibble.kernels.types import Paged
 
 UNITS, COPY_WARPS = 1024, 4
@@ -80,10 +65,10 @@ class Run(NamedTuple):
 class Piece(NamedTuple):
     """Neighbouring values of a row: how they are read, and where they go."""
 
-    section: Section
+    section: tiles.Section
     scale: Tensor
     """The global one, if SCALED."""
-    span: Span
+    span: tiles.Span
     SCALED: Any
     FOLD: Any
     """What decoded values must still be multiplied by beside it."""
@@ -101,14 +86,8 @@ class ByteCopy:
     """Words of a unit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recode:
-    """How rows are encoded anew."""
-
-    pieces: tuple[Piece, ...]
-
-
-_Plan = ByteCopy | Recode | None
+_Plan = ByteCopy | tuple[Piece, ...] | None
+"""How bytes are copied, or the pieces that are encoded anew; None where the kernels cannot."""
 _plans: WeakKeyDictionary[Paged, WeakKeyDictionary[Paged, _Plan]] = WeakKeyDictionary()
 
 
@@ -130,15 +109,10 @@ def _plan(source: Paged, target: Paged, device: torch.device) -> _Plan:
     if not all(reachable(plane, device) for pages in (source, target) for plane in pages.planes_PHS):
         return None
     # Slots are numbers of 32 bits in the kernels.
-    if source.heads != 1 or max(_slots(source), _slots(target)) >= 1 << 31:
+    slots = max(len(pages.planes_PHS[0]) * pages.page_size for pages in (source, target))
+    if source.heads != 1 or slots >= 1 << 31:
         return None
-    if alike(source, target):
-        return _byte_copy(source, target)
-    return _recode(source, target, device)
-
-
-def _slots(pages: Paged) -> int:
-    return pages.planes_PHS[0].shape[0] * pages.page_size
+    return _byte_copy(source, target) if alike(source, target) else _recode(source, target, device)
 
 
 def _byte_copy(source: Paged, target: Paged) -> ByteCopy:
@@ -177,18 +151,18 @@ def _follows(plane: Tensor, before: Tensor) -> bool:
     return plane.data_ptr() == before.data_ptr() + row and strides == [*_sizes(plane)[1:]]
 
 
-def _recode(source: Paged, target: Paged, device: torch.device) -> Recode | None:
+def _recode(source: Paged, target: Paged, device: torch.device) -> tuple[Piece, ...] | None:
     kind = LATENTS.get(source.format.name)
-    if kind is None or source.dim != target.dim or not serves_rows(target):
+    if kind is None or source.dim != target.dim or not tiles.serves_rows(target):
         return None
     rank = _rank(source)
-    spans = list(spans_of(target, rank))
+    spans = list(tiles.spans_of(target, rank))
     # A block of 0 means one scale for a whole row, which several spans cannot share.
     if ROW_ENCODERS[target.format.name].block == 0 and len(spans) > 1:
         return None
     if not all(first >= rank or kind.decoder.serves(count) for first, count in spans):
         return None
-    return Recode(tuple(_pieces(source, target, spans, device)))
+    return tuple(_pieces(source, target, spans, device))
 
 
 def _rank(pages: Paged) -> int:
@@ -203,13 +177,13 @@ def _pieces(
     rank, decoder = _rank(source), LATENTS[source.format.name].decoder
     scale, target_scale = (pages.scale.to(device) for pages in (source, target))
     for first, count in spans:
-        to = span(target, target_scale, first, count)
+        to = tiles.span(target, target_scale, first, count)
         if first >= rank:
             rotary = source.planes_PHS[-1][..., first - rank : first - rank + count]
-            section = Section.of(rotary, None, PLAIN, torch.float32)
+            section = tiles.Section.of(rotary, None, PLAIN, torch.float32)
             yield Piece(section, scale, to, *map(tl.constexpr, (False, 1.0)))
         else:
-            section = Section.of_values(source, decoder, first, count, torch.float32)
+            section = tiles.Section.of_values(source, decoder, first, count, torch.float32)
             yield Piece(section, scale, to, *map(tl.constexpr, (source.format.needs_scale, decoder.fold)))
 
 
@@ -293,16 +267,16 @@ def recode_kernel(pieces, from_M, to_M, count, tokens, FROM_SIZE: tl.constexpr, 
         stored = [_read(piece.section, page_R, slot_R, keep_R) for piece in pieces]
         for i in tl.static_range(len(pieces)):
             values_RD = _values(pieces[i], stored[i][0], stored[i][1])
-            store_span(pieces[i].span, values_RD, tl.where(keep_R, to_R, -1))
+            tiles.store_span(pieces[i].span, values_RD, tl.where(keep_R, to_R, -1))
 
 
 @triton.jit
 def _read(section, page_R, slot_R, keep_R):
     """Load words and block scales, as they are stored."""
-    items = read_rows(section.items, page_R, slot_R, 0, keep_R, 1, True)
+    items = tiles.read_rows(section.items, page_R, slot_R, 0, keep_R, 1, True)
     codes = items
     if section.EACH:
-        codes = read_rows(section.blocks, page_R, slot_R, 0, keep_R, 1, True)
+        codes = tiles.read_rows(section.blocks, page_R, slot_R, 0, keep_R, 1, True)
     return items, codes
 
 
@@ -316,24 +290,15 @@ def _values(piece, items, codes):
     if piece.section.EACH:
         # the global scale goes to block scales first, so that roundings are those of the definition
         scales = piece.section.DECODE_SCALE(codes, piece.section.DTYPE) * scale
-    values_RD = interleave(decode_tile(piece.section, items, scales, 1), piece.section.PARTS).to(tl.float32)
+    values_RD = tiles.interleave(tiles.decode_tile(piece.section, items, scales, 1), piece.section.PARTS).to(
+        tl.float32
+    )
     if not piece.section.EACH and (piece.SCALED or piece.FOLD != 1):
         values_RD *= scale
     return values_RD
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
-
-
-def serves(source: Paged, target: Paged, device: torch.device) -> bool:
-    """Return whether the kernels can copy rows between these stores, and `device` reaches both.
-
-    Args:
-        source: Pages that are read.
-        target: Pages that are written.
-        device: The GPU that copies.
-    """
-    return plan_of(source, target, device) is not None
 
 
 def copy_tokens(
@@ -359,17 +324,17 @@ def copy_tokens(
     if not tokens:
         return
     if isinstance(plan, ByteCopy):
-        tiles = cdiv(tokens * plan.units, UNITS)
-        copy_kernel[min(tiles, programs or PROGRAMS),](
-            plan.runs, from_M, to_M, count, tokens, source.page_size, target.page_size, plan.units, plan.unit_width,
-            UNITS, num_warps=COPY_WARPS,
+        copy_kernel[min(cdiv(tokens * plan.units, UNITS), programs or PROGRAMS),](
+            plan.runs, from_M, to_M, count, tokens, FROM_SIZE=source.page_size, TO_SIZE=target.page_size,
+            UNITS=plan.units, WIDTH=plan.unit_width, N=UNITS, num_warps=COPY_WARPS,
         )  # fmt: skip
     elif plan:
-        tiles = cdiv(tokens, ROWS)
-        recode_kernel[min(tiles, programs or PROGRAMS),](
-            plan.pieces, from_M, to_M, count, tokens, source.page_size, ROWS, num_warps=RECODE_WARPS
+        recode_kernel[min(cdiv(tokens, ROWS), programs or PROGRAMS),](
+            plan, from_M, to_M, count, tokens, FROM_SIZE=source.page_size, R=ROWS, num_warps=RECODE_WARPS
         )
 
+
+# ---- hot buffers -----------------------------------------------------------------------------------------------------
 
 PAD_INDEX = tl.constexpr(HOST_PAD_INDEX)
 TOKENS_AT_ONCE = 1024
@@ -424,9 +389,8 @@ def _use_hits(
     at_B = _bisect(selected, token_B, TOP_K, STEPS)
     hit_B = (token_B >= 0) & (at_B < TOP_K)
     hit_B = hit_B & (tl.load(selected + at_B, mask=hit_B, other=PAD_INDEX) == token_B)
-    hit_B = hit_B & (
-        tl.load(slots + at_B, mask=hit_B, other=0) < 0
-    )  # a token may have come back with its page
+    # A token may have come back with its page.
+    hit_B = hit_B & (tl.load(slots + at_B, mask=hit_B, other=0) < 0)
     frame_B = tl.load(hot_frames + b_B // PAGE, mask=b_B < SLOTS, other=0)
     # All threads have read `slots` before any of them changes it.
     tl.debug_barrier()
@@ -520,28 +484,20 @@ def resident_slots(
     if tokens:
         each = min(next_power_of_2(top_k), TOKENS_AT_ONCE)
         resident_kernel[(tokens, cdiv(top_k, each))](
-            topk_indices_TK, page_table_TN, frames_P, topk_slots_TK, page_table_TN.stride(0), top_k, page_size, each
+            topk_indices_TK, page_table_TN, frames_P, topk_slots_TK, page_table_TN.stride(0), TOP_K=top_k,
+            PAGE=page_size, K=each,
         )  # fmt: skip
     return topk_slots_TK
 
 
-def lookup_hot(
-    topk_indices_TK: Tensor,
-    rows_T: Tensor,
-    page_table_TN: Tensor,
-    frames_P: Tensor,
-    hot: HotBuffer,
-    page_size: int,
-) -> HotLookup:
+def lookup_hot(topk_indices_TK: Tensor, rows_T: Tensor, page_table_TN: Tensor, hot: HotBuffer) -> HotLookup:
     """Find slots for the selected tokens, as naive.py defines them. from_M and to_M have room for all tokens.
 
     Args:
         topk_indices_TK: Int32 positions, ascending, PAD_INDEX at the end.
         rows_T: Int64 rows of `hot`, each once.
         page_table_TN: Int32 pages of each request.
-        frames_P: Int32, the frame of each page, PAD_INDEX where it has none.
         hot: The hot buffers, which are changed.
-        page_size: Tokens of a page.
 
     Returns:
         The slots, and the copies that must be made.
@@ -553,10 +509,10 @@ def lookup_hot(
     count = topk_indices_TK.new_zeros(1)
     wide = next_power_of_2(max(size, top_k))
     lookup_kernel[(tokens,)](
-        topk_indices_TK, rows_T, page_table_TN, frames_P, hot.frames_RF, hot.tokens_RB, hot.lru_RB, hot.counts,
+        topk_indices_TK, rows_T, page_table_TN, hot.frames_P, hot.frames_RF, hot.tokens_RB, hot.lru_RB, hot.counts,
         topk_slots_TK, from_M, to_M, count, used, page_table_TN.stride(0),
-        top_k, size, page_size, next_power_of_2(top_k), next_power_of_2(size),
+        TOP_K=top_k, SLOTS=size, PAGE=hot.page_size, K=next_power_of_2(top_k), B=next_power_of_2(size),
         # As many steps as halve top_k places down to one.
-        top_k.bit_length(), num_warps=max(1, min(16, wide // 128)),
+        STEPS=top_k.bit_length(), num_warps=max(1, min(16, wide // 128)),
     )  # fmt: skip
     return HotLookup(topk_slots_TK, from_M, to_M, count)

@@ -1,10 +1,10 @@
 """Call DeepSeek's FlashMLA.
 
-Sparse kernels name tokens by slots; -1 is nobody, and the last heads of 64 or 128 are zeros where a model has fewer.
+Sparse kernels name tokens by slots; -1 is no token, and the last heads of 64 or 128 are zeros where a model has fewer.
 Over a 16-bit pool the cache is one flat axis of tokens (`paged`), and so are staged pages (`ragged`). In FP8 the kernel
 reads records of 656 bytes where they lie, one query token to a request.
 
-How a call is cut over the chip is worked out on the device, once for a batch, so a CUDA graph may hold a decode step.
+How a call is cut over the chip is computed on the device, once for a batch, so a CUDA graph may hold a decode step.
 
 Shape suffixes: T tokens, B requests, n tokens of the longest request, H query heads, D values of a head, K chosen
 tokens, P pages, S slots of a page.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.vendor import check_latents
-from nibble.attention.backends.flashmla import HEADS, KERNELS
+from nibble.attention.backends.adapters import check_latents
+from nibble.attention.backends.flashmla import KERNELS, SPARSE_HEADS
 from nibble.attention.backends.vendor import RANK
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView, StreamView
@@ -69,13 +69,20 @@ class FlashMLA(AttentionBackend):
         if params.topk_slots_TK is None:
             return self._dense(q_THD, latent, batch, params.scale, state)
         heads, topk_slots_T1K = q_THD.shape[1], _pad_topk(params.topk_slots_TK)[:, None]
-        padded_heads = next(size for size in HEADS if heads <= size)
+        padded_heads = next(size for size in SPARSE_HEADS if heads <= size)
         if heads < padded_heads:
             q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, padded_heads - heads))
         if latent.packing.record:
             out_THD = self._records(q_THD, latent, topk_slots_T1K, params.scale, state)
         else:
-            out_THD = self._flat(q_THD, latent, topk_slots_T1K, params.scale)
+            out_THD, *_ = self._kernels.flash_mla_sparse_fwd(
+                q=q_THD,
+                kv=latent.planes[0].flatten(0, 1),
+                indices=topk_slots_T1K,
+                sm_scale=params.scale,
+                d_v=RANK,
+                **self._options,
+            )
         return out_THD if heads == padded_heads else out_THD[:, :heads].contiguous()
 
     def _dense(
@@ -124,13 +131,6 @@ class FlashMLA(AttentionBackend):
             **self._options,
         )
         return out_T1HD[:, 0]
-
-    def _flat(self, q_THD: Tensor, latent: StreamView, topk_slots_T1K: Tensor, scale: float) -> Tensor:
-        tokens_L1D = latent.planes[0].flatten(0, 1)
-        out_THD, *_ = self._kernels.flash_mla_sparse_fwd(
-            q=q_THD, kv=tokens_L1D, indices=topk_slots_T1K, sm_scale=scale, d_v=RANK, **self._options
-        )
-        return out_THD
 
 
 def _end_aligned_rows(batch: AttentionBatch, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The producer warps of gluon_sm90.py: they bring the rows of a list of slots, decoded, into shared memory.
+"""The producer warps of sparse_gluon_sm90.py: they bring the rows of a list of slots, decoded, into shared memory.
 
 Plain latents are copied asynchronously. Packed ones come through registers, a tile ahead of what is decoded. What the
 words of a row mean is the decoders' business (codecs/), except that this GPU converts FP8 by instructions.

@@ -1,14 +1,19 @@
-"""Requests of random tokens in scattered pages of one layer group, in enough layers to outgrow the L2 cache.
+"""What attention backends are timed on, and how: workloads, made-up caches, and the time of a call.
 
-Everything goes through the engine's own pool: random streams are written by PagedPool.write, so that the error of a
-format is not counted when what is read is judged.
+A workload is so many requests of one phase:
+
+    64x8K    64 requests of 8K stored tokens: prompts in PREFILL, one new token each in DECODE, a few in VERIFY
+    2K+32K   one request: 2K new tokens over 32K stored ones (EXTEND)
+
+Its fixture is random tokens in scattered pages of one layer group. They are written by the engine's own pool
+(PagedPool.write), so that the error of a format is not counted when what is read is judged.
+
+A step is a function that makes several calls, as the layers of a model would, and returns their outputs. Where it can
+be captured, its time is the median replay of a CUDA graph: the gap between two launches counts as in an engine, and
+nothing that the host does in between. Otherwise the step is called as it is. With the host ahead of the GPU, as among
+the large kernels of a prompt, the host's work counts only where the GPU waits for it; otherwise all of it does.
 
 Shape suffixes: T tokens, B requests, N pages of a request, H heads, D values of a head.
-
-What attention backends are timed on: requests of a phase, as `64x8K` or `2K+32K`.
-
-64x8K    64 requests of 8K stored tokens: prompts in PREFILL, one new token each in DECODE, a few in VERIFY
-2K+32K   one request: 2K new tokens over 32K stored ones (EXTEND)
 """
 
 from __future__ import annotations
@@ -20,17 +25,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from nibble.attention.planner.support import Phase, SchemeGroup
+from nibble.attention.planner.support import SchemeGroup
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
-from nibble.cache.pool import KVView, PagedPool
+from nibble.cache.pool import PagedPool
 from nibble.cache.scales import ONE
 from nibble.errors import ConfigError
+from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import Phase
 
 DRAFTS = 4
 """Tokens of a request in VERIFY."""
@@ -50,11 +56,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return self.requests * self.stored
-
-    def __str__(self) -> str:
-        return f"{self.phase} {self.name}"
 
 
 ON_GPU: Mapping[Phase, tuple[str, ...]] = {
@@ -71,24 +74,26 @@ ON_CPU: Mapping[Phase, tuple[str, ...]] = {
 }
 
 
-def parse(phase: Phase, text: str) -> Workload:
+def parse_workload(phase: Phase, text: str) -> Workload:
     """Return a workload of `phase`; raises ConfigError where the text is none."""
     if phase is Phase.EXTEND:
         new, plus, before = text.strip().partition("+")
         if plus:
-            return Workload(phase, text.strip(), 1, tokens(new), tokens(new) + tokens(before))
+            return Workload(
+                phase, text.strip(), 1, parse_tokens(new), parse_tokens(new) + parse_tokens(before)
+            )
         raise ConfigError(
             f"cannot read {text!r} as a workload of {phase}; write new+stored tokens, as 2K+32K"
         )
     count, times, length = text.strip().partition("x")
     if not times or not count.isdecimal() or not int(count):
         raise ConfigError(f"cannot read {text!r} as a workload of {phase}; write requests x tokens, as 64x8K")
-    stored = tokens(length)
+    stored = parse_tokens(length)
     new_tokens = {Phase.PREFILL: stored, Phase.DECODE: 1, Phase.VERIFY: min(DRAFTS, stored)}[phase]
     return Workload(phase, text.strip(), int(count), new_tokens, stored)
 
 
-def tokens(text: str) -> int:
+def parse_tokens(text: str) -> int:
     """Return 8192 for `8K`; raises ConfigError."""
     match = re.fullmatch(r"([1-9]\d*)(K?)", text.strip(), re.IGNORECASE)
     if not match:
@@ -96,33 +101,32 @@ def tokens(text: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def usual(on_cpu: bool) -> tuple[Workload, ...]:
+def default_workloads(on_cpu: bool) -> tuple[Workload, ...]:
     """Return the workloads that stand for their phases on such a machine."""
     table = ON_CPU if on_cpu else ON_GPU
-    return tuple(parse(phase, text) for phase, texts in table.items() for text in texts)
+    return tuple(parse_workload(phase, text) for phase, texts in table.items() for text in texts)
 
 
-def within(workloads: Iterable[Workload], context: int, tokens: int) -> tuple[Workload, ...]:
-    """Workloads cut down to requests of at most `context` tokens, and to `tokens` tokens in all; each once."""
+def fit_workloads(workloads: Iterable[Workload], context: int, tokens: int) -> tuple[Workload, ...]:
+    """Return workloads cut down to requests of at most `context` tokens, and to `tokens` tokens in all; each once."""
     unique: dict[tuple[Phase, str], Workload] = {}
     for workload in workloads:
         cut = _cut(workload, min(context, tokens))
-        cut = cut if cut.tokens <= tokens else _renamed(cut, requests=max(tokens // cut.stored, 1))
+        cut = cut if cut.tokens <= tokens else _resized(cut, requests=max(tokens // cut.stored, 1))
         unique.setdefault((cut.phase, cut.name), cut)
     return tuple(unique.values())
 
 
 def _cut(workload: Workload, most: int) -> Workload:
-    """A workload whose requests have at most `most` tokens, new ones in proportion."""
+    """Return a workload whose requests have at most `most` tokens, new ones in proportion."""
     if workload.stored <= most:
         return workload
-    new = {Phase.PREFILL: most, Phase.EXTEND: max(workload.new * most // workload.stored, 1)}.get(
-        workload.phase, workload.new
-    )
-    return _renamed(workload, stored=most, new=min(new, most))
+    in_proportion = max(workload.new * most // workload.stored, 1)
+    new = {Phase.PREFILL: most, Phase.EXTEND: in_proportion}.get(workload.phase, min(workload.new, most))
+    return _resized(workload, stored=most, new=new)
 
 
-def _renamed(workload: Workload, **changed: int) -> Workload:
+def _resized(workload: Workload, **changed: int) -> Workload:
     result = replace(workload, **changed)  # type: ignore[arg-type]
     name = f"{result.requests}x{_short(result.stored)}"
     if result.phase is Phase.EXTEND:
@@ -149,9 +153,9 @@ class Fixture:
     """Requests in a pool, and their queries."""
 
     pool: PagedPool
-    segment: AttentionBatch
+    batch: AttentionBatch
     queries: tuple[Tensor, ...]
-    spec: AttentionParams
+    params: AttentionParams
     samples: tuple[tuple[slice, AttentionBatch], ...]
     """Rows whose answers are checked, each with a batch of their own."""
     read_bytes: int
@@ -161,10 +165,6 @@ class Fixture:
     def layers(self) -> int:
         """Return the number of layers of the pool."""
         return len(self.queries)
-
-    def view(self, layer: int) -> KVView:
-        """Return what a backend reads of a layer."""
-        return self.pool.view(layer)
 
 
 def make_fixture(
@@ -192,32 +192,27 @@ def make_fixture(
     # With a window, the first new token reaches back the furthest.
     num_attended = min(workload.stored, workload.new + group.window) if group.window else workload.stored
     read = workload.requests * num_attended * size
-    shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
-    query_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    query_dtype: torch.dtype = getattr(torch, dtype)
+    query_shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
+    query_bytes = math.prod(query_shape) * query_dtype.itemsize
     # As many layers as outgrow the L2 cache, so that no call reads from it what another has left there.
-    layers = min(max(-(-L2_TIMES * l2_bytes(device) // (read + query_bytes)), 1), CALLS)
+    layers = min(max(cdiv(L2_TIMES * l2_bytes(device), read + query_bytes), 1), CALLS)
     layout = CacheLayout(tuple(LayerLayout(i, entries, ()) for i in range(layers)), page, packing)
-    pages = -(-workload.stored // page)
+    pages = cdiv(workload.stored, page)
     pool = PagedPool(layout, workload.requests * pages, ONE, device)
     for layer in range(layers):
-        _fill(pool, layer, getattr(torch, dtype), rng)
+        _fill(pool, layer, query_dtype, rng)
     # The pages of a request that is served are not neighbours either.
     order = torch.randperm(workload.requests * pages, generator=rng, device=device).int()
     page_table_BN = order.view(workload.requests, pages)
-    shape = (workload.requests * workload.new, group.q_heads, group.head_dim)
     queries = tuple(
-        torch.randn(shape, generator=rng, dtype=getattr(torch, dtype), device=device) for _ in range(layers)
+        torch.randn(query_shape, generator=rng, dtype=query_dtype, device=device) for _ in range(layers)
     )
     sinks = torch.randn(group.q_heads, generator=rng, device=device) if group.sinks else None
-    spec = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
-    segment = AttentionBatch.from_lens(
-        workload.phase,
-        0,
-        [workload.new] * workload.requests,
-        [workload.stored] * workload.requests,
-        page_table_BN,
-    )
-    return Fixture(pool, segment, queries, spec, _samples(workload, page_table_BN), read)
+    params = AttentionParams(group.head_dim**-0.5, group.window, SOFTCAP if group.softcap else None, sinks)
+    query_lens, seq_lens = [workload.new] * workload.requests, [workload.stored] * workload.requests
+    batch = AttentionBatch.from_lens(workload.phase, 0, query_lens, seq_lens, page_table_BN)
+    return Fixture(pool, batch, queries, params, _samples(workload, page_table_BN), read)
 
 
 def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator) -> None:
@@ -227,32 +222,23 @@ def _fill(pool: PagedPool, layer: int, dtype: torch.dtype, rng: torch.Generator)
     # All tokens at once would take more memory than the pool that stores them in fewer bits.
     for start in range(0, slots, CHUNK):
         slot_mapping_T = torch.arange(start, min(start + CHUNK, slots), device=device)
-        random = {
-            entry.stream.name: torch.randn(
-                len(slot_mapping_T),
-                entry.stream.heads,
-                entry.stream.dim,
-                generator=rng,
-                dtype=dtype,
-                device=device,
-            )
-            for entry in entries
-        }
+        random = {}
+        for stream in (entry.stream for entry in entries):
+            shape = (len(slot_mapping_T), stream.heads, stream.dim)
+            random[stream.name] = torch.randn(shape, generator=rng, dtype=dtype, device=device)
         pool.write(layer, random, slot_mapping_T)
 
 
 def _samples(workload: Workload, page_table_BN: Tensor) -> tuple[tuple[slice, AttentionBatch], ...]:
-    """The first and the last rows of the first and the last request."""
-    starts = list(accumulate([workload.new] * workload.requests, initial=0))
+    """Return the first and the last rows of the first and the last request, with a batch of their own."""
     rows = min(ROWS, workload.new)
     samples = []
     # Wrong offsets and bounds show at the first and at the last request.
     for request in sorted({0, workload.requests - 1}):
         for first in sorted({0, workload.new - rows}):
-            begin, stored = starts[request] + first, workload.stored - workload.new + first + rows
-            batch = AttentionBatch.from_lens(
-                workload.phase, 0, [rows], [stored], page_table_BN[request : request + 1]
-            )
+            begin, stored = request * workload.new + first, workload.stored - workload.new + first + rows
+            own_table = page_table_BN[request : request + 1]
+            batch = AttentionBatch.from_lens(workload.phase, 0, [rows], [stored], own_table)
             samples.append((slice(begin, begin + rows), batch))
     return tuple(samples)
 
@@ -304,15 +290,17 @@ def time_calls(
         spend_ms: What all replays may take together.
         fewest: Replays to make at least.
     """
-    if (device or here()) == "cpu":
-        outputs, replay, captured = _eager(step)
-        once_ms, fewest = _cpu_ms, 1
-    else:
-        outputs, replay, captured = _captured(step) if graph else _eager(step)
-        lead_ms = _lead_ms(step) if queue_ahead and not captured else 0.0
-        once_ms = partial(_replay_ms, lead_ms=lead_ms)
+    on_cpu = (device or device_type()) == "cpu"
+    captured = graph and not on_cpu
+    outputs, replay = _capture(step) if captured else (step(), step)
+    lead_ms = 0.0
+    if queue_ahead and not captured and not on_cpu:
+        # The GPU is to sleep so long that a whole step is queued behind it.
+        torch.cuda.synchronize()
+        lead_ms = min(LEAD * _cpu_ms(step), MOST_LEAD_MS)
+    once_ms = _cpu_ms if on_cpu else partial(_replay_ms, lead_ms=lead_ms)
     # The number of repeats follows from one replay; 1e-3 ms stands for a time that is too short to divide by.
-    repeats = min(max(int(spend_ms / max(once_ms(replay), 1e-3)), fewest), MOST_REPLAYS)
+    repeats = min(max(int(spend_ms / max(once_ms(replay), 1e-3)), 1 if on_cpu else fewest), MOST_REPLAYS)
     ms = statistics.median(once_ms(replay) for _ in range(repeats)) / calls
     if captured:
         for output in outputs:
@@ -322,7 +310,8 @@ def time_calls(
     return Timed(ms, outputs, captured)
 
 
-def _captured(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]:
+def _capture(step: Step) -> tuple[Sequence[Tensor], Callable[[], object]]:
+    """Return the outputs of a step that is recorded as a CUDA graph, and what replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -331,17 +320,7 @@ def _captured(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = step()
-    return outputs, graph.replay, True
-
-
-def _eager(step: Step) -> tuple[Sequence[Tensor], Callable[[], object], bool]:
-    return step(), step, False
-
-
-def _lead_ms(step: Step) -> float:
-    """Return how long the GPU is to sleep so that a whole step is queued behind it."""
-    torch.cuda.synchronize()
-    return min(LEAD * _cpu_ms(step), MOST_LEAD_MS)
+    return outputs, graph.replay
 
 
 def _replay_ms(replay: Callable[[], object], lead_ms: float) -> float:
@@ -361,11 +340,11 @@ def _cpu_ms(replay: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def here() -> str:
+def device_type() -> str:
     """Return the torch device type of this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def l2_bytes(device: str | None = None) -> int:
     """Return the size of the L2 cache; on a CPU, where caches are not outgrown, next to nothing."""
-    return torch.cuda.get_device_properties(0).L2_cache_size if (device or here()) == "cuda" else 1
+    return torch.cuda.get_device_properties(0).L2_cache_size if (device or device_type()) == "cuda" else 1

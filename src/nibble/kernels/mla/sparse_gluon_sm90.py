@@ -1,8 +1,8 @@
-"""The kernel of sparse_mla/triton.py for SM90, in Gluon: producer warps beside warpgroups that multiply.
+"""The kernel of sparse_mla_attention for SM90, in Gluon: producer warps beside warpgroups that multiply.
 
 A program takes 64 heads of a token. Its warps are of three kinds. Producer warps, four, or eight if they decode, bring
-a tile of 64 latents into one of two stages (gluon_sm90_producer.py). The score warpgroup multiplies them with the
-queries, computes weights, and sums the first half of the values; the value warpgroup sums the second half. So the
+a tile of 64 latents into one of two stages (sparse_gluon_sm90_producer.py). The score warpgroup multiplies them with
+the queries, computes weights, and sums the first half of the values; the value warpgroup sums the second half. So the
 tensor cores are kept busy while the next tile is decoded, and no warp has to hold more sums than it has registers. The
 products of a tile's scores are started behind the sums of the tile before.
 
@@ -14,7 +14,7 @@ A row's values stand in parts: as those of packed words do (codecs/), or halves 
 parts and rotary values, though these are stored with scales of their own: a power of two of the ratio goes to the
 rotary queries, the rest to the others, which are float16 and lose nothing that bfloat16 had.
 
-There is no interpreter for Gluon: sparse_mla/triton.py serves other GPUs, and is what tests on a CPU judge.
+There is no interpreter for Gluon: mla/triton.py serves other GPUs, and is what tests on a CPU judge.
 
 Shape suffixes: M rows of a tile (heads), N latents of a tile, W words of a section, L slots of a list. Names in
 capitals are constants of a kernel.
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nibble.kernels.codecs import LATENTS
 from nibble.kernels.codecs.tiles import APART, NO_ROPE
 from nibble.kernels.flash import LOG2E, MAX_FP16, MIN_PEAK
-from nibble.kernels.sparse_mla.gluon_sm90_producer import produce, producer_layouts, with_fp8_instructions
-from nibble.kernels.types import Paged
+from nibble.kernels.mla.sparse_gluon_sm90_producer import produce, producer_layouts, with_fp8_instructions
+from nibble.kernels.types import Paged, is_aligned
 
 ROWS, TILE = 64, 64
 RANK = 512
@@ -356,7 +355,7 @@ def sparse_mla_sm90_kernel(  # noqa: PLR0915 (most is settled while it is compil
     ITEMS: gl.constexpr, PAIRS: gl.constexpr, BLOCKS: gl.constexpr,
     ROPE_ITEMS: gl.constexpr, ROPE_PAIRS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Attend over a split of a token's list. Grid and arguments are those of sparse_mla_kernel in sparse_mla/triton.py.
+    """Attend over a split of a token's list. Grid and arguments are those of sparse_mla_kernel in mla/triton.py.
 
     Layouts, of the latent proper and of rotary values: ITEMS of words, PAIRS of pairs of words, BLOCKS of blocks x
     words.
@@ -474,12 +473,7 @@ def serves(latents: Paged, rope: int, query: torch.dtype, memory: int) -> bool:
     fits = latents.dim - rope == RANK and rope in (0, ROPE_DIM) and memory >= MEMORY
     same_dtype = codec.decoder.parts > 1 or planes[0].dtype == query
     copied = (planes[0], planes[-1]) if codec.rope_apart else (planes[0],)
-    return fits and same_dtype and query.itemsize == 2 and all(map(_is_aligned, copied))
-
-
-def _is_aligned(plane_PHS: Tensor) -> bool:
-    sizes = plane_PHS.storage_offset(), plane_PHS.stride(0), plane_PHS.stride(2)
-    return all(x * plane_PHS.itemsize % 16 == 0 for x in sizes)
+    return fits and same_dtype and query.itemsize == 2 and all(is_aligned(plane, 16) for plane in copied)
 
 
 def launch(grid: tuple[int, int], format_name: str, common: tuple[Any, ...], padded_len: int) -> int:

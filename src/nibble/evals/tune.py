@@ -1,44 +1,45 @@
-"""A race: every backend that may serve a layer group in one phase, checked and timed over the same requests.
+"""Tuning: the backends that may serve a model, checked and timed on this machine, for `auto` to follow.
 
-The entrants are the resolver's own options (planner/options.py), staged ones included; each is called as an engine
-calls it, through its adapter over a pool of random tokens in scattered pages, with what it works out once per step in
-its time: decode steps in a CUDA graph where an engine would record them, and otherwise with all that the host does;
-everything else with the host ahead of the GPU. A backend whose answer is not the reference's is not timed, and one
-entrant's failure ends nothing.
+Each layer group of a plan is raced for in every phase that is routed. attention/planner/evidence.py keeps the times.
+
+The entrants of a race are the resolver's own routes (planner/options.py), staged ones included. Each is called as an
+engine calls it, through its adapter over a pool of random tokens in scattered pages, and what it prepares once a step
+is part of its time. Decode steps run in a CUDA graph where an engine would record them, and otherwise with all that the
+host does; everything else with the host ahead of the GPU. A backend whose answer is not the reference's is not timed,
+and one entrant's failure ends nothing.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
-
-The time of a call on this machine: the median replay of a CUDA graph of many calls, or of the calls themselves.
-
-A step is a function that makes several calls, as the layers of a model would, and returns their outputs. It is
-captured once and replayed; the median replay, over the number of calls, is the time of one call. So the gap between
-two launches counts as it does in an engine, and nothing that the host does in between. What is not captured is called
-as it is: with the host ahead of the GPU, as among the large kernels of a prompt, its work counts only where the GPU
-has to wait for it; otherwise all of it does.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nibble.attention import backends
-from nibble.attention.backends.adapters.torch_ref import TorchRef
+from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import PreparedBatch
-from nibble.attention.planner import options
-from nibble.attention.planner.options import Option, PlanRequest
-from nibble.attention.planner.plan import Plan
-from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES
-from nibble.attention.planner.support import Origin, Phase, SchemeGroup
+from nibble.attention.planner import evidence, options, support
+from nibble.attention.planner.evidence import Timing
+from nibble.attention.planner.options import ROUTED, PlanRequest
+from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.planner.resolve import CPU_PAGES, GPU_PAGES, resolve
+from nibble.attention.planner.support import Origin, SchemeGroup
 from nibble.cache import layout as packings
-from nibble.errors import NibbleError
-from nibble.evals.tuning.fixtures import CALLS, Fixture, Workload, make_fixture, time_calls
+from nibble.config import Config
+from nibble.engine.plan import EnginePlan, plan_engine
+from nibble.errors import ConfigError, NibbleError
+from nibble.evals import fixtures
+from nibble.evals.fixtures import CALLS, Fixture, Workload, make_fixture, time_calls
+from nibble.model_spec import Phase
 
+SHARE = 0.4
+"""Of the device's free memory, what a made-up cache may take; on a CPU, of all memory, a tenth of that."""
 STEP_MS, FEW = 20.0, 4
 """A step has as many calls as a model has layers, fewer where they take longer than this together; FEW at least."""
 LONG_MS = 50.0
@@ -51,11 +52,90 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Relative errors from which an answer is wrong: a few times those of plain torch. Conformance tests are stricter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An option of the resolver, on the page size and packing that it is timed with."""
+@dataclass(frozen=True)
+class Trial:
+    """One layer group in one phase."""
 
-    option: Option
+    part: SchemeGroup
+    phase: Phase
+    workloads: tuple[Workload, ...]
+    subject: str
+    """What its times are filed under."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is to be tuned, decided without times that were measured before."""
+
+    engine_plan: EnginePlan
+    request: PlanRequest
+    trials: tuple[Trial, ...]
+
+    def plan(self, times: Mapping[str, tuple[Timing, ...]]) -> Plan:
+        """Return the plan that `auto` makes of these times."""
+        r = self.request
+        return resolve(r.config, r.model_spec, r.hardware, r.backends, measured=evidence.by_time(times))
+
+
+def plan_tuning(config: Config) -> Tuning:
+    """Return what `config` leaves to choose on this machine; raises ConfigError where nothing can be timed."""
+    # Earlier times must not decide which page size and packing the race is on.
+    plan = plan_engine(config, by_times=False)
+    table = backends.available_backends()
+    request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, False, False)
+    trials = []
+    for part in support.scheme_groups(request.spec, plan.model_spec):
+        # Sparse attention reads what an indexer chooses, and random tokens do not stand for that.
+        for phase in ROUTED if not part.group.top_k else ():
+            subject = evidence.subject(part, phase, request.dtype)
+            trials.append(Trial(part, phase, _workloads(plan, part, phase), subject))
+    if not trials:
+        raise ConfigError(
+            "there is nothing to time: sparse attention reads what its indexer chooses, and has one backend"
+        )
+    return Tuning(plan, request, tuple(trials))
+
+
+def run_trial(tuning: Tuning, trial: Trial, names: Collection[str] = ()) -> Iterator[Result]:
+    """Race a trial, workload by workload.
+
+    Args:
+        tuning: What the trial belongs to.
+        trial: The layer group and its phase.
+        names: Only these backends; all that may serve if empty.
+    """
+    for workload in trial.workloads:
+        yield from bench_backends(tuning.request, tuning.engine_plan.plan, trial.part, workload, names)
+
+
+def timings(results: Sequence[Result]) -> tuple[Timing, ...]:
+    """Return the results of one trial, backend by backend."""
+    by_backend: dict[tuple[str, str | None], list[Result]] = {}
+    for result in results:
+        by_backend.setdefault((result.backend, result.stage_to), []).append(result)
+    return tuple(map(_timing, by_backend.values()))
+
+
+def _timing(results: Sequence[Result]) -> Timing:
+    first = results[0]
+    times = {result.workload: result.ms for result in results if result.ms is not None}
+    failure = next((result.failure for result in results if result.failure), "")
+    return Timing(first.backend, first.stage_to, first.page, first.packing, times, failure)
+
+
+def _workloads(plan: EnginePlan, part: SchemeGroup, phase: Phase) -> tuple[Workload, ...]:
+    """Return the phase's usual workloads, as far as the model and this machine's memory go."""
+    usual = (entry for entry in fixtures.default_workloads(plan.hardware.is_cpu) if entry.phase is phase)
+    memory = plan.hardware.memory / 10 if plan.hardware.is_cpu else torch.cuda.mem_get_info()[0]
+    tokens = max(int(SHARE * memory // part.stored_layer(0).bytes_per_token), 64)
+    return fixtures.fit_workloads(usual, plan.model_spec.max_context, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A route of the resolver's, on the page size and packing that it is timed with."""
+
+    route: Route
     page: int
     packing: str
 
@@ -95,7 +175,7 @@ class Result:
 
 def entrants(
     request: PlanRequest, plan: Plan, part: SchemeGroup, phase: Phase, names: Collection[str] = ()
-) -> tuple[Candidate, ...]:
+) -> tuple[Entrant, ...]:
     """Return all that may serve a part, best first, on the plan's storage where they read it.
 
     The reference is what others are checked against; on a GPU it does not race, unless it is named or alone.
@@ -107,25 +187,26 @@ def entrants(
         phase: What a step asks of them.
         names: Only these backends; all if empty.
     """
-    by_key: dict[tuple[str, str | None], Candidate] = {}
-    for option in options.serving(request, part, phase):
-        page, packing = _place(request, plan, option)
-        entrant = Candidate(option, page, packing)
-        if not names or option.backend.name in names:
+    by_key: dict[tuple[str, str | None], Entrant] = {}
+    for route in options.serving(request, part, phase):
+        page, packing = _page_and_packing(request, plan, route)
+        if not names or route.backend in names:
             # Rows of one backend share their code, so the one with the best place races for all.
-            by_key.setdefault(entrant.option.key, entrant)
+            by_key.setdefault(route.key, Entrant(route, page, packing))
     candidates = tuple(by_key.values())
     if names or request.hardware.is_cpu:
         return candidates
-    return tuple(c for c in candidates if c.option.backend.origin is not Origin.REFERENCE) or candidates[:1]
+    table = request.backends
+    racing = tuple(c for c in candidates if table[c.route.backend].origin is not Origin.REFERENCE)
+    return racing or candidates[:1]
 
 
-def _place(request: PlanRequest, plan: Plan, option: Option) -> tuple[int, str]:
-    """Return the plan's page size and packing, or the first of the usual ones that the option reads."""
+def _page_and_packing(request: PlanRequest, plan: Plan, route: Route) -> tuple[int, str]:
+    """Return the plan's page size and packing, or the first of the usual ones that the route reads."""
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
-    sizes = [plan.page_size, *usual, *sorted(option.pages or ())]
-    packs = [plan.layout.packing, *packings.names(), *sorted(option.packings or ())]
-    return next((page, packing) for packing in packs for page in sizes if option.fits(page, packing))
+    sizes = [plan.page_size, *usual, *sorted(route.row.page or ())]
+    packs = [plan.layout.packing, *packings.names(), *sorted(route.packings or ())]
+    return next((page, packing) for packing in packs for page in sizes if route.fits(page, packing))
 
 
 def bench_backends(
@@ -149,12 +230,12 @@ def bench_backends(
     for place in dict.fromkeys((entrant.page, entrant.packing) for entrant in field):
         judge: _Reference | None = None
         for entrant in (entrant for entrant in field if (entrant.page, entrant.packing) == place):
-            result = blank(plan, part, entrant, workload)
+            result = initial_result(plan, part, entrant, workload)
             try:  # kernels and their compilers fail in all manners, which is their own business
                 judge = judge or _Reference(request, part, workload, entrant)
-                result = _run(request, judge, entrant, result, best)
+                result = _time_entrant(request, judge, entrant, result, best)
             except Exception as error:
-                result = replace(result, failure=_summary(error))
+                result = replace(result, failure=_error_summary(error))
             # A broken device shows at the next wait, and would be blamed on the next entrant.
             _require_device(request, result)
             if result.ms is not None:
@@ -162,10 +243,11 @@ def bench_backends(
             yield result
         # Before the next fixture is made: two may not fit.
         judge = None
-        _free(request)
+        if not request.hardware.is_cpu:
+            torch.cuda.empty_cache()
 
 
-def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload) -> Result:
+def initial_result(plan: Plan, part: SchemeGroup, entrant: Entrant, workload: Workload) -> Result:
     """Return an entrant's result before it runs.
 
     Args:
@@ -174,29 +256,27 @@ def blank(plan: Plan, part: SchemeGroup, entrant: Candidate, workload: Workload)
         entrant: The backend, and where it is timed.
         workload: The requests.
     """
-    option, phase = entrant.option, workload.phase
+    route, phase = entrant.route, workload.phase
     group = next(group for group in plan.groups if (group.group, group.layers) == (part.group, part.layers))
-    routes = {(route.backend, route.stage_to) for route in group.routes if route.phase is phase}
+    in_plan = any(planned.phase is phase and planned.key == route.key for planned in group.routes)
     return Result(
-        option.backend.name, option.stage_to, entrant.page, entrant.packing, phase, workload.name,
-        option.place, option.route(phase).graphs, entrant.option.key in routes,
+        route.backend, route.stage_to, entrant.page, entrant.packing, phase, workload.name,
+        route.place, route.graphs, in_plan,
     )  # fmt: skip
 
 
-def _run(
-    request: PlanRequest, judge: _Reference, entrant: Candidate, result: Result, best: float | None
+def _time_entrant(
+    request: PlanRequest, judge: _Reference, entrant: Entrant, result: Result, best: float | None
 ) -> Result:
-    fixture, option = judge.fixture, entrant.option
-    adapter, stage_to = backends.create(option.backend), option.stage_to
+    fixture, route = judge.fixture, entrant.route
+    adapter, stage_to = backends.create(request.backends[route.backend]), route.stage_to
 
     def begin_step() -> PreparedBatch:
-        return PreparedBatch.create(
-            adapter, stage_to, fixture.segment, fixture.view(0).page_size, fixture.spec.window
-        )
+        page_size = fixture.pool.layout.page_size
+        return PreparedBatch(adapter, stage_to, fixture.batch, page_size, fixture.params.window)
 
     def attend(layer: int, prepared: PreparedBatch) -> Tensor:
-        parts = list(prepared.attend(fixture.queries[layer], fixture.view(layer), fixture.spec))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return prepared.attend(fixture.queries[layer], fixture.pool.view(layer), fixture.params)
 
     # What is prepared once a step is so at the first call, and no layer's time.
     prepared = begin_step()
@@ -231,9 +311,7 @@ def _run(
 class _Reference:
     """A fixture, and what the reference answers in it: the same for all entrants, so it is asked once."""
 
-    def __init__(
-        self, request: PlanRequest, part: SchemeGroup, workload: Workload, entrant: Candidate
-    ) -> None:
+    def __init__(self, request: PlanRequest, part: SchemeGroup, workload: Workload, entrant: Entrant) -> None:
         where = entrant.page, entrant.packing, request.dtype, request.hardware.device
         self.fixture: Fixture = make_fixture(part, workload, *where)
         self._bound = BOUNDS[getattr(torch, request.dtype)]
@@ -242,7 +320,7 @@ class _Reference:
     def error(self, layer: int, out_THD: Tensor) -> float:
         """Return the relative error of a layer's answer; raises WrongAnswerError where it is too large."""
         pairs = zip(self.fixture.samples, self._expected(layer), strict=True)
-        error = max(_relative(out_THD[rows], expected_THD) for (rows, _), expected_THD in pairs)
+        error = max(_relative_error(out_THD[rows], expected_THD) for (rows, _), expected_THD in pairs)
         if error > self._bound:
             raise WrongAnswerError(
                 f"relative error {error:.1e}, and {self._bound:g} is the most: a wrong answer has no speed"
@@ -251,18 +329,14 @@ class _Reference:
 
     def _expected(self, layer: int) -> list[Tensor]:
         if layer not in self._outputs:
-            fixture, reference = self.fixture, TorchRef()
-            self._outputs[layer] = [
-                # float32, so that the reference's own rounding is no part of the error.
-                reference.attend(
-                    fixture.queries[layer][rows].float(), fixture.view(layer), segment, fixture.spec
-                )
-                for rows, segment in fixture.samples
-            ]
+            fixture, view = self.fixture, self.fixture.pool.view(layer)
+            # float32, so that the reference's own rounding is no part of the error.
+            queries = [(fixture.queries[layer][rows].float(), batch) for rows, batch in fixture.samples]
+            self._outputs[layer] = [TorchRef().attend(q, view, batch, fixture.params) for q, batch in queries]
         return self._outputs[layer]
 
 
-def _relative(actual: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return ||actual - expected|| / ||expected||; infinite where it is not a number."""
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
     return math.inf if math.isnan(error) else error
@@ -298,7 +372,7 @@ def _require_device(request: PlanRequest, result: Result) -> None:
         _synchronise(request)
     except Exception as error:
         raise DeviceLostError(
-            f"{result.name} broke the device in {result.phase} {result.workload}: {_summary(error)}"
+            f"{result.name} broke the device in {result.phase} {result.workload}: {_error_summary(error)}"
         ) from error
 
 
@@ -306,12 +380,7 @@ class DeviceLostError(NibbleError):
     """No more can be run in this process."""
 
 
-def _free(request: PlanRequest) -> None:
-    if not request.hardware.is_cpu:
-        torch.cuda.empty_cache()
-
-
-def _summary(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 

@@ -1,7 +1,7 @@
-"""Call FlashAttention 3.
+"""Call FlashAttention 3 and 4.
 
-Lengths and pages are read on the device, so a CUDA graph may hold a decode step; rows of requests without tokens are
-zeros, as the kernel leaves them.
+Lengths and pages are read on the device, so a CUDA graph may hold a decode step of FA3; rows of requests without tokens
+are zeros, as the kernel leaves them.
 
 Shape suffixes: T tokens, H query heads, D values of a head, P pages, S slots of a page, G KV heads, B requests, N pages
 of a request.
@@ -9,16 +9,14 @@ of a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nibble.attention.backends.adapters.vendor import check_latents
-from nibble.attention.backends.fa3 import KERNELS
-from nibble.attention.backends.vendor import RANK
+from nibble.attention.backends.adapters import check_latents
+from nibble.attention.backends.flash_attention import FA3_KERNELS, FA4_INSTALL, FA4_MODULE
+from nibble.attention.backends.vendor import RANK, import_package
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels.types import AttentionBatch, AttentionParams
@@ -31,16 +29,17 @@ VLLM_NAMES = {
     "page_table": "block_table",
     "qv": "q_v",
 }
+"""What vLLM calls arguments that have other names elsewhere."""
 LARGEST, NARROW = 64, 192
 """Slots of the largest page that no kernel for heads of up to NARROW values fetches whole; half as many for wider ones,
 and for latents."""
 
 
 class FA3(AttentionBackend):
-    """The adapter. Its state: the page table that the kernels are given."""
+    """The adapter of FlashAttention 3. Its state: the page table that the kernels are given."""
 
     def __init__(self) -> None:
-        self._call = _bind(KERNELS.load())
+        self._kernels = FA3_KERNELS.load()
 
     def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> int:
         """Return how many pages the kernels see in one."""
@@ -54,11 +53,9 @@ class FA3(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Tensor
     ) -> Tensor:
         """Call the package's function over the pages, and add the sinks to what it returns."""
-        splits = split_pages(view)
-        planes = [
-            plane.view(-1, view.page_size // splits, *plane.shape[2:])
-            for plane in (entry.planes[0] for entry in view.streams.values())
-        ]
+        page_size = view.page_size // split_pages(view)
+        planes = [entry.planes[0] for entry in view.streams.values()]
+        planes = [plane.view(-1, page_size, *plane.shape[2:]) for plane in planes]
         options: dict[str, Any] = {
             "cache_seqlens": batch.seq_lens_B,
             "page_table": state,
@@ -78,7 +75,7 @@ class FA3(AttentionBackend):
             options |= {"k_cache": data_PSGD[..., RANK:], "v_cache": data_PSGD[..., :RANK]}
         else:
             options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
-        output = self._call(max(batch.seq_lens), options)
+        output = self._call(options, max(batch.seq_lens))
         if params.sinks_H is None:
             return output
         out_THD, lse_HT, *_ = output
@@ -86,6 +83,13 @@ class FA3(AttentionBackend):
         # softmax's sum, and exp(lse) of exp(lse) + exp(sink) is left.
         share_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
         return (out_THD * share_TH[..., None]).to(out_THD.dtype)
+
+    def _call(self, options: dict[str, Any], longest: int) -> Any:
+        """Call the package's function. vLLM's has other names of arguments, and asks for the longest context."""
+        if hasattr(self._kernels, "flash_attn_with_kvcache"):
+            return self._kernels.flash_attn_with_kvcache(**options)
+        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
+        return self._kernels.flash_attn_varlen_func(**renamed, max_seqlen_k=longest, fa_version=3)
 
 
 def split_pages(view: KVView) -> int:
@@ -109,14 +113,35 @@ def _splits(page_size: int, dim: int) -> int:
     return max(page_size // (LARGEST if dim <= NARROW else LARGEST // 2), 1)
 
 
-def _bind(kernels: ModuleType) -> Callable[[int, dict[str, Any]], Any]:
-    """Return the package's function with its own names of arguments. The first argument is the longest context."""
-    if hasattr(kernels, "flash_attn_with_kvcache"):
-        return lambda longest, options: kernels.flash_attn_with_kvcache(**options)
-    varlen = kernels.flash_attn_varlen_func
+class FA4(AttentionBackend):
+    """The adapter of FlashAttention 4."""
 
-    def vllm(longest: int, options: dict[str, Any]) -> Any:
-        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
-        return varlen(**renamed, max_seqlen_k=longest, fa_version=3)
+    def __init__(self) -> None:
+        self._package = import_package(FA4_MODULE, FA4_INSTALL)
 
-    return vllm
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        """Call the package's function; a latent is key and value in one."""
+        options: dict[str, Any] = {
+            "cu_seqlens_q": batch.cu_seqlens_q_B1,
+            "max_seqlen_q": max(batch.query_lens),
+            "max_seqlen_k": max(batch.seq_lens),
+            "seqused_k": batch.seq_lens_B,
+            "page_table": batch.page_table_BN,
+            "softmax_scale": params.scale,
+            "causal": True,
+            # Theirs does not count the present token.
+            "window_size": (None, None) if params.window is None else (params.window - 1, 0),
+            # The package takes no other dtype.
+            "learnable_sink": None if params.sinks_H is None else params.sinks_H.bfloat16(),
+            "softcap": params.softcap or 0.0,
+        }
+        if LATENT in view.streams:
+            data_PSGD = check_latents(view, "FA4").planes[0]
+            options |= {"q": q_THD[..., RANK:], "qv": q_THD[..., :RANK]}
+            options |= {"k": data_PSGD[..., RANK:], "v": data_PSGD[..., :RANK]}
+        else:
+            options |= {"q": q_THD, "k": view.streams["k"].planes[0], "v": view.streams["v"].planes[0]}
+        out_THD, *_ = self._package.flash_attn_varlen_func(**options)
+        return out_THD

@@ -1,0 +1,54 @@
+"""Call Nibble's own kernels: those in Triton, and the decode kernel in CUDA C++ (kernels/attention/decode.cu).
+
+Shape suffixes: T tokens, H query heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from nibble.attention.layer import AttentionBackend
+from nibble.cache.pool import KVView
+from nibble.kernels.attention.triton import paged_attention
+from nibble.kernels.mla import mla_attention, sparse_mla_attention
+from nibble.kernels.types import AttentionBatch, AttentionParams
+from nibble.model_spec import LATENT
+
+
+class Triton(AttentionBackend):
+    """The adapter of the kernels in Triton."""
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        """Call the kernel of the view's kind of attention."""
+        # A decode step may be recorded in a CUDA graph, where the host does not know lengths.
+        longest = () if batch.phase.decodes else (max(batch.seq_lens),)
+        keys, rope = view.keys.paged, view.keys.stream.rope
+        if params.topk_slots_TK is not None:
+            return sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
+        if LATENT in view.streams:
+            return mla_attention(q_THD, keys, rope, batch, params.scale, *longest)
+        return paged_attention(q_THD, keys, view.streams["v"].paged, batch, params, *longest)
+
+
+class Cuda(AttentionBackend):
+    """The adapter of the decode kernel in CUDA C++. Its workspace serves one step at a time."""
+
+    def __init__(self) -> None:
+        from nibble.kernels.attention import cuda  # which imports cuda-bindings
+
+        self._kernels = cuda
+        self._decode: Any = None
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        """Call the kernel over pages in their own bytes."""
+        # Its counters and workspace lie on the queries' device, which only a call tells.
+        if self._decode is None:
+            self._decode = self._kernels.Decode(q_THD.device)
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        return self._decode(q_THD.contiguous(), k, v, batch, params)

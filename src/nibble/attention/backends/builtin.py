@@ -1,0 +1,194 @@
+"""Backends that need no other package than torch and Triton: Nibble's own kernels, and what torch brings.
+
+- triton: Nibble's portable kernels. They serve every format, phase and kind of attention on any GPU since Ampere.
+- cuda: Nibble's decode kernel in CUDA C++ (kernels/attention/decode.cu), compiled at first use by NVRTC. It reads pages
+  in their own bytes at memory speed on any GPU since Ampere, FP4 units or not.
+- torch_ref: the definition of attention over a paged cache, in plain torch, for every format and phase.
+- sdpa: the attention that torch brings. On a GPU its fused kernels, for new tokens over a prefix in any format;
+  elsewhere quantised pages are staged (attention/layer.py). Torch's functions cap no scores and have no sinks.
+- flex_attention: torch's FlexAttention over gathered pages. On a GPU compiled, on a CPU as torch interprets it.
+  Quantised pages are staged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nibble.attention.planner.support import (
+    ALL,
+    BLACKWELL,
+    GPUS,
+    HALF_DTYPES,
+    HOPPER,
+    MAX_STAGED_TOKENS,
+    NEVER,
+    PROMPT,
+    BackendInfo,
+    Origin,
+    Support,
+)
+from nibble.hardware import may_have_gpu
+from nibble.kernels import PREFILL_WORKSPACE
+from nibble.model_spec import Phase
+
+PAGES = frozenset({16, 32, 64, 128})
+CUDNN_DIM = 128
+"""The widest heads that cuDNN's kernel takes."""
+FLEX_COPIES = 2
+"""Of gathered pages, while what lies behind a request's tokens is cleared."""
+
+
+def _no_nvrtc() -> str | None:
+    if not may_have_gpu():  # there is nothing to compile for, and nvrtc.py imports torch
+        return None
+    try:
+        from nibble.kernels.nvrtc import unavailable_reason
+    except Exception as error:  # a broken package must not break every plan
+        return f"cuda-bindings, which cannot be imported ({type(error).__name__}: {error})"
+    return unavailable_reason()
+
+
+LATENT_FACTS: dict[str, Any] = {
+    "phase": ALL,
+    "format": {
+        "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16", "mxfp4"
+    },
+    "arch": GPUS, "page": PAGES, "dim": set(range(96, 641, 32)), "dtype": HALF_DTYPES,
+    "window": NEVER, "softcap": NEVER, "sinks": NEVER,
+}  # fmt: skip
+
+TRITON = BackendInfo(
+    name="triton",
+    summary="Nibble's portable Triton kernels: every format, dequantised in registers",
+    origin=Origin.PORTABLE,
+    packages=("triton",),
+    install="pip install triton",
+    adapter="nibble.attention.backends.adapters.triton_cuda:Triton",
+    graphs=True,
+    support=(
+        Support(
+            phase=ALL,
+            kind={"mha"},
+            format={
+                "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "fp4_mx16", "mxfp4", "fp8_e4m3:nvfp4"
+            },
+            packing={"nhd", "hnd"},
+            arch=GPUS,
+            page=PAGES,
+            dim=set(range(16, 257, 16)),
+            source="on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)",
+        ),
+        Support(
+            **LATENT_FACTS,
+            kind={"mla"},
+            packing={"nhd", "hnd"},
+            source="on one H200, decoding 64 x 8K: bf16 in 0.147 ms with 16 heads, 0.42 ms with 128",
+        ),
+        Support(
+            **LATENT_FACTS, kind={"dsa"}, packing={"record"}, source="benchmarks/sparse_decode.py: one run of bytes"
+        ),
+        Support(**LATENT_FACTS, kind={"dsa"}, packing={"nhd", "hnd"}, source="benchmarks/sparse_decode.py"),
+    ),
+)  # fmt: skip
+
+DECODE_FACTS: dict[str, Any] = {
+    "kind": {"mha"},
+    "format": {"bf16", "fp16", "nvfp4", "mxfp4", "fp4_mx16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3:nvfp4"},
+    "packing": {"hnd"},
+    "arch": GPUS,
+    "page": PAGES,
+    "dim": {64, 128, 256},
+    "dtype": HALF_DTYPES,
+}
+CUDA = BackendInfo(
+    name="cuda",
+    summary="Nibble's decode kernel in CUDA C++: 4- and 8-bit pages at memory speed, on any GPU since Ampere",
+    origin=Origin.OWN,
+    adapter="nibble.attention.backends.adapters.triton_cuda:Cuda",
+    packages=("cuda.bindings",),
+    install="pip install cuda-bindings nvidia-cuda-nvrtc",
+    unavailable_reason=_no_nvrtc,
+    graphs=True,
+    support=(
+        Support(
+            **DECODE_FACTS,
+            phase={Phase.DECODE},
+            group=set(range(1, 17)),
+            source="benchmarks/reports: decode attention on one H200; compiled for the others",
+        ),
+        Support(
+            **DECODE_FACTS,
+            phase={Phase.VERIFY},
+            group={1, 2},
+            source="tests/conformance: up to 16 query rows of a KV head",
+        ),
+    ),
+)
+
+REF_FACTS: dict[str, Any] = {"phase": ALL, "format": None, "gathers": True, "source": "tests/conformance"}
+TORCH_REF = BackendInfo(
+    name="torch_ref",
+    summary="the definition, in plain torch: every format, phase and machine; slow on a GPU",
+    origin=Origin.REFERENCE,
+    adapter="nibble.attention.backends.adapters.torch_backends:TorchRef",
+    support=(
+        Support(**REF_FACTS, kind={"mha"}, packing={"nhd", "hnd"}),
+        Support(**REF_FACTS, kind={"mla", "dsa"}, packing={"nhd", "hnd", "record"}),
+    ),
+)
+
+SDPA = BackendInfo(
+    name="sdpa",
+    summary="what torch brings: on GPUs its fused kernels, for prompts over any format; last bits vary with the batch",
+    origin=Origin.VENDOR,
+    adapter="nibble.attention.backends.adapters.torch_backends:SDPA",
+    support=(
+        Support(
+            phase=PROMPT,
+            kind={"mha"},
+            format=None,
+            packing={"nhd", "hnd"},
+            arch=HOPPER | BLACKWELL,
+            dim=set(range(16, CUDNN_DIM + 1, 8)),
+            dtype=HALF_DTYPES,
+            # A window needs a mask, and the fused kernels take none.
+            window=NEVER,
+            softcap=NEVER,
+            sinks=NEVER,
+            workspace=PREFILL_WORKSPACE,
+            source="benchmarks/extend.py on one H200, 8K new on 32K stored: nvfp4 at 614 TFLOP/s, bf16 at 595",
+        ),
+        Support(
+            phase=ALL,
+            kind={"mha"},
+            format={"fp32", "bf16", "fp16"},
+            packing={"nhd", "hnd"},
+            softcap=NEVER,
+            sinks=NEVER,
+            # torch's function knows no pages, so they are copied into one tensor first.
+            gathers=True,
+            source="tests/conformance",
+        ),
+    ),
+)
+
+FLEX_ATTENTION = BackendInfo(
+    name="flex_attention",
+    summary="torch's FlexAttention, compiled, over gathered pages",
+    origin=Origin.PORTABLE,
+    adapter="nibble.attention.backends.adapters.torch_backends:FlexAttention",
+    support=(
+        Support(
+            phase=ALL,
+            kind={"mha"},
+            format={"fp32", "bf16", "fp16"},
+            packing={"nhd", "hnd"},
+            arch=GPUS | {0},
+            gathers=True,
+            workspace=FLEX_COPIES * MAX_STAGED_TOKENS,
+            source="vLLM attention_backends.md: FLEX_ATTENTION, any page and head size; sinks by the log-sum-exp",
+        ),
+    ),
+)
+
+BACKENDS = (TRITON, CUDA, TORCH_REF, SDPA, FLEX_ATTENTION)

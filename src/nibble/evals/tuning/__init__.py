@@ -1,1 +1,0 @@
-"""Time the attention backends of a model on this machine."""
