@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from families import FALSE_REASONS, FAMILIES, NOT_BUILT, OTHER_TYPES, REFUSED, WRONG
+from families import FALSE_REASONS, FAMILIES, NOT_BUILT, OTHER_TYPES, REFUSED, TOLERANCE, WRONG
 from survey import TYPES, examine, refusal_by_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # foreign code warns of itself
@@ -35,6 +35,7 @@ def test_a_type_is_served_right_or_refused_for_a_true_reason(name: str, tmp_path
     elif name not in WRONG or result.outcome != "refused":
         assert result.outcome == "served", result
         assert result.largest is not None and result.largest > 0.5, "logits too small to show an error"
+        assert result.planted is not None and result.planted > TOLERANCE, "an error in keys does not show"
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)

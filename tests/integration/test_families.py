@@ -21,11 +21,11 @@ from torch import Tensor
 import nibble.transformers as nt
 from families import FAMILIES, LOOPED, SCALAR_GATE, TOLERANCE, VOCAB, Family, make
 from nibble import LLM
-from nibble.cache.pool import PagedPool
 from nibble.engine.build import run_prompt
 from nibble.kernels.types import AttentionParams
 from nibble.models import hook, linear
 from nibble.models.hub import quiet
+from survey import error_in_keys
 from tiny import MLA, save_model
 
 
@@ -111,15 +111,9 @@ def test_geometry_is_observed(served: Served) -> None:
     assert any(group.sinks for group in model_spec.groups) == ("sinks" in family.asks)
 
 
-def test_a_planted_error_in_keys_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = PagedPool.write
-
-    def planted(self: PagedPool, layer: int, streams: Any, slot_mapping_T: Tensor) -> None:
-        first = next(iter(streams))  # keys, or the latent
-        plain(self, layer, {**streams, first: streams[first] * 1.001}, slot_mapping_T)
-
-    monkeypatch.setattr(PagedPool, "write", planted)
-    assert served.error() > TOLERANCE
+def test_a_planted_error_in_keys_is_caught(served: Served) -> None:
+    with error_in_keys():
+        assert served.error() > TOLERANCE
 
 
 def test_what_a_layer_asks_is_not_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

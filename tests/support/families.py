@@ -247,7 +247,7 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 1},
     "cohere2_moe": {"logit_scale": 1.0},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 4.0}, "ffn_config": {"ffn_hidden_size": 32}},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots1": {**MIXED, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"text_config": _DOTS3, "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64}, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}},
     "dots3_note_text": _DOTS3,
     "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}},
@@ -260,6 +260,7 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "laguna": {"layer_types": MIXED["layer_types"]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mellum": MIXED,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [2]}},
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": MIXED["layer_types"], "local_attention": 16},
@@ -351,6 +352,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "phi, norms of queries": ("phi", {"qk_layernorm": True}),
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, **MIXED}),
+    "qwen2_moe, windows": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW, **MIXED}),
+    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, **MIXED}),
+    "qwen3_moe, windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": WINDOW}),
     "qwen3_5_text, attention only": ("qwen3_5_text", _FULL),
     "qwen3_next, attention only": ("qwen3_next", _FULL),
     "qwen4_exp_text, indexed only": ("qwen4_exp_text", {"layer_types": ["indexed_attention"] * 4}),
@@ -385,6 +389,7 @@ REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.
     "falcon, alibi": _OWN_CLASSES,
     "falcon, new architecture": _OWN_CLASSES,
     "minimax_m3_vl_text, sparse": _OTHER_LAYERS,
+    "qwen2_moe, windows": "mask of layer 0 is not simply causal",
 }
 """Types that are refused for what they are: a pattern of the reason."""
 

@@ -20,9 +20,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from families import DEFAULTS, NOT_BUILT, TOLERANCE, VARIANTS, VOCAB, tiny_model
 from nibble import LLM
+from nibble.cache.pool import PagedPool
 from nibble.config import Config
 from nibble.engine.build import run_prompt
 from nibble.engine.plan import plan_engine
@@ -62,6 +65,8 @@ class Result:
     by_chunk: dict[str, float] | None = None
     is_invariant: bool | None = None
     """Whether logits are the same to the last bit, however the prompt is cut."""
+    planted: float | None = None
+    """With keys stored off by a thousandth, which must show."""
     own: float | None = None
     """Between the unmodified model whole, and token by token over its own cache."""
     to_cached: float | None = None
@@ -114,6 +119,8 @@ def _examine(result: Result, folder: Path) -> None:
     result.by_chunk = {str(chunk): _difference(logits, whole) for chunk, logits in served.items()}
     result.error = max(result.by_chunk.values())
     result.is_invariant = all(torch.equal(logits, served[CHUNKS[0]]) for logits in served.values())
+    with error_in_keys():
+        result.planted = _difference(_served(llm, CHUNKS[0]), whole)
     if cached is not None:
         result.to_cached = max(_difference(logits, cached) for logits in served.values())
     result.answers = answers_difference(model, llm)
@@ -141,6 +148,17 @@ def _kind(group: Any) -> str:
 def _served(llm: LLM, chunk: int) -> Tensor:
     runner, manager = llm.engine.runner, llm.engine.scheduler.manager
     return torch.cat(run_prompt(runner, manager, PROMPT, chunk))
+
+
+def error_in_keys() -> AbstractContextManager[Any]:
+    """Store keys, or latents, a thousandth too large."""
+    write = PagedPool.write
+
+    def write_wrong(self: PagedPool, layer: int, streams: dict[str, Tensor], slot_mapping_T: Tensor) -> None:
+        first = next(iter(streams))  # keys, or the latent
+        write(self, layer, {**streams, first: streams[first] * 1.001}, slot_mapping_T)
+
+    return mock.patch.object(PagedPool, "write", write_wrong)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
