@@ -53,7 +53,7 @@ def recorded(llm: LLM, how: Any = record) -> LLM:
 def answers(llm: LLM, **options: Any) -> list[tuple[int, ...]]:
     outputs = llm.generate(PROMPTS, **{"max_tokens": 20, "ignore_eos": True, **options}, progress=False)
     llm.engine.scheduler.check_integrity()
-    assert llm.engine.scheduler.manager.stats.held == 0
+    assert llm.engine.scheduler.manager.stats.in_use == 0
     return [output.completions[0].token_ids for output in outputs]
 
 

@@ -23,7 +23,7 @@ def idle(llm: LLM) -> None:
     """Nothing is left running, and every page is free or in the prefix cache."""
     assert not llm.engine.busy and not llm.engine.scheduler.waiting and not llm.engine.scheduler.running
     llm.engine.scheduler.check_integrity()
-    assert llm.engine.scheduler.manager.stats.held == 0
+    assert llm.engine.scheduler.manager.stats.in_use == 0
 
 
 PROMPTS = ["def f(x):", "the quick brown fox jumps over the lazy dog", "a", "0123456789" * 12]

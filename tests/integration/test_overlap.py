@@ -109,7 +109,7 @@ def test_any_mix_ends_right(seed: int, chunk: int | None) -> None:
     engine.finish()
     for request in set(requests) - aborted:
         assert request.output_token_ids == expected(request, engine.scheduler.limit)
-    assert engine.manager.stats.held == 0
+    assert engine.manager.stats.in_use == 0
     engine.manager.clear()
     assert engine.manager.stats.free == engine.manager.stats.total
 
@@ -183,7 +183,7 @@ def idle(pair: tuple[LLM, LLM]) -> Iterator[None]:
             and not llm.engine.scheduler.running
         )
         llm.engine.scheduler.check_integrity()
-        assert llm.engine.scheduler.manager.stats.held == 0
+        assert llm.engine.scheduler.manager.stats.in_use == 0
 
 
 @pytest.mark.parametrize(

@@ -201,8 +201,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         stats = self.manager.stats
         held = {page for writer in self.writers for page in writer.lease.pages}
-        assert stats.held == len(held), "pages leak, or are free while in use"
-        assert stats.free + stats.idle + stats.held == stats.total
+        assert stats.in_use == len(held), "pages leak, or are free while in use"
+        assert stats.free + stats.idle + stats.in_use == stats.total
         for writer in self.writers:
             assert writer.pages == writer.lease.pages
             self.check_stored(writer)

@@ -23,7 +23,7 @@ from nibble.server.tracing import HttpLog, RequestLogMiddleware
 
 STATS = {
     "waiting": 3, "running": 5, "steps": 70, "decode_tokens": 200, "prompt_tokens": 90, "preemptions": 2,
-    "preempted_tokens": 48, "finished": 9, "cache_total": 100, "cache_free": 30, "cache_held": 60,
+    "preempted_tokens": 48, "finished": 9, "cache_total": 100, "cache_free": 30, "cache_in_use": 60,
     "cache_cached": 50, "cache_idle": 10, "cache_evicted": 7, "cache_lookup_tokens": 400, "cache_hit_tokens": 100,
 }  # fmt: skip
 TIER = {

@@ -40,7 +40,7 @@ ABOUT: dict[str, Any] = {
 STATS = {
     "waiting": 1.0, "running": 2.0, "steps": 129.0, "decode_tokens": 381.0, "prompt_tokens": 110.0,
     "preemptions": 3.0, "preempted_tokens": 40.0, "finished": 4.0, "cache_total": 128.0, "cache_free": 100.0,
-    "cache_held": 15.0, "cache_cached": 20.0, "cache_idle": 13.0, "cache_evicted": 5.0,
+    "cache_in_use": 15.0, "cache_cached": 20.0, "cache_idle": 13.0, "cache_evicted": 5.0,
     "cache_lookup_tokens": 270.0, "cache_hit_tokens": 108.0,
 }  # fmt: skip
 TIER = {
@@ -133,7 +133,7 @@ def test_counts_add_up() -> None:
         "total": 128, "free": 100, "held": 15, "own": 8, "shared": 7, "idle": 13, "size": 16
     }  # fmt: skip
     assert found["free"] + found["own"] + found["shared"] + found["idle"] == found["total"]
-    assert found["held"] == STATS["cache_held"]
+    assert found["held"] == STATS["cache_in_use"]
     assert view["prefix"]["hit_rate"] == pytest.approx(0.4)
     assert view["requests"]["running"] == 2 and view["tokens"] == {"prompt": 110, "decode": 381}
     group = view["groups"][0]

@@ -67,7 +67,7 @@ class CacheStats:
 
     total: int
     free: int = 0
-    held: int = 0
+    in_use: int = 0
     """Pages of open leases."""
     cached: int = 0
     """Pages in the tree, in use or idle."""
@@ -126,7 +126,7 @@ class CacheManager:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
         in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        return replace(self._stats, free=free, held=in_use, cached=len(self._radix), idle=idle, tier=tier)
+        return replace(self._stats, free=free, in_use=in_use, cached=len(self._radix), idle=idle, tier=tier)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""

@@ -211,8 +211,8 @@ def _print_side_by_side(runs: Sequence[Run]) -> None:
     Console(highlight=False).print(table)
     for run in runs:
         err().print(run.summary, style="dim")
-    first, *others = runs
-    for run in others:
+    first, *other_runs = runs
+    for run in other_runs:
         same = sum(one == other for one, other in zip(first.texts, run.texts, strict=True))
         line = f"{run.scheme} gave the same answer as {first.scheme} to {same} of {len(run.texts)} prompts"
         err().print(line, style="dim")

@@ -86,7 +86,7 @@ class Api:
         if warning := fidelity_warning(stats):
             body["warning"] = warning
         body["open"] = self.limiter.num_open
-        for name, key in (("running", "running"), ("waiting", "waiting"), ("held_pages", "cache_held")):
+        for name, key in (("running", "running"), ("waiting", "waiting"), ("held_pages", "cache_in_use")):
             body[name] = int(stats.get(key, 0))
         return JSONResponse(body, 200 if state is State.READY else 503)
 

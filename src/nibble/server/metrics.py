@@ -267,7 +267,7 @@ class Row:
 GAUGES = (
     Row("num_requests_running", "running", "Answers that are being computed."),
     Row("num_requests_waiting", "waiting", "Answers that wait for room."),
-    Row("kv_cache_pages", "cache_held", "Pages of the KV cache.", "held"),
+    Row("kv_cache_pages", "cache_in_use", "Pages of the KV cache.", "held"),
     Row("kv_cache_pages", "cache_idle", "", "idle"),
     Row("kv_cache_pages", "cache_free", "", "free"),
     Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
@@ -339,7 +339,7 @@ class EngineCollector(Collector):
             labels = ["state"] if first.state else []
             yield self._family(GaugeMetricFamily, name, first.doc, samples, *labels)
         if stats.get("cache_total"):
-            usage = stats["cache_held"] / stats["cache_total"]
+            usage = stats["cache_in_use"] / stats["cache_total"]
             doc = "Share of the KV cache's pages that are held: 1 is all."
             yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", doc, {(): usage})
         groups = self._client.ready.about.get("groups", ()) if self._client.ready else ()

@@ -51,7 +51,7 @@ def test_pages_outlive_the_request_that_wrote_them():
     pages = lease.pages[:2]
     books.release(lease)
     books.check_integrity()
-    assert (books.stats.free, books.stats.idle, books.stats.held) == (6, 2, 0)
+    assert (books.stats.free, books.stats.idle, books.stats.in_use) == (6, 2, 0)
     assert books.open([*PROMPT[:8], 7], "").pages == pages
 
 
@@ -177,7 +177,7 @@ def test_stats_count_tokens():
     books.open(PROMPT, "")
     stats = books.stats
     assert (stats.lookup_tokens, stats.hit_tokens) == (22, 8)
-    assert (stats.total, stats.held, stats.cached, stats.idle, stats.free) == (8, 2, 2, 0, 6)
+    assert (stats.total, stats.in_use, stats.cached, stats.idle, stats.free) == (8, 2, 2, 0, 6)
 
 
 def test_clear_forgets_all_and_takes_nothing_away():

@@ -271,7 +271,7 @@ def test_abort_waiting_running_and_gone():
         assert request.lease not in engine.manager.leases and not request.lease.pages
     engine.scheduler.finish(running, "abort")
     assert engine.scheduler.metrics.finished == 2
-    assert engine.manager.stats.held == 0
+    assert engine.manager.stats.in_use == 0
     assert engine.step() is None
 
 
@@ -632,7 +632,7 @@ def test_siblings_go_on_without_their_leader(when, prefix_cache):
     engine.scheduler.finish(leader, "abort")
     engine.finish()
     assert all(request.output_token_ids == expected(request, 1000) for request in others)
-    assert engine.manager.stats.held == 0
+    assert engine.manager.stats.in_use == 0
 
 
 def test_siblings_go_on_when_the_leader_stops_at_its_first_token():
@@ -708,6 +708,6 @@ def test_any_mix_ends_right(seed, chunk):
             request.params.max_tokens, engine.scheduler.limit - len(request.prompt_token_ids)
         )
         assert request.finish_reason == ("stop" if stopped else "length")
-    assert engine.manager.stats.held == 0
+    assert engine.manager.stats.in_use == 0
     engine.manager.clear()
     assert engine.manager.stats.free == engine.manager.stats.total

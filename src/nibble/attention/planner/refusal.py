@@ -214,8 +214,8 @@ def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
         # A transform may be what is refused, and not the format.
         if old.transforms:
             yield iter([_rename(old, old.base)])
-        others = (name for name in schemes.names() if name != old.base)
-        for name in sorted(others, key=lambda name: _distance(old.base, name)):
+        other_names = (name for name in schemes.names() if name != old.base)
+        for name in sorted(other_names, key=lambda name: _distance(old.base, name)):
             yield iter([_rename(old, "+".join((name, *old.transforms)))])
 
 
