@@ -9,194 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import nibble.transformers as nt
+from families import FAMILIES, LOOPED, SCALAR_GATE, TOLERANCE, VOCAB, Family, make
 from nibble import LLM
-from nibble.cache.pool import PagedPool
 from nibble.engine.build import run_prompt
 from nibble.kernels.types import AttentionParams
 from nibble.models import hook, linear
 from nibble.models.hub import quiet
+from survey import error_in_keys
 from tiny import MLA, save_model
-
-TOLERANCE = 1e-4
-WINDOW = 8
-VOCAB = 512
-BASE = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "eos_token_id": None,
-    "bos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-MOE = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {
-    "n_routed_experts": 32,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-SHARED = {
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-}
-GEMMA3N = {
-    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
-    "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6,
-}  # fmt: skip
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "n_inner": 96}
-OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}
-
-
-@dataclass(frozen=True)
-class Family:
-    """options: of its config, over BASE. windows: the sliding windows that must be observed. asks: what it asks of
-    attention beside keys and values; leaving any out must show. owner: whose pages each layer reads, if not its own."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    heads: tuple[int, int] = (2, 16)
-    windows: tuple[int | None, ...] = (None,)
-    asks: tuple[str, ...] = ()
-    owner: tuple[int, ...] = ()
-
-    def config(self, name: str) -> Any:
-        heads, dim = self.heads
-        layout = {"num_key_value_heads": heads, "head_dim": dim}
-        with quiet():  # one of them warns of its own defaults
-            return self._made(name, layout)
-
-    def _made(self, name: str, layout: dict[str, int]) -> Any:
-        return AutoConfig.for_model(name, **{**BASE, **layout, **self.options})
-
-
-def windowed(heads: tuple[int, int] = (2, 16), *asks: str, mixed: bool = True, **options: Any) -> Family:
-    windows = (None, WINDOW) if mixed else (WINDOW,)
-    kinds = MIXED if mixed else {}
-    return Family({"sliding_window": WINDOW, **kinds, **options}, heads, windows, ("window", *asks))
-
-
-def latent(**options: Any) -> Family:
-    """MLA: one latent of 32 + 8 values for four heads of 16 + 8, whose values have 32. The experts are as above."""
-    ranks = {
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 32,
-    }
-    experts = {**ROUTED, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
-    return Family({**experts, **ranks, "num_key_value_heads": 4, "head_dim": 8, **options}, (1, 40))
-
-
-def sparse(**options: Any) -> Family:
-    """DSA: MLA that looks at 12 tokens. So many heads of the indexer that no two tokens have the same score: which of
-    them is chosen would be anyone's guess."""
-    indexer = {"index_topk": 12, "index_n_heads": 32, "index_head_dim": 32}
-    return replace(latent(**indexer, **options), asks=("chosen",))
-
-
-LONGCAT = {
-    "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2,
-}  # fmt: skip
-LOOPED = ("longcat_flash",)
-"""Families whose experts are computed one after the other on the rows that chose them, by their own code, and so depend
-on the number of rows in the last bit."""
-SCALAR_GATE = ("qwen2_moe",)
-"""Families with a sigmoid of one value per token. torch computes elements in vectors of up to 32 and the rest one by
-one, which may differ in the last bit; so widths here are multiples of 32, as those of real models are."""
-
-FAMILIES = {
-    "axk1": latent(),
-    "deepseek_v2": latent(topk_method="greedy", routed_scaling_factor=1.0),
-    "deepseek_v3": latent(),
-    "deepseek_v32": sparse(),
-    "glm_moe_dsa": sparse(indexer_types=["full", "shared", "full", "shared"]),
-    "glm4_moe_lite": latent(),
-    "longcat_flash": latent(**LONGCAT),
-    "minicpm3": latent(hidden_act="silu"),
-    "mistral4": latent(num_local_experts=8),
-    "youtu": latent(),
-    "afmoe": windowed(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
-    "apertus": Family(),
-    "arcee": Family(),
-    "cohere": Family({"logit_scale": 1.0}),
-    "cohere2": windowed(logit_scale=1.0),
-    "ernie4_5": Family(),
-    "exaone4": windowed(),
-    "flex_olmo": Family(MOE),
-    "gemma": Family({}, (1, 256)),
-    "gemma2": windowed((1, 128), "softcap", attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
-    "gemma3_text": windowed((2, 64)),
-    "gemma3n_text": Family(
-        {**SHARED, **GEMMA3N, "sliding_window": WINDOW},
-        windows=(None, WINDOW),
-        asks=("window",),
-        owner=(0, 1, 2, 3, 2, 3),
-    ),
-    "gemma4_text": Family(
-        {**SHARED, "global_head_dim": 32, "sliding_window": WINDOW, "hidden_size_per_layer_input": 32},
-        windows=(None, WINDOW),
-        asks=("window",),
-        owner=(0, 1, 2, 3, 2, 3),
-    ),
-    "glm": Family(),
-    "glm4": Family(),
-    "glm4_moe": Family(ROUTED),
-    "gpt2": Family(GPT2, (4, 16)),
-    "gpt_neox": Family({}, (4, 16)),
-    "gpt_oss": windowed((2, 64), "sinks", **MOE),
-    "granite": Family({"attention_multiplier": 0.25}),
-    "granitemoe": Family({**MOE, "attention_multiplier": 0.25}),
-    "helium": Family({"num_attention_heads": 4}, (4, 16)),
-    "hunyuan_v1_dense": Family(),
-    "hunyuan_v1_moe": Family({"num_experts": 4, "moe_topk": 2}),
-    "llama": Family({"tie_word_embeddings": True}, (2, 64)),
-    "minimax_m2": Family({**MOE, "num_experts": 32, "num_local_experts": 32, "rotary_dim": 8}),
-    "ministral": windowed(),
-    "ministral3": windowed(mixed=False),
-    "mistral": windowed((2, 128), mixed=False),
-    "mixtral": windowed(mixed=False, num_local_experts=8, num_experts_per_tok=2),
-    "nanochat": Family({}, (4, 16)),
-    "olmo": Family({}, (4, 16)),
-    "olmo2": Family(),
-    "olmo3": windowed(),
-    "olmoe": Family(MOE),
-    "opt": Family(OPT, (4, 16)),
-    "phi": Family({"hidden_size": 320, "initializer_range": 0.08}, (4, 80)),
-    "phi3": windowed((2, 96), mixed=False, hidden_size=384, initializer_range=0.08),
-    "qwen2": Family({}, (1, 16)),
-    "qwen2_moe": Family({**MOE, "shared_expert_intermediate_size": 32}),
-    "qwen3": Family({"tie_word_embeddings": True}, (2, 128)),
-    "qwen3_moe": Family({**MOE, "norm_topk_prob": True}),
-    "seed_oss": Family(),
-    "smollm3": Family({"no_rope_layers": [1, 0, 1, 0]}),
-    "starcoder2": windowed(mixed=False),
-    "vaultgemma": windowed((2, 16), "softcap", attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
-}
-
-
-NAMED = {"mistral4": "Mistral4ForCausalLM"}
-"""Families whose class Transformers finds only by the name that a checkpoint gives."""
-
-
-def make(name: str, config: Any) -> Any:
-    """A random model of a family, as Transformers has it."""
-    if name not in NAMED:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    config.architectures = [NAMED[name]]
-    return getattr(transformers, NAMED[name])._from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
 
 
 @dataclass
@@ -281,15 +111,9 @@ def test_geometry_is_observed(served: Served) -> None:
     assert any(group.sinks for group in model_spec.groups) == ("sinks" in family.asks)
 
 
-def test_a_planted_error_in_keys_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = PagedPool.write
-
-    def planted(self: PagedPool, layer: int, streams: Any, slot_mapping_T: Tensor) -> None:
-        first = next(iter(streams))  # keys, or the latent
-        plain(self, layer, {**streams, first: streams[first] * 1.001}, slot_mapping_T)
-
-    monkeypatch.setattr(PagedPool, "write", planted)
-    assert served.error() > TOLERANCE
+def test_a_planted_error_in_keys_is_caught(served: Served) -> None:
+    with error_in_keys():
+        assert served.error() > TOLERANCE
 
 
 def test_what_a_layer_asks_is_not_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import FAMILIES, make
 from torch import nn
 
+from families import FAMILIES, make
 from nibble.models.linear import MergedLinear, linears_by_input, merge_linears
 from nibble.models.mla import RopeTable, fix_rope, tabulate_rope
 
@@ -20,7 +20,7 @@ CONTEXT = 64
 
 
 def model_of(family: str, **changes: Any) -> Any:
-    """A random model of a family of test_families.py."""
+    """A random model of a family of families.py."""
     config = FAMILIES[family].config(family)
     config.update(changes)
     torch.manual_seed(0)
