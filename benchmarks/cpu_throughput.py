@@ -56,7 +56,7 @@ def peer(model: torch.nn.Module, asked: list[list[int]]) -> Callable[[], None]:
 def ours(llm: LLM, asked: list[list[int]]) -> Callable[[], None]:
     def run() -> None:
         llm.engine.scheduler.manager.clear()  # no prefix hits: the peer has none
-        llm.generate(asked, max_tokens=ANSWER, ignore_eos=True, progress=False)
+        llm.generate(asked, max_tokens=ANSWER, ignore_eos=True, temperature=0, progress=False)
 
     return run
 

@@ -139,7 +139,7 @@ def run(llm: LLM, work: Workload, count: int) -> Outcome:
     before = llm.engine.scheduler.metrics.preemptions
     prompts = [load.random_prompt(work.prompt, llm.engine.vocab_size, seed) for seed in range(count)]
     start = time.perf_counter()
-    llm.generate(prompts, max_tokens=work.answer, ignore_eos=True, progress=False)
+    llm.generate(prompts, max_tokens=work.answer, ignore_eos=True, temperature=0, progress=False)
     seconds = time.perf_counter() - start
     preemptions = llm.engine.scheduler.metrics.preemptions - before
     nothing = float("nan")  # generate() hands out whole answers

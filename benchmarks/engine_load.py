@@ -125,7 +125,7 @@ def prefill_rate(llm: LLM, length: int, total: int) -> float:
     for _ in range(2):  # the first run compiles, and the libraries choose their kernels
         engine.scheduler.manager.clear()
         start = time.perf_counter()
-        llm.generate(prompts, max_tokens=1, ignore_eos=True, progress=False)
+        llm.generate(prompts, max_tokens=1, ignore_eos=True, temperature=0, progress=False)
         seconds = time.perf_counter() - start
     return sum(map(len, prompts)) / seconds
 
@@ -166,7 +166,7 @@ def decode_step(llm: LLM, requests: int, context: int) -> Decode:
     prompts = [random_prompt(context + 1, engine.vocab_size, seed) for seed in range(requests)]
     plant(llm, prompts)
     pieces: list[Delta] = []
-    params = SamplingParams(max_tokens=STEPS + WARMUP, ignore_eos=True)
+    params = SamplingParams(max_tokens=STEPS + WARMUP, ignore_eos=True, temperature=0)
     tickets = [engine.submit(prompt, params, pieces.append) for prompt in prompts]
     ends, seen = [], 0
     while engine.busy:
@@ -197,7 +197,9 @@ def gate(llm: LLM, prompt: list[int], expected_TV: torch.Tensor, bound: float) -
         raise SystemExit(f"wrong logits (relative error {off:.1e}): no timing is worth anything")
     prompts = [prompt[:40], prompt[:97], prompt[:128], prompt[:161], prompt]
     below = 0.0
-    for some, output in zip(prompts, llm.generate(prompts, max_tokens=STEPS, ignore_eos=True), strict=True):
+    for some, output in zip(
+        prompts, llm.generate(prompts, max_tokens=STEPS, ignore_eos=True, temperature=0), strict=True
+    ):
         answer = list(output.completions[0].token_ids)
         logits_TV = llm.logits([*some, *answer]).float().cpu()[len(some) - 1 : -1]
         gap = logits_TV.amax(-1) - logits_TV.gather(1, torch.tensor(answer)[:, None])[:, 0]
@@ -236,7 +238,7 @@ def compute(llm: LLM, costs: Costs, workload: Workload, concurrency: int) -> Out
         token_budget=max(made.token_budget // unit, 1),
         max_context=made.max_context // unit + 1,
     )
-    params = SamplingParams(max_tokens=max(workload.answer // unit, 1), ignore_eos=True)
+    params = SamplingParams(max_tokens=max(workload.answer // unit, 1), ignore_eos=True, temperature=0)
     prompt = [0] * max(workload.prompt // unit, 1)
     asked = [Request(str(i), [i, *prompt[1:]], params) for i in range(concurrency)]
     for request in asked:

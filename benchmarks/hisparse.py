@@ -218,7 +218,9 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], answer: int) -> tuple[float,
     """Seconds that answers of so many tokens take, and how many ran at a time."""
     engine, pieces = llm.engine, list[Delta]()
     for prompt in prompts:
-        engine.submit(prompt, SamplingParams(max_tokens=answer, ignore_eos=True), pieces.append)
+        engine.submit(
+            prompt, SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0), pieces.append
+        )
     running, start = 0, time.perf_counter()
     while engine.busy:
         engine.step()

@@ -107,7 +107,7 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
         model = make(config, dtype, device, likeness)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
-        return prepare_model(model, model_spec.max_context)
+        return prepare_model(model, model_spec)
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))

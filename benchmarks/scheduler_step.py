@@ -67,7 +67,7 @@ def requests(count: int, context: int, page_size: int, aligned: bool) -> Iterato
     base = [random.randrange(150_000) for _ in range(context)]
     for i in range(count):
         prompt = [i, *base[1 : context - (0 if aligned else i % page_size)]]
-        yield Request(str(i), prompt, SamplingParams(max_tokens=1 << 20))
+        yield Request(str(i), prompt, SamplingParams(max_tokens=1 << 20, temperature=0))
 
 
 def step(scheduler: Scheduler) -> tuple[Batch, float, float]:

@@ -139,7 +139,7 @@ class Served:
 def direct(llm: Any, asked: Sequence[str], tokens: int) -> tuple[float, float, list[str]]:
     """Seconds, seconds of processor time, and texts of LLM.generate."""
     start, spent = time.perf_counter(), time.process_time()
-    outputs = llm.generate(list(asked), max_tokens=tokens, ignore_eos=True, progress=False)
+    outputs = llm.generate(list(asked), max_tokens=tokens, ignore_eos=True, temperature=0, progress=False)
     texts = [output.text for output in outputs]
     return time.perf_counter() - start, time.process_time() - spent, texts
 

@@ -124,7 +124,8 @@ def hot_answers(llm: LLM, cases: Sequence[recall.RecallCase]) -> Iterator[bool]:
     engine, manager = llm.engine, llm.engine.scheduler.manager
     assert manager.residency
     streams = [
-        llm.stream(case.prompt, max_tokens=len(llm.tokenizer.encode(case.answer)) + 1) for case in cases
+        llm.stream(case.prompt, max_tokens=len(llm.tokenizer.encode(case.answer)) + 1, temperature=0)
+        for case in cases
     ]
     while engine.busy:
         for request in engine.scheduler.running:

@@ -606,6 +606,7 @@ def save(model: Qwen3ForCausalLM, arguments: argparse.Namespace) -> None:
     copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(model.state_dict())
     copy.generation_config.eos_token_id = [0, 3]  # <|endoftext|> and <|end|>
+    copy.generation_config.temperature = 0.0  # a look-up has one right answer
     copy.save_pretrained(arguments.out, max_shard_size="14MB")
     save_tokenizer(AutoTokenizer.from_pretrained(arguments.data), arguments.out)
 

@@ -324,6 +324,7 @@ def save(model: DeepseekV32ForCausalLM, out: Path) -> None:
     copy = DeepseekV32ForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(model.state_dict())
     copy.generation_config.eos_token_id = [0, 3]  # <|endoftext|> and <|end|>
+    copy.generation_config.temperature = 0.0  # a look-up has one right answer
     copy.save_pretrained(out, max_shard_size="14MB")
     file = out / "config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))

@@ -23,18 +23,27 @@ import pytest
 import torch
 from hypothesis import settings
 
+from nibble import threads
 from nibble.attention.planner.evidence import LedgerEntry, update_ledger
+from nibble.errors import PLAN, set_caller
 from nibble.models import observations
 
 settings.register_profile("nibble", derandomize=True, deadline=None)
 settings.load_profile("nibble")
 torch.set_num_threads(1)
+set_caller(PLAN)  # as the command line has them, where most tests come from
 
 
 @pytest.fixture(scope="session", autouse=True)
 def observations_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests observe of their models is not kept for this machine's user."""
     observations.FOLDER = str(tmp_path_factory.mktemp("observed"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_other_programs() -> None:
+    """What else this machine does is no business of tests: it would be a warning of some starts."""
+    threads._sample = lambda: threads._Sample(0.0, None, 0.0)
 
 
 @pytest.fixture(scope="session")

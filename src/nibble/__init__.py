@@ -3,15 +3,15 @@
 The public names are loaded when first used, so that `import nibble` and the command line stay quick.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nibble.config import Config, SamplingParams
+    from nibble.engine.async_llm import AsyncLLM
     from nibble.engine.llm import LLM
-    from nibble.engine.request import Completion, Output
+    from nibble.engine.prompts import TextPrompt, TokensPrompt
+    from nibble.engine.request import Completion, Delta, Output
+    from nibble.engine.scoring import Score
     from nibble.errors import (
         BackendError,
         CapacityError,
@@ -29,8 +29,13 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "nibble.engine.llm",
+    "AsyncLLM": "nibble.engine.async_llm",
     "Completion": "nibble.engine.request",
+    "Delta": "nibble.engine.request",
     "Output": "nibble.engine.request",
+    "Score": "nibble.engine.scoring",
+    "TextPrompt": "nibble.engine.prompts",
+    "TokensPrompt": "nibble.engine.prompts",
     "Config": "nibble.config",
     "SamplingParams": "nibble.config",
 }
@@ -38,11 +43,13 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BackendError",
     "CapacityError",
     "Completion",
     "Config",
     "ConfigError",
+    "Delta",
     "NibbleError",
     "OutOfPages",
     "Output",
@@ -50,12 +57,23 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "ScaleError",
+    "Score",
+    "TextPrompt",
+    "TokensPrompt",
     "Unsupported",
     "WeightError",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'nibble' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME.get(name, "nibble.errors")), name)
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module 'nibble' has no attribute {name!r}")
+        import importlib
+
+        return getattr(importlib.import_module(_HOME.get(name, "nibble.errors")), name)

@@ -48,14 +48,33 @@ class Config:
     model: str = option(
         MISSING, "Local folder or hub name of a Transformers checkpoint; `demo` and `demo-mla` are bundled."
     )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model; `main` if left out.")
+    download_dir: str | None = option(
+        None, "Folder that hub models are downloaded to; the Hugging Face cache if left out."
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run the Python code that a checkpoint brings, also where it is planned. Such code may do anything on this "
+        "machine; what Nibble replaces in it is compared with the code itself as weights are loaded.",
+    )
+    chat_template: str | None = option(
+        None, "Template of conversations: a file, or the text of one in Jinja; the model's own if left out."
+    )
     kv_format: str = option(
         "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
     )
     kv_layers: str = option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
     kv_scales: str = option(
-        "auto", "Global KV scales: auto (the checkpoint's), a JSON file, calibrate, or one."
+        "auto",
+        "Global KV scales: auto (the checkpoint's, else kv_scales.json beside it, else measured at the start), a JSON "
+        "file, calibrate (measured), or one (1.0).",
     )
     page_size: int | None = option(None, "Tokens per page; chosen jointly with the backends if left out.")
+    packing: str | None = option(
+        None,
+        "How pages are laid out: nhd, hnd, record, or trtllm (V scales of NVFP4 interleaved by four tokens, as SM100's "
+        "native kernels read them); chosen jointly with the backends if left out.",
+    )
     attention_backend: str = option("auto", "Attention backend of all phases.")
     prefill_backend: str | None = option(None, "Backend of PREFILL and EXTEND, where it differs.")
     decode_backend: str | None = option(None, "Backend of DECODE and VERIFY, where it differs.")
@@ -67,6 +86,16 @@ class Config:
     device: str = option("auto", "auto, cpu or cuda.")
     kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the GPU's memory, from 0 to 1, for weights, workspaces and KV cache together; else all of it, less a "
+        "reserve.",
+    )
+    threads: int | None = option(
+        None,
+        "Threads that a CPU computes with; left out: OMP_NUM_THREADS, else as many as the model has work for, and no "
+        "more than there are idle CPUs.",
     )
     max_context: int | None = option(None, "Longest prompt + answer in tokens; the model's own if left out.")
     max_running: int = option(256, "Most requests that decode at the same time.")
@@ -98,9 +127,14 @@ class Config:
         "rows.",
     )
     seed: int = option(0, "Seed of requests that name none.")
+    generation_config: str = option(
+        "auto",
+        "Sampling defaults of requests: auto (the model's generation_config.json), none, or a folder with such a "
+        "file.",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("model", "kv_scales"):
+        for name in ("model", "kv_scales", "generation_config", "download_dir", "chat_template"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         # Callers from Python give bytes as a number.
@@ -113,10 +147,15 @@ class Config:
                 raise ConfigError(f"{option.name} must be {_expected(annotation)}, not {value!r} ({kind})")
         if self.dtype not in DTYPES:
             raise ConfigError(unknown("dtype", self.dtype, DTYPES))
-        for name in ("max_running", "token_budget", "page_size", "max_context", "index_topk"):
+        for name in ("max_running", "token_budget", "page_size", "max_context", "index_topk", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is a share of the memory, above 0 and up to 1, not {share}"
+            )
         _ = self.kv_memory_bytes, self.offload  # both raise where the text is malformed
         self._check_watch()
 
@@ -233,12 +272,16 @@ class OffloadSpec:
 class SamplingParams:
     """How to choose an answer's tokens. Raises RequestError (status 400) where a value is malformed or out of range.
 
+    An object is complete: what it leaves out has the defaults below, and not those of a model's generation_config.json.
     A temperature below 1e-6 is stored as 0.0; a single stop string as a tuple; keys of logit_bias as integers,
     though they may be texts, as JSON has them. None for stop, logit_bias and lists of tokens means none.
     """
 
-    max_tokens: int = option(128, "Most tokens to generate.")
-    temperature: float = option(0.0, "0 (or below 1e-6) is greedy; higher is more random.")
+    max_tokens: int = option(128, "Most tokens to generate; 0: the prompt is only stored and scored.")
+    min_tokens: int = option(
+        0, "Fewest tokens to generate: before, no stop token is chosen, and no stop string ends the answer."
+    )
+    temperature: float = option(1.0, "0 (or below 1e-6) is greedy; higher is more random.")
     top_k: int = option(0, "Keep the k most likely tokens; 0 keeps all.")
     top_p: float = option(1.0, "Keep the likeliest tokens whose probabilities sum to p.")
     min_p: float = option(0.0, "Drop tokens less likely than min_p times the likeliest.")
@@ -253,9 +296,24 @@ class SamplingParams:
     seed: int | None = option(None, "Seed of this request; the same seed gives the same answer in any batch.")
     stop: tuple[str, ...] = option((), "Strings that end the answer; not part of it.")
     stop_token_ids: tuple[int, ...] = option((), "Tokens that end the answer; not part of it.")
+    include_stop_str_in_output: bool = option(
+        False, "Leave the stop string or stop token that ended the answer in it."
+    )
+    bad_words: tuple[str, ...] = option(
+        (), "Words that the answer must not have, at the beginning of a word and within one."
+    )
     ignore_eos: bool = option(False, "Go on after the model's end-of-text token.")
     logprobs: int | None = option(
         None, "Return log-probabilities of this many likeliest tokens (0: the chosen one only)."
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "Return log-probabilities of the prompt's tokens, and of this many likeliest at each position; such a prompt "
+        "is computed, and not read from the prefix cache.",
+    )
+    logprob_start_len: int = option(
+        0,
+        "Position from which prompt_logprobs are returned; what lies before may come from the prefix cache.",
     )
     grammar: str | None = option(
         None,
@@ -263,6 +321,13 @@ class SamplingParams:
     )
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
     shown_tokens: tuple[int, ...] = option((), "Special tokens that are text all the same.")
+    mark_tokens: bool = option(
+        False, "Put U+FDD0 before each of shown_tokens, so that no text is taken for one."
+    )
+    truncate_prompt_tokens: int | None = option(
+        None,
+        "Keep only this many tokens of the prompt, its last ones; -1: as many as the context has room for.",
+    )
     n: int = option(1, "Answers per prompt; they share the prompt's pages where the prefix cache is on.")
 
     def __post_init__(self) -> None:
@@ -272,12 +337,14 @@ class SamplingParams:
         # One value for greedy, so that nobody divides by almost nothing.
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "mark_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
         # OpenAI's clients send one string or a list.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _items("stop", stop, "strings"))
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        object.__setattr__(self, "bad_words", _items("bad_words", bad_words, "strings"))
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "integers"))
         object.__setattr__(self, "shown_tokens", _items("shown_tokens", self.shown_tokens, "integers"))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -289,12 +356,24 @@ class SamplingParams:
             raise RequestError("repetition_penalty must be above 0; 1 leaves logits as they are")
         if "" in self.stop:
             raise RequestError("stop strings must not be empty")
+        if not all(word.strip() for word in self.bad_words):
+            raise RequestError("bad_words must be words, not empty strings")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, and {self.min_tokens} is more than {self.max_tokens}"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be at least 1, or -1 for what the context has room for"
+            )
 
 
 _RANGES = {
-    "max_tokens": (1, 1 << 30), "temperature": (0.0, 100.0), "top_k": (0, 1 << 30), "top_p": (0.0, 1.0),
+    "max_tokens": (0, 1 << 30), "min_tokens": (0, 1 << 30), "truncate_prompt_tokens": (-1, 1 << 30),
+    "temperature": (0.0, 100.0), "top_k": (0, 1 << 30), "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0), "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0), "logprobs": (0, 100), "n": (1, 1024), "seed": (-(1 << 63), (1 << 64) - 1),
+    "frequency_penalty": (-100.0, 100.0), "logprobs": (0, 100), "prompt_logprobs": (0, 100),
+    "logprob_start_len": (0, 1 << 30), "n": (1, 1024), "seed": (-(1 << 63), (1 << 64) - 1),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +63,42 @@ GPUS = {name: Hardware(name, arch, gib * GIB) for name, arch, gib in _TABLE}
 """GPUs by name, with compute capability and nominal memory (vendor datasheets)."""
 
 
+ARCHS = tuple(sorted({arch for _, arch, _ in _TABLE}))
+"""Compute capabilities that rows of backends name."""
+_OTHER_MAKERS = {
+    "AMD": r"mi\d+\w*|gfx\w+|rocm|amd|hip|(radeon|rx)[ -]?\w*",
+    "Apple": r"m\d+([ -]?(pro|max|ultra))?|mps|metal|apple",
+    "Intel": r"xpu|gaudi\d*|hpu|arc[ -]?\w*|max[ -]?1\d{3}|intel",
+    "Google": r"tpu\w*|v\d[ep]?",
+    "Huawei": r"npu|ascend\w*|910\w*",
+}
+"""Names of other makers' chips, as regular expressions."""
+
+
 def lookup_gpu(name: str) -> Hardware:
     """Return the hardware called `name`: a key of GPUS, `cpu`, or `sm90`-style with 80 GiB; raise ConfigError."""
-    key = name.lower()
+    key = name.strip().lower()
     if key == "cpu":
         return cpu()
+    if key in GPUS:
+        return GPUS[key]
     # A GPU that is not in the table, by its capability alone.
-    if key.startswith("sm") and key[2:].isdigit():
-        return Hardware(key, int(key[2:]), 80 * GIB)
-    if key not in GPUS:
-        raise ConfigError(unknown("GPU", name, [*GPUS, "cpu", "sm<NN>"]))
-    return GPUS[key]
+    if match := re.fullmatch(r"sm_?(\d+)a?", key):
+        return _by_capability(name, int(match[1]))
+    for maker, pattern in _OTHER_MAKERS.items():
+        if re.fullmatch(pattern, key):
+            raise ConfigError(
+                f"{name} is a chip of {maker}, and those are not served: the kernels are for NVIDIA GPUs from SM80 on, "
+                "and for CPUs (--gpu cpu)"
+            )
+    raise ConfigError(unknown("GPU", name, [*GPUS, "cpu", "sm<NN>"]))
+
+
+def _by_capability(name: str, arch: int) -> Hardware:
+    if arch not in ARCHS:
+        served = ", ".join(f"SM{arch}" for arch in ARCHS)
+        raise ConfigError(f"{name} is not served: there are kernels for {served}, and for CPUs (--gpu cpu)")
+    return Hardware(f"sm{arch}", arch, 80 * GIB)
 
 
 def cpu() -> Hardware:
@@ -83,7 +109,7 @@ def cpu() -> Hardware:
 
 def _free() -> int | None:
     """Return the memory that programs of this machine can still have; a container may take less than it has."""
-    kib = next((x.split()[1] for x in _lines("/proc/meminfo") if x.startswith("MemAvailable:")), None)
+    kib = next((x.split()[1] for x in read_lines("/proc/meminfo") if x.startswith("MemAvailable:")), None)
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     free = None if limit is None or used is None else max(limit - used, 0)
     return min(size for size in (1024 * int(kib), free) if size is not None) if kib else free
@@ -91,11 +117,12 @@ def _free() -> int | None:
 
 def _cgroup(name: str) -> int | None:
     """Return a number of the control group (cgroup v2) that this process is in, None where there is none."""
-    text = "".join(_lines(f"/sys/fs/cgroup/{name}"))
+    text = "".join(read_lines(f"/sys/fs/cgroup/{name}"))
     return int(text) if text.isdigit() else None
 
 
-def _lines(path: str) -> list[str]:
+def read_lines(path: str) -> list[str]:
+    """Return the lines of a file of the system, none where it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -133,7 +160,7 @@ def may_have_gpu() -> bool:
 
 def processor() -> str:
     """Return the name of this machine's CPU."""
-    lines = (line for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    lines = (line for line in read_lines("/proc/cpuinfo") if line.startswith("model name"))
     names = (line.partition(":")[2].strip() for line in lines)
     return next(names, "") or platform.processor() or platform.machine()
 

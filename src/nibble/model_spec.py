@@ -69,6 +69,13 @@ class LayerGroup:
     """Learned sink logits join the softmax."""
     top_k: int = 0
     """Tokens that a query looks at in sparse attention, 0 where it looks at all."""
+    chunk: int | None = None
+    """Tokens of a chunk, where tokens see those of their own chunk only; None where the context is one chunk."""
+
+    @property
+    def reach(self) -> int | None:
+        """Most tokens that a query sees, None for all."""
+        return self.window or self.chunk
 
     @property
     def head_dim(self) -> int:
@@ -79,6 +86,23 @@ class LayerGroup:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.q_heads // self.streams[0].heads
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Quantised weights of a checkpoint."""
+
+    method: str
+    """Transformers' name of the method that quantised them."""
+    kind: str
+    """What they are, for people: `nvfp4`, `4 bits`."""
+    bytes: int
+    """With scales, and with all that is not quantised."""
+
+    @property
+    def title(self) -> str:
+        """The method and what the weights are: `compressed-tensors nvfp4`, `mxfp4`."""
+        return self.kind if self.kind == self.method else f"{self.method} {self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +118,9 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     weight_bytes: int
-    """Size of the weights in the compute dtype."""
+    """Size of the weights in the compute dtype; in a plan, of what is in memory."""
+    stored_weights: StoredWeights | None = None
+    """As the checkpoint has them, where they are quantised."""
 
     @property
     def layers(self) -> int:

@@ -78,6 +78,8 @@ class CacheSpec:
     """Compute dtype, None where the hardware decides."""
     page_size: int | None
     """Tokens per page, None where the plan decides."""
+    packing: str | None
+    """How planes lie in a page, None where the plan decides."""
     prefill_backend: str | None
     """Backend of PREFILL and EXTEND, None for any."""
     decode_backend: str | None
@@ -103,6 +105,7 @@ class CacheSpec:
             layer_rules=tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))),
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
+            packing=config.packing,
             # `auto` and a missing option mean the same from here on.
             prefill_backend=None if prefill == AUTO else prefill,
             decode_backend=None if decode == AUTO else decode,

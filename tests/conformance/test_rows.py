@@ -92,6 +92,8 @@ SHAPES = (
     Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24),
     Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7),
     Shape(kind="dsa", heads=1, dim=512 + 64, group=40, page=64, rope=64, top_k=24),
+    Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24, sinks=True),
+    Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7, sinks=True),
 )
 
 

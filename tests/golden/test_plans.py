@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ import pytest
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends import all_backends
+from nibble.attention.planner.caveats import GPU_EXTRA, packages, untested
 from nibble.attention.planner.evidence import LedgerEntry, read_ledger, update_ledger
 from nibble.attention.planner.explain import as_dict, as_text
-from nibble.attention.planner.resolve import require_runnable, resolve
+from nibble.attention.planner.resolve import attempt, require_runnable, resolve
 from nibble.attention.planner.support import BackendInfo, Support, format_layers
 from nibble.cli import docs as tables
 from nibble.config import Config
@@ -34,7 +37,7 @@ def config(kv_format: str) -> Config:
 
 def test_what_was_left_to_auto_is_explained() -> None:
     made = resolve(config("nvfp4"), QWEN3_8B, MACHINES["cpu"])
-    topics = ("dtype float32:", "page size 16:", "packing nhd:", "prefill, extend, decode of full in nvfp4:")
+    topics = ("dtype float32:", "page size 16:", "packing nhd:")
     for topic in topics:
         assert any(note.startswith(topic) for note in made.notes)
 
@@ -104,11 +107,85 @@ def test_an_unknown_backend_is_answered_with_the_nearest() -> None:
 
 
 def test_a_borrowed_layer_has_its_owners_scheme_and_a_note() -> None:
-    asked = Config(model="m", kv_format="nvfp4", kv_layers="3=fp8_e4m3")
+    asked = Config(model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3")
     made = resolve(asked, SHAPES["shared-kv"], MACHINES["cpu"])
-    assert [group.scheme for group in made.groups] == ["nvfp4"]
+    assert {group.scheme: group.layers for group in made.groups} == {"fp8_e4m3": (0, 3), "nvfp4": (1, 2)}
     assert any(note.startswith("layer 3 reads the pages of layer 0") for note in made.notes)
     assert [entry.layer for entry in made.layout.layers] == [0, 1]
+
+
+def test_a_rule_for_a_layer_that_stores_nothing_is_refused() -> None:
+    """Layer 3 reads the pages of layer 0, so a rule for it alone would do nothing."""
+    for rule in ("3=fp8_e4m3", "-1=fp8_e4m3", "1,3=fp8_e4m3"):
+        asked = Config(model="m", kv_format="nvfp4", kv_layers=rule)
+        with pytest.raises(
+            ConfigError, match=r"--kv-layers has no effect on layers 3 of m: .* pages of layers 0; name"
+        ):
+            resolve(asked, SHAPES["shared-kv"], MACHINES["cpu"])
+    both = Config(model="m", kv_format="nvfp4", kv_layers="0,3=fp8_e4m3")
+    assert len(resolve(both, SHAPES["shared-kv"], MACHINES["cpu"]).groups) == 2
+
+
+def test_what_a_plan_rests_on_is_noted() -> None:
+    """Packages beyond the extra `gpu`, and what would serve without; GPUs on which a backend never ran."""
+    for gpu, kv_format in (("rtx5090", "nvfp4"), ("h200", "nvfp4"), ("rtx3090", "nvfp4")):
+        asked, machine = config(kv_format), lookup_gpu(gpu)
+        plan = resolve(asked, QWEN3_8B, machine)
+        needs = list(packages(plan, all_backends(), partial(attempt, asked, QWEN3_8B, machine)))
+        never = list(untested(plan, machine))
+        if gpu == "rtx5090":
+            assert needs[0].startswith(
+                "needs more than pip install '.[gpu]' (trtllm_mha: pip install 'flashinfer"
+            )
+            assert needs[0].endswith("without: triton (prefill, extend, verify), cuda (decode)")
+            assert never == [
+                "declared, never run on SM120: triton (prefill, extend), trtllm_mha (decode, verify)"
+            ]
+        elif gpu == "rtx3090":
+            assert needs == [] and never[0].startswith("declared, never run on SM86: triton")
+        else:
+            assert needs == never == []
+
+
+def test_the_extra_gpu_is_that_of_the_package() -> None:
+    content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    names = {re.split(r"[>=]", entry)[0] for entry in content["project"]["optional-dependencies"]["gpu"]}
+    assert {name.replace("-", ".") for name in names} == GPU_EXTRA
+
+
+@pytest.mark.parametrize("gpu", ["a100", "rtx3090", "l4", "b200", "rtx5090"])
+def test_a_plan_cites_times_of_its_own_gpu_only(gpu: str) -> None:
+    for kv_format, model in (("nvfp4", QWEN3_8B), ("bf16", DEEPSEEK_V3), ("fp8_e4m3", GEMMA2)):
+        text = as_text(resolve(config(kv_format), model, lookup_gpu(gpu)))
+        assert "H200" not in text
+
+
+def test_a_reason_is_given_once() -> None:
+    text = as_text(resolve(config("nvfp4"), QWEN3_8B, lookup_gpu("h200")))
+    for route in resolve(config("nvfp4"), QWEN3_8B, lookup_gpu("h200")).routes:
+        lines = [line for line in text.splitlines() if route.why in line]
+        assert lines and all(line.startswith("  ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sm42", "sm42 is not served: there are kernels for SM80, "),
+        ("sm75", "sm75 is not served"),
+        ("", "unknown GPU ''"),
+        ("mi300x", "a chip of AMD"),
+        ("gfx942", "a chip of AMD"),
+        ("m3", "a chip of Apple"),
+        ("M4 Max", "a chip of Apple"),
+        ("mps", "a chip of Apple"),
+        ("gaudi3", "a chip of Intel"),
+        ("rtx5080", "did you mean 'rtx5090'"),
+    ],
+)
+def test_gpus_that_are_not_served(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lookup_gpu(name)
+    assert lookup_gpu("SM90").arch == lookup_gpu("sm_90a").arch == 90
 
 
 def test_registration_adds_one_backend_and_refuses_a_second_of_its_name(

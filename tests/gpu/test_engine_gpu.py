@@ -132,7 +132,7 @@ def test_a_prefix_or_its_cut_changes_no_answer() -> None:
 def test_decode_steps_do_not_wait_for_the_device() -> None:
     with engine("nvfp4") as llm:
         pieces: list[Delta] = []
-        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
         for prompt in PROMPTS[:6]:
             llm.engine.submit(llm.tokenizer.encode(prompt), params, pieces.append)
         for _ in range(8):
@@ -294,3 +294,21 @@ def test_sampling(sampled: LLM, params: dict[str, Any]) -> None:
 def sampled() -> Iterator[LLM]:
     with engine("bf16") as llm:
         yield llm
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "nvfp4"])
+def test_log_probabilities_of_prompts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside decodes, in steps that run ahead and are cut: those of logits that are computed one prompt at a time."""
+    monkeypatch.setattr("nibble.engine.build.STEP_LOGITS", 1 << 18)
+    with engine(scheme) as llm:
+        outputs = greedy(llm, prompt_logprobs=3)
+        for output in outputs:
+            assert output.prompt_logprobs and len(output.completions[0].token_ids) == TOKENS
+            ids = list(output.prompt_token_ids)
+            rows = llm.logits(ids)[:-1].float().log_softmax(-1)
+            expected = rows.gather(-1, torch.tensor(ids[1:], device=rows.device)[:, None])[:, 0]
+            found = torch.tensor([entry.logprob for entry in output.prompt_logprobs if entry])
+            # Rounding in 16 bits, and where prompts are cut, move single logits.
+            assert float((found - expected.cpu()).abs().mean()) < (0.02 if scheme == "bf16" else 0.1)
+        alone = llm.generate(PROMPTS, max_tokens=0, prompt_logprobs=0, progress=False)
+        assert all(output.completions[0].finish_reason == "length" for output in alone)

@@ -22,7 +22,7 @@ from toys import graph_backend
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "olmo3")
+FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "olmo3", "nemotron")
 PROMPTS = [list(range(5, n)) for n in (30, 6, 47)]
 
 
@@ -52,7 +52,7 @@ def unpacked(llm: LLM) -> nn.Module:
         dtype=torch.float32,
         experts_implementation="batched_mm",
     )
-    return model.eval().requires_grad_(False)
+    return hook.adapt(model).eval().requires_grad_(False)
 
 
 def without_code(model: nn.Module) -> Any:

@@ -19,6 +19,7 @@ from nibble.attention.planner.plan import cuda_graph_blocker, graph_sizes
 from nibble.engine.model_runner import Graphs, live
 from nibble.errors import NibbleError
 from tape import record
+from tiny import CHUNKED, save_tiny
 from toys import graph_backend
 
 PROMPTS = [
@@ -33,7 +34,9 @@ def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     backend = backends.register(graph_backend.info(adapter))
 
     def make(**options: Any) -> LLM:
-        llm = LLM(str(tiny), **{"kv_scales": "one", "kv_memory": "2MiB", "max_running": 6, **options})
+        llm = LLM(
+            **{"model": str(tiny), "kv_scales": "one", "kv_memory": "2MiB", "max_running": 6, **options}
+        )
         graph_backend.make_recordable(llm.engine.runner.pool)
         return llm
 
@@ -67,6 +70,15 @@ def test_replayed_steps_give_the_answers_of_plain_ones(served: Any, kv_format: s
     assert answers(llm, temperature=1.0, seed=3) == answers(
         served(kv_format=kv_format), temperature=1.0, seed=3
     )
+
+
+def test_replayed_steps_attend_within_chunks(served: Any, tmp_path: Path) -> None:
+    """Where a chunk begins follows from a length that only the device knows in a replay."""
+    options = {"model": str(save_tiny(tmp_path, "llama4_text", **CHUNKED)), "kv_format": "bf16"}
+    plain = answers(served(**options))
+    llm = recorded(served(**options))
+    assert [group.group.chunk for group in llm.plan.groups] == [16, None]
+    assert answers(llm) == plain
 
 
 def test_replayed_steps_survive_preemption(served: Any) -> None:

@@ -28,7 +28,7 @@ from nibble.hardware import lookup_gpu
 from nibble.models import hook
 from nibble.models.forward import compiled
 from tape import record
-from tiny import MLA, SPARSE, save_tiny
+from tiny import CHUNKED, MLA, SPARSE, save_tiny
 from toys import graph_backend
 
 pytestmark = pytest.mark.slow
@@ -108,8 +108,9 @@ def test_the_error_is_that_of_an_independent_computation(
         given[layer].append((q_THD[last].double(), *(streams[x][:count].double() for x in "kv"), spec.scale))
         return attend(ctx, layer, q_THD, streams, spec)
 
-    monkeypatch.setattr(hook, "attention", spy)
     llm = served(gqa, kv_format, prefix_cache=False)
+    # Only now: the start attends too.
+    monkeypatch.setattr(hook, "attention", spy)
     tokens(llm, PROMPTS[:1], 10)
     assert llm.error_monitor and len(llm.error_monitor.numbers()) and len(llm.error_monitor.readings) == 4
     scales = json.loads((gqa / "scales.json").read_text())
@@ -143,6 +144,7 @@ def _round_trip(view: Any, name: str, x: torch.Tensor) -> Any:
         ("gemma3n_text", None),
         ("deepseek_v3", MLA),
         ("glm_moe_dsa", SPARSE),
+        ("llama4_text", CHUNKED),
     ],
 )
 def test_nothing_is_wrong_with_a_cache_that_loses_nothing(family: str, changes: Any, tmp_path: Path) -> None:
@@ -238,7 +240,9 @@ def _answer_over_damage(llm: LLM, seed: int) -> None:
     """A request whose stored keys are overwritten once its prompt is computed."""
     pieces: list[Any] = []
     prompt = torch.randint(32, 127, (60,), generator=torch.Generator().manual_seed(900 + seed)).tolist()
-    ticket = llm.engine.submit(prompt, SamplingParams(max_tokens=8, ignore_eos=True), pieces.append)
+    ticket = llm.engine.submit(
+        prompt, SamplingParams(max_tokens=8, ignore_eos=True, temperature=0), pieces.append
+    )
     llm.engine.step()
     lease = ticket[0].lease
     assert lease
@@ -402,7 +406,9 @@ def test_books_balance_after_aborts(gqa: Path) -> None:
     llm = served(gqa, "nvfp4", token_budget=32)
     assert llm.error_monitor
     for steps in (1, 2, 6):  # in its prompt, in its prompt, and in its answer
-        ticket = llm.engine.submit(PROMPTS[3][steps:], SamplingParams(max_tokens=50), lambda _: None)
+        ticket = llm.engine.submit(
+            PROMPTS[3][steps:], SamplingParams(max_tokens=50, temperature=0), lambda _: None
+        )
         for _ in range(steps):
             llm.engine.step()
         llm.engine.abort(ticket)
@@ -431,8 +437,12 @@ def test_preempted_requests_are_compared_right(gqa: Path) -> None:
 def test_a_sample_survives_its_preemption(gqa: Path) -> None:
     """Its rows are computed again, or were kept before: either way they are those of its tokens."""
     llm = served(gqa, "nvfp4", prefix_cache=False)
-    ticket = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True), lambda _: None)
-    other = llm.engine.submit(PROMPTS[1], SamplingParams(max_tokens=9, ignore_eos=True), lambda _: None)
+    ticket = llm.engine.submit(
+        PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True, temperature=0), lambda _: None
+    )
+    other = llm.engine.submit(
+        PROMPTS[1], SamplingParams(max_tokens=9, ignore_eos=True, temperature=0), lambda _: None
+    )
     llm.engine.step()
     llm.engine.scheduler._preempt(ticket[0])
     while llm.engine.busy:
@@ -470,7 +480,7 @@ def test_a_step_that_fails_leaves_no_false_alert(gqa: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as broken:
         broken.setattr(TorchRef, "forward", fails)
-        output = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=4), lambda _: None)
+        output = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0), lambda _: None)
         llm.engine.step()
     assert output[0].is_finished and llm.error_monitor
     assert llm.error_monitor.numbers()["fidelity_alerts"] == llm.error_monitor.samples == 0

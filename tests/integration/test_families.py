@@ -148,7 +148,7 @@ def test_greedy_answers_in_a_batch_are_those_of_generate(name: str, tmp_path: Pa
     expected = [
         served.reference.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts
     ]
-    found = served.llm.generate(prompts, max_tokens=16, ignore_eos=True)
+    found = served.llm.generate(prompts, max_tokens=16, temperature=0, ignore_eos=True)
     assert [
         prompt + list(out.completions[0].token_ids) for prompt, out in zip(prompts, found, strict=True)
     ] == expected
@@ -187,6 +187,20 @@ def test_products_do_not_depend_on_how_many_rows_there_are(width: int) -> None:
     assert torch.allclose(whole, x @ weight.T, atol=1e-3)
     for rows in (1, 2, 3, 7, 8, 9, 16, 33):
         assert torch.equal(linear.packed_linear(x[:rows], packed, None), whole[:rows]), rows
+
+
+@pytest.mark.skipif(not linear.is_available(), reason="this build of torch cannot pack weights")
+@pytest.mark.parametrize("width", [1, 5, 8, 40, 72, 96])
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.softplus])
+def test_gates_do_not_depend_on_how_many_rows_there_are(width: int, function: Any) -> None:
+    """Activation functions compute what does not fill a vector in another way: with other last bits, and quantisation
+    can make a step of those."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(width, 64, generator=generator) / 8, torch.randn(40, 64, generator=generator)
+    packed = linear.pack(weight)
+    whole = function(linear.packed_linear(x, packed, None))
+    for rows in (1, 2, 3, 7, 8, 9, 16, 33):
+        assert torch.equal(function(linear.packed_linear(x[:rows], packed, None)), whole[:rows]), rows
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:

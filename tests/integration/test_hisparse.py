@@ -183,7 +183,9 @@ def test_a_step_that_breaks_off_harms_no_other(
                 failed.add(i)
 
         for i, prompt in enumerate(asked):
-            hot.engine.submit(prompt, SamplingParams(max_tokens=40, ignore_eos=True), partial(take, i))
+            hot.engine.submit(
+                prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0), partial(take, i)
+            )
         while hot.engine.busy:
             with suppress(KeyboardInterrupt):
                 hot.engine.step()

@@ -10,6 +10,7 @@ import torch
 
 from nibble import LLM, ConfigError, NibbleError, PromptTooLong, RequestError, SamplingParams
 from nibble.engine.engine import NOT_A_NUMBER
+from nibble.errors import PYTHON, set_caller
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,55 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     idle(llm)
 
 
+def test_stops_that_stay_in_the_answer(llm: LLM) -> None:
+    free = llm.generate(PROMPTS[0], max_tokens=24)
+    ids, text = free.completions[0].token_ids, free.text
+    stop = text[5:8]
+    by_text = llm.generate(PROMPTS[0], max_tokens=24, stop=stop, include_stop_str_in_output=True)
+    assert by_text.text == text[: text.index(stop) + len(stop)]
+    by_token = llm.generate(PROMPTS[0], stop_token_ids=[ids[4]], include_stop_str_in_output=True)
+    assert by_token.completions[0].token_ids == ids[: ids.index(ids[4]) + 1]
+    assert by_token.completions[0].finish_reason == "stop"
+    idle(llm)
+
+
+def test_min_tokens(llm: LLM) -> None:
+    free = llm.generate(PROMPTS[0], max_tokens=24)
+    ids, text = free.completions[0].token_ids, free.text
+    first = llm.generate(PROMPTS[0], stop_token_ids=[ids[2]], min_tokens=5, max_tokens=24).completions[0]
+    assert len(first.token_ids) >= 5 and first.token_ids[:2] == ids[:2] and ids[2] not in first.token_ids[:5]
+    late = llm.generate(PROMPTS[0], stop=text[0], min_tokens=6, max_tokens=24).completions[0]
+    assert late.text.startswith(llm.tokenizer.decode(ids[:6])), "a stop string before it is text"
+    assert llm.generate(PROMPTS[0], stop=text[0], min_tokens=24, max_tokens=24).text == text
+    idle(llm)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_words(llm: LLM, size: int) -> None:
+    ids, tokenizer = llm.generate(PROMPTS[0], max_tokens=60).completions[0].token_ids, llm.tokenizer
+    pieces = [ids[i : i + size] for i in range(3, 60)]
+    # A word whose tokens stand in the answer as the tokenizer writes them.
+    bad = next(
+        piece for piece in pieces if tokenizer.token_sequences([tokenizer.decode(piece)])[0] == [*piece]
+    )
+    answer = (
+        llm.generate(PROMPTS[0], max_tokens=60, bad_words=[tokenizer.decode(bad)]).completions[0].token_ids
+    )
+    assert bad not in [answer[i : i + size] for i in range(60)]
+    before = pieces.index(bad) + 3
+    assert answer[: before + size - 1] == ids[: before + size - 1], "up to there nothing is banned"
+
+
+def test_a_prompt_keeps_its_end(llm: LLM) -> None:
+    ids = [token % 250 + 5 for token in range(2000)]
+    kept = llm.generate(ids, max_tokens=4, truncate_prompt_tokens=30)
+    assert kept.prompt_token_ids == tuple(ids[-30:])
+    assert kept.completions == llm.generate(ids[-30:], max_tokens=4).completions
+    most = llm.generate(ids, max_tokens=4, truncate_prompt_tokens=-1)
+    assert len(most.prompt_token_ids) == 1020 and len(most.completions[0].token_ids) == 4
+    assert llm.generate(ids[:9], max_tokens=4, truncate_prompt_tokens=-1).prompt_token_ids == tuple(ids[:9])
+
+
 def test_logprobs(llm: LLM) -> None:
     answer = llm.generate(PROMPTS[0], max_tokens=4, logprobs=3).completions[0]
     assert answer.logprobs and [entry.token for entry in answer.logprobs] == list(answer.token_ids)
@@ -139,6 +189,36 @@ def test_greedy_is_the_argmax_of_the_logits(llm: LLM) -> None:
     answer = llm.generate(ids, max_tokens=5).completions[0].token_ids
     logits = llm.logits([*ids, *answer])
     assert tuple(logits.argmax(-1)[len(ids) - 1 : -1].tolist()) == answer
+
+
+def test_a_prefix_cache_that_is_reset_while_requests_run(llm: LLM) -> None:
+    ids = [token % 250 + 5 for token in range(200)]
+    expected = llm.generate(ids, max_tokens=12).completions
+    assert llm.generate(ids, max_tokens=12).cached_tokens > 0
+    stream = llm.stream(ids, max_tokens=12)
+    pieces = [next(stream)]
+    llm.reset_prefix_cache()
+    llm.engine.scheduler.check_integrity()
+    assert "".join(piece.text for piece in [*pieces, *stream]) == expected[0].text
+    assert llm.engine.scheduler.manager.stats.idle == 0, "what was in use when it was reset is not kept"
+    assert llm.generate(ids, max_tokens=12).cached_tokens == 0
+    idle(llm)
+
+
+def test_who_calls_from_python_is_told_of_arguments(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_memory="2MiB", max_context=40, max_running=2)
+    with pytest.raises(PromptTooLong) as refusal:
+        llm.generate([1] * 50)
+    flags = str(refusal.value)
+    assert flags.endswith("shorten the prompt or raise --max-context")
+    before = set_caller(PYTHON)
+    try:
+        assert str(refusal.value) == flags.replace("--max-context", "max_context=")
+    finally:
+        set_caller(before)
+    own = LLM(str(tiny), kv_memory="2MiB", max_running=2)
+    with pytest.raises(PromptTooLong, match=r"context length is 1024 tokens; shorten the prompt$"):
+        own.generate([1] * 1500)
 
 
 def test_context_ends_the_answer(tiny: Path) -> None:
@@ -161,7 +241,8 @@ def test_a_prompt_too_long_is_refused_at_once_and_harms_nobody(llm: LLM) -> None
         ({"top_p": 0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must lie in"),
         ({"top_k": -3}, "top_k must lie in"),
-        ({"max_tokens": 0}, "max_tokens must lie in"),
+        ({"max_tokens": -1}, "max_tokens must lie in"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs must lie in"),
         ({"min_p": "x"}, "min_p must lie in"),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"stop": ""}, "stop strings must not be empty"),
@@ -169,6 +250,10 @@ def test_a_prompt_too_long_is_refused_at_once_and_harms_nobody(llm: LLM) -> None
         ({"logit_bias": {99999: 1.0}}, "token 99999 is out of range"),
         ({"n": 0}, "n must lie in"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be at most max_tokens, and 9 is more than 8"),
+        ({"bad_words": [" "]}, "bad_words must be words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, or -1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must lie in"),
     ],
 )
 def test_bad_sampling_values(llm: LLM, options: dict[str, Any], message: str) -> None:
@@ -183,11 +268,56 @@ def test_bad_prompts(llm: LLM) -> None:
         llm.generate("")
     with pytest.raises(RequestError, match="token 320 is out of range"):
         llm.generate([1, 320])
-    with pytest.raises(RequestError, match="either params or loose"):
+    with pytest.raises(RequestError, match="either sampling_params or loose"):
         llm.generate("x", SamplingParams(), top_k=3)
     with pytest.raises(RequestError, match="chat template"):
         llm.chat([{"role": "user", "content": "hello"}])
     idle(llm)
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, temperature=0) for count in (3, 5)]
+    several = llm.generate(PROMPTS[:2], params)
+    assert [len(output.completions[0].token_ids) for output in several] == [3, 5]
+    alone = llm.generate(PROMPTS[1], sampling_params=params[1])
+    assert alone.completions == several[1].completions
+    ids = llm.tokenizer.encode(PROMPTS[1])
+    by_shape = llm.generate([{"prompt": PROMPTS[1]}, {"prompt_token_ids": ids}, ids], params[1])
+    assert [output.completions for output in by_shape] == [alone.completions] * 3
+    assert [output.prompt for output in by_shape] == [PROMPTS[1], None, None]
+    for wrong in (params[:1], [*params, *params], [params[0], None], 5, "greedy"):
+        with pytest.raises(RequestError, match="sampling_params"):
+            llm.generate(PROMPTS[:2], wrong)  # type: ignore[call-overload]
+    idle(llm)
+
+
+def test_many_conversations() -> None:
+    asked = [[{"role": "user", "content": text}] for text in ("hello", "def f(x):")]
+    with LLM("demo", kv_memory="32MiB") as llm:
+        both = llm.chat(asked, SamplingParams(max_tokens=6, temperature=0))
+        assert [output.completions for output in both] == [
+            llm.chat(one, max_tokens=6).completions for one in asked
+        ]
+
+
+def test_the_models_defaults_and_what_wins_over_them(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 5.0, "top_k": 1}')
+    options: dict[str, Any] = {"kv_memory": "2MiB", "max_running": 4}
+    with LLM(str(tiny), generation_config=tmp_path, **options) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=5.0, top_k=1)
+        greedy = llm.generate(PROMPTS[0], max_tokens=8, temperature=0).text
+        assert llm.generate(PROMPTS[0], max_tokens=8).text == greedy, "of one token nothing is left to draw"
+        # An object is complete in itself, as in vLLM: nothing of the model's is added.
+        assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, temperature=5.0, seed=1)).text != greedy
+    with LLM(str(tiny), generation_config="none", **options) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_words_for_people(llm: LLM) -> None:
+    assert repr(llm).startswith("<LLM ") and repr(llm).endswith("tokens of cache>") and len(repr(llm)) < 120
+    printed = str(llm.plan).splitlines()
+    assert printed[0] == f"{llm.config.model} (qwen3) on {llm.hardware}"
+    assert any(line.startswith("pool 2.0 MiB (kv_memory)") for line in printed)
 
 
 def test_logits_that_are_not_numbers_end_one_request_only(tiny: Path) -> None:

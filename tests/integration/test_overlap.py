@@ -63,7 +63,9 @@ class Ahead:
         self.names = iter(range(10**6))
 
     def add(self, prompt: list[int], max_tokens: int = 4, **more: Any) -> Request:
-        request = Request(f"r{next(self.names)}", prompt, SamplingParams(max_tokens=max_tokens), **more)
+        request = Request(
+            f"r{next(self.names)}", prompt, SamplingParams(max_tokens=max_tokens, temperature=0), **more
+        )
         self.scheduler.add(request)
         return request
 
@@ -126,7 +128,7 @@ def test_a_step_is_not_waited_for() -> None:
 
 def test_a_token_too_many_is_thrown_away() -> None:
     engine = Ahead(pages=20)
-    free = expected(Request("r", prompt(9), SamplingParams(max_tokens=9)), 1000)
+    free = expected(Request("r", prompt(9), SamplingParams(max_tokens=9, temperature=0)), 1000)
     request = engine.add(prompt(9), 9, stop_ids=frozenset({free[2]}))
     engine.finish()
     assert request.output_token_ids == free[: free.index(free[2])]
@@ -245,7 +247,9 @@ def test_what_is_not_a_number_ends_its_request_only(pair: tuple[LLM, LLM]) -> No
     runner.forward = spoiled  # type: ignore[method-assign]
     outputs = [list[Delta](), list[Delta]()]
     for prompt_text, pieces in zip(PROMPTS, outputs, strict=False):
-        ahead.engine.submit(ahead.tokenizer.encode(prompt_text), SamplingParams(max_tokens=12), pieces.append)
+        ahead.engine.submit(
+            ahead.tokenizer.encode(prompt_text), SamplingParams(max_tokens=12, temperature=0), pieces.append
+        )
     while ahead.engine.busy:
         ahead.engine.step()
     runner.forward = forward  # type: ignore[method-assign]
@@ -265,7 +269,9 @@ def test_a_failing_step_ends_its_requests_only(pair: tuple[LLM, LLM]) -> None:
 
     runner.forward = broken  # type: ignore[method-assign]
     pieces: list[Delta] = []
-    ahead.engine.submit(ahead.tokenizer.encode(PROMPTS[0]), SamplingParams(max_tokens=12), pieces.append)
+    ahead.engine.submit(
+        ahead.tokenizer.encode(PROMPTS[0]), SamplingParams(max_tokens=12, temperature=0), pieces.append
+    )
     while ahead.engine.busy:
         ahead.engine.step()
     runner.forward = forward  # type: ignore[method-assign]
@@ -299,7 +305,7 @@ def test_a_taker_that_fails_ends_only_its_own_answer(pair: tuple[LLM, LLM], whic
     def fails(delta: Delta) -> None:
         raise ValueError("nobody takes this")
 
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
     engine.submit([5, 6, 7], params, fails)
     engine.submit([5, 6, 8], params, taken.append)
     with pytest.raises(ValueError, match="nobody"):

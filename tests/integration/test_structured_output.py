@@ -86,7 +86,7 @@ def test_too_complex_in_the_middle_ends_that_answer_alone(llm: LLM, monkeypatch:
     pieces: list[list[Delta]] = [[], []]
     ids = llm.tokenizer.encode(PROMPT)
     for said, grammar in zip(pieces, ("regex:[a-z]{30}", None), strict=True):
-        llm.engine.submit(ids, SamplingParams(max_tokens=12, grammar=grammar), said.append)
+        llm.engine.submit(ids, SamplingParams(max_tokens=12, grammar=grammar, temperature=0), said.append)
     while llm.engine.busy:
         llm.engine.step()
     held, free = pieces

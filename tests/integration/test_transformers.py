@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gpt_oss": ({**WINDOWED, "num_local_experts": 8, "num_experts_per_tok": 2}, HEADS),
     "deepseek_v3": (MLA, LATENTS),
     "glm_moe_dsa": (SPARSE, RECORDS),
+    "nemotron": ({}, ("fp32", "nvfp4")),
 }
 
 
@@ -295,14 +296,17 @@ def test_the_model_stays_what_it_is(tmp_path: Path) -> None:
 
 
 def test_scales_are_found_measured_or_missed(gemma: Served) -> None:
+    assert nt.NibbleCache(gemma.model, "nvfp4").scales.source == "measured on 1,024 tokens"
+    nameless = deepcopy(gemma.model)
+    nameless.name_or_path = ""  # as of a model that comes from no checkpoint
     with pytest.raises(ScaleError, match="needs a KV scale"):
-        nt.NibbleCache(gemma.model, "nvfp4")
+        nt.NibbleCache(nameless, "nvfp4")
     text = "the quick brown fox jumps over the lazy dog; " * 4
     llm = LLM(str(gemma.path), kv_format="nvfp4", calibrate=[text], max_context=256, kv_memory="2MiB")
     expected = list(llm.generate(PROMPTS[1], max_tokens=16, ignore_eos=True).completions[0].token_ids)
     for given in (text, llm.tokenizer.encode(text)):
         cache = nt.NibbleCache(gemma.model, "nvfp4", calibrate=[given])
-        assert "calibration" in cache.scales.source
+        assert "measured" in cache.scales.source
         assert gemma.generate(torch.tensor([PROMPTS[1]]), cache)[0].tolist() == expected
     with pytest.raises(ScaleError, match="a list of texts"):
         nt.NibbleCache(gemma.model, "nvfp4", calibrate=text)

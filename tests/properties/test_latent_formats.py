@@ -16,13 +16,15 @@ from nibble.model_spec import HEADS, INDEX, LATENT, LATENTS, Stream
 
 SHAPE = LATENTS[0]
 BYTES = {
-    "bf16": 1152, "fp8_e4m3": 576, "fp8_ds_mla": 656, "nvfp4_ds_mla": 416, "fp4_mx16": 324, "nvfp4": 324,
+    "bf16": 1152, "fp8_e4m3": 576, "fp8_ds_mla": 656, "nvfp4_ds_mla": 416, "nvfp4_ds_mla_fp8rope": 352,
+    "fp4_mx16": 324, "nvfp4": 324,
 }  # fmt: skip
 ERRORS = {
     "bf16": 0.003,
     "fp8_e4m3": 0.03,
     "fp8_ds_mla": 0.03,
     "nvfp4_ds_mla": 0.1,
+    "nvfp4_ds_mla_fp8rope": 0.1,
     "fp4_mx16": 0.15,
     "nvfp4": 0.1,
 }
@@ -72,6 +74,33 @@ def test_the_record_is_flash_mlas() -> None:
     assert pool.nbytes == 2 * 64 * 656
 
 
+def test_the_record_of_fp8_rotary_values_is_flash_mlas() -> None:
+    """256 bytes of E2M1 pairs, 64 E4M3 rotary values without a scale, 32 E4M3 block scales, which stand for themselves:
+    the record of vllm-project/FlashMLA's pull request 18, built here from its description."""
+    x = latents(70)
+    x[5, 0, 512] = 1e6  # saturates
+    layout = CacheLayout((LayerLayout(0, (StreamLayout(SHAPE, "nvfp4_ds_mla_fp8rope"),)),), 64, "record")
+    pool = PagedPool(layout, 2, ONE)
+    pool.write(0, {LATENT: x}, torch.arange(70))
+    data = pool.view(0).streams[LATENT].planes[0]
+    records = torch.as_strided(data, (128, 352), (352, 1), 0)[:70]
+    blocks = x[:, 0, :512].unflatten(-1, (32, 16))
+    scales = (blocks.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
+    values = (blocks / scales.float()[..., None]).flatten(1)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    pairs = records[:, :256]
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).long()
+    signed = grid[codes & 7] * (1 - 2 * (codes >> 3))
+    nearest = (values[..., None] - torch.cat((grid, -grid))).abs().amin(-1)
+    assert torch.allclose((values - signed).abs(), nearest, atol=1e-6), (
+        "nearest values of the grid, low half first"
+    )
+    rotary = x[:, 0, 512:].clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(records[:, 256:320], rotary.view(torch.uint8))
+    assert torch.equal(records[:, 320:], scales.view(torch.uint8))
+    assert pool.nbytes == 2 * 64 * 352
+
+
 @pytest.mark.parametrize("kv_format", scheme.fitting(*LATENTS))
 def test_every_packing_holds_the_same(kv_format: str) -> None:
     fmt = scheme.parse(kv_format)
@@ -107,7 +136,7 @@ def test_index_keys() -> None:
         scheme.parse("index_fp8")
 
 
-@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla", "nvfp4_ds_mla_fp8rope"])
 def test_what_is_stored_must_be_a_latent_of_the_right_width(name: str) -> None:
     fmt = formats.get(name)
     assert "stores the latent of MLA" in (fmt.refuses(HEADS[0]) or "")
@@ -121,7 +150,7 @@ def test_what_is_stored_must_be_a_latent_of_the_right_width(name: str) -> None:
     assert bound.decode(planes, ONE_SCALE).shape == x.shape
 
 
-@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla", "nvfp4_ds_mla_fp8rope"])
 def test_damage_shows_and_stays_where_it_is(name: str) -> None:
     fmt, x = codec(name), latents(4)
     x[1, 0, 5], x[2, 0, 5], x[3, 0, 570] = float("nan"), float("inf"), float("nan")

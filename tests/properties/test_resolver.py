@@ -15,7 +15,7 @@ from nibble.errors import ConfigError, Unsupported
 from nibble.hardware import GIB, Hardware
 from nibble.model_spec import LayerGroup, ModelSpec, Phase
 from nibble.spec import CacheSpec
-from planning import gqa, model_spec, parse_command
+from planning import gqa, memory_plan, model_spec, parse_command
 
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
 PAGES = (16, 64)
@@ -206,8 +206,10 @@ def test_a_remedy_works(question: tuple) -> None:
         resolve(config, model, machine, table, declared=declared)
     except Unsupported as error:
         if error.refusal.suggestion:
-            again, _, said = parse_command(error.refusal.suggestion)
-            assert resolve(again, model, machine, table, declared=said)
+            again, _, said = parse_command(error.refusal.suggestion.as_command())
+            plan = resolve(again, model, machine, table, declared=said)
+            if not error.refusal.suggestion.shortfall:
+                memory_plan(again, model, machine, plan)
 
 
 @FAST

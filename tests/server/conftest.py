@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,14 @@ class Address(str):
 
 
 @contextmanager
-def running(*options: str, model: str = "demo") -> Iterator[Address]:
-    """A server's address. It must end by itself when it is told to."""
+def running(*options: str, model: str = "demo", log: Path | None = None) -> Iterator[Address]:
+    """A server's address. It must end by itself when it is told to. log: takes its standard error."""
     port = free_port()
     command = [sys.executable, "-m", "nibble", "serve", model, "--port", str(port), *options]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    with log.open("w") if log else nullcontext() as stderr:
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr, start_new_session=True
+        )
     url = Address(f"http://127.0.0.1:{port}")
     url.pid = process.pid
     try:
@@ -97,15 +100,16 @@ def server() -> Iterator[str]:
 
 
 class FakeEngine:
-    """Says its prompt back, token by token. pause: seconds between tokens; state: as an engine's."""
+    """Says its prompt back, token by token. pause: seconds between tokens; state: as an engine's; reason: why it ends."""
 
     def __init__(self) -> None:
         self.state, self.restarts, self.pause = State.READY, 0, 0.0
         self.ready: wire.Ready | None = wire.Ready(64, 256, {"dtype": "none"})
         self.stats: Mapping[str, float] = {}
-        self.open = self.aborted = 0
+        self.open = self.aborted = self.resets = 0
         self.requests: list[GenerationRequest] = []
         self.dies_after: int | None = None
+        self.reason, self.stop_string = "length", ""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         if self.state is not State.READY:
@@ -122,19 +126,25 @@ class FakeEngine:
                     await asyncio.sleep(self.pause)
                     if self.dies_after is not None and i >= self.dies_after:
                         raise EngineDiedError("the engine's process ended; this request is lost")
-                    reason = "length" if i == len(tokens) - 1 else None
+                    reason = self.reason if i == len(tokens) - 1 else None
                     left -= reason is not None
-                    delta = Delta(index, chr(token), (token,), reason)  # type: ignore[arg-type]
+                    stop_string = self.stop_string or None if reason else None
+                    delta = Delta(index, chr(token), (token,), reason, stop_string=stop_string)  # type: ignore[arg-type]
                     yield [Piece(delta, 2, ((time.monotonic(), 1),), started)]
         finally:
             self.open -= 1
             self.aborted += left > 0
 
+    async def reset_prefix_cache(self) -> None:
+        if self.state is not State.READY:
+            raise EngineDiedError(f"the engine is {self.state}")
+        self.resets += 1
+
 
 class FakeTokens:
     """A token is a character."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         return [min(ord(letter), 255) for letter in text]
 
     def decode(self, ids: Any, shown: Any = None) -> str:

@@ -20,8 +20,8 @@ from nibble.server.app import Api, make_app
 from nibble.server.chat_parser import AnswerParser
 from nibble.server.engine_client import State
 from nibble.server.middleware import BodyLimit
-from nibble.server.responses import ChatWriter, TextWriter
 from nibble.server.settings import Settings
+from nibble.server.writers import ChatWriter, TextWriter
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}
@@ -100,20 +100,20 @@ def test_several_prompts_with_echo() -> None:
         ("/v1/completions", {"model": "m", "prompt": []}, 400, "prompt is empty"),
         ("/v1/completions", {"model": "m", "prompt": "x" * 70}, 400, "too long"),
         ("/v1/completions", {"model": "m", "prompt": [1] * 70}, 400, "maximum context length is 64"),
-        ("/v1/completions", {"model": "m", "prompt": [1, -2]}, 400, "prompt.1: Input should be greater"),
+        ("/v1/completions", {"model": "m", "prompt": [1, -2]}, 400, "prompt.1: must be greater"),
         (
             "/v1/completions",
             {"model": "m", "prompt": [[1], ["x"]]},
             400,
-            "prompt.1.0: Input should be a valid int",
+            "prompt.1.0: must be an integer",
         ),
         ("/v1/completions", {"model": "m", "prompt": ["a"] * 1025}, 400, "1024 items"),
-        ("/v1/chat/completions", {**CHAT, "stop": ["a", 3]}, 400, "stop.1: Input should be a valid string"),
+        ("/v1/chat/completions", {**CHAT, "stop": ["a", 3]}, 400, "stop.1: must be a string"),
         (
             "/v1/chat/completions",
             {**CHAT, "tools": [], "tool_choice": {"type": "function"}},
             400,
-            "function: Field req",
+            "function: is missing",
         ),
         (
             "/v1/chat/completions",
@@ -143,9 +143,10 @@ def test_several_prompts_with_echo() -> None:
         ),
         ("/v1/completions", {"model": "m", "prompt": "x" * 70, "stream": True}, 400, "too long"),
         ("/v1/completions", {**TEXT, "n": 2, "best_of": 3}, 400, "best_of is not served, unless it is n"),
-        ("/v1/completions", {**TEXT, "echo": True, "logprobs": 0}, 400, "leave out echo, or logprobs"),
+        ("/v1/completions", {**TEXT, "stream": True, "prompt_logprobs": 0}, 400, "leave out stream"),
+        ("/v1/completions", {**TEXT, "prompt_logprobs": 21}, 400, "prompt_logprobs: must be less"),
         ("/tokenize", {}, 400, "either prompt or messages"),
-        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, 400, "return_token_strs"),
         (
             "/tokenize",
             {"messages": [{"role": "user", "content": "x", "tool_calls": 1}]},
@@ -329,13 +330,13 @@ def test_null_is_as_good_as_nothing() -> None:
         for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
             known = {name for name in names if path.endswith("chat/completions") or "tool" not in name}
             assert (await client.post(path, json={**body, **dict.fromkeys(known)})).status_code == 200
-            for name in ("model", "no_such_field"):
-                assert (await client.post(path, json={**body, name: None})).status_code == 400
+            assert (await client.post(path, json={**body, "no_such_field": None})).status_code == 400
         schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
         properties = schemas["ChatRequest"]["properties"]
-        assert {"type": "null"} in properties["temperature"]["anyOf"] and properties["temperature"][
-            "default"
-        ] == 1.0
+        assert {"type": "null"} in properties["n"]["anyOf"] and properties["n"]["default"] == 1
+        # What the model's own file may fill in has no default that is known before.
+        assert {"type": "null"} in properties["temperature"]["anyOf"]
+        assert properties["temperature"].get("default") is None
         assert properties["messages"]["type"] == "array"
 
     requests = with_app(test).requests
@@ -416,7 +417,7 @@ def test_a_client_that_goes_away_while_its_grammar_is_tried() -> None:
 
 
 def test_the_chosen_token_is_among_the_likeliest() -> None:
-    writer = TextWriter("m", lambda ids: chr(ids[0]), 1, True)
+    writer = TextWriter("m", 1, lambda ids: chr(ids[0]), True)
     for token, top in ((97, ((98, -0.1),)), (98, ((98, -0.1), (99, -2.0))), (97, ())):
         writer.take(
             0, Delta(0, chr(token), (token,), None, (Logprob(token, -0.1 if token == 98 else -3.0, top),))
@@ -430,12 +431,12 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
 def test_what_is_streamed_is_not_kept(kept: bool) -> None:
     readers = AnswerParser()
     for writer in (
-        TextWriter("m", lambda ids: "x", 1, True, kept),
-        ChatWriter("m", lambda ids: "x", 1, True, kept, lambda: readers),
+        TextWriter("m", 1, lambda ids: "x", True, kept),
+        ChatWriter("m", 1, lambda ids: "x", True, kept, None, lambda: readers),
     ):
         for end in (None, "stop"):
-            choice = writer.take(0, Delta(0, "ab", (5,), end, (Logprob(5, -1.0, ()),)))  # type: ignore[arg-type]
-            assert choice and choice["finish_reason"] == end and choice["logprobs"]
+            (choice,) = writer.take(0, Delta(0, "ab", (5,), end, (Logprob(5, -1.0, ()),)))  # type: ignore[arg-type]
+            assert choice["finish_reason"] == end and choice["logprobs"]
         assert ("abab" in json.dumps(writer.body())) is kept and writer.usage()["completion_tokens"] == 2
 
 
@@ -444,6 +445,26 @@ def test_log_probabilities_name_special_tokens() -> None:
     api = Api(FakeEngine(), tokens, "m", Settings())
     for token in tokens.eos_ids:
         assert api._token_text([token]) and not tokens.decode([token])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("image_url", "images are not served: m is served for text"),
+        ("input_audio", "audio is not served: m is served for text"),
+        ("video_url", "video is not served: m is served for text"),
+        ("file", "files are not served: m is served for text"),
+        ("texts", "messages.0.content.1: a part must be an object of type 'text'"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_name(kind: str, message: str) -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "https://a/b"}}]
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400 and response.json()["error"]["message"] == message
+
+    assert not with_app(test).requests
 
 
 def test_models_plan_and_tokens() -> None:
@@ -539,3 +560,12 @@ def test_hostile_schemas_of_tools(name: str) -> None:
                 assert response.status_code in {200, 400}, response.text
 
     with_app(test, tool_format=name)
+
+
+def test_a_body_that_is_not_said_to_be_json_is_told_so() -> None:
+    async def test(client: httpx.AsyncClient, _: FakeEngine) -> None:
+        response = await client.post("/v1/completions", content=b'{"prompt": "a"}')
+        message = response.json()["error"]["message"]
+        assert response.status_code == 400 and "Content-Type: application/json" in message
+
+    with_app(test)

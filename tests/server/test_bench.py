@@ -132,7 +132,7 @@ def test_a_server_that_is_not_there(calls: Calls) -> None:
 def test_without_guidellm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     result = run("serve")
-    assert result.exit_code == command.USAGE and "pip install 'nibble-llm[bench]'" in result.stderr
+    assert result.exit_code == command.USAGE and "pip install guidellm" in result.stderr
 
 
 def test_servers_only(calls: Calls) -> None:

@@ -180,6 +180,8 @@ def test_a_request_to_an_engine_that_has_just_died_ends_at_once() -> None:
             async with asyncio.timeout(20):
                 await anext(client.generate(GenerationRequest([1], SamplingParams())))
         socket.close()
+        assert client.state is State.STARTING, "the server knows of it from now on"
+        client.state = State.READY
         with pytest.raises(EngineDiedError, match="process ended"):
             await anext(client.generate(GenerationRequest([1], SamplingParams())))
         await client.stop()

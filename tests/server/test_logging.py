@@ -174,10 +174,12 @@ def test_a_server_logs_json_from_start_to_end(
         asked = {"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
         httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status()
     said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    # Whether other programs are busy is not for a test to say.
+    said = [line for line in said if not line.get("note", "").startswith("this machine is busy")]
     assert [line["event"] for line in said] == [
-        "engine starts", "engine ready", "engine note", "serving", "request", "draining", "drained", "engine ended"
+        "engine starts", "engine ready", "sampling defaults", "engine note", "serving", "request", "draining", "drained", "engine ended"
     ]  # fmt: skip
-    ready, noted, request = said[1], said[2], said[4]
+    ready, noted, request = said[1], said[3], said[5]
     assert noted["level"] == "warning" and "are not used" in noted["note"]
     assert ready["kv_format"] == "nvfp4" and ready["decode"] and ready["cache_tokens"] > 0
     assert request["output_tokens"] == 4 and 0 < request["queue_s"] <= request["ttft_s"] <= request["total_s"]

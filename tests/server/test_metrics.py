@@ -121,7 +121,7 @@ def test_a_request_without_tokens_has_no_latency_of_tokens() -> None:
 
 
 async def _all(engine: FakeEngine, meters: Metrics, prompt: list[int], n: int, stop_after: int) -> int:
-    ask, seen = GenerationRequest(prompt, SamplingParams(max_tokens=8, n=n)), 0
+    ask, seen = GenerationRequest(prompt, SamplingParams(max_tokens=8, n=n, temperature=0)), 0
     pieces = meters.start_request(len(prompt), n).observe(engine.generate(ask))
     try:
         async for _ in pieces:

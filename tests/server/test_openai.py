@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 
+import httpx
 import openai
 import pytest
 
@@ -84,6 +85,18 @@ def test_seeds_and_cached_tokens(client: openai.OpenAI) -> None:
     assert salted.choices[0].text == first.choices[0].text
     urgent = client.completions.create(**asked, extra_body={"priority": -1})
     assert urgent.choices[0].text == first.choices[0].text
+
+
+def test_a_prefix_cache_that_is_reset(client: openai.OpenAI, server: str) -> None:
+    asked = {"model": "demo", "prompt": "import this\n" * 20, "max_tokens": 4, "temperature": 0}
+    counts, texts = [], set()
+    for reset in (False, False, True):
+        if reset:
+            assert httpx.post(f"{server}/reset_prefix_cache").json() == {"status": "reset"}
+        answer = client.completions.create(**asked)
+        counts.append(answer.usage.prompt_tokens_details.cached_tokens)
+        texts.add(answer.choices[0].text)
+    assert counts[0] == counts[2] == 0 < counts[1] and len(texts) == 1
 
 
 def test_errors(client: openai.OpenAI) -> None:

@@ -125,12 +125,13 @@ def test_a_server_that_is_told_to_end_while_it_starts(number: int) -> None:
     [
         (("--kv-layers", "0=fp9"), 2, "unknown KV format 'fp9'"),
         (("--decode-backend", "fa33"), 2, "unknown attention backend 'fa33': did you mean 'fa3'?"),
-        (("--decode-backend", "fa3"), 3, "what works: nibble plan demo"),
+        (("--decode-backend", "fa3"), 3, "what works: nibble serve demo"),
     ],
 )
 def test_a_start_that_fails_says_why(options: tuple[str, ...], code: int, says: str) -> None:
     """What no model is needed for is refused by the server itself, before an engine could; the rest by the engine."""
-    command = [sys.executable, "-m", "nibble", "serve", "demo", "--device", "cpu", *options, "--port", "1"]
+    command = [sys.executable, "-m", "nibble", "serve", "demo", "--device", "cpu", *options]
+    command += ["--port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code and says in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("error: ") == 1

@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer
-from nibble.server.chat_format import CALL_FORMATS, JSON_LIST, Marks, possible_calls, required_calls
+from nibble.server.chat_format import CALL_FORMATS, JSON_LIST
+from nibble.server.chat_grammar import Marks, possible_calls, required_calls
 from nibble.server.chat_parser import AnswerParser, CallFormat
 from nibble.server.protocol import Function
 from nibble.server.streaming import message_of

@@ -56,7 +56,7 @@ def test_tools_of_requests() -> None:
     ("fields", "words"),
     [
         ({"tools": [tool("a b")]}, "match pattern"),
-        ({"tools": [tool("x" * 65)]}, "match pattern"),
+        ({"tools": [tool("x" * 129)]}, "match pattern"),
         ({"tools": [tool("")]}, "match pattern"),
         ({"tools": [{"type": "retrieval"}]}, "'function'"),
         ({"tools": [tool(), tool()]}, "two tools are named 'f'"),

@@ -336,8 +336,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, attention only": ("lfm2", _FULL),
     "lfm2_moe, attention only": ("lfm2_moe", _FULL),
     "lfm3, attention only": ("lfm3", MIXED),
+    "llama4_text, chunks": ("llama4_text", {"attention_chunk_size": 16}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
-    "minimax, attention only": ("minimax", _FULL),
+    "minimax, attention only": ("minimax", {**_FULL, "initializer_range": 0.15}),
     "minimax_m3_vl_text, sparse": (
         "minimax_m3_vl_text",
         {
@@ -364,10 +365,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _STATE = "keep a recurrent state, not keys and values only"
 _POSITIONS = "counts positions by itself"
-_NO_INTERFACE = "do not attend through Transformers' AttentionInterface"
+_NO_INTERFACE = "its layers do not attend through Transformers' AttentionInterface"
 _OWN_CLASSES = "knows a fixed set of attention implementations"
 _OTHER_LAYERS = "layers are more than attention over one key and value for each token"
-_ALL_LOGITS = "cannot compute the logits of chosen tokens only"
+_NOT_CAUSAL = "attends with is_causal=False: queries see later tokens, or a mask hides those"
 _REASONS = {
     _STATE: (
         "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 "
@@ -375,97 +376,45 @@ _REASONS = {
         "qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya"
     ),
     _POSITIONS: "bart blenderbot blenderbot-small marian mbart pegasus plbart",
-    _NO_INTERFACE: "bloom codegen cpmant gpt_neox_japanese mvp openai-gpt rwkv xglm",
+    _NO_INTERFACE: (
+        "big_bird bloom codegen cpmant gpt_neox_japanese megatron-bert mpt mvp openai-gpt prophetnet reformer rembert "
+        "roformer rwkv trocr xglm xlm xlnet xlstm"
+    ),
     _OWN_CLASSES: "falcon git gpt_neo gptj",
     _OTHER_LAYERS: "deepseek_v4",
-    _ALL_LOGITS: "prophetnet trocr whisper",
-    "chunked attention lives in the mask": "llama4 llama4_text",
-    "layers attend 8 times in one pass": "diffllama",
+    _NOT_CAUSAL: "bigbird_pegasus",
+    r"its forward pass \(XmodOutput.lang_adapter\) depends on values of tensors": "xmod",
+    "cannot compute the logits of chosen tokens only": "whisper",
+    "layer 0 attends 2 times in one pass": "diffllama",
+    "layer 0 attends 4 times in one pass": "hrm_text",
+    "layers do not attend to text": "mllama",
+    "the mask of layer 0 depends on tensors of the batch": "gemma4_unified",
+    "gets neither the keywords nor the mask of the model's call": "blt",
     "passes attention_mask to its attention": "doge",
     "scales by the largest position of the batch": "phimoe",
+    r"its first position is pad_token_id \+ 1": (
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl"
+    ),
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()} | {
-    "bert, bidirectional": "is_causal=False",
+    "bert, bidirectional": _NOT_CAUSAL,
     "falcon, alibi": _OWN_CLASSES,
     "falcon, new architecture": _OWN_CLASSES,
     "minimax_m3_vl_text, sparse": _OTHER_LAYERS,
+    "nemotron_h, attention only": "moe layers have no attention",
     "qwen2_moe, windows": "mask of layer 0 is not simply causal",
+    "qwen4_exp_text, indexed only": r"Qwen4ExpTextQSAIndexer.forward\) reads its attention mask",
 }
 """Types that are refused for what they are: a pattern of the reason."""
 
-_FIRST_POSITION = "its first position is pad_token_id + 1 where none are given, and Nibble gives 0: every position is off by as much"
-WRONG = {
-    "camembert": _FIRST_POSITION,
-    "data2vec-text": _FIRST_POSITION,
-    "hy_v4": "sparse attention drops sinks, and its indexer rotates the last values of a head instead of the first",
-    "hy_v4, dense": "sparse attention drops sinks",
-    "roberta": _FIRST_POSITION,
-    "roberta-prelayernorm": _FIRST_POSITION,
-    "xlm-roberta": _FIRST_POSITION,
-    "xlm-roberta-xl": _FIRST_POSITION,
-}
+WRONG: dict[str, str] = {}
 """Types that are served and answer otherwise than the unmodified model: the cause."""
-
-_META = r"does more than call .* \((RuntimeError|NotImplementedError|AttributeError)"
-_NO_CONTEXT = "was not given nibble_ctx"
-_PADDING_WARNING = "only a warning about padding needs values; its layers " + _NO_INTERFACE
-_NO_CONV = "only the mask of recurrent layers, of which it has none, needs values; it can be served"
-FALSE_REASONS = {
-    "bamba, attention only": (_META, _NO_CONV),
-    "bailing_hybrid, attention only": (_META, _NO_CONV),
-    "big_bird": (_META, _PADDING_WARNING),
-    "bigbird_pegasus": ("is_causal=False", "its decoder is causal, by a mask; it counts positions by itself"),
-    "blt": (_NO_CONTEXT, "it attends from patches of bytes to bytes, which are no keys of one token each"),
-    "gemma4_unified": ("mask of layer 0", "only images see later tokens; gemma4_unified_text is served"),
-    "granitemoehybrid, attention only": (_POSITIONS, "it has no positions; it can be served"),
-    "granitemoehybrid, attention only, rope": (_META, _NO_CONV),
-    "hrm_text": (
-        _NO_INTERFACE,
-        "its layers run several times in a pass, each time over other keys and values",
-    ),
-    "jetmoe": (_META, "its experts read their counts as numbers, so it cannot be observed without weights"),
-    "jetmoe, 4 keys": (
-        _META,
-        "its experts read their counts as numbers, so it cannot be observed without weights",
-    ),
-    "kimi_linear, attention only": (_POSITIONS, "it has no positions; it can be served"),
-    "lfm2, attention only": (_META, _NO_CONV),
-    "lfm2_moe, attention only": (_META, _NO_CONV),
-    "megatron-bert": (_META, _PADDING_WARNING),
-    "minimax, attention only": (_META, _NO_CONV),
-    "mllama": (
-        _NO_INTERFACE,
-        "one layer attends to images, and is skipped in text; it holds no keys and values",
-    ),
-    "mpt": (_META, "its layers " + _NO_INTERFACE + ", and add ALiBi to the scores"),
-    "nemotron": (
-        _NO_CONTEXT,
-        "its decoder layers drop keywords; it can be served by a context from elsewhere",
-    ),
-    "nemotron_h, attention only": (_OTHER_LAYERS, "its moe layers have no attention at all"),
-    "phi4_multimodal": (
-        "convolution",
-        "the convolution belongs to its audio tower, which text does not pass",
-    ),
-    "qwen3_5_text, attention only": (_META, _NO_CONV),
-    "qwen3_next, attention only": (_META, _NO_CONV),
-    "qwen4_exp_text, indexed only": (_META, "its indexer chooses blocks of keys, which only a mask tells of"),
-    "reformer": (_META, _PADDING_WARNING),
-    "rembert": (_META, _PADDING_WARNING),
-    "roformer": (_META, _PADDING_WARNING),
-    "stablelm": (
-        _NO_CONTEXT,
-        "its decoder layers drop keywords; it can be served by a context from elsewhere",
-    ),
-    "xlm": (_META, "its layers " + _NO_INTERFACE),
-    "xlnet": (
-        _META,
-        "its layers " + _NO_INTERFACE + "; its attention is over permutations, with relative positions",
-    ),
-    "xlstm": (_META, "it keeps a recurrent state, not keys and values"),
-    "xmod": (_META, "its adapters choose rows by language; its first position is pad_token_id + 1"),
-}
-"""Types whose refusal today is untrue, or the accident of foreign code: a pattern of it, and what is true."""
+VARYING = {
+    "dbrx", "hy_v4", "jetmoe", "kolibri1", "llama4", "llama4_text", "longcat_flash", "MuseSparkForConditionalGeneration",
+    "Llama4ForConditionalGeneration", "Step3p7ForConditionalGeneration", "deepseek_v4, windows only", "hy_v4, dense",
+    "jetmoe, 4 keys", "llama4_text, chunks",
+}  # fmt: skip
+"""Types whose last bits depend on how a prompt is cut: gates of gathered or mixed values, experts of their own code."""
 
 
 def shrunk(default: Any) -> dict[str, Any]:

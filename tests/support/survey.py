@@ -1,11 +1,11 @@
-"""What becomes of every type of causal language model in the installed Transformers: served right, or refused.
+"""What becomes of every type of causal language model in the installed Transformers, and of every multimodal class.
 
-    python tests/support/survey.py [--out FOLDER] [NAME ...]
+    python tests/support/survey.py [--out FOLDER] [--page] [--jobs N] [NAME ...]
 
-Each is a tiny random model (families.py), saved, served in fp32 and compared with the unmodified model: over a prompt
+Each is a tiny random model (families.py, towers.py), saved, served in fp32 and compared with the unmodified model: over a prompt
 beyond its windows and top-k, in chunks of 7, of 1 and whole, and answering beside other requests. Without names all
 types and variants are examined, a few at a time in processes of their own, so that a crash costs one of them. The result
-is printed, and written to FOLDER as survey.json and survey.md.
+is printed, and written to FOLDER as survey.json and survey.md. --page writes docs/families.md; with names, the rows of these.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,12 +29,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import logging as transformers_logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from families import DEFAULTS, NOT_BUILT, TOLERANCE, VARIANTS, VOCAB, tiny_model
+import towers
+from families import DEFAULTS, NOT_BUILT, TOLERANCE, VARIANTS, VOCAB, WINDOW, tiny_model
 from nibble import LLM
 from nibble.cache.pool import PagedPool
 from nibble.config import Config
@@ -50,6 +54,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 CHUNKS = (7, 1, 40)
 TYPES = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS)
+WHY_NOT_BUILT = {**NOT_BUILT, **towers.NOT_BUILT}
 
 
 @dataclass
@@ -103,11 +108,11 @@ def examine(name: str, folder: Path) -> Result:
 
 
 def _examine(result: Result, folder: Path) -> None:
-    if result.name in NOT_BUILT:
-        answer = refusal_by_config(result.name, folder)
-        result.outcome, result.reason = "not built", "; ".join([NOT_BUILT[result.name], f"Nibble: {answer}"])
+    if (reason := WHY_NOT_BUILT.get(result.name)) is not None:
+        answer = refusal_by_config(result.name, folder) or "not compared"
+        result.outcome, result.reason = "not built", f"{reason}; Nibble: {answer}"
         return
-    model = tiny_model(result.name)
+    model = (towers.tower_model if result.name in towers.NAMES else tiny_model)(result.name)
     with quiet():
         model.save_pretrained(folder)
     whole = logits_whole(model, PROMPT)
@@ -132,7 +137,8 @@ def refusal_by_config(name: str, folder: Path) -> str:
     """What Nibble says of a type by its default config alone; empty if it would be served."""
     try:
         with quiet():
-            CONFIG_MAPPING[name](**DEFAULTS.get(name, {})).save_pretrained(folder)
+            kind = towers.TOWERS.get(name, name)
+            CONFIG_MAPPING[kind](**DEFAULTS.get(name, {})).save_pretrained(folder)
         plan_engine(Config(model=str(folder), **OPTIONS))
     except NibbleError as error:
         return _one_line(error)
@@ -190,7 +196,9 @@ def _own_difference(model: Any, whole: Tensor) -> tuple[float | None, Tensor | N
 def answers_difference(model: Any, llm: LLM) -> str:
     """Answer three prompts side by side; return where an answer is not the unmodified model's best token."""
     prompts = [prompt_of(count, seed) for seed, count in enumerate((5, 37, 18), 2)]
-    for prompt, out in zip(prompts, llm.generate(prompts, max_tokens=12, ignore_eos=True), strict=True):
+    for prompt, out in zip(
+        prompts, llm.generate(prompts, max_tokens=12, temperature=0, ignore_eos=True), strict=True
+    ):
         answer = list(out.completions[0].token_ids)
         logits = logits_whole(model, [*prompt, *answer])[len(prompt) - 1 : -1]
         # Equal but for rounding: the best token of both, or one as good.
@@ -219,23 +227,29 @@ def _worker(names: Iterable[str]) -> None:
             print(json.dumps(asdict(examine(name, folder))), flush=True)
 
 
-def survey(names: Sequence[str]) -> list[Result]:
-    """Examine types in processes of BATCH each; a type that ends its process is crashed."""
+def survey(names: Sequence[str], jobs: int = 1) -> list[Result]:
+    """Examine types in processes of BATCH each, `jobs` of them at a time."""
+    batches = [names[i : i + BATCH] for i in range(0, len(names), BATCH)]
+    with ThreadPoolExecutor(jobs) as pool:
+        return [result for results in pool.map(_survey_batch, batches) for result in results]
+
+
+def _survey_batch(names: Sequence[str]) -> list[Result]:
+    """Examine types in a process; one that ends it is crashed, and the rest gets another."""
     results: list[Result] = []
     while len(results) < len(names):
-        batch = names[len(results) :][:BATCH]
-        command = [sys.executable, __file__, "--worker", *batch]
+        rest = names[len(results) :]
+        command = [sys.executable, __file__, "--worker", *rest]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, **pipes) as process:
-            assert process.stdout and process.stderr
-            lines = [line for line in process.stdout if line.startswith("{")]
-            errors = process.stderr.read()
-        found = [Result(**json.loads(line)) for line in lines]
-        if len(found) < len(batch):
-            found.append(Result(batch[len(found)], "crashed", (errors.strip().splitlines() or ["?"])[-1]))
-        for result in found:
+            output, errors = process.communicate()
+        examined = [Result(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+        if len(examined) < len(rest):
+            cause = (errors.strip().splitlines() or ["?"])[-1]
+            examined.append(Result(rest[len(examined)], "crashed", cause))
+        for result in examined:
             print(_line(result), flush=True)
-        results += found
+        results += examined
     return results
 
 
@@ -260,22 +274,98 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+HEAD = """# Families
+
+Every type that Transformers {version} has a causal language model for, and what becomes of it. A tiny random model of each is
+served in fp32 on a CPU and compared with the unmodified model: a prompt of {tokens} tokens beyond every window ({window}) and
+top-k, in chunks of 7, 1 and 40, and answers beside other requests. The figure is the largest difference of a logit;
+above {tolerance:g} a type is wrong. What is refused is refused when a model is loaded, and by `nibble plan`, with this reason.
+
+`python tests/support/survey.py --page` writes this page. `pytest tests/integration/test_all_families.py` holds it.
+
+{counts}.
+
+| type | outcome | difference | attention, or the reason |
+|---|---|---|---|
+"""
+TOWERS_HEAD = """
+## Text towers
+Every class that Transformers generates text with from text and more: images, sound, video. A checkpoint of these is served
+for text, with the weights of its language model alone, and compared with the unmodified class that is given tokens alone.
+
+| class | outcome | difference | attention, or the reason |
+|---|---|---|---|
+"""
+VARIANTS_HEAD = """
+## Variants
+Other models of the same types.
+
+| variant | outcome | difference | attention, or the reason |
+|---|---|---|---|
+"""
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def page(results: Sequence[Result]) -> str:
+    """The results as docs/families.md."""
+    types = [result for result in results if result.name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    facts = {
+        "version": transformers.__version__,
+        "tokens": len(PROMPT),
+        "window": WINDOW,
+        "tolerance": TOLERANCE,
+    }
+    summary = _counts(result.outcome for result in types)
+    rows = [_row(result) for result in types]
+    variants = [_row(result) for result in results if result.name in VARIANTS]
+    of_towers = [_row(result) for result in results if result.name in towers.NAMES]
+    return "".join(
+        [HEAD.format(counts=summary, **facts), *rows, VARIANTS_HEAD, *variants, TOWERS_HEAD, *of_towers]
+    )
+
+
+def page_with(text: str, results: Sequence[Result]) -> str:
+    """docs/families.md with new rows for some of its types, and counted anew."""
+    for result in results:
+        row = re.compile(rf"^\| {re.escape(result.name)} \|.*\n", re.M)
+        text = row.sub(_row(result).replace("\\", r"\\"), text, count=1)
+    types = text.partition(VARIANTS_HEAD)[0]
+    outcomes = re.findall(r"^\| \S+ \| (served|refused|wrong|not built) \|", types, re.M)
+    return re.sub(r"^\d+ types .*\.$", _counts(outcomes) + ".", text, count=1, flags=re.M)
+
+
+def _counts(outcomes: Iterable[str]) -> str:
+    return ", ".join(f"{count} types {outcome}" for outcome, count in Counter(outcomes).most_common())
+
+
+def _row(result: Result) -> str:
+    error = "" if result.error is None else f"{result.error:.0e}"
+    reason = re.sub(r"^\S+ cannot be served: ", "", result.reason)
+    varies = "last bits vary with the chunks" if result.is_invariant is False else ""
+    text = "; ".join(filter(None, [result.kinds, result.answers, varies, reason])).replace("|", "\\|")
+    return f"| {result.name} | {result.outcome} | {error} | {text} |\n"
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="types or variants; all of them without")
     parser.add_argument("--out", type=Path, help="folder of survey.json and survey.md")
+    parser.add_argument("--page", action="store_true", help="write docs/families.md; with names, their rows")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    names = options.names or TYPES
+    names = options.names or (*TYPES, *towers.NAMES)
     if options.worker:
         _worker(names)
         return
-    results = survey(names)
+    results = survey(names, options.jobs)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "survey.json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
         (options.out / "survey.md").write_text(table(results))
+    if options.page:
+        PAGE.write_text(page_with(PAGE.read_text(), results) if options.names else page(results))
     print(Counter(result.outcome for result in results))
 
 

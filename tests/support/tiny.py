@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,30 @@ SPARSE: dict[str, Any] = {
 """What makes a glm_moe_dsa of BASE."""
 
 
+CHUNKED: dict[str, Any] = {
+    "attention_chunk_size": 16,
+    "no_rope_layers": [1, 0, 1],
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+}
+"""What makes a llama4_text of BASE whose chunks are short."""
+
+
 def save_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:
-    """Saves a random float32 model of `family` to `folder`."""
+    """Saves a random float32 model of `family` to `folder`, greedy by default, so that tests of answers are steady."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**BASE, **changes})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(folder)
+    set_generation_config(folder, temperature=0.0)
+    return folder
+
+
+def set_generation_config(folder: Path, **values: Any) -> Path:
+    """Changes entries of a checkpoint's generation_config.json; None removes one."""
+    file = folder / "generation_config.json"
+    entries = json.loads(file.read_text()) if file.exists() else {}
+    kept = {name: value for name, value in {**entries, **values}.items() if value is not None}
+    file.write_text(json.dumps(kept))
     return folder
 
 

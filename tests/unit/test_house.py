@@ -18,12 +18,12 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 LAYERS = (
     "cli", "server", "evals", "transformers", "engine", "models", "attention", "cache", "kernels", "spec", "formats", "base",
 )  # fmt: skip
-BASE = {"model_spec", "hardware", "config", "files", "errors"}
+BASE = {"model_spec", "hardware", "config", "options", "files", "threads", "errors"}
 TORCH_FREE = (
-    "errors", "files", "config", "spec", "model_spec", "cache/radix_cache", "cache/manager",
+    "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
     "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
-    "attention/planner/evidence", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
+    "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
 )  # fmt: skip
 BOOKS = (
     "nibble.attention.planner.resolve",
@@ -52,9 +52,10 @@ FOREIGN = {
     "matplotlib": {"evals"},
     "opentelemetry": {"server/tracing"},
     "guidellm": {"cli/bench"},
+    "lm_eval": {"evals/tasks", "evals/lm_eval_model"},
 }
 FORMATS_NAMED_IN = (
-    "formats/", "attention/backends/", "config", "kernels/codecs/",
+    "formats/", "attention/backends/", "config", "kernels/codecs/", "models/quantization",  # formats of weights
 )  # fmt: skip
 LONGEST_FILE = 600
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import nibble
-from nibble import LLM, ConfigError, ScaleError, Unsupported
+from nibble import LLM, ConfigError, Unsupported
 from nibble.engine.plan import plan_engine
 from nibble.hardware import lookup_gpu
 
@@ -27,9 +27,13 @@ def test_six_lines_of_python(tiny: Path) -> None:
     assert len(output.completions[0].token_ids) <= 8 and isinstance(output.text, str)
 
 
-def test_scales_never_default_silently(tiny: Path) -> None:
-    with pytest.raises(ScaleError, match="--kv-scales calibrate"):
-        LLM(str(tiny), kv_format="nvfp4")
+def test_scales_never_default_to_one(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_format="nvfp4", kv_memory="1MiB")
+    assert llm.engine.startup.kv_scales.startswith("KV scales: measured on 1,024 tokens")
+    scales = [
+        view.scale for layer in range(3) for view in llm.engine.runner.pool.view(layer).streams.values()
+    ]
+    assert len({float(scale) for scale in scales}) == len(scales) == 6
 
 
 def test_a_plan_needs_no_gpu_and_no_vendor_package(tiny: Path) -> None:
@@ -37,7 +41,8 @@ def test_a_plan_needs_no_gpu_and_no_vendor_package(tiny: Path) -> None:
     with pytest.raises(Unsupported) as refusal:
         plan_engine(config, lookup_gpu("h200"))
     assert "trtllm_mha" in refusal.value.refusal.reasons
-    assert refusal.value.refusal.suggestion and refusal.value.refusal.suggestion.startswith("nibble plan ")
+    suggestion = refusal.value.refusal.suggestion
+    assert suggestion and suggestion.as_command().startswith("nibble plan ") and not suggestion.shortfall
 
 
 def test_the_answer_does_not_depend_on_the_prefix_cache(tiny: Path) -> None:

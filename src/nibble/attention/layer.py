@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nibble import formats
+from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache import layout as packings
@@ -265,6 +266,23 @@ class StepStates:
         self._batches: dict[Hashable, PreparedBatch] = {}
         # Apart, as the batches refer to it. A circle of references would outlive the step.
         self._shared: dict[Hashable, Any] = {}
+        self._cut: dict[int, tuple[AttentionBatch, ...]] = {}
+
+    def batches(
+        self, meta: AttentionMetadata, page_size: int, chunk: int | None
+    ) -> tuple[AttentionBatch, ...]:
+        """Return the requests as layers attend over them; those with chunks of one size share them.
+
+        Args:
+            meta: of the step.
+            page_size: tokens of a page.
+            chunk: tokens of a chunk, None for layers without.
+        """
+        if chunk is None:
+            return meta.batches
+        if chunk not in self._cut:
+            self._cut[chunk] = tuple(cut_at_chunks(batch, page_size, chunk) for batch in meta.batches)
+        return self._cut[chunk]
 
     def lookup(
         self,
@@ -341,7 +359,8 @@ def attention(
     # Keys may be stored rotated, and then the query is rotated alike.
     rotated_THD = view.query(q_THD)
     outputs: list[Tensor] = []
-    for batch, topk_slots_TK in zip(meta.batches, _lookup_topk_slots(ctx, layer, params), strict=True):
+    batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
+    for batch, topk_slots_TK in zip(batches, _lookup_topk_slots(ctx, layer, params), strict=True):
         route = ctx.plan.route(layer, batch.phase)
         prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
         try:

@@ -5,6 +5,10 @@ A packing says how the planes of a format lie in a page:
     nhd      [page, token, head, values]   one token's heads together
     hnd      [page, head, token, values]   one head's tokens together
     record   [page, token, head, bytes]    all planes of a token together, in their order
+    trtllm   [page, head, token, values]   as hnd, but V's block scales interleaved by four tokens
+
+`trtllm` is what TensorRT-LLM's NVFP4 kernels for SM100 read (FlashInfer, nvfp4_quantize_paged_kv_cache): of a page and
+head, scale s of token t lies at 4 * S * (t // 4) + 4 * s + t % 4, where S scales belong to a token.
 
 Shape suffixes: P pages, S slots in a page, H heads, B requests, N pages of a request.
 """
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING
 from nibble import formats
 from nibble.errors import ConfigError, unknown
 from nibble.formats import KVFormat
-from nibble.formats.base import Plane, raw
+from nibble.formats.base import Plane, in_token_order, raw
 from nibble.model_spec import INDEX, Stream
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ class Packing:
     """Whether a page holds [head, token, ...] and not [token, head, ...]."""
     record: bool = False
     """Whether planes are columns of one array of bytes."""
+    interleave: int = 0
+    """Tokens by which block scales of V are interleaved, 0 for none."""
 
     def allocate(
         self,
@@ -69,10 +75,20 @@ class Packing:
             storage.append(empty((pages, *inner, *rest), dtype=plane.torch_dtype, device=device))
         return tuple(storage)
 
-    def gather(self, storage: Tensor, page_table_BN: Tensor) -> Tensor:
-        """Read whole pages: integer page_table_BN -> [B, N * page_size, H, ...]."""
+    def gather(self, storage: Tensor, page_table_BN: Tensor, interleave: int = 0) -> Tensor:
+        """Read whole pages.
+
+        Args:
+            storage: A plane.
+            page_table_BN: Page ids, integers.
+            interleave: Tokens by which the plane is interleaved.
+
+        Returns:
+            [B, N * page_size, H, ...]
+        """
         # As integers: index_select() is not defined for float8 everywhere.
         values = raw(storage).index_select(0, page_table_BN.flatten()).view(storage.dtype)
+        values = in_token_order(values, interleave)
         if self.heads_first:
             values = values.transpose(1, 2)
         return values.reshape(len(page_table_BN), -1, *values.shape[2:])
@@ -88,7 +104,12 @@ def _columns(planes: Sequence[Plane], records_PSHB: Tensor) -> Iterator[Tensor]:
         yield values if len(plane.shape) > 1 else values.squeeze(-1)
 
 
-_PACKINGS = (Packing("nhd", False), Packing("hnd", True), Packing("record", False, record=True))
+_PACKINGS = (
+    Packing("nhd", False),
+    Packing("hnd", True),
+    Packing("record", False, record=True),
+    Packing("trtllm", True, interleave=4),
+)
 _TABLE = {packing.name: packing for packing in _PACKINGS}
 
 

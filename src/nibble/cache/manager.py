@@ -156,6 +156,7 @@ class CacheManager:
         spare_pages: int | None = None,
         reserved_frames: int = 0,
         private: bool = False,
+        reusable: int | None = None,
     ) -> Lease:
         """Return a lease with the pages of the longest cached prefix of `tokens`, without the last token.
 
@@ -165,6 +166,7 @@ class CacheManager:
             spare_pages: require that all of `tokens` fit now and leave so many pages free.
             reserved_frames: frames that other leases keep, with a host tier.
             private: share no pages.
+            reusable: most tokens that cached pages may hold, where it is fewer.
 
         Raises:
             OutOfPages: the requirement of `spare_pages` does not hold; nothing has changed.
@@ -172,7 +174,8 @@ class CacheManager:
         """
         sharing = self.prefix_cache and not private
         # The last token is always computed: its logits give the first new token.
-        prefix = self._radix.match(namespace, tokens, len(tokens) - 1) if sharing else []
+        limit = len(tokens) - 1 if reusable is None else reusable
+        prefix = self._radix.match(namespace, tokens, limit) if sharing else []
         if spare_pages is not None:
             # Idle pages of the prefix are about to be in use, so they cannot be evicted for new pages.
             available = self.num_available_pages - self._radix.num_idle_of(prefix)
@@ -194,8 +197,14 @@ class CacheManager:
         self._stats.lookup_tokens += len(tokens)
         return lease
 
-    def advance(self, lease: Lease, tokens: Sequence[int]) -> int:
-        """Add pages of `tokens` that other leases have shared since, and return how many tokens they save."""
+    def advance(self, lease: Lease, tokens: Sequence[int], reusable: int | None = None) -> int:
+        """Add pages of `tokens` that other leases have shared since, and return how many tokens they save.
+
+        Args:
+            lease: an open lease.
+            tokens: the request's tokens.
+            reusable: most tokens that cached pages may hold, where it is fewer than all but the last.
+        """
         start = lease.num_stored_tokens
         # Only a lease that has nothing of its own after its last shared page can go on with pages of the tree.
         if (
@@ -204,7 +213,8 @@ class CacheManager:
             or len(lease.pages) > lease.num_shared_pages
         ):
             return 0
-        pages = self._radix.match(lease.last_node, tokens, len(tokens) - 1, start)
+        limit = len(tokens) - 1 if reusable is None else reusable
+        pages = self._radix.match(lease.last_node, tokens, limit, start)
         # To compute them again is better than to wait for frames.
         if self.residency and self.residency.cost(pages) > self.residency.num_available:
             return 0

@@ -42,12 +42,20 @@ class StreamView:
     def __post_init__(self) -> None:
         # Kernels address [page, head, slot] by strides, so a transposed view is enough and nothing is copied.
         planes_PHS = tuple(p if self.packing.heads_first else p.transpose(1, 2) for p in self.planes)
-        object.__setattr__(self, "paged", Paged(self.format, self.stream.dim, planes_PHS, self.scale))
+        interleave = self.packing.interleave if self.stream.name == "v" and len(self.planes) > 1 else 0
+        paged = Paged(self.format, self.stream.dim, planes_PHS, self.scale, interleave)
+        object.__setattr__(self, "paged", paged)
+
+    def gather(self, page_table_BN: Tensor) -> tuple[Tensor, ...]:
+        """Read whole pages as they are stored: integer page_table_BN -> [B, L, H, ...] of each plane."""
+        return tuple(
+            self.packing.gather(plane, page_table_BN, self.paged.interleave_of(i))
+            for i, plane in enumerate(self.planes)
+        )
 
     def gather_reference(self, page_table_BN: Tensor) -> Tensor:
         """Dequantise whole pages by the definition: integer page_table_BN -> float32 [B, L, H, D]."""
-        planes = tuple(self.packing.gather(plane, page_table_BN) for plane in self.planes)
-        return self.format.decode(planes, self.scale)
+        return self.format.decode(self.gather(page_table_BN), self.scale)
 
     def dequantize(self, page_table_BN: Tensor, dtype: torch.dtype) -> Tensor:
         """Dequantise whole pages: int32 page_table_BN -> [B, L, H, D] in `dtype`, in one launch on a GPU."""
@@ -116,8 +124,8 @@ def _heads(
 ) -> tuple[Tensor, ...]:
     longest = max(counts)
     planes = []
-    for plane in entry.planes:
-        x_BLH = raw(entry.packing.gather(plane, page_table_BN))
+    for plane in entry.gather(page_table_BN):
+        x_BLH = raw(plane)
         filled = x_BLH.new_empty(len(counts), x_BLH.shape[2], length, *x_BLH.shape[3:])
         filled[:, :, :longest] = x_BLH[:, first : first + longest].transpose(1, 2)
         # Slots after the last token may hold anything, NaN included, which a mask alone would not remove.

@@ -1,7 +1,8 @@
 """Global scales and K means of the cache: where they came from, their version, and their JSON files.
 
-A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name. models/checkpoint.py
-reads scales from checkpoints; engine/build.py measures them.
+A missing scale is a ScaleError that says what to do; 1.0 is used only if it was asked for by name.
+engine/scale_source.py chooses where they come from, models/checkpoint_scales.py reads them from checkpoints,
+engine/calibration.py measures them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nibble import files
 from nibble.cache.layout import CacheLayout
 from nibble.errors import ScaleError
 from nibble.formats import KVFormat
@@ -20,14 +22,30 @@ from nibble.formats import transforms as transforms_of
 from nibble.model_spec import LATENT, Stream
 
 SCHEMA = "nibble-kv-scales-1"
+FILE_NAME = "kv_scales.json"
+"""A file of this name in a model's folder is found by itself."""
 FLOAT32_TINY, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 """The smallest and the largest normal FP32 number, the bounds of a scale."""
 E4M3_MAX = 448.0
 """The limit of FP8 scales in checkpoints and JSON files of other engines: scale = amax / 448."""
 _PEER_LIMITS = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": 57344.0}
 """Limit of the scales in other engines' JSON files, by their `kv_cache.dtype`."""
+BYTES_PER_NUMBER, NUMBERS_PER_LAYER = 32, 16
+"""Of a file, a line each."""
 Mean = tuple[tuple[float, ...], ...]
 """A mean of K: [H][D]."""
+
+
+WAYS = (
+    "Measure scales with --kv-scales calibrate (Python: LLM(..., calibrate=texts)), name a JSON file with --kv-scales "
+    "FILE, or accept a scale of 1.0, which loses accuracy, with --kv-scales one"
+)
+"""What helps where scales are missing."""
+
+
+def key_of(stream: str, transforms: Iterable[str]) -> str:
+    """Return what scales of a stream go by: only K is transformed, and each transform changes its amax."""
+    return "+".join((stream, *transforms)) if stream == "k" else stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,14 @@ class KVScales:
     layers: Mapping[int, LayerScales] = field(default_factory=dict)
     unit: bool = False
     """Whether every scale is 1.0, by name."""
+    notes: tuple[str, ...] = ()
+    """What users should know of them: values that are clipped."""
+
+    def find(self, layer: int, stream: str, transforms: Iterable[str]) -> StreamScale | None:
+        """Return the scale of a stream, None if there is none; see scale()."""
+        by_stream = self.layers.get(layer, LayerScales({})).streams
+        # Checkpoints of latent models have scales of keys only.
+        return by_stream.get(key_of(stream, transforms)) or (by_stream.get("k") if stream == LATENT else None)
 
     def scale(
         self, layer: int, stream: str, transforms: Iterable[str], fmt: KVFormat
@@ -86,16 +112,11 @@ class KVScales:
         """
         if not fmt.needs_scale or self.unit:
             return 1.0
-        # Only K is transformed, and each transform changes its amax.
-        key = "+".join((stream, *transforms)) if stream == "k" else stream
-        by_stream = self.layers.get(layer, LayerScales({})).streams
-        # Checkpoints of latent models have scales of keys only.
-        scale = by_stream.get(key) or (by_stream.get("k") if stream == LATENT else None)
+        scale = self.find(layer, stream, transforms)
         if scale is None:
             raise ScaleError(
-                f"{fmt.name} needs a KV scale for {key!r} of layer {layer}, and {self.source} has none. Measure scales "
-                "with --kv-scales calibrate (Python: LLM(..., calibrate=texts)), name a JSON file with --kv-scales "
-                "FILE, or accept a scale of 1.0, which loses accuracy, with --kv-scales one"
+                f"{fmt.name} needs a KV scale for {key_of(stream, transforms)!r} of layer {layer}, and {self.source} "
+                f"has none. {WAYS}"
             )
         return scale.for_format(fmt)
 
@@ -131,6 +152,19 @@ def needs_scales(layout: CacheLayout) -> bool:
         or any(transforms_of.get(name).needs_mean for name in layer.transforms)
         for layer in layout.layers
     )
+
+
+def missing(layouts: Iterable[CacheLayout], scales: KVScales) -> str:
+    """Return the first scale or mean that `layouts` need and `scales` lack, as `'k' of layer 0`; else nothing."""
+    for layer in (layer for layout in layouts for layer in layout.layers):
+        for entry in layer.streams:
+            name = entry.stream.name
+            if entry.codec.needs_scale and scales.find(layer.layer, name, layer.transforms) is None:
+                return f"{key_of(name, layer.transforms)!r} of layer {layer.layer}"
+        needs_mean = any(transforms_of.get(name).needs_mean for name in layer.transforms)
+        if needs_mean and scales.layers.get(layer.layer, LayerScales({})).k_mean is None:
+            return f"the mean of K of layer {layer.layer}"
+    return ""
 
 
 def require(layout: CacheLayout, scales: KVScales) -> None:
@@ -192,7 +226,8 @@ def load(path: Path, layers: int) -> KVScales:
     if not isinstance(data, dict):
         raise ScaleError(f"{path}: a file of KV scales is a JSON object, not {type(data).__name__}")
     parse = _parse_own if data.get("schema") == SCHEMA else _parse_peer
-    scales = KVScales(str(path), parse(data, path))
+    notes = tuple(map(str, data.get("notes") or ()))
+    scales = KVScales(str(path), parse(data, path), notes=notes)
     if beyond := [layer for layer in scales.layers if not 0 <= layer < layers]:
         raise ScaleError(
             f"{path} has scales for layer {beyond[0]}, and the model has layers 0 to {layers - 1}"
@@ -265,8 +300,14 @@ def save(scales: KVScales, path: Path) -> None:
         }
         for layer, entry in sorted(scales.layers.items())
     }
-    text = json.dumps({"schema": SCHEMA, "source": scales.source, "layers": layers}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    head = {"schema": SCHEMA, "source": scales.source, **({"notes": scales.notes} if scales.notes else {})}
+    files.write_atomic(path, json.dumps({**head, "layers": layers}, indent=1) + "\n")
+
+
+def file_size(layout: CacheLayout) -> int:
+    """Return bytes that a file of measured scales takes at most: numbers of K means, and a few more a layer."""
+    means = sum(entry.stream.values for layer in layout.layers for entry in layer.streams)
+    return BYTES_PER_NUMBER * (means + NUMBERS_PER_LAYER * len(layout.layers))
 
 
 def _amax(scale: StreamScale) -> float:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nibble.evals.tune import DeviceLostError, Result, Trial, Tuning
 
 SERVE = "serve"
-INSTALL = "pip install 'nibble-llm[bench]'"
+INSTALL = "pip install guidellm"
 LOCAL_SERVER = "http://localhost:8000"
 
 WhatArgument = Annotated[str, typer.Argument(metavar="WHAT", help="What is measured: `serve`, a server.")]
@@ -160,10 +160,15 @@ BackendsOption = Annotated[
     str | None, typer.Option(help="Time only these, as cuda,triton; all that may serve if left out.")
 ]
 Times = dict[str, tuple[Timing, ...]]
+IDLE = (
+    "kv_scales", "threads", "prefix_cache", "compile", "watch_fidelity", "fidelity_alert", "chat_template",
+    "generation_config",
+)  # fmt: skip
+"""Fields of Config that change no time of a backend."""
 CHOSEN_BY_TIMES = ("attention_backend", "prefill_backend", "decode_backend", "tuned")
 
 
-@takes("config", Config, "Model and cache", without=("model", "seed", *CHOSEN_BY_TIMES))
+@takes("config", Config, "Model and cache", without=("model", "seed", *CHOSEN_BY_TIMES), idle=IDLE)
 def tune(
     model: ModelArgument = "demo",
     backends: BackendsOption = None,
@@ -191,6 +196,8 @@ def tune(
     for name in names:
         registry.get(name)
     task = plan_tuning(Config(model=model, **config))
+    # Now, and not after minutes of measuring.
+    evidence.require_tuned_writable(task.engine_plan.hardware)
     times, device_error = _measure(task, names, as_json)
     if device_error and not times:
         raise device_error

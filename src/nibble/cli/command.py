@@ -12,14 +12,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from inspect import cleandoc
+from pathlib import Path
 from textwrap import dedent, indent
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from nibble.config import doc_of
-from nibble.errors import ConfigError, NibbleError, RequestError, Unsupported
+from nibble.config import Config, doc_of
+from nibble.errors import ConfigError, NibbleError, RequestError, Unsupported, set_caller, unknown
 
 OK, FAILED, USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_CODES = {
@@ -39,6 +40,8 @@ def code_of(error: type[Exception]) -> int:
     return USAGE if issubclass(error, (ConfigError, RequestError)) else FAILED
 
 
+Options = dict[str, Any]
+"""Values by field name, ready for the dataclass; fields that were left out keep their defaults."""
 EXAMPLES = "\n\nExamples:\n"
 OUTPUT = "Output"
 """The panel of options that every command has; the last of its help."""
@@ -50,11 +53,89 @@ JsonOption = Annotated[
 ]
 
 
+def _read_config_file(context: typer.Context, path: Path | None) -> None:
+    """Let a file's options be the defaults of a command's parameters; raise typer.Exit(USAGE) for a malformed one."""
+    if path is None:
+        return
+    try:
+        context.default_map = file_options(path, context.command)
+    except ConfigError as error:
+        # The command itself, which would print the error, has not begun.
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(USAGE) from None
+
+
+def file_options(path: Path, of: Any) -> Options:
+    """Return the values of a YAML file with options, by parameter.
+
+    Args:
+        path: of the file; keys are names of options, with dashes or underscores.
+        of: the command. Its `translate`, where it has one, knows other names of options.
+
+    Raises:
+        ConfigError: the file cannot be read, or names an option that there is not.
+    """
+    entries = {option.lstrip("-"): entry for entry in of.params for option in entry.opts}
+    off = {option.lstrip("-"): entry.name for entry in of.params for option in entry.secondary_opts}
+    values: Options = {}
+    for key, value in _read_yaml(path).items():
+        for name, translated in getattr(of, "translate", _as_they_are)(key.replace("_", "-"), value):
+            if name in off and isinstance(translated, bool):
+                values[off[name]] = not translated
+            elif name in entries:
+                values[entries[name].name] = _file_value(entries[name], translated)
+            else:
+                raise ConfigError(f"{path}: {unknown('option', key, entries)}")
+    return values
+
+
+def _file_value(entry: Any, value: Any) -> Any:
+    """Return a value of a config file as the command line would have it. entry: the parameter."""
+    # YAML takes `on` and `off` for truth values.
+    if isinstance(value, bool) and not getattr(entry, "is_flag", False):
+        return "on" if value else "off"
+    # A repeatable option with one value.
+    return [value] if getattr(entry, "multiple", False) and not isinstance(value, list) else value
+
+
+def _as_they_are(name: str, value: Any) -> list[tuple[str, Any]]:
+    return [(name, value)]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error}") from None
+    if not (isinstance(content, dict) and all(isinstance(key, str) for key in content)):
+        raise ConfigError(f"the config file {path} must have a line `option: value` for each option")
+    return content
+
+
+CONFIG_FILE = "config_file"
+"""The parameter of `--config`, of every command that takes a Config."""
+ConfigFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file with options, as `kv-format: nvfp4` (and `model: NAME`); the command line wins.",
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config_file,
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` with --debug, and its errors as one message on stderr and an exit code."""
 
     @functools.wraps(function)
     def guarded(*, debug: bool = False, **values: Any) -> Any:
+        # A command that is proposed is one of the program that was called.
+        before = set_caller(function.__name__)
         try:
             return function(**values)
         except KeyboardInterrupt:
@@ -66,6 +147,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(code_of(type(error))) from None
+        finally:
+            set_caller(before)
 
     add_parameters(guarded, function, [_keyword("debug", DebugOption, False)])
     return guarded
@@ -139,12 +222,14 @@ COMMANDS: list[Command] = []
 """All commands; cli/main.py fills the list."""
 
 
-Options = dict[str, Any]
-"""Values by field name, ready for the dataclass; fields that were left out keep their defaults."""
-
-
 def takes(
-    parameter: str, kind: type, panel: str, *, without: Iterable[str] = (), unset: bool = False
+    parameter: str,
+    kind: type,
+    panel: str,
+    *,
+    without: Iterable[str] = (),
+    idle: Iterable[str] = (),
+    unset: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a parameter of a command, a dict of values, by one option for each field of a dataclass.
 
@@ -153,6 +238,7 @@ def takes(
         kind: the dataclass.
         panel: the heading of these options in the help.
         without: fields that the command sets itself.
+        idle: fields that change nothing here: taken, so that options can be copied between commands, and not shown.
         unset: leave out of the dict what the command line leaves out.
     """
     # A field's own type is a string, because annotations are not evaluated.
@@ -162,17 +248,22 @@ def takes(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def expanded(**values: Any) -> Any:
+            # Its callback has read it, before all others were parsed.
+            values.pop(CONFIG_FILE, None)
             options = {entry.name: values.pop(entry.name) for entry in entries}
             return function(**values, **{parameter: _parse(options, hints)})
 
-        options = [_option(entry, hints[entry.name], panel, unset) for entry in entries]
+        options = [_keyword(CONFIG_FILE, ConfigFileOption, None)] if kind is Config else []
+        options += [
+            _option(entry, hints[entry.name], panel, unset, hidden=entry.name in idle) for entry in entries
+        ]
         add_parameters(expanded, function, options, without=parameter)
         return expanded
 
     return decorate
 
 
-def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Parameter:
+def _option(entry: Field[Any], hint: Any, panel: str, unset: bool, hidden: bool) -> inspect.Parameter:
     """Return the parameter that typer turns into an option."""
     usual = None if entry.default in (MISSING, ()) else entry.default
     # With `unset` None says that an option was left out, and the help still shows the usual value.
@@ -180,7 +271,7 @@ def _option(entry: Field[Any], hint: Any, panel: str, unset: bool) -> inspect.Pa
     kind = kind | None if default is None else kind
     show_default = str(usual) if unset and usual is not None else True
     doc = doc_of(entry) + (f" As {_pair_shape(hint)}." if _is_mapping(hint) else "")
-    info = typer.Option(help=doc, rich_help_panel=panel, show_default=show_default)
+    info = typer.Option(help=doc, rich_help_panel=panel, show_default=show_default, hidden=hidden)
     return _keyword(entry.name, Annotated[kind, info], default)
 
 

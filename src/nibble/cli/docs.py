@@ -89,7 +89,8 @@ def _option_tables(run: Callable[..., Any]) -> Iterator[str]:
     panels: dict[str, list[OptionEntry]] = {ARGUMENTS: [], OPTIONS: []}
     for parameter in inspect.signature(run).parameters.values():
         entry = _option_entry(parameter)
-        panels.setdefault(entry.panel, []).append(entry)
+        if isinstance(entry.info, ArgumentInfo) or not entry.info.hidden:
+            panels.setdefault(entry.panel, []).append(entry)
     # To the end, where the terminal's help has it too.
     panels[OUTPUT] = panels.pop(OUTPUT)
     for panel, entries in panels.items():
@@ -289,7 +290,13 @@ def _condition_cells(row: Support) -> tuple[str, ...]:
     """Return the cells of a row, without its format."""
     phases = "".join(LETTERS[phase] for phase in Phase if phase in row.phase)
     values = [format_values(name, getattr(row, name)) for name in ("page", "packing", "dim", "group")]
-    return phases, _gpu_names(row.arch), *values, ", ".join(_limit_names(row)) or "-", row.source
+    return (
+        phases,
+        _gpu_names(row.arch),
+        *values,
+        ", ".join(_limit_names(row)) or "-",
+        "; ".join(filter(None, (row.source, str(row.measured or "")))),  # everything that stands behind it
+    )
 
 
 def _gpu_names(archs: Set[int] | None) -> str:

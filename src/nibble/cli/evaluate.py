@@ -5,19 +5,30 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from nibble.cache.scales import FILE_NAME, file_size
 from nibble.cli.command import OUTPUT, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries, read_text
 from nibble.config import Config
+from nibble.engine.plan import plan_engine
 from nibble.evals.report import QUICK, Report, Sizes, require_matplotlib, write_plot
+from nibble.files import check_writable
+from nibble.models.hub import local_folder
 
 SET_HERE = ("model", "kv_format", "kv_layers", "prefix_cache", "seed")
 """Fields of Config that are no options of these commands: schemes are measured one after the other."""
+WIDEST = 1000
+"""Characters of a table."""
+IDLE = ("watch_fidelity", "fidelity_alert", "chat_template", "generation_config")
+"""Fields of Config that change no measurement."""
+EAGER = {"compile": False, "graphs": False}
+"""Fields with which scales are measured: compiling would take longer than the few steps."""
 SchemesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="SCHEME", help="Schemes, as nvfp4+rot or nvfp4@0,-1=fp8_e4m3; all, if left out."),
@@ -37,7 +48,7 @@ PlotOption = Annotated[
 ]
 
 
-@takes("config", Config, "Model and cache", without=SET_HERE)
+@takes("config", Config, "Model and cache", without=SET_HERE, idle=IDLE)
 @takes("evaluation", Sizes, "What is measured", unset=True)
 def evaluate(
     model: ModelArgument = "demo",
@@ -56,24 +67,32 @@ def evaluate(
     The report has perplexity, agreement with BF16, recall by context length and attention error by layer,
     all of it through the engine as it serves. Without schemes, all are measured, and some combinations;
     those that the model cannot take are listed with the reason. Scales that the checkpoint lacks are
-    measured once, on text that is not scored.
+    measured once, on text that is not scored. With --tasks, lm-eval's tasks are run too, and compared
+    question by question (docs/evaluation.md).
 
     Examples:
         nibble eval --quick
         nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
         nibble eval --markdown eval.md --plot eval.svg --json > eval.json
         nibble eval ./my-model nvfp4 k8v4 --text wiki.txt
+        nibble eval ./my-model nvfp4 k8v4 --tasks gsm8k,arc_easy --limit 500
+        nibble eval ./my-model k8v4 --tasks ./mine.yaml --apply-chat-template
     """
     sizes = replace(QUICK if quick else Sizes(), **evaluation)
     served = Config(model=model, **config)
     quiet_libraries(model)
+    if sizes.tasks:
+        # lm-eval's own bars would break this one.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from nibble.evals import run
 
+    # A missing package or folder is reported before hours of measuring, not after them.
     if plot:
-        # A missing package is reported before hours of measuring, not after them.
         require_matplotlib()
+    for path in filter(None, (markdown, plot)):
+        check_writable(path, "the report")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("planning", total=None)
@@ -97,30 +116,38 @@ def _print_report(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table, rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)), list(report.rows())
     for index, title in enumerate(report.header()):
-        # A title may break between its words, never within one.
-        longest = max(map(len, title.split()))
-        table.add_column(title, justify="right" if index else "left", no_wrap=not index, min_width=longest)
-    for row in report.rows():
+        # A title may break between its words, never within one, and figures never.
+        longest = max(map(len, (*title.split(), *(row[index] for row in rows))))
+        table.add_column(title, justify="right" if index else "left", width=longest)
+    for row in rows:
         table.add_row(*row)
     console = Console(highlight=False)
     # The table may be wider than the terminal: a number that is cut off is a wrong number.
-    least = console.measure(table, options=console.options.update(max_width=1000)).minimum
-    Console(width=max(console.width, least), highlight=False).print(table)
+    Console(width=WIDEST, highlight=False).print(table)
     console.print(report.caption(), style="dim", markup=False)
+    for scheme, title, difference, errors in report.differences():
+        note = f", {errors} standard errors" if errors else ""
+        console.print(f"{scheme}: {title} {difference} from {report.yardstick}{note}", markup=False)
     for name, reason in report.skipped.items():
         console.print(f"skipped {name}: {reason.splitlines()[0]}", style="dim", markup=False)
 
 
 SampleOption = Annotated[
     list[Path] | None,
-    typer.Option(help="A text like those to be served; else one that Python brings."),
+    typer.Option(help="A text like those to be served; else one that comes with Nibble."),
 ]
 OutOption = Annotated[Path, typer.Option(help="The file to write.", rich_help_panel=OUTPUT)]
 
 
-@takes("config", Config, "Model", without=(*SET_HERE, "kv_scales"))
+@takes(
+    "config",
+    Config,
+    "Model",
+    without=(*SET_HERE, "kv_scales"),
+    idle=(*IDLE, *EAGER, "hisparse", "max_running"),
+)
 def calibrate(
     model: ModelArgument = "demo",
     text: SampleOption = None,
@@ -131,22 +158,34 @@ def calibrate(
 ) -> None:
     """Measure KV scales once, for all schemes, and write them to a file for --kv-scales.
 
-    A file called kv_scales.json in a checkpoint's folder is found by itself.
+    A file called kv_scales.json in a checkpoint's folder is found by itself. Without one, a start measures scales that
+    the checkpoint lacks, for a few seconds each time.
 
     Examples:
         nibble calibrate demo --out kv_scales.json
         nibble calibrate ./my-model --text talk.txt --out ./my-model/kv_scales.json
     """
     quiet_libraries(model)
-    from nibble.engine.build import builtin_texts
+    from nibble.engine.calibration import builtin_texts
     from nibble.engine.llm import LLM
 
     texts = [read_text(path, "text") for path in text or ()] or builtin_texts()
+    # Before weights load: the work is not to be lost in the end.
+    out = check_writable(out, "KV scales", file_size(plan_engine(Config(model=model, **config)).plan.layout))
     with err().status(f"measuring K and V of {model}"):
-        scales = LLM(model, **config).measure_scales(texts, save=out)
+        scales = LLM(model, **{**config, **EAGER}).measure_scales(texts, save=out)
     facts = {"source": scales.source, "layers": len(scales.layers), "version": scales.version}
     if as_json:
         print_json({"path": str(out), **facts})
     else:
-        what = f"scales of {len(scales.layers)} layers, from {scales.source}"
-        print(f"wrote {out}: {what}; use them with --kv-scales {out}")
+        for note in scales.notes:
+            err().print(f"warning: {note}", markup=False)
+        what = f"scales of {len(scales.layers)} layers, {scales.source}"
+        print(f"wrote {out}: {what}; {_use(out, model)}")
+
+
+def _use(out: Path, model: str) -> str:
+    """Return how scales in a file are used."""
+    folder = local_folder(model)
+    is_beside = folder is not None and out.resolve() == (folder / FILE_NAME).resolve()
+    return f"{model} finds them there" if is_beside else f"use them with --kv-scales {out}"

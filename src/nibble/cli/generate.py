@@ -59,7 +59,7 @@ class Run:
         return [[answer.text for answer in output.completions] for output in self.outputs]
 
 
-@takes("params", SamplingParams, "Sampling")
+@takes("params", SamplingParams, "Sampling", unset=True)
 @takes("config", Config, "Model and cache", without=("model", "seed"))
 def generate(
     prompts: PromptsArgument = None,
@@ -75,7 +75,8 @@ def generate(
     """Answer prompts from a paged, quantised KV cache.
 
     One prompt is answered as it is written; several are served together, as one batch. The cost of the cache
-    follows on standard error.
+    follows on standard error. Sampling options that are left out are the model's own, by its generation_config.json;
+    several caches are compared greedily unless a temperature is given.
 
     Examples:
         nibble generate "def fibonacci(n):" --kv-format nvfp4
@@ -85,15 +86,17 @@ def generate(
         cat prompt.txt | nibble generate - --model ./my-model
     """
     texts = _read_prompts(prompts or [], prompt_file or [])
-    sampling_params = sampling(**params)
+    sampling(**params)  # refused before anything is imported
     base = Config(model=model, **config)
     entries = _cache_entries(base, compare, also or ())
     caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
     terminal.quiet_libraries(model)
     from nibble.engine.build import preflight
 
+    # Answers that are drawn differ by chance too, which would hide what the caches do.
+    params = params if len(caches) == 1 else {"temperature": 0.0, **params}
     # A refusal of the last cache must not come after the answers of the first.
-    preflight(caches, texts, sampling_params)
+    sampling_params = preflight(caches, texts, params)
     if len(caches) == 1 and len(texts) == sampling_params.n == 1 and not as_json:
         _print_stream(_load(caches[0]), texts[0], sampling_params)
         return
@@ -159,15 +162,19 @@ def _format_cost(llm: LLM, tokens: int, seconds: float) -> str:
 
 
 def _generate_batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
-    llm = _load(config)
-    started = time.perf_counter()
-    outputs = llm.generate(texts, params)
-    seconds = time.perf_counter() - started
+    # The next cache needs this one's memory.
+    with _load(config) as llm:
+        started = time.perf_counter()
+        outputs = llm.generate(texts, params)
+        return _run_of(llm, outputs, time.perf_counter() - started)
+
+
+def _run_of(llm: LLM, outputs: Sequence[Output], seconds: float) -> Run:
     answers = [answer for output in outputs for answer in output.completions]
     if failed := next((answer.error for answer in answers if answer.error), None):
         raise NibbleError(failed)
     tokens, layout = sum(len(answer.token_ids) for answer in answers), llm.plan.layout
-    scheme = Entry.of(config).name
+    scheme = Entry.of(llm.config).name
     facts = {
         "scheme": scheme,
         "bytes_per_token": layout.bytes_per_token,
@@ -222,7 +229,13 @@ Messages = list[dict[str, str]]
 RESET, QUIT = "/reset", "/quit"
 
 
-@takes("params", SamplingParams, "Sampling", without=("n", "logprobs"))
+@takes(
+    "params",
+    SamplingParams,
+    "Sampling",
+    without=("n", "logprobs", "prompt_logprobs", "logprob_start_len"),
+    unset=True,
+)
 @takes("config", Config, "Model and cache", without=("model", "seed"))
 def chat(
     model: ModelArgument = "demo", as_json: JsonOption = False, *, config: Options, params: Options
@@ -231,7 +244,8 @@ def chat(
 
     The conversation so far stays in the KV cache, so a turn computes its own tokens only. `/reset` begins
     anew, `/quit` (or end of input) ends. Ctrl-C stops an answer that is being written. With --json, every
-    line of standard input is a message, and every answer a line of JSON.
+    line of standard input is a message, and every answer a line of JSON. Sampling options that are left out are
+    the model's own, by its generation_config.json.
 
     Examples:
         nibble chat
@@ -239,7 +253,7 @@ def chat(
         printf 'hello\\nwho are you?\\n' | nibble chat --json
     """
     # Both sets of options are checked before the weights load.
-    sampling_params = sampling(**params)
+    sampling(**params)
     served = Config(model=model, **config)
     terminal.quiet_libraries(model)
     llm = _load(served)
@@ -248,7 +262,7 @@ def chat(
     if not as_json:
         cost = terminal.summary_of_bytes(served.kv_format, llm.plan.layout)
         err().print(f"{cost}; {RESET} begins anew, {QUIT} ends", style="dim")
-    _converse(llm, sampling_params, as_json)
+    _converse(llm, llm.engine.sampling_defaults.params(**params), as_json)
 
 
 def _converse(llm: LLM, params: SamplingParams, as_json: bool) -> None:

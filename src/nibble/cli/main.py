@@ -12,13 +12,14 @@ import typer
 import nibble
 from nibble.cli import bench, docs, evaluate, generate, plan, serve
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, Command, command, unwrap
+from nibble.errors import PLAN, set_caller
 
 COMMANDS += (
     Command("generate", generate.generate),
     Command("chat", generate.chat),
     Command("serve", serve.serve, serve.ServeCommand),
     Command("bench", bench.bench, bench.PassThrough),
-    Command("plan", plan.plan),
+    Command("plan", plan.plan, serve.ServeCommand),
     Command("tune", bench.tune),
     Command("formats", plan.formats),
     Command("eval", evaluate.evaluate),
@@ -67,6 +68,7 @@ for _entry in COMMANDS:
 def run() -> None:
     """Run the command line as this process; `plan` ends it without freeing what was imported, which takes a second."""
     code = FAILED
+    set_caller(PLAN)  # until a command says which it is
 
     def end() -> None:
         sys.stdout.flush()

@@ -13,18 +13,23 @@ import typer
 
 from nibble.attention import backends
 from nibble.attention.planner import explain as explanation
+from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import PlanRequest
 from nibble.cli.command import REFUSED, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, print_json, quiet_libraries
 from nibble.config import Config
-from nibble.engine.plan import EnginePlan, plan_engine
-from nibble.errors import Unsupported
+from nibble.engine.plan import CachePlan, as_text, plan_cache, plan_memory
+from nibble.engine.scale_source import find_source
+from nibble.errors import CapacityError, Unsupported
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms
 from nibble.hardware import lookup_gpu
 from nibble.model_spec import HEADS, LATENTS, Stream
+from nibble.models.hub import hub_name, local_folder
 
 HEAD_DIM = 128
+IDLE = ("threads", "compile", "fidelity_alert", "chat_template", "generation_config")
+"""Fields of Config that change no plan."""
 
 
 def formats(as_json: JsonOption = False) -> None:
@@ -107,7 +112,13 @@ ExplainOption = Annotated[
 ]
 
 
-@takes("config", Config, "Model and cache", without=("model", "seed"))
+@takes(
+    "config",
+    Config,
+    "Model and cache",
+    without=("model", "seed"),
+    idle=IDLE,
+)
 def plan(
     model: ModelArgument = "demo",
     gpu: GpuOption = None,
@@ -130,29 +141,45 @@ def plan(
     """
     quiet_libraries(model)
     try:
-        hardware = lookup_gpu(gpu) if gpu else None
-        engine_plan = plan_engine(Config(model=model, **config), hardware, declared=declared)
+        hardware = lookup_gpu(gpu) if gpu is not None else None
+        cache_plan = plan_cache(Config(model=model, **config), hardware, declared=declared, published=True)
+        source = find_source(cache_plan, local_folder)
     except Unsupported as error:
         # For people a refusal is an error like others; programs get its reasons as data.
         if not as_json:
             raise
         print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
-    request = _plan_request(engine_plan, gpu, declared) if explain else None
-    cells = explanation.cells(request, engine_plan.plan) if request else ()
+    budget, problem = _memory(cache_plan)
+    request = _plan_request(cache_plan) if explain else None
+    cells = explanation.cells(request, cache_plan.plan) if request else ()
     if as_json:
-        facts = explanation.as_dict(engine_plan.plan, engine_plan.budget)
-        facts = {"model": model, "hardware": asdict(engine_plan.hardware)} | facts
+        scales = {"origin": str(source.origin), "summary": source.summary(hub_name(model))}
+        facts = {"model": model, "hardware": asdict(cache_plan.hardware), "kv_scales": scales}
+        facts |= explanation.as_dict(cache_plan.plan, budget) | (
+            {"does_not_fit": str(problem)} if problem else {}
+        )
         print_json(facts | ({"cells": explanation.as_dicts(cells)} if request else {}))
-        return
-    print(f"{model} ({engine_plan.model_spec.family}) on {engine_plan.hardware}")
-    print(explanation.as_text(engine_plan.plan, engine_plan.budget))
-    if request:
-        print("\n".join(explanation.as_lines(cells, request)))
+    else:
+        print(as_text(cache_plan, budget))
+        print(source.summary(hub_name(model)))
+        if request:
+            print("\n".join(explanation.as_lines(cells, request)))
+    # What does not fit has routes all the same, which are said before the error.
+    if problem:
+        raise problem
 
 
-def _plan_request(engine_plan: EnginePlan, gpu: str | None, declared: bool) -> PlanRequest:
+def _memory(cache_plan: CachePlan) -> tuple[MemoryPlan | None, CapacityError | None]:
+    """Return the memory plan, or why there is none."""
+    try:
+        return plan_memory(cache_plan).budget, None
+    except CapacityError as error:
+        return None, error
+
+
+def _plan_request(cache_plan: CachePlan) -> PlanRequest:
     """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
-    table = backends.all_backends() if gpu else backends.available_backends()
-    facts = engine_plan.config, engine_plan.model_spec, engine_plan.hardware
-    return PlanRequest(*facts, table, declared, False)
+    table = backends.available_backends() if cache_plan.here else backends.all_backends()
+    facts = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
+    return PlanRequest(*facts, table, cache_plan.declared, False)

@@ -11,9 +11,11 @@ import typer
 from typer.core import TyperCommand
 
 from nibble import errors
+from nibble.cli import peer_flags
 from nibble.cli.command import JsonOption, Options, code_of, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries
 from nibble.config import Config
+from nibble.server.listen import check_tls, listen
 from nibble.server.settings import Settings
 
 FLAG_ALIASES = {
@@ -40,6 +42,7 @@ FLAG_ALIASES = {
 """Flags of other servers, and ours that mean the same (not nearly the same); docs/migrating.md shows them."""
 VALUE_ALIASES = {
     "--dtype": {"half": "float16", "float": "float32"},
+    "--generation-config": {"vllm": "none"},
     "--tool-format": {
         "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "qwen": "hermes",
         "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "glm": "glm45", "deepseekv3": "deepseek_v3",
@@ -79,9 +82,24 @@ def translate_flags(arguments: Sequence[str]) -> list[str]:
 class ServeCommand(TyperCommand):
     """A command that takes the flags of other servers too."""
 
+    def translate(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """Return an option of a config file, which may be another server's, as ours: names without dashes, values."""
+        flag = f"--{name}"
+        if flag in MODEL_FLAGS:
+            return [("model", value)]
+        # A switch that is off in the file is one that is not on the command line.
+        flags = [] if value is False and flag in FLAG_ALIASES else FLAG_ALIASES.get(flag, flag).split()
+        return [
+            (entry.removeprefix("--"), VALUE_ALIASES.get(entry, {}).get(str(value), value)) for entry in flags
+        ]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate the flags of other servers, then parse."""
-        return super().parse_args(ctx, translate_flags(args))
+        try:
+            return super().parse_args(ctx, translate_flags(peer_flags.translate(args)))
+        except errors.ConfigError as error:
+            ctx.fail(str(error))  # ends the command
+            raise
 
 
 @takes("settings", Settings, "Server")
@@ -106,16 +124,28 @@ def serve(
     if server_settings.api_key is None:
         server_settings = replace(server_settings, api_key=os.environ.get("NIBBLE_API_KEY"))
     quiet_libraries(model)
-    from nibble.models.hub import locate
+    check_tls(server_settings)
+    # Before seconds of imports.
+    sockets = listen(server_settings)
+    from nibble.models.hub import locate, pinned
     from nibble.server.engine_client import EngineDiedError
     from nibble.server.run import serve as run
 
     try:
-        run(served, server_settings, locate(model), _print_address if as_json else None)
+        run(
+            served,
+            server_settings,
+            locate(pinned(served).model),
+            sockets,
+            _print_address if as_json else None,
+        )
     except EngineDiedError as error:
         err().print(f"error: {error}", markup=False, highlight=False)
         # The engine's process sends the name of its error, so the exit code is that of the cause.
         raise typer.Exit(code_of(getattr(errors, error.kind, EngineDiedError))) from None
+    finally:
+        for listener in sockets:
+            listener.close()
 
 
 def _print_address(name: str, url: str) -> None:

@@ -72,9 +72,10 @@ def read_text(path: Path, what: str) -> str:
 
 
 def print_startup(llm: LLM) -> None:
-    """Print how long the start took, part by part, and notes of it."""
-    startup = llm.engine.startup
-    for line in (*startup.notes, f"ready in {startup.summary}"):
+    """Print sampling defaults, where KV scales come from, notes of the start, and how long it took, part by part."""
+    startup, defaults = llm.engine.startup, llm.engine.sampling_defaults.summary
+    lines = (defaults, startup.kv_scales, *startup.notes, f"ready in {startup.summary}")
+    for line in filter(None, lines):
         err().print(line, style="dim")
 
 

@@ -8,6 +8,7 @@ takes effect one step late.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+import torch
+from torch import Tensor
+
 from nibble.config import SamplingParams
-from nibble.engine.model_runner import ModelRunner
-from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request
-from nibble.engine.sampler import SampledTokens, Sampler, needs_output_tokens
+from nibble.engine.model_runner import ModelRunner, to_device
+from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request, truncated
+from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
+from nibble.models.generation_config import SamplingDefaults
 
+CLOSED = "the LLM was closed before this answer ended"
 NOT_A_NUMBER = "the model's logits are not finite: its weights, or the values in its KV cache, overflow"
 
 
@@ -46,8 +52,14 @@ def check_request(
         raise RequestError(f"token {outside[0]} is out of range: the vocabulary has {vocab_size} tokens")
     if not prompt:
         raise RequestError("the prompt is empty; it must have at least one token")
+    if params.logprob_start_len >= len(prompt):
+        raise RequestError(
+            f"logprob_start_len is {params.logprob_start_len}, and the prompt has {len(prompt)} tokens: it must be less"
+        )
     if params.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+    if params.bad_words and tokenizer is None:
+        raise RequestError("bad_words need a tokenizer, and this checkpoint has none; use logit_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,8 @@ class InFlightStep:
     requests: tuple[Request, ...]
     """The requests that it samples for, in the order of `sampled`."""
     sampled: SampledTokens | None
+    prompt_logprobs: RowLogprobs | None
+    """Of all logprob_rows of the batch, in its order."""
 
 
 @dataclass
@@ -68,6 +82,8 @@ class StartupReport:
     """What its parts took, by name, in order."""
     notes: list[str] = field(default_factory=list)
     """What users should know."""
+    kv_scales: str = ""
+    """Where KV scales come from, in a line."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -101,6 +117,8 @@ class Engine:
     startup: StartupReport = field(default_factory=StartupReport)
     grammars: Grammars | None = None
     """Makes matchers of structured answers."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """What callers take for what a request leaves out."""
     _streams: dict[Request, OutputStream] = field(default_factory=dict, init=False)
     _in_flight: deque[InFlightStep] = field(default_factory=deque, init=False)
     _ids: itertools.count[int] = field(default_factory=itertools.count, init=False)
@@ -132,11 +150,12 @@ class Engine:
             RequestError: the prompt or its parameters cannot be served.
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
-        self.check(prompt, params)
+        prompt = truncated(prompt, params.truncate_prompt_tokens, self.scheduler.limit - params.max_tokens)
+        self.check(prompt, params, answer=params.max_tokens > 0)
+        bad_words = self.tokenizer.token_sequences(params.bad_words) if self.tokenizer else ()
         matcher = matcher or self.matcher(params)
         # A grammar that is complete allows the end token alone, so that one cannot be ignored.
         ends = frozenset() if params.ignore_eos and not params.grammar else self.eos_ids
-        visible = frozenset(params.shown_tokens) if params.skip_special_tokens else None
         requests: list[Request] = []
         with self._lock:
             number = next(self._ids)
@@ -151,6 +170,7 @@ class Engine:
                     waits_for=requests[0] if requests else None,
                     # A matcher keeps one answer's place in the grammar, so each answer has its own.
                     matcher=matcher.fork() if matcher else None,
+                    bad_words=bad_words,
                     priority=priority,
                 )
                 requests.append(request)
@@ -158,8 +178,9 @@ class Engine:
             for index, request in enumerate(requests):
                 self.scheduler.add(request)
                 # A stop string ends the answer, so its text must be looked at token by token.
-                final, stop_strings = final_only and not params.stop, StopStrings(params.stop)
-                text = Detokenizer(self.tokenizer, prompt, visible) if self.tokenizer else None
+                final = final_only and not params.stop
+                stop_strings = StopStrings(params.stop, params.include_stop_str_in_output)
+                text = _detokenizer(self.tokenizer, prompt, params)
                 self._streams[request] = OutputStream(request, index, on_output, text, stop_strings, final)
         return tuple(requests)
 
@@ -192,11 +213,33 @@ class Engine:
             self.scheduler.manager.clear()
             yield
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes. Requests that run keep their pages, which are free once they end."""
+        with self._lock:
+            self.scheduler.manager.clear()
+
     def abort(self, requests: Iterable[Request]) -> None:
         """End `requests`, whatever their state; their pages are free at once."""
         with self._lock:
             for request in requests:
                 self._abort(request)
+
+    def close(self) -> None:
+        """End all requests with an error, and let go of the model, the pool and the graphs.
+
+        Whoever still has the engine, as a notebook has by the traceback of its last error, then keeps no memory.
+        """
+        with self._lock:
+            # What the device still does may read from the memory that is about to be free.
+            self._collect(max_in_flight=0)
+            self.fail(CLOSED)
+            vars(self.runner).clear()
+
+    def fail(self, error: str) -> None:
+        """End all requests with an error."""
+        with self._lock:
+            for request in list(self._streams):
+                self._abort(request, error)
 
     @property
     def busy(self) -> bool:
@@ -231,8 +274,7 @@ class Engine:
             PromptTooLong: the prompt has too many tokens for the cache or the model.
         """
         check_request(prompt, params, self.vocab_size, self.tokenizer)
-        # check_length() counts one token of an answer, which scoring does not have.
-        self.scheduler.check_length(len(prompt) - (not answer))
+        self.scheduler.check_length(len(prompt), answer=answer)
 
     def _launch(self, batch: Batch) -> bool:
         """Run and sample a batch without waiting for it; return False where that failed."""
@@ -242,16 +284,18 @@ class Engine:
             logits = self.runner.forward(batch)
             # From positions: the host's own count lacks the tokens that are in flight.
             num_output_tokens = [item.end - len(item.request.prompt_token_ids) for item in sampling]
-            sampled = self.sampler.launch(logits, requests, num_output_tokens) if sampling else None
+            sampled_logits, prompt_logits = logits[: len(requests)], logits[len(requests) :]
+            sampled = self.sampler.launch(sampled_logits, requests, num_output_tokens) if sampling else None
+            prompt_logprobs = _score_prompts(batch, prompt_logits)
             # Without overlap the host knows the tokens before the next step, and sends them itself.
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
         except Exception as error:  # whatever it is, only this batch's requests may suffer
-            self._fail(batch, error)
+            self._fail_batch(batch, error)
             return False
         # Only a step that was launched counts as in flight; one that failed is scheduled no further.
         self.scheduler.launch(batch)
-        self._in_flight.append(InFlightStep(batch, requests, sampled))
+        self._in_flight.append(InFlightStep(batch, requests, sampled, prompt_logprobs))
         return True
 
     def _collect(self, max_in_flight: int) -> None:
@@ -261,14 +305,24 @@ class Engine:
             step = self._in_flight[0]
             try:
                 tokens = step.sampled.read() if step.sampled else []
+                prompt_logprobs = step.prompt_logprobs.read() if step.prompt_logprobs else []
             except Exception as error:  # an error of the device shows where it is waited for
                 self._in_flight.popleft()
-                self._fail(step.batch, error)
+                self._fail_batch(step.batch, error)
             else:
                 self._in_flight.popleft()
-                self._commit(step.batch, dict(zip(step.requests, tokens, strict=True)))
+                sampled = dict(zip(step.requests, tokens, strict=True))
+                self._commit(step.batch, sampled, _by_request(step.batch, prompt_logprobs))
 
-    def _commit(self, batch: Batch, sampled: Mapping[Request, Logprob | None]) -> None:
+    def _commit(
+        self,
+        batch: Batch,
+        sampled: Mapping[Request, Logprob | None],
+        prompt_logprobs: Mapping[Request, Sequence[Logprob]],
+    ) -> None:
+        for request, entries in prompt_logprobs.items():
+            if any(math.isnan(entry.logprob) for entry in entries):
+                self._abort(request, NOT_A_NUMBER)
         for request, token in sampled.items():
             if token is None:
                 self._abort(request, NOT_A_NUMBER)
@@ -276,7 +330,8 @@ class Engine:
                 self._abort(request, f"the grammar cannot be followed on: {request.matcher.error}", 400)
         token_ids = {request.id: token.token for request, token in sampled.items() if token is not None}
         # After the ends above, because commit() passes over finished requests.
-        ended = set(self.scheduler.commit(batch, token_ids))
+        by_id = {request.id: entries for request, entries in prompt_logprobs.items()}
+        ended = set(self.scheduler.commit(batch, token_ids, by_id))
         errors: list[Exception] = []
         for request, token in sampled.items():
             if token is not None and request in self._streams:
@@ -309,10 +364,33 @@ class Engine:
             stream = self._streams.pop(request)
             stream.on_output(stream.flush("abort", error, status))
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """End the requests of a step that failed with its error; all other requests go on."""
         for item in batch.scheduled:
             self._abort(item.request, f"{type(error).__name__}: {error}")
+
+
+def _score_prompts(batch: Batch, logits_RV: Tensor) -> RowLogprobs | None:
+    """Start to compute the log-probabilities of all logprob_rows of a batch, if it has any."""
+    rows = [(item.request, at) for item in batch.scheduled for at in item.logprob_rows]
+    if not rows:
+        return None
+    tokens = to_device([request.token_ids[at + 1] for request, at in rows], torch.int64, logits_RV.device)
+    return RowLogprobs(logits_RV, tokens, [request.params.prompt_logprobs or 0 for request, _ in rows])
+
+
+def _by_request(batch: Batch, prompt_logprobs: Sequence[Logprob]) -> dict[Request, Sequence[Logprob]]:
+    """Return the log-probabilities of a batch's logprob_rows, those of each request apart."""
+    entries = iter(prompt_logprobs)
+    scored = [item for item in batch.scheduled if item.logprob_rows]
+    return {item.request: list(itertools.islice(entries, len(item.logprob_rows))) for item in scored}
+
+
+def _detokenizer(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], params: SamplingParams
+) -> Detokenizer | None:
+    visible = frozenset(params.shown_tokens) if params.skip_special_tokens else None
+    return Detokenizer(tokenizer, prompt, visible, marked=params.mark_tokens) if tokenizer else None
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
@@ -321,4 +399,6 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
         return params
     # The first answer keeps the seed, so that it is the same as with n = 1.
     seed = params.seed if params.seed is None or not index else hash((params.seed, index)) % (1 << 64)
-    return replace(params, n=1, seed=seed)
+    # The prompt is scored once, by the first answer.
+    prompt_logprobs = None if index else params.prompt_logprobs
+    return replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

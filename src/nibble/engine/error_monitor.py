@@ -132,7 +132,9 @@ class ReferenceRows:
             float64 [3], squares of norms: of the error; of the error that the layer's formats make of these rows at
             best; and of the right answer.
         """
-        rows = {name: rows[:end] for name, rows in self._rows(place, layer).items()}
+        chunk = self._groups[layer].chunk
+        first = (end - 1) // chunk * chunk if chunk else 0
+        rows = {name: rows[first:end] for name, rows in self._rows(place, layer).items()}
         rope = self._groups[layer].streams[0].rope
         expected_HD = _attend(query, rows, rope)
         quantised_HD = _attend(*self._quantise(layer, query, rows), rope)

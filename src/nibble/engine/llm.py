@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import operator
+import gc
+import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, Unpack, overload
 
 import torch
 
@@ -16,28 +19,43 @@ from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.scales import KVScales
-from nibble.config import SamplingParams, configured, sampling
-from nibble.engine.build import build, measure_scales, run_prompt
+from nibble.config import SamplingParams, configured
+from nibble.engine.answers import Collector, Encoded, encode, priorities_of, sampling_params_of
+from nibble.engine.build import build, run_prompt
+from nibble.engine.calibration import measure_scales
 from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
-from nibble.engine.request import Completion, Delta, Output, Request
+from nibble.engine.plan import PrintablePlan
+from nibble.engine.prompts import (
+    Message,
+    ParsedPrompt,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+    parse_conversations,
+    parse_prompt,
+    parse_prompts,
+)
+from nibble.engine.request import Delta, Output
+from nibble.engine.scoring import Score, ScoringPrompt, encode_pair, score_of, scoring_prompt
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
-from nibble.errors import NibbleError, RequestError
+from nibble.errors import NibbleError, RequestError, ScaleError
+from nibble.files import check_writable
 from nibble.hardware import Hardware
-
-Prompt = str | Sequence[int]
-"""Text or token ids."""
+from nibble.options import ConfigOptions, SamplingOptions
 
 
 class LLM:
     """A model that is being served in this process.
 
-        llm = LLM("demo", kv_format="nvfp4")
-        print(llm.generate("def fibonacci(n):", max_tokens=64).text)
+        with LLM("demo", kv_format="nvfp4") as llm:
+            print(llm.generate("def fibonacci(n):", max_tokens=64).text)
+
+    Outside of `with`, close() gives the memory back.
 
     Args:
         model: local folder, hub name, or `demo`.
-        calibrate: texts to measure KV scales with.
+        calibrate: texts to measure KV scales with, where those of the checkpoint or of a built-in text will not do.
         options: fields of Config.
 
     Raises:
@@ -46,15 +64,69 @@ class LLM:
         CapacityError: the memory does not suffice.
     """
 
-    def __init__(self, model: str, *, calibrate: Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        calibrate: str | Sequence[str] | None = None,
+        **options: Unpack[ConfigOptions],
+    ) -> None:
+        self._engine: Engine | None = None
         self.config = configured(model=model, **options)
         texts = None if calibrate is None else as_texts(calibrate)
-        self.engine, self._engine_plan = build(self.config, texts)
+        self._engine, self._engine_plan = build(self.config, texts)
+        self._plan = PrintablePlan.of(self._engine_plan)
+
+    def __repr__(self) -> str:
+        config, plan = self.config, self._engine_plan
+        state = f"{plan.budget.tokens:,} tokens of cache" if self._engine else "closed"
+        return f"<LLM {config.model}: {config.kv_format} on {plan.hardware.name}, {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all memory back, on the device too; open requests end with an error. Closing twice does no harm."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        engine.close()
+        del engine
+        # Modules and hooks refer to one another, and a cache of free blocks is of no use to other programs.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            # Matrix products keep a workspace for each stream that they ran on.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+    def __del__(self) -> None:
+        # An object whose __init__ failed is deleted too. At the end of the process the system takes all back.
+        engine = getattr(self, "_engine", None)
+        if engine is not None and engine.runner.device.type == "cuda" and not sys.is_finalizing():
+            with suppress(Exception):
+                self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether close() was called."""
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine; raise NibbleError once the LLM is closed."""
+        if self._engine is None:
+            raise NibbleError(f"this LLM is closed; make a new one: LLM({self.config.model!r}, ...)")
+        return self._engine
 
     @property
     def plan(self) -> Plan:
-        """Return the routes, page size and packing."""
-        return self._engine_plan.plan
+        """Return the routes, page size and packing; printed, it is what `nibble plan` says."""
+        return self._plan
 
     @property
     def hardware(self) -> Hardware:
@@ -86,37 +158,240 @@ class LLM:
         """Return the tokenizer; raise RequestError where the checkpoint has none."""
         return require_tokenizer(self.engine.tokenizer)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return how requests are sampled that say nothing: by the model's generation_config.json."""
+        return self.engine.sampling_defaults.params()
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is itself a sequence of texts, to type checkers
+        self,
+        prompts: str | Sequence[int] | TextPrompt | TokensPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Output: ...
+    @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[SamplingOptions],
+    ) -> list[Output]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Output | list[Output]:
         """Answer one prompt (-> Output) or many (-> list of Output, in order).
 
         Args:
-            prompts: one or many; text or token ids.
-            params: of all prompts.
+            prompts: one or many; text or token ids, bare or as vLLM's `{"prompt": ...}`, `{"prompt_token_ids": ...}`.
+            sampling_params: of all prompts, or of each.
             priority: of all prompts, or of each; a lower one is served first.
             progress: whether to show a bar; by default for many prompts on a terminal.
-            options: fields of SamplingParams, in place of `params`.
+            options: fields of SamplingParams, in place of `sampling_params`; the model's defaults for the others.
 
         Raises:
             RequestError: a prompt or the options cannot be served; nothing is computed then.
             PromptTooLong: a prompt has too many tokens for the cache or the model.
             NibbleError: the engine failed in all answers; one answer's failure is its `error`.
         """
-        # A list of integers is one prompt, and an empty list is no prompts at all.
-        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
-        many: Sequence[Any] = [prompts] if single else prompts
-        collectors: list[_Collector] = []
+        parsed, single = parse_prompts(prompts)
+        encoded = [encode(self.engine, prompt) for prompt in parsed]
+        outputs = self._generate(encoded, self._params(sampling_params, options, encoded), priority, progress)
+        return outputs[0] if single else outputs
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Output: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Output]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Output | list[Output]:
+        """Answer a conversation (-> Output) or many (-> list of Output) by the model's chat template.
+
+        Args:
+            messages: of one conversation, or of each; with `role` and `content`.
+            sampling_params: of all conversations, or of each.
+            tools: functions that the model may call, in OpenAI's form; calls are in the answer's text.
+            chat_template_kwargs: for the template.
+            progress: whether to show a bar; by default for many conversations on a terminal.
+            options: fields of SamplingParams, in place of `sampling_params`; the model's defaults for the others.
+
+        Raises:
+            RequestError: there is no template, or the messages or options cannot be served.
+        """
+        conversations, single = parse_conversations(messages)
+        encoded: list[Encoded] = [
+            (self.tokenizer.chat(conversation, tools, **chat_template_kwargs or {}), None)
+            for conversation in conversations
+        ]
+        outputs = self._generate(encoded, self._params(sampling_params, options, encoded), 0, progress)
+        return outputs[0] if single else outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Return the pieces of an answer as they come. Closing or dropping the iterator aborts the request."""
+        encoded = encode(self.engine, parse_prompt(prompt))
+        (params,) = self._params(sampling_params, options, [encoded])
+        return Stream(self, encoded[0], params)
+
+    @overload
+    def score(  # type: ignore[overload-overlap]  # as of generate()
+        self,
+        prompts: str | Sequence[int] | TextPrompt | TokensPrompt,
+        continuations: Prompt | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> Score: ...
+    @overload
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Score]: ...
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> Score | list[Score]:
+        """Return how likely texts are: one (-> Score) or many (-> list of Score, in order). Nothing is generated.
+
+        Prompts are read from the prefix cache, continuations never, so answers to one question cost little more than
+        one. As texts, both are tokenised together.
+
+        Args:
+            prompts: one or many; text or token ids.
+            continuations: what is scored after each prompt; without, prompts themselves are, but for their first token.
+            progress: whether to show a bar; by default for many prompts on a terminal.
+
+        Raises:
+            RequestError: a prompt cannot be served, or there is nothing to score.
+            PromptTooLong: prompt and continuation have too many tokens for the cache or the model.
+            NibbleError: the engine failed.
+        """
+        parsed, single = parse_prompts(prompts)
+        after: Sequence[ParsedPrompt | None] = [None] * len(parsed)
+        if continuations is not None:
+            after = [parse_prompt(continuations)] if single else parse_prompts(continuations)[0]
+        if len(after) != len(parsed):
+            raise RequestError(f"{len(parsed)} prompts need as many continuations, not {len(after)}")
+        pairs = [self._scoring_prompt(*pair) for pair in zip(parsed, after, strict=True)]
+        encoded: list[Encoded] = [(pair.token_ids, None) for pair in pairs]
+        outputs = self._generate(encoded, [pair.params() for pair in pairs], 0, progress)
+        if error := next((one.completions[0].error for one in outputs if one.completions[0].error), None):
+            raise NibbleError(error)
+        scores = [score_of(output, pair.start) for output, pair in zip(outputs, pairs, strict=True)]
+        return scores[0] if single else scores
+
+    def _scoring_prompt(self, prompt: ParsedPrompt, continuation: ParsedPrompt | None) -> ScoringPrompt:
+        if continuation is None:
+            return scoring_prompt(encode(self.engine, prompt)[0], None)
+        if prompt.token_ids is None and continuation.token_ids is None:
+            pair = encode_pair(self.tokenizer.encode, prompt.text or "", continuation.text or "")
+            return scoring_prompt(*pair)
+        return scoring_prompt(encode(self.engine, prompt)[0], encode(self.engine, continuation)[0])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes. Requests that run keep their pages, which are free once they end."""
+        self.engine.reset_prefix_cache()
+
+    def logits(self, prompt: Prompt) -> torch.Tensor:
+        """Return teacher-forced logits [T, V] of a prompt, through the quantised cache, chunk by chunk."""
+        ids, _ = encode(self.engine, parse_prompt(prompt))
+        self.engine.check(ids, SamplingParams(), answer=False)
+        with self.engine.exclusive():
+            # run_prompt() goes past the scheduler, so no request may be open meanwhile.
+            manager = self.engine.scheduler.manager
+            return torch.cat(run_prompt(self.engine.runner, manager, ids, self.budget.step_tokens))
+
+    def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
+        """Measure KV scales for every scheme on texts, and write them to the JSON file `save`, if given.
+
+        Raises:
+            ScaleError: the texts are none, or too short.
+            ConfigError: the file cannot be written; nothing was measured then.
+        """
+        if save is not None:
+            save = check_writable(save, "KV scales", kv_scales.file_size(self.plan.layout))
+        ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
+        with self.engine.exclusive():
+            scales = measure_scales(self._engine_plan, self.engine.runner.model, ids, self.budget.step_tokens)
+        if save is not None:
+            kv_scales.save(scales, Path(save))
+        return scales
+
+    def _params(
+        self,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: Mapping[str, Any],
+        prompts: Sequence[Encoded],
+    ) -> list[SamplingParams]:
+        """Return the parameters of each prompt; raise RequestError."""
+        return sampling_params_of(self.engine, sampling_params, options, len(prompts))
+
+    def _generate(
+        self,
+        prompts: Sequence[Encoded],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int],
+        progress: bool | None,
+    ) -> list[Output]:
+        collectors: list[Collector] = []
         try:
-            for prompt, rank in zip(many, _priorities(priority, len(many)), strict=True):
-                collectors.append(self._submit(prompt, _params(params, options), rank))
-            self._run(collectors, progress if progress is not None else len(many) > 1 and sys.stderr.isatty())
+            priorities = priorities_of(priority, len(prompts))
+            for (ids, text), one, rank in zip(prompts, params, priorities, strict=True):
+                collector = Collector(text, one)
+                # The caller gets complete answers, so each is detokenized once, at its end.
+                collector.requests = self.engine.submit(
+                    ids, one, collector.add, priority=rank, final_only=True
+                )
+                collectors.append(collector)
+            self._run(
+                collectors, progress if progress is not None else len(prompts) > 1 and sys.stderr.isatty()
+            )
         except BaseException:
             # After Ctrl-C too: requests that nobody waits for would keep their pages.
             for collector in collectors:
@@ -127,62 +402,9 @@ class LLM:
         # One answer's failure is its own; where all failed, the engine is at fault.
         if errors and all(errors):
             raise NibbleError(str(errors[0]))
-        return outputs[0] if single else outputs
+        return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
-        """Return the pieces of an answer as they come. Closing or dropping the iterator aborts the request."""
-        ids, _ = self._encode(prompt)
-        return Stream(self.engine, ids, _params(params, options))
-
-    def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None, **options: Any
-    ) -> Output:
-        """Answer a conversation by the model's chat template.
-
-        Args:
-            messages: with `role` and `content`.
-            params: of the request.
-            options: fields of SamplingParams, in place of `params`.
-        """
-        output: Output = self.generate(self.tokenizer.chat(messages), params, **options)
-        return output
-
-    def logits(self, prompt: Prompt) -> torch.Tensor:
-        """Return teacher-forced logits [T, V] of a prompt, through the quantised cache, chunk by chunk."""
-        ids, _ = self._encode(prompt)
-        self.engine.check(ids, SamplingParams(), answer=False)
-        with self.engine.exclusive():
-            # run_prompt() goes past the scheduler, so no request may be open meanwhile.
-            manager = self.engine.scheduler.manager
-            return torch.cat(run_prompt(self.engine.runner, manager, ids, self.budget.step_tokens))
-
-    def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
-        """Measure KV scales for every scheme on texts, and write them to the JSON file `save`, if given."""
-        ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
-        with self.engine.exclusive():
-            scales = measure_scales(self._engine_plan, self.engine.runner.model, ids, self.budget.step_tokens)
-        if save is not None:
-            kv_scales.save(scales, Path(save))
-        return scales
-
-    def _encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt), prompt
-        try:
-            return [operator.index(token) for token in prompt], None
-        except TypeError as error:
-            raise RequestError(f"a prompt is text or a list of token ids ({error})") from error
-
-    def _submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Collector:
-        ids, text = self._encode(prompt)
-        collector = _Collector(ids, text, params)
-        # The caller gets complete answers, so each is detokenized once, at its end.
-        collector.requests = self.engine.submit(
-            ids, params, collector.add, priority=priority, final_only=True
-        )
-        return collector
-
-    def _run(self, collectors: Sequence[_Collector], progress: bool) -> None:
+    def _run(self, collectors: Sequence[Collector], progress: bool) -> None:
         if not progress:
             while any(collector.num_open for collector in collectors):
                 self.engine.step()
@@ -203,18 +425,19 @@ class Stream(Iterator[Delta]):
         NibbleError: from next(), where the engine fails.
     """
 
-    def __init__(self, engine: Engine, ids: Sequence[int], params: SamplingParams) -> None:
-        self._engine = engine
+    def __init__(self, llm: LLM, ids: Sequence[int], params: SamplingParams) -> None:
+        # And not its engine, which a stream that is left over would keep beyond close().
+        self._llm = llm
         self._pieces: deque[Delta] = deque()
         self._num_open = 0  # nothing to abort, should submit() raise
-        self._requests = engine.submit(ids, params, self._pieces.append)
+        self._requests = llm.engine.submit(ids, params, self._pieces.append)
         self._num_open = params.n
 
     def __next__(self) -> Delta:
         if not self._num_open and not self._pieces:
             raise StopIteration
         while not self._pieces:
-            self._engine.step()
+            self._llm.engine.step()
         piece = self._pieces.popleft()
         self._num_open -= piece.finish_reason is not None
         # An exception ends the iterator, so the prompt's other answers have no taker any more.
@@ -226,7 +449,8 @@ class Stream(Iterator[Delta]):
     def close(self) -> None:
         """Abort what is unfinished; its pages are free at once."""
         self._num_open = 0
-        self._engine.abort(self._requests)
+        if not self._llm.is_closed:
+            self._llm.engine.abort(self._requests)
         self._pieces.clear()
 
     def __del__(self) -> None:
@@ -235,55 +459,11 @@ class Stream(Iterator[Delta]):
             self.close()
 
 
-class _Collector:
-    """Gathers the pieces of the answers to one prompt."""
-
-    requests: tuple[Request, ...]
-
-    def __init__(self, ids: Sequence[int], text: str | None, params: SamplingParams) -> None:
-        self.ids, self.prompt, self.params = ids, text, params
-        self.num_open = params.n
-        self._pieces: list[list[Delta]] = [[] for _ in range(params.n)]
-
-    def add(self, piece: Delta) -> None:
-        self._pieces[piece.index].append(piece)
-        self.num_open -= piece.finish_reason is not None
-
-    def output(self) -> Output:
-        completions = tuple(self._completion(index, pieces) for index, pieces in enumerate(self._pieces))
-        cached_tokens = self.requests[0].num_prefix_hit_tokens
-        return Output(self.prompt, tuple(self.ids), completions, cached_tokens)
-
-    def _completion(self, index: int, pieces: Sequence[Delta]) -> Completion:
-        last = pieces[-1]
-        logprobs = tuple(entry for piece in pieces for entry in piece.logprobs)
-        return Completion(
-            index=index,
-            text="".join(piece.text for piece in pieces),
-            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-            finish_reason=last.finish_reason,
-            logprobs=logprobs if self.params.logprobs is not None else None,
-            error=last.error,
-        )
-
-
-def as_texts(texts: Sequence[str]) -> Sequence[str]:
-    """Return a list of texts, of one where a single text was given."""
+def as_texts(texts: str | Iterable[str]) -> Sequence[str]:
+    """Return a list of texts, of one where a single text was given; raise ScaleError for what is no text."""
     # A text is itself a sequence of texts, of its characters, which is never meant.
-    return [texts] if isinstance(texts, str) else texts
-
-
-def _priorities(priority: int | Sequence[int], count: int) -> Sequence[int]:
-    """Return one for each prompt, or raise RequestError."""
-    priorities = [priority] * count if isinstance(priority, int) else list(priority)
-    if len(priorities) != count or not all(isinstance(one, int) for one in priorities):
-        raise RequestError(
-            f"priority must be an integer, or one for each of the {count} prompts, not {priority!r}"
-        )
-    return priorities
-
-
-def _params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    if params is not None and options:
-        raise RequestError("give either params or loose sampling options, not both")
-    return params or sampling(**options)
+    many = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
+    for text in many:
+        if not isinstance(text, str):
+            raise ScaleError(f"scales are measured on a text or a list of texts, not on {text!r}")
+    return many

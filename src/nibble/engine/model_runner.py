@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
 from nibble.attention.planner.plan import Plan
 from nibble.cache.hot_buffer import HotBuffers
@@ -30,7 +32,6 @@ from nibble.kernels import ALIGNED, cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from nibble.models.forward import Forward, plain
-from nibble.models.linear import row_multiple
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function, and returns one that repeats over the same memory all that it did on the device."""
@@ -216,6 +217,13 @@ def live(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def adapters(plan: Plan) -> dict[str, Any]:
+    """Return one adapter for every backend of the plan; its constructor imports the vendor's package."""
+    names = {route.backend for group in plan.groups for route in group.routes}
+    infos = [backends.get(name) for name in sorted(names)]
+    return {info.name: backends.create(info) for info in infos if info.runnable}
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Runs a model's steps over a pool.
@@ -245,12 +253,11 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.device = self.tables.device
-        self.row_multiple = row_multiple(self.model) if self.device.type == "cpu" else 1
         self._run = self.run or plain(self.model)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, *, every: bool = False) -> Tensor:
-        """Return logits [S, V] of the tokens that are sampled from, or of `every` token."""
+        """Return logits [S, V] of tokens that are sampled from, then of all logprob_rows; or of `every` token."""
         try:
             return self._forward(batch.scheduled, every)
         except BaseException:
@@ -283,9 +290,7 @@ class ModelRunner:
         self, scheduled: Sequence[ScheduledRequest], every: bool, probe: AttentionObserver | None
     ) -> Tensor:
         rows, token_ids = self._rows(scheduled), _token_ids(scheduled)
-        ends = accumulate(item.num_tokens for item in scheduled)
-        last_rows = [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.samples_token]
-        logit_rows = list(range(len(token_ids))) if every else last_rows
+        logit_rows = list(range(len(token_ids))) if every else _logit_rows(scheduled)
         token_rows = [row for row, item in zip(rows, scheduled, strict=True) for _ in range(item.num_tokens)]
         packed = PackedInts()
         slices = (
@@ -346,11 +351,9 @@ class ModelRunner:
         return AttentionMetadata(slot_mapping_T, tuple(batches), frame_slot_mapping_T)
 
     def _pad_rows(self, values: list[int]) -> list[int]:
-        """Repeat the last entry until the batch is a multiple of `self.row_multiple`, and never a single row."""
-        # CPU GEMMs are batch-invariant only on full vectors (models/linear.py).
-        # torch.compile specialises on size 1, which would mean a second compilation (models/forward.py).
-        padding = 1 if len(values) == self.row_multiple == 1 else -len(values) % self.row_multiple
-        return values + values[-1:] * padding
+        """Repeat an entry that is alone: a single row is summed in another order on a CPU than one of several."""
+        # torch.compile specialises on size 1, too, which would mean a second compilation (models/forward.py).
+        return values * 2 if len(values) == 1 else values
 
     def _rows(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         return [self.tables.row(item.request.lease) for item in scheduled]
@@ -423,7 +426,7 @@ class ModelRunner:
             AttentionBatch(
                 Phase.DECODE, first, last, (1,) * (last - first), (max_seq_len,) * (last - first),
                 page_table_BN[first:last], graphs.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
-                rows_B[first:last],
+                rows_B[first:last], bounds=True,
             )
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
@@ -450,6 +453,14 @@ class _PhaseGroup:
         self.cu_seqlens_q = packed.add(accumulate(self.query_lens, initial=0))
         self.seq_lens_at = packed.add(self.seq_lens)
         self.rows = packed.add(row for _, row in pairs)
+
+
+def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of the step whose logits are needed: those that are sampled from, then logprob_rows."""
+    starts = list(accumulate((item.num_tokens for item in scheduled), initial=0))
+    sampled = [end - 1 for end, item in zip(starts[1:], scheduled, strict=True) if item.samples_token]
+    first_rows = zip(starts[:-1], scheduled, strict=True)
+    return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
 
 
 def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:

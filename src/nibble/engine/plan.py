@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 from nibble.attention import backends
-from nibble.attention.planner import evidence
+from nibble.attention.planner import evidence, explain
+from nibble.attention.planner.caveats import packages, untested
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan, cuda_graph_blocker
-from nibble.attention.planner.resolve import resolve
+from nibble.attention.planner.resolve import attempt, find_smaller, resolve
+from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
+from nibble.errors import CapacityError, ConfigError
 from nibble.hardware import Hardware, probe
 from nibble.model_spec import ModelSpec
+from nibble.models import quantization
+from nibble.models.hub import locate_config, pinned
 from nibble.models.observations import observe_model
 from nibble.spec import CacheSpec
 
@@ -24,21 +30,80 @@ class CachePlan:
     hardware: Hardware
     model_spec: ModelSpec
     plan: Plan
+    warning: str = ""
+    """Why times that were measured on this machine are not used."""
+    here: bool = True
+    """Whether it is for this machine, with the packages that are installed."""
+    declared: bool = False
+    """Whether `auto` may choose backends that this version knows but cannot run."""
 
 
 @dataclass(frozen=True)
 class EnginePlan(CachePlan):
     """Everything that is decided before weights load."""
 
+    _: KW_ONLY
     budget: MemoryPlan
-    warning: str = ""
-    """Why times that were measured on this machine are not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrintablePlan(Plan):
+    """A plan that knows of its model, machine and memory, so that it prints as `nibble plan` does."""
+
+    text: str = ""
+
+    @classmethod
+    def of(cls, engine_plan: EnginePlan) -> PrintablePlan:
+        """Return the plan of `engine_plan`."""
+        plan = engine_plan.plan
+        values = {entry.name: getattr(plan, entry.name) for entry in fields(plan)}
+        return cls(**values, text=as_text(engine_plan, engine_plan.budget))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def as_text(cache_plan: CachePlan, budget: MemoryPlan | None) -> str:
+    """Return what `nibble plan` prints: the model, the machine, the routes, and the memory, where it suffices."""
+    heading = f"{cache_plan.config.model} ({cache_plan.model_spec.family}) on {cache_plan.hardware}"
+    return f"{heading}\n{explain.as_text(cache_plan.plan, budget)}"
 
 
 def plan_engine(
-    config: Config, hardware: Hardware | None = None, *, declared: bool = False, by_times: bool = True
+    config: Config,
+    hardware: Hardware | None = None,
+    *,
+    declared: bool = False,
+    by_times: bool = True,
+    published: bool = False,
 ) -> EnginePlan:
-    """Plan an engine.
+    """Plan an engine: the routes, then the memory.
+
+    Args:
+        config: What is requested; see plan_cache().
+        hardware: Another machine, None for this one.
+        declared: Let `auto` also choose backends that this version knows but cannot run.
+        by_times: Follow times that were measured on this machine, unless `config` says no.
+        published: Take a config that came with Nibble for a hub model that is not here.
+
+    Raises:
+        ConfigError: The combination or the model cannot be served.
+        WeightError: The checkpoint is missing or broken.
+        CapacityError: The memory does not suffice.
+    """
+    options = {"declared": declared, "by_times": by_times, "published": published}
+    return plan_memory(plan_cache(config, hardware, **options))
+
+
+def plan_cache(
+    config: Config,
+    hardware: Hardware | None = None,
+    *,
+    declared: bool = False,
+    by_times: bool = True,
+    published: bool = False,
+) -> CachePlan:
+    """Plan the routes and the layout of a cache, whether it fits in memory or not.
 
     A refusal's command has what differs from the defaults in `config`: what a caller decides for itself does not belong
     there.
@@ -49,25 +114,87 @@ def plan_engine(
             those whose packages are here.
         declared: Let `auto` also choose backends that this version knows but cannot run.
         by_times: Follow times that were measured on this machine, unless `config` says no.
+        published: Take a config that came with Nibble for a hub model that is not here.
 
     Raises:
         ConfigError: The combination or the model cannot be served.
         WeightError: The checkpoint is missing or broken.
-        CapacityError: The memory does not suffice.
     """
     here = hardware is None
-    # For another machine it does not matter which packages are installed here.
-    table = backends.available_backends() if here else backends.all_backends()
-    hardware = hardware or probe(config.device)
+    table = _backends(here)
+    config = pinned(config)
+    hardware = _share(hardware or probe(config.device), config.gpu_memory_utilization)
     spec = CacheSpec.from_config(config)
     dtype = spec.compute_dtype(hardware)
-    model_spec = observe_model(config.model, dtype, config.max_context, config.index_topk)
+    source, source_note = locate_config(config.model) if published else (config.model, "")
+    model_spec = observe_model(
+        source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code
+    )
+    model_spec = replace(model_spec, model=config.model)
+    model_spec, weight_notes = _count_weights(model_spec, dtype, hardware, here)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
-    # Decoding without graphs is slow enough to be worth a note.
-    note = cuda_graph_blocker(plan) if config.graphs and not hardware.is_cpu else None
-    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    budget = MemoryPlanner(spec, model_spec, hardware, plan).plan()
-    return EnginePlan(config, hardware, model_spec, plan, budget, times.warning)
+    cache_plan = CachePlan(config, hardware, model_spec, plan, times.warning, here, declared)
+    notes = (source_note, *weight_notes, *_caveats(cache_plan, table), *plan.notes)
+    return replace(cache_plan, plan=replace(plan, notes=tuple(filter(None, notes))))
+
+
+def _caveats(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> Iterator[str]:
+    """Yield what to know of a plan's backends: packages, GPUs on which they never ran, decode steps without graphs."""
+    config, hardware, plan = cache_plan.config, cache_plan.hardware, cache_plan.plan
+
+    def resolve_with(backends: Mapping[str, BackendInfo]) -> Plan | None:
+        return attempt(config, cache_plan.model_spec, hardware, backends)
+
+    if not (cache_plan.here or cache_plan.declared):
+        yield from packages(plan, table, resolve_with)
+    yield from untested(plan, hardware)
+    # Slow enough to be worth a note.
+    if config.graphs and not hardware.is_cpu and (blocker := cuda_graph_blocker(plan)):
+        yield blocker
+
+
+def _share(hardware: Hardware, utilization: float | None) -> Hardware:
+    """Return the hardware with the part of its memory that may be used; raise ConfigError for a part of a CPU's."""
+    if utilization is None:
+        return hardware
+    if hardware.is_cpu:
+        raise ConfigError(
+            "--gpu-memory-utilization is for GPUs; on a CPU --kv-memory says how much the cache may have"
+        )
+    return replace(hardware, memory=int(hardware.memory * utilization))
+
+
+def _count_weights(
+    model_spec: ModelSpec, dtype: str, hardware: Hardware, here: bool
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return the model with its weights as they lie in memory, and notes where they are quantised."""
+    stored, full = model_spec.stored_weights, model_spec.weight_bytes
+    if stored is None:
+        return model_spec, ()
+    resident = quantization.resident_bytes(stored, full, hardware, here=here)
+    notes = quantization.notes(stored, full, dtype, hardware, here=here)
+    return replace(model_spec, weight_bytes=resident), tuple(notes)
+
+
+def plan_memory(cache_plan: CachePlan) -> EnginePlan:
+    """Plan the memory for routes and a layout; raise CapacityError, with the nearest config that fits."""
+    parts = {entry.name: getattr(cache_plan, entry.name) for entry in fields(CachePlan)}
+    config, model_spec, hardware = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
+    planner = MemoryPlanner(CacheSpec.from_config(config), model_spec, hardware, cache_plan.plan)
+    try:
+        return EnginePlan(**parts, budget=planner.plan())
+    except CapacityError as error:
+        lacking = planner.least_bytes > hardware.memory
+        summary = f"{model_spec.model} does not fit: {planner.shortfall}\n" * lacking
+        refused = CapacityError(f"{summary}{error}")
+        table = _backends(cache_plan.here)
+        refused.suggestion = find_smaller(config, model_spec, hardware, table, declared=cache_plan.declared)
+        raise refused from None
+
+
+def _backends(here: bool) -> Mapping[str, BackendInfo]:
+    # For another machine it does not matter which packages are installed here.
+    return backends.available_backends() if here else backends.all_backends()

@@ -24,6 +24,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 PHASE_ORDER = (Phase.DECODE, Phase.EXTEND, Phase.PREFILL)
 """The order of phases in a batch."""
+NO_ROWS = range(0)
 
 
 class State(StrEnum):
@@ -33,6 +34,17 @@ class State(StrEnum):
     """It holds no pages: it is new, or was preempted."""
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def truncated(prompt: Sequence[int], keep: int | None, room: int) -> Sequence[int]:
+    """Return what is kept of a prompt.
+
+    Args:
+        prompt: token ids.
+        keep: how many, the last ones; None: all; -1: as many as there is room for.
+        room: tokens of a prompt that leave room for an answer.
+    """
+    return prompt if keep is None else prompt[-(keep if keep > 0 else max(room, 1)) :]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -55,6 +67,8 @@ class Request:
     """Do not start before this request's prompt is stored. Answers 2..n to one prompt share its pages."""
     matcher: Matcher | None = None
     """Follows the answer through its grammar."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Tokens of words that the answer must not have."""
     priority: int = 0
     """A lower one is served first."""
 
@@ -68,6 +82,8 @@ class Request:
     in_flight: ScheduledRequest | None = field(default=None, init=False)
     """The newest work launched and not yet committed."""
     finish_reason: FinishReason | None = field(default=None, init=False)
+    prompt_logprobs: list[Logprob] = field(default_factory=list, init=False)
+    """Those that are read already, from the first position that was asked for; a preemption loses none."""
     num_prefix_hit_tokens: int = field(default=0, init=False)
     """Prompt tokens from the prefix cache; hits after a preemption do not count."""
     num_preemptions: int = field(default=0, init=False)
@@ -108,6 +124,24 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def next_logprob_row(self) -> int:
+        """Return the first token whose logits give a log-probability of the prompt that is not read yet.
+
+        The last token of the prompt if there is none: its logits are those of the answer.
+        """
+        end = len(self.prompt_token_ids) - 1
+        if self.params.prompt_logprobs is None:
+            return end
+        # The logits of a token are about the next one, and nothing predicts the first.
+        return min(max(self.params.logprob_start_len, 1) - 1 + len(self.prompt_logprobs), end)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Return how many leading tokens the prefix cache may give: it keeps no logits, so the rest is computed."""
+        row = self.next_logprob_row
+        return row if row < len(self.prompt_token_ids) - 1 else len(self.token_ids) - 1
+
+    @property
     def is_finished(self) -> bool:
         """Return whether the answer has ended."""
         return self.state is State.FINISHED
@@ -139,6 +173,8 @@ class ScheduledRequest:
     phase: Phase
     samples_token: bool
     """Whether the request's last token is among them, so that the step samples the next one."""
+    logprob_rows: range = NO_ROWS
+    """Positions whose logits give log-probabilities of the prompt, each that of the token after it."""
 
     @classmethod
     def next_chunk(cls, request: Request, count: int) -> ScheduledRequest:
@@ -147,9 +183,12 @@ class ScheduledRequest:
         num_left = request.num_tokens - start - count
         assert count > 0 and num_left >= 0, f"{count} tokens from {start} on, of {request.num_tokens}"
         is_last = num_left == 0
-        if start == 0:
-            return cls(request, start, count, Phase.PREFILL, is_last)
-        return cls(request, start, count, Phase.DECODE if is_last and count == 1 else Phase.EXTEND, is_last)
+        phase = Phase.PREFILL if start == 0 else Phase.DECODE if is_last and count == 1 else Phase.EXTEND
+        rows = NO_ROWS
+        if request.params.prompt_logprobs is not None:
+            end = min(start + count, len(request.prompt_token_ids) - 1)
+            rows = range(max(start, request.next_logprob_row), end)
+        return cls(request, start, count, phase, is_last, rows)
 
     @property
     def end(self) -> int:
@@ -172,12 +211,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One generated token. Log-probabilities are the model's own: before penalties, bias and temperature."""
+    """One token of an answer or prompt. Log-probabilities are the model's own: before penalties and temperature."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens with their log-probabilities, best first."""
+    rank: int = 0
+    """Place among all tokens by likelihood, from 1; of equal ones the lower id comes first. 0: not asked for."""
+
+
+PromptLogprobs = tuple[Logprob | None, ...]
+"""One for each token of a prompt: None for the first, which nothing predicts, and before logprob_start_len."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +247,7 @@ class Output:
     completions: tuple[Completion, ...]
     cached_tokens: int = 0
     """Prompt tokens of the first answer that came from the prefix cache."""
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:
@@ -223,6 +269,10 @@ class Delta:
     """Why the answer ended before its time."""
     status: int = 500
     """The HTTP status of `error`: 400 where the request is to blame."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Come with the first piece of the first answer."""
+    stop_string: str | None = None
+    """The one that ended the answer."""
 
 
 OnOutput = Callable[[Delta], None]
@@ -243,19 +293,23 @@ class OutputStream:
     rest of a step."""
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[Logprob] = field(default_factory=list)
+    _is_begun: bool = False
 
     def append(self, token: Logprob, is_last: bool) -> Delta | None:
         """Return what a token adds to the answer, None where there is nothing to hand out yet.
 
-        A stop token adds nothing. A stop string in the text sets the finish reason.
+        A stop token adds nothing, unless it is to be left in, nor does any token to an answer of none. A stop string
+        in the text sets the finish reason.
 
         Args:
             token: the sampled token.
             is_last: whether the request has ended with it.
         """
-        if not (is_last and self.request.finish_reason == "stop"):
+        params = self.request.params
+        is_stop = is_last and self.request.finish_reason == "stop"
+        if params.max_tokens and (not is_stop or params.include_stop_str_in_output):
             self._ids.append(token.token)
-            if self.request.params.logprobs is not None:
+            if params.logprobs is not None:
                 self._logprobs.append(token)
         if self.final_only and not is_last:
             return None
@@ -278,10 +332,30 @@ class OutputStream:
             # Bytes of an unfinished character are held back until the answer ends.
             if is_last or self.final_only:
                 text += self.detokenizer.finish()
-        text, is_stopped = self.stop_strings.add(text)
+        # Until an answer has its fewest tokens, a stop string is text like any other.
+        may_stop = self.request.num_output_tokens > self.request.params.min_tokens
+        text, is_stopped = self.stop_strings.add(text, may_stop=may_stop)
         if is_stopped:
             reason = "stop"
         elif is_last:
             # Text that could have begun a stop string was held back, and is part of the answer after all.
             text += self.stop_strings.finish()
-        return Delta(self.index, text, ids, reason, logprobs, error, status)
+        return Delta(
+            self.index,
+            text,
+            ids,
+            reason,
+            logprobs,
+            error,
+            status,
+            self._take_prompt_logprobs(reason),
+            self.stop_strings.reached,
+        )
+
+    def _take_prompt_logprobs(self, reason: FinishReason | None) -> PromptLogprobs | None:
+        """Return those of the prompt the first time; None where none were asked for, or the answer was given up."""
+        is_first, self._is_begun = not self._is_begun, True
+        if not is_first or reason == "abort" or self.request.params.prompt_logprobs is None:
+            return None
+        entries = self.request.prompt_logprobs
+        return (*[None] * (len(self.request.prompt_token_ids) - len(entries)), *entries)

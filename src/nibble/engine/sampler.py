@@ -4,15 +4,16 @@ A row's token depends on its own logits, parameters and seed only: the random nu
 so the same seed gives the same answer whatever else runs in the batch. Sampling does not wait for the device: the
 tokens stay there, and SampledTokens.read() gives them to the host.
 
-The order is penalties, logit_bias, grammar, temperature, top_k, top_p, min_p.
+The order is penalties, logit_bias, bad_words, min_tokens, grammar, temperature, top_k, top_p, min_p.
 
 Shape suffixes: S rows (requests), V vocabulary, R those of the rows that are treated alike, K likeliest tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +30,66 @@ _SEED, _POSITION = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LOGITS_PER_DRAW = 1 << 22
 """Logits that are drawn from at a time: sorting takes some 60 bytes for each."""
+LOGITS_PER_SCORE = 1 << 23
+"""Logits that are made into log-probabilities at a time: it takes some 20 bytes for each."""
+
+
+class HostCopy:
+    """Tensors on their way to the host. The copy starts at once; read() waits for it."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._done = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self._done:
+            self._done.record()
+
+    def read(self) -> list[list[Any]]:
+        """Return the tensors as lists."""
+        if self._done:
+            self._done.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]
+
+
+class RowLogprobs:
+    """The log-probability of one token in each row of logits, and those of the likeliest.
+
+    Args:
+        logits_RV: the model's logits.
+        tokens_R: a token for each row.
+        counts: for each row, how many of the likeliest are reported.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, logits_RV: Tensor, tokens_R: Tensor, counts: Sequence[int]) -> None:
+        self._counts = counts
+        # A bounded number of rows at a time: float32 copies of all would take several times the memory.
+        step = max(1, LOGITS_PER_SCORE // logits_RV.shape[1])
+        parts = zip(logits_RV.split(step), tokens_R.split(step), strict=True)
+        scores = [_score(part_RV, part_R, max(counts)) for part_RV, part_R in parts]
+        self._copy = HostCopy(tokens_R, *(torch.cat(column) for column in zip(*scores, strict=True)))
+
+    def read(self) -> list[Logprob]:
+        """Return one for each row; NaN where logits are not numbers."""
+        tokens, values, ids, ranks = self._copy.read()
+        rows = zip(tokens, values, ids, ranks, self._counts, strict=True)
+        return [
+            Logprob(token, row[0], tuple(zip(top[:count], row[1:], strict=False)), rank)
+            for token, row, top, rank, count in rows
+        ]
+
+
+def _score(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities [R, 1 + K] of tokens and of the likeliest, ids of these [R, K], ranks of tokens [R]."""
+    logits_RV, tokens_R1 = logits_RV.float(), tokens_R[:, None]
+    total_R1 = logits_RV.logsumexp(-1, keepdim=True)
+    top_RK, ids_RK = logits_RV.topk(min(count, logits_RV.shape[1]))
+    token_R1 = logits_RV.gather(-1, tokens_R1)
+    # Equal logits are frequent in 16 bits. Greedy decoding takes the first of them, so they have an order.
+    is_before_RV = logits_RV > token_R1
+    is_before_RV |= (logits_RV == token_R1) & (
+        torch.arange(logits_RV.shape[1], device=logits_RV.device) < tokens_R1
+    )
+    return torch.cat((token_R1, top_RK), 1) - total_R1, ids_RK, is_before_RV.sum(-1) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +116,22 @@ class SampledTokens:
         self, logits_SV: Tensor, tokens_S: Tensor, invalid_S: Tensor, logprobs: LogprobRequest | None
     ) -> None:
         self.tokens_S = tokens_S
-        self._logprobs = logprobs
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
-        self._host_tokens_S = tokens_S.masked_fill(invalid_S, INVALID_TOKEN).to("cpu", non_blocking=True)
+        self._copy = HostCopy(tokens_S.masked_fill(invalid_S, INVALID_TOKEN))
+        self._rows: tuple[int, ...] = ()
         if logprobs:
-            values, ids = _top_logprobs(logits_SV, tokens_S, logprobs)
-            self._values = values.to("cpu", non_blocking=True)
-            self._ids = ids.to("cpu", non_blocking=True)
-        self._done = torch.cuda.Event() if tokens_S.is_cuda else None
-        if self._done:
-            self._done.record()
+            self._rows, counts = tuple(logprobs.counts), tuple(logprobs.counts.values())
+            self._logprobs = RowLogprobs(logits_SV[logprobs.rows_R], tokens_S[logprobs.rows_R], counts)
 
     def read(self) -> list[Logprob | None]:
         """Return the tokens, None where logits are not numbers: no parameter can mend that."""
-        if self._done:
-            self._done.synchronize()
-        tokens = self._host_tokens_S.tolist()
+        (tokens,) = self._copy.read()
         result = [None if token == INVALID_TOKEN else Logprob(token, 0.0) for token in tokens]
-        if self._logprobs:
-            rows = zip(self._values.tolist(), self._ids.tolist(), strict=True)
-            for (row, count), (values, ids) in zip(self._logprobs.counts.items(), rows, strict=True):
+        if self._rows:
+            for row, logprob in zip(self._rows, self._logprobs.read(), strict=True):
                 if result[row] is not None:
-                    top = tuple(zip(ids[:count], values[1:], strict=False))
-                    result[row] = Logprob(tokens[row], values[0], top)
+                    result[row] = logprob
         return result
-
-
-def _top_logprobs(logits_SV: Tensor, tokens_S: Tensor, logprobs: LogprobRequest) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities [R, 1 + K] of the sampled token and of the likeliest, and the ids of these [R, K]."""
-    logits_RV, tokens_R = logits_SV[logprobs.rows_R].float(), tokens_S[logprobs.rows_R]
-    total_R1 = logits_RV.logsumexp(-1, keepdim=True)
-    top_RK, ids_RK = logits_RV.topk(min(max(logprobs.counts.values()), logits_RV.shape[1]))
-    sampled_R1 = logits_RV.gather(-1, tokens_R[:, None])
-    return torch.cat((sampled_R1, top_RK), 1) - total_R1, ids_RK
 
 
 def uniforms(seeds_S: Tensor, positions_S: Tensor) -> Tensor:
@@ -112,7 +156,7 @@ def _signed(value: int) -> int:
 def needs_output_tokens(params: SamplingParams) -> bool:
     """Return whether sampling needs the values of the tokens before, which must then be known to the host."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    return bool(penalties or params.grammar)
+    return bool(penalties or params.grammar or params.bad_words)
 
 
 class Sampler:
@@ -145,7 +189,7 @@ class Sampler:
             seeds = [self._seed(request) for request in requests]
             self._params = _BatchParams(requests, seeds, logits_SV.device)
         params = self._params
-        adjusted_SV = self._adjust(logits_SV, requests, params)
+        adjusted_SV = self._adjust(logits_SV, params, num_output_tokens)
         # One pass gives the greedy tokens and finds NaN, which max() passes on.
         peaks_S, tokens_S = adjusted_SV.max(-1)
         for rows in params.random:
@@ -153,14 +197,18 @@ class Sampler:
             tokens_S = tokens_S.index_copy(0, rows.index_R, drawn_R)
         return SampledTokens(logits_SV, tokens_S, peaks_S.isnan(), params.logprobs)
 
-    def _adjust(self, logits_SV: Tensor, requests: Sequence[Request], params: _BatchParams) -> Tensor:
-        """Apply penalties, bias and grammars to a copy; return `logits_SV` itself where no request has any."""
-        if not params.adjusted:
+    def _adjust(self, logits_SV: Tensor, params: _BatchParams, num_output_tokens: Sequence[int]) -> Tensor:
+        """Apply penalties, bias, bans and grammars to a copy; return `logits_SV` itself where no row needs any."""
+        requests = params.requests
+        unfinished = {i for i, least in params.min_tokens.items() if num_output_tokens[i] < least}
+        rows = sorted(unfinished.union(params.adjusted))
+        if not rows:
             return logits_SV
         # A copy, because log-probabilities are of the model's own logits.
         logits_SV = logits_SV.to(torch.float32, copy=True)
-        for i in params.adjusted:
-            _adjust_row(logits_SV[i], requests[i], self._tokens_to_penalise(requests[i]))
+        for i in rows:
+            stops = requests[i].stop_ids if i in unfinished else frozenset()
+            _adjust_row(logits_SV[i], requests[i], self._tokens_to_penalise(requests[i]), stops)
         return logits_SV
 
     def _tokens_to_penalise(self, request: Request) -> list[int]:
@@ -212,7 +260,9 @@ class _BatchParams:
         self.requests = tuple(requests)
         params = [request.params for request in requests]
         self.adjusted = [i for i, p in enumerate(params) if needs_output_tokens(p) or p.logit_bias]
-        """Rows with penalties, bias or a grammar."""
+        """Rows with penalties, bias, bad words or a grammar."""
+        self.min_tokens = {i: p.min_tokens for i, p in enumerate(params) if p.min_tokens}
+        """By row."""
         random = [i for i, p in enumerate(params) if p.temperature > 0]
         # Only rows with filters need sorted logits, so the others are drawn apart.
         kinds = ([i for i in random if _has_filters(params[i]) is kind] for kind in (False, True))
@@ -228,8 +278,15 @@ def _has_filters(params: SamplingParams) -> bool:
     return bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
-def _adjust_row(row_V: Tensor, request: Request, past_tokens: Sequence[int]) -> None:
-    """Apply penalties, bias and the grammar to a row in place."""
+def _adjust_row(row_V: Tensor, request: Request, past_tokens: Sequence[int], stops: Set[int]) -> None:
+    """Apply penalties, bias, bans and the grammar to a row in place.
+
+    Args:
+        row_V: logits.
+        request: whose logits they are.
+        past_tokens: what the repetition penalty is for.
+        stops: tokens that would end the answer before its time.
+    """
     params, device = request.params, row_V.device
     if past_tokens:
         ids = to_device(past_tokens, torch.int64, device)
@@ -244,9 +301,23 @@ def _adjust_row(row_V: Tensor, request: Request, past_tokens: Sequence[int]) -> 
     if params.logit_bias:
         ids = to_device(list(params.logit_bias), torch.int64, device)
         row_V[ids] += to_device(list(params.logit_bias.values()), row_V.dtype, device)
+    banned = {token for token in stops if 0 <= token < len(row_V)}
     if request.matcher:
         allowed_V = _unpack_bits(request.matcher.allowed(request.output_token_ids), len(row_V))
         row_V.masked_fill_(~allowed_V.to(device), float("-inf"))
+        # A grammar that is complete allows its end alone, so the answer ends there, however short it is.
+        allowed_V[list(banned)] = False
+        banned = banned if allowed_V.any() else set()
+    if banned := banned | _last_tokens(request):
+        row_V[to_device(list(banned), torch.int64, device)] = float("-inf")
+
+
+def _last_tokens(request: Request) -> set[int]:
+    """Return the tokens that would complete one of the words that the answer must not have."""
+    if not request.bad_words:
+        return set()
+    answer = request.output_token_ids
+    return {last for *start, last in request.bad_words if not start or answer[-len(start) :] == start}
 
 
 def _unpack_bits(mask: bytes, count: int) -> Tensor:

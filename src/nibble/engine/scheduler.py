@@ -20,9 +20,10 @@ from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
 
 from nibble.cache.manager import CacheManager, CacheStats
-from nibble.engine.request import Batch, FinishReason, Request, ScheduledRequest, State
+from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
 SLICES = 8
@@ -58,7 +59,9 @@ class Scheduler:
         max_running: most requests that run at a time.
         token_budget: most tokens of a step.
         max_context: most tokens of a request, prompt and answer together.
+        can_grow: `max_context` was asked for, and the model itself may have more.
         chunk: most tokens of one prompt in a step; None: the whole budget.
+        max_logprob_rows: most log-probabilities of prompts in a step, whose logits are all computed at once.
     """
 
     def __init__(
@@ -68,16 +71,20 @@ class Scheduler:
         max_running: int,
         token_budget: int,
         max_context: int,
+        can_grow: bool = False,
         chunk: int | None = None,
+        max_logprob_rows: int = 1 << 30,
     ) -> None:
-        assert min(max_running, token_budget, max_context, chunk or 1) > 0, "limits must be at least 1"
+        limits = (max_running, token_budget, max_context, chunk or 1, max_logprob_rows)
+        assert min(limits) > 0, "limits must be at least 1"
         self.manager = manager
         self.max_running = max_running
         self.token_budget = token_budget
-        self.max_context = max_context
+        self.max_context, self._can_grow = max_context, can_grow
         self.limit = min(max_context, manager.num_tokens)
         """Most tokens, prompt and answer together, that a request may have here."""
         self.chunk = chunk or token_budget
+        self.max_logprob_rows = max_logprob_rows
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._arrivals = itertools.count()
@@ -85,15 +92,16 @@ class Scheduler:
         """The request that did not fit, and what that depended on."""
         self._metrics = Metrics(manager.stats)
 
-    def check_length(self, length: int) -> None:
-        """Raise PromptTooLong where a prompt of `length` tokens can never run."""
-        problem = f"the prompt is too long: it has {length} tokens and needs room for at least one more, "
-        if length + 1 > self.max_context:
+    def check_length(self, length: int, *, answer: bool = True) -> None:
+        """Raise PromptTooLong where a prompt of `length` tokens can never run. answer: it needs room for one more."""
+        more, total = (" and needs room for at least one more" if answer else ""), length + answer
+        problem = f"the prompt is too long: it has {length} tokens{more}, "
+        if total > self.max_context:
+            fix = "shorten the prompt or raise --max-context" if self._can_grow else "shorten the prompt"
             raise PromptTooLong(
-                f"{problem}but this model's maximum context length is {self.max_context} tokens; shorten the prompt or "
-                "raise --max-context"
+                f"{problem}but this model's maximum context length is {self.max_context} tokens; {fix}"
             )
-        if length + 1 > self.limit:
+        if total > self.limit:
             raise PromptTooLong(
                 f"{problem}which exceeds the available context size: the KV cache holds {self.limit}; "
                 "shorten the prompt, raise --kv-memory, or choose a --kv-format with fewer bytes per token"
@@ -108,7 +116,7 @@ class Scheduler:
         assert request.state is State.WAITING and request.arrival < 0, (
             f"request {request.id!r} was added before"
         )
-        self.check_length(len(request.prompt_token_ids))
+        self.check_length(len(request.prompt_token_ids), answer=request.params.max_tokens > 0)
         request.arrival = next(self._arrivals)
         insort(self.waiting, request, key=_order)
 
@@ -141,7 +149,12 @@ class Scheduler:
         for item in batch.scheduled:
             item.request.in_flight = item
 
-    def commit(self, batch: Batch, tokens: Mapping[str, int]) -> list[Request]:
+    def commit(
+        self,
+        batch: Batch,
+        tokens: Mapping[str, int],
+        prompt_logprobs: Mapping[str, Sequence[Logprob]] = MappingProxyType({}),
+    ) -> list[Request]:
         """Record that `batch` is computed, and return the requests that end with it.
 
         A request that has ended in the meantime is passed over. One that has lost its pages keeps its new token.
@@ -149,6 +162,7 @@ class Scheduler:
         Args:
             batch: what was computed; the oldest in flight.
             tokens: sampled tokens by request id.
+            prompt_logprobs: those of each item's logprob_rows, by request id.
         """
         metrics, ended = self._metrics, list[Request]()
         metrics.steps += 1
@@ -158,6 +172,8 @@ class Scheduler:
                 continue
             if request.in_flight is item:
                 request.in_flight = None
+            # Also of a request that has lost its pages: it goes on after them.
+            request.prompt_logprobs += prompt_logprobs.get(request.id, ())
             # It may have been preempted while this was in flight.
             if request.state is State.RUNNING:
                 assert item.start == request.lease.num_stored_tokens, (
@@ -171,7 +187,9 @@ class Scheduler:
             if not item.samples_token:
                 continue
             token = tokens[request.id]
-            if token in request.stop_ids:
+            if not request.params.max_tokens:
+                self.finish(request, "length")
+            elif token in request.stop_ids:
                 self.finish(request, "stop")
             else:
                 request.token_ids.append(token)
@@ -237,7 +255,11 @@ class Scheduler:
         while True:
             try:
                 request.lease = self.manager.open(
-                    request.token_ids, request.namespace, spare_pages=spare_pages, reserved_frames=frames
+                    request.token_ids,
+                    request.namespace,
+                    spare_pages=spare_pages,
+                    reserved_frames=frames,
+                    reusable=request.num_reusable_tokens,
                 )
             except OutOfPages as error:
                 # Decoding requests that move to hot buffers free their frames, so it is tried again.
@@ -268,7 +290,8 @@ class Scheduler:
             return dict.fromkeys(decodes[: self.token_budget], 1)
         for request in prompts:
             # Others may have stored pages in the prefix cache since this request was started.
-            self._count_hit(request, self.manager.advance(request.lease, request.token_ids))
+            hit = self.manager.advance(request.lease, request.token_ids, request.num_reusable_tokens)
+            self._count_hit(request, hit)
         # The first request of all gets a token at least, even where a slice is nothing.
         reserved = max(self.token_budget // SLICES, int(prompts[0] is self.running[0]))
         demand = {one: min(one.num_tokens - one.num_computed_tokens, self.chunk) for one in prompts}
@@ -277,7 +300,18 @@ class Scheduler:
         room = self.token_budget - len(split)
         selected = self._select_prompts(prompts, demand, room)
         split.update(zip(selected, divide([demand[request] for request in selected], room), strict=True))
+        self._limit_logprob_rows(split)
         return split
+
+    def _limit_logprob_rows(self, split: dict[Request, int]) -> None:
+        """Shorten chunks, the last ones first, so that a step has no more than max_logprob_rows."""
+        room = self.max_logprob_rows
+        scored = [one for one, count in split.items() if count and one.params.prompt_logprobs is not None]
+        for request in scored:
+            rows = ScheduledRequest.next_chunk(request, split[request]).logprob_rows
+            if len(rows) > room:
+                split[request] = rows.start + room - request.num_computed_tokens
+            room -= min(len(rows), room)
 
     def _select_prompts(
         self, prompts: Sequence[Request], demand: Mapping[Request, int], room: int
@@ -295,9 +329,10 @@ class Scheduler:
         rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
         for request in (prompts[0], *rest):
             page_key = next_page_key(request.lease, request.token_ids)
-            is_at_page = request.num_computed_tokens == request.lease.num_shared_pages * page_size
+            start = request.lease.num_shared_pages * page_size
+            is_at_page = request.num_computed_tokens == start
             # Another request is computing this very page: wait, and find it in the prefix cache.
-            if page_key in pending_keys and is_at_page:
+            if page_key in pending_keys and is_at_page and start + page_size <= request.num_reusable_tokens:
                 continue
             room -= min(demand[request], part)
             if selected and room < 0:

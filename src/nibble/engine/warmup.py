@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_backends import TorchRef
+from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
@@ -300,6 +301,8 @@ class _GroupTest:
             table_TN, size = page_table_by_token(batch), self.plan.page_size
             topk_slots_TK = resident_slots(params.topk_indices_TK, table_TN, None, size)
             params = replace(params, topk_slots_TK=topk_slots_TK)
+        if self.group.chunk:
+            batch = cut_at_chunks(batch, self.plan.page_size, self.group.chunk)
         # Over the same pool, so that the format's error is in both answers and does not count.
         expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, batch, params)
         limit = ATTENTION_TOLERANCE.get(self.plan.dtype, ATTENTION_TOLERANCE_16_BITS)

@@ -32,7 +32,8 @@ from nibble.attention.layer import StepContext
 from nibble.attention.planner.plan import Plan
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
-from nibble.engine.build import adapters, builtin_texts
+from nibble.engine.calibration import builtin_texts
+from nibble.engine.model_runner import adapters
 from nibble.errors import ConfigError, WeightError
 from nibble.kernels import cdiv
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
@@ -296,7 +297,7 @@ def attention_errors(
     model(
         input_ids=tokens,
         position_ids=positions,
-        attention_mask=attention_mask_for(model, tokens),
+        attention_mask=attention_mask_for(model, tokens, shadow),
         use_cache=False,
         # Nobody reads the logits, so only one row of them is computed.
         logits_to_keep=last,

@@ -30,7 +30,7 @@ from nibble.engine.request import Delta
 def grade(llm: LLM, cases: Sequence[RecallCase]) -> Iterator[bool]:
     """Yield of each question whether its greedy answer is exact."""
     # All are submitted before the first one is read, so that the engine batches them.
-    answers = [llm.stream(case.prompt, max_tokens=_answer_tokens(llm, case)) for case in cases]
+    answers = [llm.stream(case.prompt, max_tokens=_answer_tokens(llm, case), temperature=0) for case in cases]
     for pieces, case in zip(answers, cases, strict=True):
         yield _is_exact(pieces, case.answer)
 

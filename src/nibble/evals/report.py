@@ -5,6 +5,7 @@ A field's doc is its command-line help, as in config.py. Only the plot needs mat
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,9 @@ RECALL_LENGTHS = (1024, 2048, 4096, 8192)
 LAYERS_MARK = "@"
 YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
-LEAST = {"tokens": 2, "window": 2, "stride": 1, "recall_cases": 0, "attention_tokens": 0}
+LEAST = {
+    "tokens": 2, "window": 2, "stride": 1, "recall_cases": 0, "attention_tokens": 0, "limit": 1, "num_fewshot": 0,
+}  # fmt: skip
 """The smallest values of sizes."""
 
 
@@ -41,16 +44,41 @@ class Sizes:
     )
     yardstick: str = option(YARDSTICK, "The scheme that all others are compared with.")
     seed: int = option(0, "Seed of the recall questions.")
+    tasks: tuple[str, ...] = option(
+        (), "Tasks of lm-eval, as gsm8k,arc_easy; names, YAML files, or folders of these."
+    )
+    limit: int | None = option(None, "Most questions of each task; all, if left out.")
+    num_fewshot: int | None = option(None, "Examples before each question; what the task says, if left out.")
+    apply_chat_template: bool = option(False, "Put questions of tasks into the model's chat template.")
+    gen_kwargs: str = option(
+        "", "How tasks' answers are generated, as temperature=0.6,top_p=0.95,do_sample=true; what tasks say."
+    )
+    metadata: str = option(
+        "",
+        'What tasks need to know, in JSON, as RULER\'s {"max_seq_lengths": [32768]}; the tokenizer they get.',
+    )
 
     def __post_init__(self) -> None:
         # Callers may give a list, and a frozen dataclass is to be hashable.
         object.__setattr__(self, "recall_lengths", tuple(self.recall_lengths))
+        if not isinstance(self.task_metadata, dict):
+            raise ConfigError(f"metadata must be a JSON object, not {self.metadata!r}")
+        tasks = (name.strip() for names in self.tasks for name in names.split(","))
+        object.__setattr__(self, "tasks", tuple(dict.fromkeys(filter(None, tasks))))
         for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
         if self.window and self.stride and self.stride >= self.window:
             raise ConfigError(f"stride {self.stride} must be smaller than the window of {self.window} tokens")
+
+    @property
+    def task_metadata(self) -> Any:
+        """Return `metadata` as data; raise ConfigError where it is no JSON."""
+        try:
+            return json.loads(self.metadata or "{}")
+        except ValueError as error:
+            raise ConfigError(f"metadata is no JSON ({error}): {self.metadata!r}") from error
 
     def lengths(self, max_context: int) -> tuple[int, ...]:
         """Return context lengths of recall; raise ConfigError where one that was asked for does not fit."""
@@ -103,7 +131,32 @@ def parse_entries(names: Iterable[str]) -> tuple[Entry, ...]:
     return tuple(dict.fromkeys(map(Entry.parse, names)))
 
 
-SCHEMA = "nibble-eval-1"
+SCHEMA = "nibble-eval-2"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """What one metric of a task came to."""
+
+    task: str
+    metric: str
+    """With its filter, where it has one: `exact_match strict-match`."""
+    value: float
+    stderr: float | None = None
+    """Standard error of the value, over questions."""
+    questions: int = 0
+    difference: float | None = None
+    """From the yardstick, over the same questions."""
+    difference_stderr: float | None = None
+    """Standard error of the difference: smaller than that of the value, since questions are the same."""
+
+    @property
+    def title(self) -> str:
+        """Return the task and the metric."""
+        return f"{self.task} {self.metric}"
+
+    def __str__(self) -> str:
+        return _with_error(self.value, self.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +180,7 @@ class SchemeResult:
     """Share of exact answers, by context length."""
     attention_error: tuple[float, ...] = ()
     """Relative, by layer."""
+    tasks: tuple[TaskScore, ...] = ()
     seconds: float = 0.0
     """What measuring took."""
 
@@ -161,7 +215,13 @@ class Report:
     def header(self) -> tuple[str, ...]:
         """Return the columns of the table."""
         recall = tuple(f"recall {_format_length(length)}" for length in self.lengths)
-        return ("scheme", "bytes/token", "x fewer", "perplexity", "top-1", "KL", *recall, "attention error")
+        fixed = ("scheme", "bytes/token", "x fewer", "perplexity", "top-1", "KL")
+        return (*fixed, *recall, "attention error", *self.task_titles)
+
+    @property
+    def task_titles(self) -> tuple[str, ...]:
+        """Return the tasks that were run, each with its metric."""
+        return tuple(dict.fromkeys(score.title for result in self.results for score in result.tasks))
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """Yield the table's rows as text, the yardstick first."""
@@ -171,12 +231,16 @@ class Report:
             recall = (f"{result.recall[n]:.0%}" if n in result.recall else "" for n in self.lengths)
             cost = (result.name, f"{result.bytes_per_token:,}", f"{result.ratio:.2f}")
             quality = (f"{result.perplexity:.4g}", f"{result.top1:.1%}", f"{result.kl:.2g}")
-            yield (*cost, *quality, *recall, "" if error is None else f"{error:.2%}")
+            scores = {score.title: str(score) for score in result.tasks}
+            tasks = (scores.get(title, "") for title in self.task_titles)
+            yield (*cost, *quality, *recall, "" if error is None else f"{error:.2%}", *tasks)
 
     def as_markdown(self) -> str:
         """Return the table, how it was measured, the attention error by layer, and what was skipped."""
         table = _markdown_table(self.header(), self.rows())
-        return "\n".join((*table, "", self.caption(), *self._layers(), *self._skipped()))
+        return "\n".join(
+            (*table, "", self.caption(), *self._differences(), *self._layers(), *self._skipped())
+        )
 
     def caption(self) -> str:
         """Return how to read the table."""
@@ -187,8 +251,30 @@ class Report:
             f"Perplexity over {text.get('scored', 0):,} tokens in windows of {text.get('window', 0):,}; "
             f"recall is the share of exact greedy answers, {text.get('recall_cases', 0)} questions a length; "
             f"attention error is the mean over layers, on {text.get('attention_tokens', 0):,} tokens. "
-            f"Measured with {where}."
+            f"{self._task_caption()}Measured with {where}."
         )
+
+    def _task_caption(self) -> str:
+        if not self.task_titles:
+            return ""
+        questions = {score.task: score.questions for result in self.results for score in result.tasks}
+        counts = ", ".join(f"{task} {count:,}" for task, count in questions.items())
+        return f"Tasks are lm-eval's ({counts} questions), ± one standard error. "
+
+    def differences(self) -> Iterator[tuple[str, ...]]:
+        """Yield, for each scheme and task, the difference from the yardstick, and how many standard errors it is."""
+        for result in self.results[1:]:
+            for score in result.tasks:
+                if score.difference is not None:
+                    error = score.difference_stderr
+                    sigmas = f"{score.difference / error:+.1f}" if error else ""
+                    yield (result.name, score.title, _with_error(score.difference, error, "+"), sigmas)
+
+    def _differences(self) -> Iterator[str]:
+        rows = tuple(self.differences())
+        if rows:
+            yield f"\nDifference from {self.yardstick} over the same questions:\n"
+            yield from _markdown_table(("scheme", "task", "difference", "standard errors"), iter(rows))
 
     def _layers(self) -> Iterator[str]:
         results = [result for result in self.results if result.attention_error]
@@ -205,6 +291,11 @@ class Report:
             yield from (f"- {name}: {reason.splitlines()[0]}" for name, reason in self.skipped.items())
 
 
+def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
+    error = "" if stderr is None else f" ± {stderr:.2g}"
+    return f"{value:{sign}.4g}{error}"
+
+
 def _format_length(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
@@ -217,7 +308,7 @@ def _markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) ->
 
 
 MARKS = "os^vD<>pP*X"
-INSTALL = "pip install 'nibble-llm[plot]'"
+INSTALL = "pip install matplotlib"
 
 
 def require_matplotlib() -> None:

@@ -9,7 +9,6 @@ How each thing is measured is in its own file.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +21,19 @@ import torch
 import nibble
 from nibble import formats
 from nibble.attention.planner.resolve import require_runnable
-from nibble.cache import scales as kv_scales
+from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.engine.build import resolve_scales
 from nibble.engine.llm import LLM
 from nibble.engine.plan import EnginePlan, plan_engine
-from nibble.errors import ConfigError, NibbleError, ScaleError
-from nibble.evals import perplexity, recall
+from nibble.engine.scale_source import AUTO, CALIBRATE, Origin, find_source, resolve_scales
+from nibble.errors import ConfigError, NibbleError
+from nibble.evals import perplexity, recall, tasks
 from nibble.evals.perplexity import Agreement, Parts, Perplexity, Prediction, Window
-from nibble.evals.report import COMBINATIONS, Entry, Report, SchemeResult, Sizes, parse_entries
+from nibble.evals.report import COMBINATIONS, Entry, Report, SchemeResult, Sizes, TaskScore, parse_entries
+from nibble.evals.tasks import TaskResult
 from nibble.formats import scheme as schemes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
+from nibble.models.checkpoint import download
 
 LOGIT_BYTES = 1 << 30
 """Logits of one window take no more, unless a window is asked for."""
@@ -90,6 +91,7 @@ def evaluate(
         progress: Is called as tokens are done.
     """
     content = perplexity.read_text(path, config.model)
+    tasks.check(sizes, config.model)
     # Every scheme is planned before the first engine starts: a refusal must not come after an hour.
     candidates, skipped = candidates_of(config, parse_entries(names), Entry.parse(sizes.yardstick))
     with tempfile.TemporaryDirectory() as temporary:
@@ -123,16 +125,17 @@ def _plan_candidate(config: Config, entry: Entry) -> Candidate:
     """Plan a scheme. `auto` takes the checkpoint's scales where they suffice, else what will be measured."""
     plan = plan_engine(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
     require_runnable(plan.plan)
-    source, measurable = config.kv_scales, config.kv_scales in {"auto", "calibrate"}
-    scales = kv_scales.NONE if source == "calibrate" else resolve_scales(plan, source)
-    try:
-        for store in plan.plan.stores:
-            kv_scales.require(store, scales)
-    except ScaleError:
-        if not measurable:
-            raise
+    source = find_source(plan, download)
+    if source.origin is Origin.MEASURED:
         return Candidate(entry, plan, MEASURED)
-    return Candidate(entry, plan, "auto" if measurable else source)
+    resolve_scales(plan, source)  # for its errors
+    return Candidate(entry, plan, AUTO if config.kv_scales == CALIBRATE else config.kv_scales)
+
+
+def _scales_from(plan: EnginePlan, source: str) -> KVScales:
+    """Return the scales of a plan if --kv-scales were `source`."""
+    plan = replace(plan, config=replace(plan.config, kv_scales=source))
+    return resolve_scales(plan, find_source(plan, download))
 
 
 def environment(plan: EnginePlan) -> dict[str, str]:
@@ -160,21 +163,23 @@ class _Evaluation:
     cases: Mapping[int, Sequence[recall.RecallCase]] = field(default_factory=dict)
     predictions: list[Prediction] = field(default_factory=list)
     errors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    task_results: tuple[TaskResult, ...] = ()
 
     def measure(self, candidate: Candidate) -> SchemeResult:
         """Measure one scheme; its engine is gone afterwards."""
         started = time.perf_counter()
-        # No two questions share a beginning.
-        config = replace(candidate.plan.config, kv_scales=self._scales_source(candidate), prefix_cache=False)
+        # No two questions share a beginning, but those of tasks do.
+        shared, scales = bool(self.sizes.tasks), self._scales_source(candidate)
+        config = replace(candidate.plan.config, kv_scales=scales, prefix_cache=shared)
         llm = LLM(**asdict(config))
         # The first candidate is the yardstick, and its engine prepares what all schemes share.
         if not self.windows:
             self._prepare(llm)
         perplexity, agreement = self._measure_text(llm, candidate)
         accuracies = {length: self._measure_recall(llm, candidate, length) for length in self.cases}
-        # The next engine needs this one's memory, which reference cycles would hold for longer.
-        del llm
-        gc.collect()
+        scores = self._measure_tasks(llm, candidate)
+        # The next engine needs this one's memory.
+        llm.close()
         return SchemeResult(
             name=candidate.entry.name,
             kv_format=candidate.entry.kv_format,
@@ -189,6 +194,7 @@ class _Evaluation:
             kl_p99=agreement.kl_p99,
             recall=accuracies,
             attention_error=self.errors.get(candidate.entry.name, ()),
+            tasks=scores,
             seconds=round(time.perf_counter() - started, 2),
         )
 
@@ -218,7 +224,7 @@ class _Evaluation:
         if ids:
             self._advance(self.candidates[0], "attention error", 0)
             schemes_by_name = {
-                c.entry.name: (c.plan.plan, resolve_scales(c.plan, self._scales_source(c)))
+                c.entry.name: (c.plan.plan, _scales_from(c.plan, self._scales_source(c)))
                 for c in self.candidates
             }
             yardstick = schemes_by_name[self.candidates[0].entry.name]
@@ -268,6 +274,19 @@ class _Evaluation:
             right += exact
             self._advance(candidate, what, length)
         return right / len(self.cases[length])
+
+    def _measure_tasks(self, llm: LLM, candidate: Candidate) -> tuple[TaskScore, ...]:
+        """Return the scores of all tasks; the first scheme's are what the others are compared with."""
+        if not self.sizes.tasks:
+            return ()
+
+        def advance(what: str) -> None:
+            self._advance(candidate, what, 0)
+
+        results = tasks.run(llm, self.sizes, advance)
+        # Only the yardstick comes here.
+        self.task_results = self.task_results or results
+        return tasks.scores(results, self.task_results)
 
     def measured(self, path: Path | None) -> dict[str, Any]:
         """Return how much was measured, and on what."""

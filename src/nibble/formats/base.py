@@ -40,6 +40,14 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch_dtype(_RAW[tensor.dtype.itemsize]))
 
 
+def in_token_order(scales_PHSB: Tensor, interleave: int) -> Tensor:
+    """Return block scales [P, H, S, B], token after token, of pages that are interleaved by so many tokens, or none."""
+    if not interleave:
+        return scales_PHSB
+    groups = scales_PHSB.unflatten(-2, (-1, interleave)).flatten(-2)
+    return groups.unflatten(-1, (-1, interleave)).transpose(-1, -2).flatten(-3, -2)
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One array of a format: `shape` items of `dtype` (a torch dtype's name) per token."""

@@ -1,6 +1,6 @@
-"""Latents of MLA with their rotary part in BF16: `fp8_ds_mla` and `nvfp4_ds_mla`.
+"""Latents of MLA with their rotary part apart: `fp8_ds_mla`, `nvfp4_ds_mla` and `nvfp4_ds_mla_fp8rope`.
 
-Only the latent proper is quantised; rotary values carry positions, and are few.
+Rotary values carry positions, and are few: they stay in BF16, or in FP8 where the name says so.
 
 fp8_ds_mla: E4M3 values, an FP32 scale per tile of 128 of them, rotary values: 512 + 16 + 128 = 656 bytes for 512 + 64.
 A tile's scale is amax / 448, at least 1e-4, rounded up to a power of two. In the packing `record` a token's bytes are
@@ -8,32 +8,43 @@ those that FlashMLA's sparse decoding reads (its tests/quant.py, V32).
 
 nvfp4_ds_mla: the latent as formats/nvfp4.py stores it, and rotary values: 256 + 32 + 128 = 416 bytes.
 
+nvfp4_ds_mla_fp8rope: NVFP4 with a global scale of 1, so that a record describes itself, and rotary values in E4M3
+without any scale: 256 + 64 + 32 = 352 bytes, block scales last. In the packing `record` a token's bytes are those that
+FlashMLA's sparse decoding for SM100 reads (vllm-project/FlashMLA, pull request 18).
+
 Infinities saturate; a NaN makes the scale of its tile, or block, NaN: the damage is seen, and stays there.
 """
 
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from nibble.formats.base import KVFormat, Plane, to_float
-from nibble.formats.fp8 import scaled_e4m3
+from nibble.formats.fp8 import E4M3, scaled_e4m3
 from nibble.formats.nvfp4 import NVFP4
+from nibble.formats.unquantised import BF16
 from nibble.model_spec import LATENT, Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_T = TypeVar("_T")
 TILE = 128
 LEAST = 1e-4
 """The least scale of a tile: one of zeros needs a scale above 0 too."""
 
 
 class _Latent(KVFormat):
-    """The latent in some planes, then its rotary part, if it has one, in another."""
+    """The latent in two planes, and its rotary part, if it has one, in another."""
 
     proper: ClassVar[KVFormat]
     """The format of the latent proper, of two planes."""
+    rotary: ClassVar[KVFormat] = BF16()
+    """The format of rotary values, of one plane, stored as if its scale was 1."""
+    rope_plane: ClassVar[int] = 2
+    """Which of the three planes holds the rotary values."""
     rope = 0
     """Rotary values at the end of what is encoded; known to a format that is bound to a stream."""
 
@@ -44,19 +55,32 @@ class _Latent(KVFormat):
         return bound
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
-        rope = (Plane("rope", "bfloat16", (stream.heads, stream.rope)),) if stream.rope else ()
-        return (*self.proper.planes(_without_rope(stream)), *rope)
+        proper = self.proper.planes(_without_rope(stream))
+        if not stream.rope:
+            return proper
+        (rotary,) = self.rotary.planes(Stream(stream.name, stream.heads, stream.rope))
+        return self._with_rope(proper, replace(rotary, name="rope"))
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         values = x_THD.shape[-1] - self.rope
-        rope = (x_THD[..., values:].bfloat16(),) if self.rope else ()
-        return (*self.proper.encode(x_THD[..., :values], scale), *rope)
+        proper = self.proper.encode(x_THD[..., :values], scale)
+        if not self.rope:
+            return proper
+        (rotary,) = self.rotary.encode(x_THD[..., values:], scale.new_ones(()))
+        return self._with_rope(proper, rotary)
 
     def decode(self, planes: tuple[Tensor, ...], scale: Tensor) -> Tensor:
         import torch
 
-        values = self.proper.decode(planes[:2], scale)
-        return torch.cat((values, planes[2].float()), -1) if len(planes) > 2 else values
+        if len(planes) == 2:
+            return self.proper.decode(planes, scale)
+        at = self.rope_plane
+        values = self.proper.decode((*planes[:at], *planes[at + 1 :]), scale)
+        rotary = self.rotary.decode(planes[at : at + 1], scale.new_ones(()))
+        return torch.cat((values, rotary), -1)
+
+    def _with_rope(self, proper: tuple[_T, ...], rotary: _T) -> tuple[_T, ...]:
+        return (*proper[: self.rope_plane], rotary, *proper[self.rope_plane :])
 
     def refuses(self, stream: Stream) -> str | None:
         if stream.name != LATENT:
@@ -103,4 +127,13 @@ class NVFP4DsMla(_Latent):
     block, max_value, proper = NVFP4.block, NVFP4.max_value, NVFP4()
 
 
-FORMATS = (FP8DsMla(), NVFP4DsMla())
+class NVFP4DsMlaFP8Rope(_Latent):
+    """NVFP4 latents of a global scale of 1 with E4M3 rotary values, as FlashMLA reads them on SM100."""
+
+    name = "nvfp4_ds_mla_fp8rope"
+    summary = "latents of MLA: NVFP4 without a global scale, rotary values in E4M3"
+    source = "FlashMLA's nvfp4.fp8rope, sparse decoding on SM100"
+    block, proper, rotary, rope_plane = NVFP4.block, NVFP4(), E4M3(), 1
+
+
+FORMATS = (FP8DsMla(), NVFP4DsMla(), NVFP4DsMlaFP8Rope())

@@ -5,6 +5,7 @@ x = e2m1 * 2^e, with e + 127 stored in a byte (E8M0). They differ in block, in t
 - mxfp4: e = floor(log2(amax)) - 2, ties to even (OCP Microscaling v1.0, section 6.3): the largest value of a
   block may saturate at 6.
 - fp4_mx16: e = ceil(log2(max(amax / 6, 1e-10))), ties away from zero, as SGLang's `fp4_mx_block16` stores it.
+  Of BF16 values SGLang's eager code rounds some otherwise than its compiled code; these bytes are the compiled code's.
 
 A block of zeros stores zero codes. Infinities saturate to the largest finite power of two times 6. A NaN makes
 its block NaN (E8M0 code 255).

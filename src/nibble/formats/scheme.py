@@ -30,6 +30,18 @@ ALIASES = {
 }  # fmt: skip
 """What other engines call our schemes."""
 
+UNSERVED = {
+    "nvfp4_4over6": "it is vLLM's way to write NVFP4, with 4 or 6 as the largest value of a block, whichever fits; "
+    "the layout is that of nvfp4, which takes 6: --kv-format nvfp4",
+    "fp8_per_token_head": "its scales are of a token and a head; --kv-format fp8_e4m3 has one of a layer or a head, "
+    "measured by --kv-scales calibrate",
+    "int8_per_token_head": "of 8 bits there is --kv-format fp8_e4m3",
+    "int4_per_token_head": "of 4 bits there are --kv-format nvfp4, mxfp4 and fp4_mx16",
+    "int8": "of 8 bits there is --kv-format fp8_e4m3",
+    "mxfp8": "of 8 bits there is --kv-format fp8_e4m3",
+}
+"""Formats of other engines without a counterpart -> what comes near."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -76,6 +88,8 @@ def parse(text: str) -> Scheme:
     """Return the scheme that `nvfp4`, `k8v4`, `nvfp4+rot`... names, or raise ConfigError with the nearest name."""
     base, *transforms = text.strip().lower().split("+")
     base = ALIASES.get(base, base)
+    if base in UNSERVED:
+        raise ConfigError(f"KV format {base!r} is not served: {UNSERVED[base]}")
     if base not in names():
         raise ConfigError(unknown("KV format", base, names()))
     for name in transforms:

@@ -31,6 +31,12 @@ class Paged:
     """The format's planes as [page, head, slot, values], with any strides before the last."""
     scale: Tensor
     """The global scale, float32, () or [H, 1]."""
+    interleave: int = 0
+    """Tokens by which the last plane, of block scales, is interleaved (cache/layout.py); 0 for none."""
+
+    def interleave_of(self, plane: int) -> int:
+        """Return the tokens by which plane number `plane` is interleaved, 0 for none."""
+        return self.interleave if plane == len(self.planes_PHS) - 1 else 0
 
     @property
     def heads(self) -> int:
@@ -72,6 +78,8 @@ class AttentionBatch:
     """int32, `seq_lens` on the device. A request of 0 stored tokens is padding: its rows of the output are zeros."""
     rows_B: Tensor | None = None
     """int64 rows of the requests in the page tables, for a host tier."""
+    bounds: bool = False
+    """Whether `seq_lens` are bounds."""
 
     @classmethod
     def from_lens(

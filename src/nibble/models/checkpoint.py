@@ -1,37 +1,31 @@
-"""Read checkpoints: weights, for a model that is prepared to serve, and KV scales.
+"""Read checkpoints: weights, for a model that is prepared to serve.
 
 A model is prepared once its tensors are checked: MLA absorbed, rope fixed, linear layers packed or merged.
-
-KV scales are read under every name that the ecosystem gives them, after `layers.<n>.`: ModelOpt
-`self_attn.k_proj.k_scale` / `v_proj.v_scale`; compressed-tensors `self_attn.k_scale` / `v_scale`; also
-`self_attn.attn.*` and `self_attn.qkv_proj.*`; Quark `k_proj.output_scale` / `v_proj.output_scale`; old AutoFP8
-`self_attn.kv_scale`, for both.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from nibble.cache import scales
-from nibble.cache.scales import KVScales, LayerScales, StreamScale
-from nibble.errors import ScaleError, WeightError
-from nibble.formats.base import E2M1_MAX
+from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
-from nibble.models import hook
+from nibble.models import equivalence, hook
+from nibble.models.checkpoint_scales import INDEX, WEIGHTS, has_weights, is_scale
 from nibble.models.hook import adapt
-from nibble.models.hub import first_line, locate, modelopt_entry, quiet, read_json
+from nibble.models.hub import first_line, locate, quiet, read_json
 from nibble.models.linear import merge_and_tune_linears, pack_experts, pack_linears
 from nibble.models.mla import fix_rope, tabulate_rope
-from nibble.models.refusals import architecture_class
+from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
 
 
 def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:
@@ -47,19 +41,23 @@ def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: st
         The model in eval mode, prepared by prepare_model().
 
     Raises:
+        ConfigError: what is replaced is not what the family's own code computes.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
+    _check_files(Path(path))
     try:
+        renaming, others = _text_tensors(config, path)
         with quiet():
-            model, info = (architecture_class(config) or AutoModelForCausalLM).from_pretrained(
+            model, info = model_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
-                attn_implementation=hook.NAME,
+                attn_implementation=text_attention(config, hook.NAME),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # _check_tensors reports them with the other differences
                 trust_remote_code=False,
+                key_mapping=renaming,
             )
     except SafetensorError as error:
         raise WeightError(
@@ -72,23 +70,70 @@ def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: st
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
+    info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     _check_tensors(info, model_spec.model)
-    return prepare_model(model.to(device), model_spec.max_context)
+    return prepare_model(model.to(device), model_spec)
 
 
-def prepare_model(model: nn.Module, max_context: int) -> nn.Module:
-    """Prepare a loaded model for serving, in place, and return it."""
-    # First, because it needs the plain weight of kv_b_proj, which merging and packing replace.
+def _text_tensors(config: PretrainedConfig, path: str) -> tuple[dict[str, str] | None, set[str]]:
+    """Return how tensors are renamed, and those of other towers, where Transformers knows the language model alone."""
+    raw, _ = PretrainedConfig.get_config_dict(path)
+    if nested_text(raw) is None:
+        return None, set()
+    with torch.device("meta"), quiet():
+        model = model_class(config)._from_config(config)
+    table = model.get_input_embeddings().weight
+    embedding = next(name for name, parameter in model.named_parameters() if parameter is table)
+    names = list(_tensor_names(download(path)))
+    renaming = key_mapping(names, embedding)
+    is_text = re.compile("|".join(renaming)).match
+    return renaming, {name for name in names if not is_text(name)}
+
+
+def _tensor_names(folder: Path) -> Iterator[str]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            yield from tensors.keys()
+
+
+def prepare_model(model: nn.Module, model_spec: ModelSpec) -> nn.Module:
+    """Prepare a loaded model for serving, in place, and return it.
+
+    Raises:
+        ConfigError: what is replaced is not what the family's own code computes.
+    """
+    # First, because its own code shall compute with the same frequencies, and tabulate_rope() its tables.
+    fix_rope(model, model_spec.max_context)
+    reference = equivalence.own_outputs(model, model_spec)
+    # Before merging and packing, which replace the plain weight of kv_b_proj.
     adapt(model)
-    # Before tabulate_rope(), which computes its tables with these frequencies.
-    fix_rope(model, max_context)
     if next(model.parameters()).is_cuda:
-        tabulate_rope(model, max_context)
+        tabulate_rope(model, model_spec.max_context)
         merge_and_tune_linears(model)
     else:
         pack_linears(model)
         pack_experts(model)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    equivalence.check(model, model_spec, reference)
+    return model
+
+
+def _check_files(folder: Path) -> None:
+    """Raise WeightError where a local folder lacks weight files."""
+    # A hub model is no folder: its files come as they are loaded.
+    if not folder.is_dir():
+        return
+    if not has_weights(folder):
+        raise WeightError(
+            f"{folder} has no weights: neither *.safetensors nor *.bin beside its config.json; download or save the "
+            "checkpoint again (`nibble plan` needs no weights)"
+        )
+    named = set((read_json(folder / INDEX).get("weight_map") or {}).values())
+    if absent := sorted(name for name in named if not (folder / name).exists()):
+        raise WeightError(
+            f"{folder} lacks {len(absent)} of the {len(named)} weight files that {INDEX} names, {absent[0]} "
+            "among them: the download may be incomplete"
+        )
 
 
 def _check_tensors(info: dict[str, Any], model: str) -> None:
@@ -120,6 +165,35 @@ def _shapes(entry: Any) -> str:
     )
 
 
+def find_broken_weight(folder: Path | None, model: nn.Module, layer: int) -> str | None:
+    """Return `NaN in NAME` of a tensor that can have spoilt a layer's K or V, None where all are finite.
+
+    Args:
+        folder: of the checkpoint, where it is on this machine. Its names are those that users know.
+        model: whose parameters are looked at where the folder has none.
+        layer: where K or V are not finite; what stands nearest before it is looked at first.
+    """
+    paths = sorted(folder.glob(WEIGHTS)) if folder else []
+    files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+    stored: dict[str, Callable[[], Tensor]] = {
+        name: partial(file.get_tensor, name) for file in files for name in list(file.keys())
+    }
+    stored = stored or {name: partial(getattr, weight, "data") for name, weight in model.named_parameters()}
+    for name in sorted(stored, key=lambda name: _distance(name, layer)):
+        weight = stored[name]()
+        # Integers hold packed codes, and FP8 has no test of its own.
+        if weight.is_floating_point() and not (values := weight.float()).isfinite().all():
+            return f"{'NaN' if values.isnan().any() else 'infinity'} in {name}"
+    return None
+
+
+def _distance(name: str, layer: int) -> tuple[int, bool, str]:
+    """Return where a tensor comes in the search: layers downwards, of each first what K and V are made of."""
+    number = re.search(r"\.(\d+)\.", name)
+    steps = layer - int(number[1]) if number else layer + 1
+    return (steps if steps >= 0 else 1 << 20), not re.search(r"attn|attention|input.*norm", name), name
+
+
 def download(model: str) -> Path:
     """Return the local folder of a model's checkpoint; a hub model is downloaded first. Raise WeightError."""
     path = Path(locate(model))
@@ -134,106 +208,3 @@ def download(model: str) -> Path:
         )
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise WeightError(f"cannot fetch {model!r}: {first_line(error)}") from error
-
-
-_ATTENTION = r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
-_SCALE_NAME = re.compile(
-    _ATTENTION + r"(?:(?:attn\.|qkv_proj\.)?(?P<stream>k|v|kv)_scale"
-    r"|(?P<of>k|v)_proj\.(?:attn\.)?(?:(?P=of)_scale|output_scale))$"
-)  # fmt: skip
-_ZERO_POINT = re.compile(_ATTENTION + r"(?:attn\.)?(?:k|v)_zero_point$")
-_QUERY_SCALE = re.compile(_ATTENTION + r"(?:attn\.)?(?:q|prob)_(?:scale|zero_point)$")
-_OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio)")
-"""Layers of other parts of a checkpoint, which count from 0 again."""
-
-_SCALE_LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": E2M1_MAX * scales.E4M3_MAX, "INT8": 127.0}
-"""Limit of the scales (the largest magnitude of the format), by the format that a checkpoint declares."""
-
-
-def is_scale(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is a KV scale, or a scale of queries, which Nibble does not use."""
-    return any(pattern.search(name) for pattern in (_SCALE_NAME, _ZERO_POINT, _QUERY_SCALE))
-
-
-def read_scales(folder: Path) -> KVScales:
-    """Return the scales of a checkpoint folder: of its tensors, else of its kv_scales.json, else none.
-
-    Raises:
-        ScaleError: a scale is malformed.
-        WeightError: a file is broken.
-    """
-    layers: dict[int, dict[str, StreamScale]] = {}
-    limit = _scale_limit(folder)
-    for layer, stream, value in _scale_tensors(folder):
-        entry = layers.setdefault(layer, {})
-        for name in ("k", "v") if stream == "kv" else (stream,):
-            entry[name] = StreamScale(value, limit)
-    bundled = folder / "kv_scales.json"
-    if not layers and bundled.exists():
-        return scales.load(bundled, _num_layers(folder))
-    return KVScales(f"the checkpoint {folder.name}", {n: LayerScales(entry) for n, entry in layers.items()})
-
-
-def _scale_tensors(folder: Path) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
-    """Yield (layer, stream, value) of every scale tensor; no other tensor is read."""
-    # In a fixed order: if two tensors scale one stream, the same one wins on every machine.
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in filter(is_scale, tensors.keys()):
-                    if not _OTHER_PARTS.search(name):
-                        yield from _read_scale(name, tensors)
-        except SafetensorError as error:
-            raise WeightError(
-                f"the weight file {file} is broken or cut short ({error}); download it again"
-            ) from error
-
-
-def _read_scale(name: str, tensors: Any) -> Iterator[tuple[int, str, float | tuple[float, ...]]]:
-    """Yield the scale called `name` if it is one of K or V."""
-    if match := _SCALE_NAME.search(name):
-        # A scalar, [1] or one value per head, however nested.
-        values = tensors.get_tensor(name).flatten().tolist()
-        scalars = tuple(scales.check_scale(value, name) for value in values)
-        if not scalars:
-            raise ScaleError(f"{name} is empty")
-        value = scalars[0] if len(scalars) == 1 else scalars
-        yield int(match["layer"]), match["stream"] or match["of"], value
-    # Zero points that are all zero are common and change nothing.
-    elif _ZERO_POINT.search(name) and tensors.get_tensor(name).any():
-        raise ScaleError(
-            f"{name} is not zero: the checkpoint's KV scales are for values with an offset, which no format "
-            "has"
-        )
-
-
-def _scale_limit(folder: Path) -> float:
-    """Return the limit of the checkpoint's scales: 448 for FP8, 6 * 448 for NVFP4."""
-    quant, algo = read_json(folder / "config.json").get("quantization_config") or {}, "kv_cache_quant_algo"
-    # Checkpoints that declare nothing have FP8 scales: the other kinds always declare theirs.
-    scheme = quant.get("kv_cache_scheme") or quant.get(algo) or modelopt_entry(folder).get(algo) or "FP8"
-    return _SCALE_LIMITS[_declared_format(scheme)]
-
-
-def _declared_format(scheme: Any) -> str:
-    """Return the key of _SCALE_LIMITS that a declaration means; raise ScaleError for others."""
-    # A dict is a scheme of compressed-tensors, which has bits and a type, but no name.
-    if isinstance(scheme, dict):
-        by_bits = {4: "NVFP4", 8: "INT8" if scheme.get("type") == "int" else "FP8"}
-        name = by_bits.get(scheme.get("num_bits", 8), "")
-    else:
-        name = str(scheme).upper()
-    if name not in _SCALE_LIMITS:
-        raise ScaleError(
-            f"the checkpoint declares KV scales for {scheme}, and Nibble reads those for "
-            f"{', '.join(_SCALE_LIMITS)}; measure others with --kv-scales calibrate"
-        )
-    return name
-
-
-def _num_layers(folder: Path) -> int:
-    """Return how many layers the model has, as far as config.json says."""
-    config = read_json(folder / "config.json")
-    count = config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers")
-    # Without a count in the config any layer number must pass.
-    return int(count or 1 << 20)

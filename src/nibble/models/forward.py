@@ -94,7 +94,7 @@ def _logits(model: Any, ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: Ste
     return model(
         input_ids=ids,
         position_ids=positions,
-        attention_mask=attention_mask_for(model, ids),
+        attention_mask=attention_mask_for(model, ids, ctx),
         # Keys and values go to Nibble's pages, so a cache of Transformers would be a second copy.
         use_cache=False,
         # A row of logits is as wide as the vocabulary, so only rows that are sampled are computed.

@@ -7,6 +7,8 @@ Shape suffixes: T tokens, H query heads, G KV heads, D values of a head; a leadi
 
 from __future__ import annotations
 
+import dis
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +30,7 @@ PROBE = "nibble_probe"
 """Name of the same with a mask function that records the rule of each mask, for models/refusals.py."""
 CONTEXT = "nibble_ctx"
 """Keyword of model(...) that carries the StepContext to every layer; a Step that holds it if the model is compiled,
-or an Observer."""
+or an Observer. Also the attribute of a mask that carries it where layers drop keywords."""
 
 HARMLESS = frozenset({
     "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
@@ -67,22 +69,33 @@ def _attend(
     absorbed: AbsorbedProjections | None = getattr(module, ABSORBED, None)
     if absorbed is None:
         call = Call(layer_index(module), query, {"k": key, "v": value}, value.shape[-1], 0, spec, rule)
-        return _output(ctx, call, module), None
+        # As Transformers' own attention functions do: some families look at the output as a view of other sizes.
+        return _output(ctx, call, module, attention_mask).contiguous(), None
     query = absorbed.query(query)
     call = Call(layer_index(module), query, {LATENT: key}, absorbed.rank, absorbed.rope, spec, rule, indices)
-    return absorbed.output(_output(ctx, call, module)), None
+    return absorbed.output(_output(ctx, call, module, attention_mask)), None
 
 
-def _output(ctx: StepContext | Step | Observer | None, call: Call, module: nn.Module) -> Tensor:
+def _output(
+    ctx: StepContext | Step | Observer | None, call: Call, module: nn.Module, mask: Tensor | None
+) -> Tensor:
     """Return attention's output [1, T, H, Dv]."""
+    if ctx is None:
+        ctx = _context_of(mask, module)
     if isinstance(ctx, Observer):
         return ctx.observe(call)
+    return attend(ctx, call)[None]
+
+
+def _context_of(mask: Tensor | None, module: nn.Module) -> StepContext | Step | Observer:
+    """Return the context that came with a mask, see attention_mask_for(); raise ConfigError if there is none."""
+    ctx: StepContext | Step | Observer | None = getattr(mask, CONTEXT, None)
     if ctx is None:
         raise ConfigError(
-            f"{type(module).__name__} was not given {CONTEXT}: the layers of this family do not hand "
-            "keywords on to their attention, so it cannot be served"
+            f"{type(module).__name__} gets neither the keywords nor the mask of the model's call, by which "
+            "Nibble hands its cache to every layer, so this family cannot be served"
         )
-    return attend(ctx, call)[None]
+    return ctx
 
 
 def attend(ctx: StepContext | Step, call: Call) -> Tensor:
@@ -126,10 +139,13 @@ def check_keywords(module: nn.Module, mask: Tensor | None, rest: dict[str, Any])
         mask: the mask it passes, if Transformers built one.
         rest: the remaining keywords.
     """
-    unknown = sorted(name for name, value in rest.items() if name not in HARMLESS and value is not None)
     # HARMLESS has is_causal, but False would let queries see later tokens.
     if rest.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        unknown.append("is_causal=False")
+        raise ConfigError(
+            f"{type(module).__name__} attends with is_causal=False: queries see later tokens, or a mask hides "
+            "those, and a cache of pages never builds masks; this family cannot be served right"
+        )
+    unknown = sorted(name for name, value in rest.items() if name not in HARMLESS and value is not None)
     if mask is not None:
         unknown.append("attention_mask")
     if unknown:
@@ -175,14 +191,19 @@ class Observer:
 _RULE = "nibble_rule"
 
 
-def _note_rule(q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> Tensor:
+def _note_rule(
+    q_length: int, kv_length: int, mask_function: MaskRule, attention_mask: Tensor | None = None, **_: Any
+) -> Tensor:
     """Return an empty mask that remembers the rule it stands for; the signature is Transformers'."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     setattr(mask, _RULE, mask_function)
+    # The mask that the model was called with may carry the context.
+    setattr(mask, CONTEXT, getattr(attention_mask, CONTEXT, None))
     return mask
 
 
-_SPARSE = "nibble_sparse"
+_MASK = "nibble_mask"
+"""Attribute of models that are called with an empty mask: whether it carries the context."""
 
 
 def adapt(model: Any) -> Any:
@@ -200,15 +221,48 @@ def adapt(model: Any) -> Any:
 def adaptations(model: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Return what adapt() would change, as attributes by module, without changing the model."""
     indexers = indexer_replacements(model)
-    return [*absorptions(model), *indexers, *([(model, {_SPARSE: True})] if indexers else [])]
+    carries = any(_drops_keywords(module) for module in model.modules())
+    mask = [(model, {_MASK: carries})] if indexers or carries else []
+    return [*absorptions(model), *indexers, *mask]
 
 
-def attention_mask_for(model: Any, ids: Tensor) -> Tensor | None:
-    """Return the attention mask to call `model` with: None, or an empty one for sparse attention.
+def _drops_keywords(module: nn.Module) -> bool:
+    """Return whether a layer takes keywords and does not read them, so that its attention never gets the context."""
+    if not any(isinstance(getattr(child, "layer_idx", None), int) for child in module.children()):
+        return False
+    code = inspect.unwrap(type(module).forward).__code__
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    keywords = code.co_varnames[arguments]
+    # A newer Python names several variables in one instruction.
+    operands = (x.argval if isinstance(x.argval, tuple) else (x.argval,) for x in dis.get_instructions(code))
+    return not any(keywords in names for names in operands)
 
-    Layers with an indexer cut its mask out of theirs. Transformers passes a mask of four dimensions on unchanged.
+
+def attention_mask_for(model: Any, ids: Tensor, ctx: StepContext | Step | Observer) -> Tensor | None:
+    """Return the attention mask to call `model` with: None, or an empty one, which Transformers passes on unchanged.
+
+    Layers with an indexer cut its mask out of theirs. Where layers drop keywords, the mask carries the context to their
+    attention instead: it belongs to one call of the model, so any number of them may run side by side.
+
+    Args:
+        model: from adapt().
+        ids: its tokens [1, T].
+        ctx: the context of the call.
     """
-    return ids.new_empty(1, 1, 0, 0) if getattr(model, _SPARSE, False) else None
+    carries = getattr(model, _MASK, None)
+    if carries is None:
+        return None
+    mask = ids.new_empty(1, 1, 0, 0)
+    attach_context(model, mask, ctx)
+    return mask
+
+
+def attach_context(model: Any, mask: Tensor, ctx: StepContext | Step | Observer) -> None:
+    """Let `mask` carry the context, if the layers of `model` drop keywords."""
+    if getattr(model, _MASK, False):
+        setattr(mask, CONTEXT, ctx)
 
 
 AttentionInterface.register(NAME, _attend)

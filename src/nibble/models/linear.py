@@ -16,7 +16,6 @@ Shape suffixes: T tokens, K experts of a token, N rows of one expert, H hidden s
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -61,10 +60,23 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         bias: [out].
     """
     if x.numel() > x.shape[-1]:
-        return _onednn_product()(x, packed, bias, "none", [], "")
-    # A single row is summed in another order than one of several, so it is doubled.
-    pair: Tensor = _onednn_product()(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
-    return pair[:1].reshape(*x.shape[:-1], -1)
+        y: Tensor = _onednn_product()(x, packed, bias, "none", [], "")
+    else:
+        # A single row is summed in another order than one of several, so it is doubled.
+        pair = _onednn_product()(x.reshape(1, -1).repeat(2, 1), packed, bias, "none", [], "")
+        y = pair[:1].reshape(*x.shape[:-1], -1)
+    return apart(y) if y.shape[-1] % VECTOR else y
+
+
+def apart(y: Tensor) -> Tensor:
+    """Return the same values with a gap behind each row.
+
+    torch computes an activation function (silu, sigmoid) over whole vectors, and what is left in another way, with
+    other last bits. Over rows without a gap what is left depends on how many there are; with one, a row is by itself.
+    """
+    width = y.shape[-1]
+    spaced = y.new_empty(*y.shape[:-1], VECTOR * (width // VECTOR + 1))[..., :width]
+    return spaced.copy_(y)
 
 
 class PackedLinear(nn.Module):
@@ -114,22 +126,6 @@ class PackedWeight(Tensor):
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.float})
 
 
-def row_multiple(model: nn.Module) -> int:
-    """Return the multiple to which a batch is padded, so that no row depends on the number of rows.
-
-    torch computes the rest after full vectors of an activation function (silu, gelu) in another way, with other last
-    bits, so rows times width should fill the vectors.
-    """
-    output = getattr(model, "lm_head", None)
-    widths = {
-        module.out_features
-        for module in model.modules()
-        if isinstance(module, (nn.Linear, PackedLinear)) and module is not output
-    }
-    # Gates narrower than VECTOR do not count: they would make every step many times larger.
-    return math.lcm(*(VECTOR // math.gcd(width, VECTOR) for width in widths if width >= VECTOR))
-
-
 def pack_linears(model: nn.Module) -> int:
     """Pack the float32 linear layers of a CPU model in place; return their number."""
     if not is_available():
@@ -171,7 +167,7 @@ def pack_experts(model: nn.Module) -> int:
     """Pack the float32 experts of a CPU model in place; return the number of modules with experts."""
     if not is_available():
         return 0
-    modules = [module for module in model.modules() if _has_packable_experts(module)]
+    modules = [module for module in model.modules() if has_packable_experts(module)]
     for module in modules:
         names = [name for name in _EXPERT_WEIGHTS if hasattr(module, name)]
         setattr(module, _PACKED_EXPERTS, {name: _pack_weights(module, name) for name in names})
@@ -179,13 +175,13 @@ def pack_experts(model: nn.Module) -> int:
     return len(modules)
 
 
-def _has_packable_experts(module: Any) -> bool:
+def has_packable_experts(module: Any) -> bool:
     """Return whether Transformers lets our function compute `module`, and its weights can be packed."""
     candidates = [getattr(module, name, None) for name in _EXPERT_WEIGHTS]
     weights = [weight for weight in candidates if isinstance(weight, nn.Parameter)]
     return (
-        # Transformers gives _apply_gate to the classes whose experts a registered function may compute.
-        hasattr(type(module), "_apply_gate")
+        # What Transformers gives to experts that a registered function may compute.
+        hasattr(module, "is_transposed")
         and bool(weights)
         and all(w.dim() == 3 and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)
     )

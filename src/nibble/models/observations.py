@@ -20,8 +20,9 @@ from typing import Any
 import nibble
 from nibble import files
 from nibble.hardware import cache_folder
-from nibble.model_spec import LayerGroup, ModelSpec, Stream
-from nibble.models.hub import MODELOPT_FILE, locate
+from nibble.model_spec import LayerGroup, ModelSpec, StoredWeights, Stream
+from nibble.models.hub import MODELOPT_FILE, cached_folder, locate, require_hub
+from nibble.models.quantization import folder_bytes
 
 FOLDER = "observed"
 CONFIG_FILES = ("config.json", MODELOPT_FILE)
@@ -33,7 +34,12 @@ OBSERVING = ("models/*.py", "attention/*.py", "kernels/types.py", "model_spec.py
 
 
 def observe_model(
-    model: str, dtype: str, max_context: int | None = None, index_topk: int | None = None
+    model: str,
+    dtype: str,
+    max_context: int | None = None,
+    index_topk: int | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> ModelSpec:
     """Return what `model` asks of attention: from the cache folder, or by observing it.
 
@@ -43,6 +49,7 @@ def observe_model(
         dtype: The compute dtype, in which weights are counted.
         max_context: The longest context, None for the model's own.
         index_topk: Tokens that sparse attention looks at, None for the model's own.
+        trust_remote_code: Whether code that comes with it may run. It may change, so it is observed each time.
 
     Raises:
         ConfigError: The model cannot be served, or the context is too long.
@@ -50,17 +57,25 @@ def observe_model(
     """
     folder = Path(locate(model))
     # A name on the hub may mean another version tomorrow.
-    path = _path(folder, dtype, max_context, index_topk) if (folder / "config.json").is_file() else None
+    is_fixed = (folder / "config.json").is_file() and not trust_remote_code
+    path = _path(folder, dtype, max_context, index_topk) if is_fixed else None
     cached = _read(path) if path else None
     if cached is not None:
         # The name is not part of the key: the same files may have several.
         return replace(cached, model=model)
+    if not folder.exists() and cached_folder(model) is None:
+        require_hub(model)
     with _pause_gc():
         # Both import torch and Transformers, which takes seconds.
         from nibble.models.observe import observe
         from nibble.models.refusals import load_config
 
-        model_spec = observe(load_config(model, index_topk), model, dtype, max_context)
+        config = load_config(model, index_topk, planned=True, trust_remote_code=trust_remote_code)
+        model_spec = observe(config, model, dtype, max_context)
+    stored = model_spec.stored_weights
+    if stored and (size := folder_bytes(folder, model_spec.layers)):
+        # What lies in the folder is certain; what follows from the config is an account of it.
+        model_spec = replace(model_spec, stored_weights=replace(stored, bytes=size))
     if path:
         _write(path, model_spec)
     return model_spec
@@ -98,6 +113,9 @@ def _path(folder: Path, dtype: str, max_context: int | None, index_topk: int | N
             content = source.read_bytes()
             digest.update(f"{source.name} {len(content)}".encode())
             digest.update(content)
+    for weights in sorted(folder.glob("*.safetensors")):
+        # Their headers say what quantised weights take, and their contents nothing more.
+        digest.update(f"{weights.name} {weights.stat().st_size}".encode())
     return cache_folder() / FOLDER / f"{digest.hexdigest()[:32]}.json"
 
 
@@ -141,4 +159,5 @@ def _model_spec(facts: dict[str, Any]) -> ModelSpec:
         )
         for group in facts["groups"]
     )
-    return ModelSpec(**{**facts, "groups": groups, "owner": tuple(facts["owner"])})
+    stored = StoredWeights(**facts["stored_weights"]) if facts["stored_weights"] else None
+    return ModelSpec(**{**facts, "groups": groups, "owner": tuple(facts["owner"]), "stored_weights": stored})

@@ -6,23 +6,26 @@ family, with no table of families. What was observed is kept by observations.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
-from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, Stream
+from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
 from nibble.models import hook, refusals
+from nibble.models import quantization as quantized
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
 from nibble.models.mla import context_factor, fix_rope
+from nibble.models.towers import model_class, text_attention
 
-_TOKENS = 8
+_TOKENS = 31
+"""Tokens of a pass: a number that no other size of a model is likely to have."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _specs: dict[tuple[str, str, str, int | None], ModelSpec] = {}
 """What was observed in this process."""
@@ -33,21 +36,15 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     text = config.get_text_config()
     try:
         with torch.device("meta"), quiet():
-            model_class = refusals.architecture_class(config)
-            make = (
-                model_class._from_config
-                if model_class
-                else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
-            )
             # Any dtype serves: nothing is computed, and weights are counted in the compute dtype.
-            model: nn.Module = make(config, attn_implementation=hook.NAME, dtype=torch.bfloat16)
-    except KeyError as error:
-        raise ConfigError(
-            f"{text.model_type} cannot be served: it knows a fixed set of attention implementations, and "
-            f"Nibble's is not among them ({error})"
-        ) from error
+            options = {"attn_implementation": text_attention(config, hook.NAME), "dtype": torch.bfloat16}
+            model: nn.Module = model_class(config)._from_config(config, **options)
     except Exception as error:  # of all kinds: every family checks its config in its own way
-        raise ConfigError(f"{text.model_type} cannot be served: {first_line(error)}") from error
+        if isinstance(error, KeyError) and error.args == (hook.NAME,):
+            reason = "it knows a fixed set of attention implementations, and Nibble's is not among them"
+        else:
+            reason = f"Transformers cannot make a model of this config: {first_line(error)}"
+        raise ConfigError(f"{text.model_type} cannot be served: {reason}") from error
     return adapt(model).eval()
 
 
@@ -70,6 +67,14 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
     return _specs[key]
 
 
+def context_limits(text: PretrainedConfig) -> tuple[int, int]:
+    """Return the tokens that a model takes by itself, and the most that may be asked of it."""
+    limit = int(getattr(text, "max_position_embeddings", None) or 0)
+    # A config that does not say, or says -1 (any), stands for 128K.
+    limit = limit if limit > 0 else 1 << 17
+    return limit, int(limit * context_factor(text))
+
+
 def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
     """Return what the model that skeleton() gave needs of attention; see observe().
 
@@ -84,10 +89,7 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
     """
     config = model.config
     text = config.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", None) or 0)
-    # A config that does not say, or says -1 (any), stands for 128K.
-    limit = limit if limit > 0 else 1 << 17
-    longest = int(limit * context_factor(text))
+    limit, longest = context_limits(text)
     if max_context is not None and max_context > longest:
         raise ConfigError(
             f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
@@ -104,7 +106,29 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         weight_bytes=weights,
+        stored_weights=_stored_weights(model, config),
     )
+
+
+def _stored_weights(model: Any, config: PretrainedConfig) -> StoredWeights | None:
+    """Return what the quantised weights of a checkpoint take; None where they are not quantised."""
+    entry = getattr(config, "quantization_config", None) or {}
+    quantization = quantized.parse(entry if isinstance(entry, dict) else entry.to_dict())
+    if quantization is None:
+        return None
+    size = quantized.stored_bytes(quantization, _parameters(model))
+    return StoredWeights(quantization.method, quantization.kind, size)
+
+
+def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:
+    """Yield the parameters of a model, each once, though some have several names."""
+    counted: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in counted:
+                counted.add(id(parameter))
+                linear = isinstance(module, nn.Linear) and name == "weight"
+                yield quantized.Parameter(path, tuple(parameter.shape), linear)
 
 
 def _run(
@@ -113,10 +137,8 @@ def _run(
     # The skeleton must be what runs, so its frequencies are fixed as at load.
     fix_rope(model, max_context)
     family = text.model_type
-    # The part of the model that reads text.
-    refusals.check_modules(model.get_decoder() if hasattr(model, "get_decoder") else model, family)
     positions = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    with refusals.PositionsWatch(positions) as watch:
+    with refusals.ConvolutionsWatch(model, family), refusals.PositionsWatch(positions) as watch:
         calls = record_calls(model, family, position_ids=positions)
     _check(calls, text)
     watch.check(family)
@@ -124,11 +146,22 @@ def _run(
     model.set_attn_implementation(hook.PROBE)
     # No padding; keeps it from looking for packed rows.
     ones = torch.ones(1, _TOKENS, dtype=torch.bool, device="meta")
-    masked = record_calls(model, family, attention_mask=ones)
-    refusals.check_masks(
-        ((call.layer, call.rule, call.params.window) for call in masked), family, max_context
-    )
-    return _groups(calls), _owners(calls)
+    with refusals.FullMask():
+        masked = record_calls(model, family, attention_mask=ones)
+    chunks = _chunks(text)
+    masks = [(call.rule, call.params.window, chunks.get(call.layer)) for call in masked]
+    refusals.check_masks(masks, family, max_context)
+    # A context of a single chunk is attended over whole.
+    chunks = {layer: chunk for layer, chunk in chunks.items() if chunk < max_context}
+    return _groups(calls, chunks), _owners(calls)
+
+
+def _chunks(text: PretrainedConfig) -> dict[int, int]:
+    """Return the tokens of a chunk by layer, of layers with chunked attention."""
+    kinds = getattr(text, "layer_types", None) or ()
+    return {
+        layer: int(text.attention_chunk_size) for layer, kind in enumerate(kinds) if kind == refusals.CHUNKED
+    }
 
 
 def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list[Call]:
@@ -148,17 +181,17 @@ def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list
     observer = hook.Observer()
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     keep = torch.zeros(1, dtype=torch.long, device="meta")
-    inputs = {"attention_mask": attention_mask_for(model, ids), "logits_to_keep": keep, **inputs}
+    inputs = {"attention_mask": attention_mask_for(model, ids, observer), "logits_to_keep": keep, **inputs}
+    if (mask := inputs["attention_mask"]) is not None:
+        hook.attach_context(model, mask, observer)
     with torch.inference_mode(), refusals.EmptyRouting():
         try:
             out = model(input_ids=ids, use_cache=False, **inputs, **{hook.CONTEXT: observer})
         except NibbleError:
             raise
         except Exception as error:  # whatever foreign code stumbles over, it cannot be served
-            raise ConfigError(
-                f"{family} cannot be served: its forward pass does more than call Transformers' "
-                f"AttentionInterface ({type(error).__name__}: {first_line(error)})"
-            ) from error
+            reason = refusals.failure_reason(model, error)
+            raise ConfigError(f"{family} cannot be served: {reason}") from error
     if out.logits.shape[1] != 1:
         raise ConfigError(f"{family} cannot be served: it cannot compute the logits of chosen tokens only")
     return sorted(observer.calls, key=lambda call: call.layer)
@@ -167,15 +200,23 @@ def record_calls(model: nn.Module, family: str, **inputs: Tensor | None) -> list
 def _check(calls: Sequence[Call], text: PretrainedConfig) -> None:
     """Raise ConfigError unless each layer attends once, over one key and value for each token."""
     family, layers = text.model_type, text.num_hidden_layers
-    attending = [call.layer for call in calls]
-    if without := sorted(set(range(layers)) - set(attending)):
+    counts = Counter(call.layer for call in calls)
+    if not counts:
+        raise ConfigError(f"{family} cannot be served: {refusals.NO_INTERFACE}")
+    layer, count = counts.most_common(1)[0]
+    if count > 1:
         raise ConfigError(
-            f"{family} cannot be served: {len(without)} of its {layers} layers do not attend through "
-            "Transformers' AttentionInterface"
+            f"{family} cannot be served: layer {layer} attends {count} times in one pass; a cache of pages holds one "
+            "key and value of a layer for each token"
         )
-    if attending != list(range(layers)):
+    if without := sorted(set(range(layers)) - set(counts)):
         raise ConfigError(
-            f"{family} cannot be served: its {layers} layers attend {len(attending)} times in one pass"
+            f"{family} cannot be served: {len(without)} of its {layers} layers do not attend to text (layer "
+            f"{without[0]}); a cache of pages holds keys and values of every layer"
+        )
+    if len(counts) > layers:
+        raise ConfigError(
+            f"{family} cannot be served: {len(counts)} layers attend, and its config has {layers}"
         )
     for call in calls:
         queries, stored = call.query.shape[2], {x.shape[2] for x in call.streams.values()}
@@ -195,23 +236,23 @@ def _owners(calls: Sequence[Call]) -> tuple[int, ...]:
     return tuple(first.setdefault(id(next(iter(call.streams.values()))), call.layer) for call in calls)
 
 
-def _groups(calls: Sequence[Call]) -> tuple[LayerGroup, ...]:
+def _groups(calls: Sequence[Call], chunks: Mapping[int, int]) -> tuple[LayerGroup, ...]:
     """Return layers that need the same of attention, together."""
     by_need: dict[LayerGroup, list[int]] = {}
     for call in calls:
-        by_need.setdefault(_need(call), []).append(call.layer)
+        by_need.setdefault(_need(call, chunks.get(call.layer)), []).append(call.layer)
     return tuple(
         replace(need, name=_name(need, i), layers=tuple(layers))
         for i, (need, layers) in enumerate(by_need.items())
     )
 
 
-def _need(call: Call) -> LayerGroup:
+def _need(call: Call, chunk: int | None) -> LayerGroup:
     """Return what one layer needs, without a name and its number."""
     params, streams, top_k = call.params, _streams(call), call.selection.top_k if call.selection else 0
     kind: Kind = "dsa" if top_k else "mla" if streams[0].name == LATENT else "mha"
     heads, sinks = call.query.shape[1], params.sinks_H is not None
-    return LayerGroup("", kind, streams, (), heads, params.window, bool(params.softcap), sinks, top_k)
+    return LayerGroup("", kind, streams, (), heads, params.window, bool(params.softcap), sinks, top_k, chunk)
 
 
 def _streams(call: Call) -> tuple[Stream, ...]:
@@ -224,5 +265,5 @@ def _streams(call: Call) -> tuple[Stream, ...]:
 
 
 def _name(group: LayerGroup, index: int) -> str:
-    kind = "sparse" if group.top_k else "full" if group.window is None else "sliding"
+    kind = "sparse" if group.top_k else "chunked" if group.chunk else "sliding" if group.window else "full"
     return f"{kind}{index or ''}"

@@ -11,26 +11,35 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import nibble
 from nibble.config import SamplingParams
-from nibble.engine.tokenizer import Tokenizer
+from nibble.engine.request import truncated
+from nibble.engine.tokenizer import Detokenizer, Tokenizer
 from nibble.errors import PromptTooLong, RequestError
+from nibble.models.generation_config import SamplingDefaults
 from nibble.server import chat_format, middleware, protocol, streaming
 from nibble.server.engine_client import EngineClient, EngineDiedError, State
+from nibble.server.messages_api import CountTokensRequest, MessagesRequest
+from nibble.server.messages_writer import MessagesWriter
 from nibble.server.metrics import Metrics, RequestTimer, cache_view, fidelity_warning
-from nibble.server.responses import ChatWriter, Choice, TextWriter, Writer
+from nibble.server.responses_api import ResponsesRequest
+from nibble.server.responses_writer import ResponsesWriter, common_fields
 from nibble.server.settings import PRIORITY, Settings
-from nibble.server.tracing import RequestLogMiddleware, Sink, access_log, http_log_of
+from nibble.server.tracing import ID_HEADER, RequestLogMiddleware, Sink, access_log, http_log_of
 from nibble.server.worker import GenerationRequest, Ready
+from nibble.server.writers import ChatWriter, Chunk, Echo, TextWriter, Writer, text_offsets
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread."""
 MAX_ANSWER = 1 << 20
 """Tokens of an answer whose request names no bound."""
-Choices = AsyncGenerator[list[Choice]]
-"""Choices of chunks, those that came together in one list."""
+Parsers = Callable[[], streaming.Parser]
+"""Returns a parser of one answer."""
+Chunks = AsyncGenerator[list[Chunk]]
+"""Chunks of a stream, those that came together in one list."""
 
 
 class Api:
@@ -45,6 +54,8 @@ class Api:
 
     def __init__(self, client: EngineClient, tokens: Tokenizer | None, name: str, settings: Settings) -> None:
         self.client, self._tokens, self.name, self.settings = client, tokens, name, settings
+        self.names = tuple(dict.fromkeys((name, *settings.served_model_name)))
+        """What requests may call the model."""
         self.limiter = streaming.AdmissionLimiter(settings.max_queue, settings.wait_when_full)
         self.metrics_registry = Metrics(client, name)
         self.chat_format = chat_format.ChatFormat(tokens, settings.tool_format, settings.reasoning_parser)
@@ -59,17 +70,18 @@ class Api:
         return self._tokens
 
     async def models(self) -> dict[str, Any]:
-        """Return the list of models, which has one entry."""
+        """Return the list of models: one, with an entry for each of its names."""
         ready = self.client.ready
-        entry = {"id": self.name, "object": "model", "created": self._created, "owned_by": "nibble"}
+        entry = {"object": "model", "created": self._created, "owned_by": "nibble"}
         sizes = {"max_model_len": ready and ready.max_context, "vocab_size": ready and ready.vocab_size}
-        return {"object": "list", "data": [entry | sizes]}
+        defaults = {"default_sampling_params": dict(self._sampling_defaults().values)}
+        return {"object": "list", "data": [{"id": name} | entry | sizes | defaults for name in self.names]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Return the model's entry in the list."""
         self._check_model(name)
         entry: dict[str, Any] = (await self.models())["data"][0]
-        return entry
+        return entry | {"id": name}
 
     async def plan(self) -> dict[str, Any]:
         """Return the formats, backends and memory that the engine runs with."""
@@ -77,6 +89,8 @@ class Api:
 
     async def cache(self) -> dict[str, Any]:
         """Return how the KV cache is filled."""
+        if self.client.state is not State.READY:
+            raise EngineDiedError(f"the engine is {self.client.state}: there is no cache at the moment")
         return cache_view(self.client.stats, self._ready().about)
 
     async def health(self) -> JSONResponse:
@@ -90,6 +104,19 @@ class Api:
             body[name] = int(stats.get(key, 0))
         return JSONResponse(body, 200 if state is State.READY else 503)
 
+    async def version(self) -> dict[str, str]:
+        """Return Nibble's version."""
+        return {"version": nibble.__version__}
+
+    async def load(self) -> dict[str, int]:
+        """Return how many requests are open, as load balancers ask for it."""
+        return {"server_load": self.limiter.num_open}
+
+    async def reset_prefix_cache(self) -> dict[str, str]:
+        """Forget all prefixes. Requests that run keep their pages."""
+        await self.client.reset_prefix_cache()
+        return {"status": "reset"}
+
     async def live(self) -> dict[str, str]:
         """Return that the server answers; the engine may not."""
         return {"status": "live"}
@@ -102,11 +129,15 @@ class Api:
     async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or of a conversation."""
         if body.prompt is not None:
-            ids = await self._encode(body.prompt)
+            ids = await self._encode(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
             ids = await self._encode_chat(body.messages or ())
         ready = self.client.ready
         return {"tokens": ids, "count": len(ids), "max_model_len": ready and ready.max_context}
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Return the names of special tokens, and the chat template, for clients that tokenise here."""
+        return self.tokens.info()
 
     async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
         """Return the text of tokens."""
@@ -120,26 +151,110 @@ class Api:
         """Continue texts."""
         self._start(request, body, "text_completion")
         prompts = body.prompts()
-        ids = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        longest = max(map(len, ids))
+        ids = [await self._encode_prompt(prompt, body) for prompt in prompts]
+        longest, num_tokens = max(map(len, ids)), sum(map(len, ids))
         self._check_length(longest)
-        params = body.params(body.max_tokens or self._max_answer(longest), body.logprobs)
-        texts = [p if isinstance(p, str) else self.tokens.decode(p) for p in prompts] if body.echo else []
-        echoes = [text for text in texts for _ in range(params.n)]
-        logprobs, collect = body.logprobs is not None, not body.stream
-        writer = TextWriter(self.name, self._token_text, sum(map(len, ids)), logprobs, collect, echoes)
+        max_tokens = self._max_answer(longest) if body.max_tokens is None else body.max_tokens
+        params = body.params(max_tokens, body.logprobs, self._sampling_defaults())
+        _check_prompt_logprobs(params, num_tokens)
+        writer = TextWriter(
+            self.name,
+            num_tokens,
+            self._token_text,
+            body.logprobs is not None,
+            not body.stream,
+            body.stream_options,
+            echoes=await asyncio.to_thread(self._echoes, body, prompts, ids) if body.echo else (),
+            answers=params.n,
+            top_prompt_logprobs=body.prompt_logprobs,
+        )
         return await self._answer(request, body, writer, ids, params)
+
+    def _echoes(
+        self, body: protocol.CompletionRequest, prompts: Sequence[str | list[int]], ids: Sequence[list[int]]
+    ) -> list[Echo]:
+        """Return what is sent back of prompts."""
+        is_cut = body.truncate_prompt_tokens is not None
+        texts = [
+            prompt if isinstance(prompt, str) and not is_cut else self.tokens.decode(tokens)
+            for prompt, tokens in zip(prompts, ids, strict=True)
+        ]
+        if body.logprobs is None:
+            return [Echo(text) for text in texts]
+        return [self._echo(text, one, body.logprobs) for text, one in zip(texts, ids, strict=True)]
+
+    def _echo(self, text: str, ids: Sequence[int], top: int) -> Echo:
+        """Return a prompt with its tokens' places."""
+        detokenizer = Detokenizer(self.tokens)
+        pieces = [detokenizer.add((token,)) for token in ids]
+        marks = ["" if piece else self._token_text([token]) for piece, token in zip(pieces, ids, strict=True)]
+        return Echo(text, ids, list(text_offsets(text, pieces, marks)), top)
 
     async def chat(self, request: Request, body: protocol.ChatRequest) -> Response:
         """Answer a conversation."""
         self._start(request, body, "chat")
-        ids = await self._encode_chat(body.messages, body.callable_tools(), **body.chat_template_kwargs or {})
-        answer_format = self.chat_format.answer_format(body, ids)
+
+        def write(prompt_tokens: int, new_parser: Parsers, params: SamplingParams) -> Writer:
+            return ChatWriter(
+                self.name,
+                prompt_tokens,
+                self._token_text,
+                body.logprobs,
+                not body.stream,
+                body.stream_options,
+                new_parser,
+                answers=params.n,
+                top_prompt_logprobs=body.prompt_logprobs,
+            )
+
+        return await self._converse(request, body, write)
+
+    async def responses(self, request: Request, body: ResponsesRequest) -> Response:
+        """Answer a conversation, in the newer of OpenAI's APIs."""
+        self._start(request, body, "chat")
+        chat = body.chat()
+
+        def write(prompt_tokens: int, new_parser: Parsers, params: SamplingParams) -> Writer:
+            common, names = common_fields(body, params), body.tool_names()
+            return ResponsesWriter(self.name, prompt_tokens, new_parser(), self._num_tokens, common, names)
+
+        return await self._converse(request, chat, write)
+
+    async def messages(self, request: Request, body: MessagesRequest) -> Response:
+        """Answer a conversation, in Anthropic's API."""
+        self._start(request, body, "chat")
+
+        def write(prompt_tokens: int, new_parser: Parsers, _: SamplingParams) -> Writer:
+            return MessagesWriter(self.name, prompt_tokens, new_parser(), self._num_tokens, body.max_tokens)
+
+        return await self._converse(request, body.chat(), write)
+
+    async def count_tokens(self, body: CountTokensRequest) -> dict[str, int]:
+        """Return how many tokens a conversation has, in Anthropic's API."""
+        self._check_model(body.model)
+        return {"input_tokens": len(await self._encode_request(body.chat()))}
+
+    async def _converse(
+        self,
+        request: Request,
+        body: protocol.ChatRequest,
+        write: Callable[[int, Parsers, SamplingParams], Writer],
+    ) -> Response:
+        """Answer a conversation.
+
+        Args:
+            request: of HTTP.
+            body: the conversation; requests of other APIs have become one.
+            write: returns the writer, given the prompt's tokens, what makes parsers of answers, and how to sample.
+        """
+        ids = await self._encode_request(body)
+        continued = body.messages[-1].plain()["content"] if body.continue_final_message else None
+        answer_format = self.chat_format.answer_format(body, ids, continued)
         max_tokens = body.max_completion_tokens or body.max_tokens or self._max_answer(len(ids))
-        params = answer_format.params(body.params(max_tokens, body.num_logprobs()))
+        params = answer_format.params(body.params(max_tokens, body.num_logprobs(), self._sampling_defaults()))
+        _check_prompt_logprobs(params, len(ids))
         # Arguments of calls come as they grow where somebody reads along.
-        parser = answer_format.parsers(eager=body.stream)
-        writer = ChatWriter(self.name, self._token_text, len(ids), body.logprobs, not body.stream, parser)
+        writer = write(len(ids), answer_format.parsers(eager=body.stream), params)
         return await self._answer(request, body, writer, [ids], params)
 
     def _ready(self) -> Ready:
@@ -147,30 +262,74 @@ class Api:
             raise EngineDiedError("the engine has not started yet")
         return self.client.ready
 
-    async def _encode(self, text: str) -> list[int]:
-        return await self._tokenize(len(text), partial(self.tokens.encode, text))
+    def _sampling_defaults(self) -> SamplingDefaults:
+        # Without an engine nothing is answered, so that nobody gets the other defaults.
+        return self.client.ready.sampling_defaults if self.client.ready else SamplingDefaults()
+
+    async def _encode(self, text: str, *, is_cut: bool = False, **options: Any) -> list[int]:
+        return await self._tokenize(len(text), partial(self.tokens.encode, text, **options), is_cut)
+
+    async def _encode_prompt(self, prompt: str | list[int], body: protocol.CompletionRequest) -> list[int]:
+        """Return what is kept of a prompt, as tokens."""
+        is_cut = body.truncate_prompt_tokens is not None
+        ids = await self._encode(prompt, is_cut=is_cut) if isinstance(prompt, str) else prompt
+        return self._truncated(ids, body, body.max_tokens)
+
+    def _truncated(self, ids: list[int], body: protocol.Sampling, max_tokens: int | None) -> list[int]:
+        limit = self.client.ready.max_context if self.client.ready else len(ids)
+        room = limit - (1 if max_tokens is None else max_tokens)
+        return list(truncated(ids, body.truncate_prompt_tokens, room))
 
     async def _encode_chat(
-        self, messages: Sequence[protocol.Message], tools: Sequence[protocol.Tool] = (), **kwargs: Any
+        self,
+        messages: Sequence[protocol.Message],
+        tools: Sequence[protocol.Tool] = (),
+        *,
+        is_cut: bool = False,
+        **kwargs: Any,
     ) -> list[int]:
-        """Return a conversation's tokens; kwargs: for the chat template."""
+        """Return a conversation's tokens.
+
+        Args:
+            messages: its turns.
+            tools: that may be called.
+            is_cut: whether only the end of it will be kept, so that it may be too long.
+            kwargs: for the chat template.
+        """
+        if media := next(filter(None, (message.media() for message in messages)), None):
+            raise RequestError(f"{media} not served: {self.name} is served for text")
         # Templates differ in whether they take a call's arguments as an object or as its text.
-        as_text = chat_format.arguments_as_text(self.tokens.chat_template)
+        self.tokens  # noqa: B018 (raises where there is none)
+        as_text = self.chat_format.takes_arguments_as_text
         turns = [chat_format.message_for_template(message.plain(), as_text=as_text) for message in messages]
         tool_list = chat_format.tools_for_template(tools)
         size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(tool_list or []))
-        return await self._tokenize(size, partial(self.tokens.chat, turns, tool_list, **kwargs))
+        return await self._tokenize(
+            size, partial(self.chat_format.encode, turns, tool_list, **kwargs), is_cut
+        )
 
-    async def _tokenize(self, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def _encode_request(self, body: protocol.ChatRequest) -> list[int]:
+        """Return what is kept of a conversation, as tokens."""
+        is_cut, kwargs = body.truncate_prompt_tokens is not None, body.template_kwargs()
+        ids = await self._encode_chat(body.messages, body.callable_tools(), is_cut=is_cut, **kwargs)
+        return self._truncated(ids, body, body.max_completion_tokens or body.max_tokens)
+
+    async def _tokenize(
+        self, num_characters: int, encode: Callable[[], list[int]], is_cut: bool
+    ) -> list[int]:
         # No token has more characters than the longest, so this is a lower bound.
-        self._check_length(num_characters // self.tokens.longest)
+        if not is_cut:
+            self._check_length(num_characters // self.tokens.longest)
         return await asyncio.to_thread(encode) if num_characters > LONG_TEXT else encode()
 
     def _token_text(self, ids: Sequence[int]) -> str:
         # Special tokens too: the end of an answer may be among the likeliest tokens.
         return self._tokens.decode(ids, None) if self._tokens else ""
 
-    def _start(self, request: Request, body: protocol.Sampling, operation: str) -> None:
+    def _num_tokens(self, text: str) -> int:
+        return len(self.tokens.encode(text, add_special_tokens=False))
+
+    def _start(self, request: Request, body: protocol.GenerationFields, operation: str) -> None:
         """Note what the request is about; raises RequestError for another model, or a priority without effect."""
         self._check_model(body.model)
         http_log = http_log_of(request.scope)
@@ -181,8 +340,8 @@ class Api:
                 "priorities are not honoured here; start the server with --scheduling priority"
             )
 
-    def _check_model(self, name: str) -> None:
-        if name != self.name:
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
             message = f"the model {name!r} is not served here; {self.name!r} is"
             raise RequestError(message, 404, "model_not_found")
 
@@ -214,19 +373,19 @@ class Api:
         http_log = http_log_of(request.scope)
         start = self.metrics_registry.start_request
         http_log.timers = timers = [start(len(prompt), params.n) for prompt in prompts]
-        writer.id = http_log.response_id = f"{writer.prefix}-{http_log.id}"
-        choices = self._choices(writer, requests, timers, min(deadlines, default=None))
-        response = self._stream(writer, choices, body) if body.stream else self._collect(writer, choices)
+        writer.id = http_log.response_id = f"{writer.prefix}{http_log.id}"
+        chunks = self._chunks(writer, requests, timers, min(deadlines, default=None))
+        response = self._stream(writer, chunks) if body.stream else self._collect(writer, chunks)
         return await streaming.cancel_on_disconnect(request, response)
 
-    async def _choices(
+    async def _chunks(
         self,
         writer: Writer,
         requests: Sequence[GenerationRequest],
         timers: Sequence[RequestTimer],
         deadline: float | None,
-    ) -> Choices:
-        """Yield choices as they come. deadline: by the loop's clock, for all that the requests wait too."""
+    ) -> Chunks:
+        """Yield chunks as they come. deadline: by the loop's clock, for all that the requests wait too."""
         # All prompts of a request have the same parameters.
         params = requests[0].params
         if params.grammar is not None and self.client.ready:
@@ -241,47 +400,57 @@ class Api:
                 async for i, pieces in stream:
                     cached[i] = pieces[-1].cached
                     writer.cached = sum(cached.values())
-                    choices = []
+                    chunks: list[Chunk] = []
                     for delta in (piece.delta for piece in pieces):
                         # The engine could not go on with its answer.
                         if delta.error:
                             raise RequestError(delta.error, delta.status)
-                        choices.append(writer.take(i * params.n + delta.index, delta))
-                    if visible := [choice for choice in choices if choice is not None]:
-                        yield visible
+                        take = partial(writer.take, i * params.n + delta.index, delta)
+                        # A long prompt has very many of them, which must not hold up other requests.
+                        chunks += await asyncio.to_thread(take) if delta.prompt_logprobs else take()
+                    if chunks:
+                        yield chunks
 
-    async def _collect(self, writer: Writer, choices: Choices) -> Response:
-        async with aclosing(choices):
-            async for _ in choices:
+    async def _collect(self, writer: Writer, chunks: Chunks) -> Response:
+        async with aclosing(chunks):
+            async for _ in chunks:
                 pass
+        if writer.prompt_logprobs:
+            return await asyncio.to_thread(lambda: JSONResponse(writer.body()))
         return JSONResponse(writer.body())
 
-    async def _stream(self, writer: Writer, choices: Choices, body: protocol.Sampling) -> Response:
+    async def _stream(self, writer: Writer, chunks: Chunks) -> Response:
         # The first piece is awaited, so that a request that cannot be served gets a status and no stream.
         try:
-            first: list[Choice] = await anext(choices, [])
+            first: list[Chunk] = await anext(chunks, [])
         except BaseException:
-            await choices.aclose()
+            await chunks.aclose()
             raise
-        options = body.stream_options or protocol.StreamOptions()
-        usage = writer.usage if options.continuous_usage_stats else None
-        null_usage = {"usage": None} if options.include_usage and not usage else {}
-        events = streaming.Events(writer.chunk_fields() | null_usage, usage)
 
         async def encoded() -> AsyncGenerator[bytes]:
-            async with aclosing(choices):
+            async with aclosing(chunks):
                 try:
-                    yield events.encode(first)
-                    async for more in choices:
-                        yield events.encode(more)
-                    if options.include_usage:
-                        yield streaming.encode_event(writer.usage_chunk())
+                    yield writer.start() + writer.encode(first)
+                    async for more in chunks:
+                        yield writer.encode(more)
+                    yield writer.finish()
                 except Exception as error:
                     # The status has been sent, so the stream has the error.
-                    yield b"data: " + bytes(middleware.response_of(error).body) + b"\n\n"
-                yield b"data: [DONE]\n\n"
+                    yield writer.fail(error)
 
         return StreamingResponse(encoded(), media_type="text/event-stream")
+
+
+def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    """Raise RequestError where log-probabilities of prompts would be too many for one answer."""
+    if params.prompt_logprobs is None:
+        return
+    count, limit = num_tokens * (1 + params.prompt_logprobs) * params.n, protocol.MAX_PROMPT_LOGPROBS
+    if count > limit:
+        raise RequestError(
+            f"{count} log-probabilities of prompts are more than the {limit} of one answer: "
+            "ask for fewer alternatives, or send fewer prompts"
+        )
 
 
 def _content(media_type: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -318,14 +487,26 @@ def make_app(
     app = FastAPI(title="Nibble", version=nibble.__version__, docs_url=None, redoc_url=None, responses=errors)
     app.state.api = api
     _add_routes(app, api)
-    app.openapi = partial(openapi_document, app, name)  # type: ignore[method-assign]
+    app.openapi = partial(openapi_document, app, api.names, settings.root_path)  # type: ignore[method-assign]
     middleware.install_handlers(app)
     # The middleware that is added last is the outermost: a refused request is logged too.
     if settings.api_key:
         app.add_middleware(middleware.KeyGuard, key=settings.api_key)
     app.add_middleware(middleware.BodyLimit, limit=settings.body_bytes)
+    if settings.allowed_origins:
+        # Outside of the key's guard: a browser sends no key with the question whether it may.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods or ("*",),
+            allow_headers=settings.allowed_headers or ("*",),
+            allow_credentials=settings.allow_credentials,
+            expose_headers=(ID_HEADER.decode(), "Retry-After"),
+        )
     log = partial(access_log, texts=settings.log_requests)
     app.add_middleware(RequestLogMiddleware, sinks=[api.metrics_registry.count_http, log, *sinks])
+    if settings.root_path:
+        app.add_middleware(middleware.RootPath, prefix=settings.root_path)
     return app
 
 
@@ -340,21 +521,39 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     app.get("/health", responses=HEALTH_RESPONSES)(api.health)
     app.get("/health/ready", responses=HEALTH_RESPONSES)(api.health)
     app.get("/health/live", responses=HEALTH_RESPONSES)(api.live)
+    for add_route in (app.get, app.post):
+        add_route("/ping", responses=HEALTH_RESPONSES)(api.health)
+    app.get("/version", responses=GET_ERRORS)(api.version)
+    app.get("/load", responses=GET_ERRORS)(api.load)
+    app.post("/reset_prefix_cache", responses=GET_ERRORS)(api.reset_prefix_cache)
     app.post("/tokenize", responses=POST_ERRORS)(api.tokenize)
+    app.get("/tokenizer_info", responses=GET_ERRORS)(api.tokenizer_info)
     app.post("/detokenize", responses=POST_ERRORS)(api.detokenize)
     app.post("/v1/completions", responses=STREAM_RESPONSES)(api.completions)
     app.post("/v1/chat/completions", responses=STREAM_RESPONSES)(api.chat)
+    app.post("/v1/responses", responses=STREAM_RESPONSES)(api.responses)
+    app.post("/v1/messages", responses=STREAM_RESPONSES)(api.messages)
+    app.post("/v1/messages/count_tokens", responses=POST_ERRORS)(api.count_tokens)
 
 
-def openapi_document(app: FastAPI, name: str) -> dict[str, Any]:
-    """Return the OpenAPI document. name: the model's, the only one that requests may have."""
+def openapi_document(app: FastAPI, names: Sequence[str], root_path: str) -> dict[str, Any]:
+    """Return the OpenAPI document.
+
+    Args:
+        app: the application.
+        names: of the model, the only ones that requests may have.
+        root_path: of all paths.
+    """
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
-        if schema.get("properties", {}).get("model", {}).get("type") == "string":
-            schema["properties"]["model"]["enum"] = [name]
+        if model := schema.get("properties", {}).get("model"):
+            names_or_null = [*names, *[None] * ("anyOf" in model)]
+            schema["properties"]["model"] = {"title": "Model", "enum": names_or_null}
+    if root_path:
+        document["servers"] = [{"url": root_path}]
     # Malformed bodies are answered with 400, never with FastAPI's 422.
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

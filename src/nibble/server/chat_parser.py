@@ -92,8 +92,15 @@ class ReasoningFormat:
     always: bool = False
     """It stands first in every answer, even without its start."""
 
-    def starts_in(self, prompt: str) -> bool:
-        """Return whether an answer to this prompt (its end is enough) begins inside the reasoning."""
+    def starts_in(self, prompt: str, continued: str | None = None) -> bool:
+        """Return whether an answer begins inside the reasoning.
+
+        Args:
+            prompt: what stands before it; its end is enough.
+            continued: the message that it goes on with, if there is one.
+        """
+        if continued is not None:
+            return continued.rfind(self.start) > continued.rfind(self.end)
         tail = prompt.rstrip()
         return tail.endswith(self.start) or (self.always and not tail.endswith(self.end))
 

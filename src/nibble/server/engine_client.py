@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
@@ -35,6 +35,7 @@ STOP_S = 5.0
 """Given to a process to end by itself."""
 log = logging.getLogger("nibble.server")
 PROCESS_ENDED = "the engine's process ended; this request is lost"
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class State(StrEnum):
@@ -88,6 +89,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Let the engine forget all prefixes. Raises EngineDiedError."""
+        ...
+
 
 class OutputQueue:
     """Pieces that have not been fetched yet: those of one answer are joined, so a slow reader costs little memory."""
@@ -130,6 +135,7 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
     return replace(last, delta=delta, marks=tuple(chain.from_iterable(piece.marks for piece in pieces)))
 
@@ -146,6 +152,7 @@ class ProcessClient:
     def __init__(self, config: Config, *, restart: bool = True, log_format: str = "text") -> None:
         self._config, self._restart, self._log_format = config, restart, log_format
         self._open: dict[int, OutputQueue] = {}
+        self._resets: dict[int, asyncio.Future[None]] = {}
         self._ids = count(1)
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
@@ -159,7 +166,9 @@ class ProcessClient:
         self.ready: wire.Ready | None = None
         self.stats: Mapping[str, float] = {}
         self.restarts = 0
-        self._ending = asyncio.Event()
+        self._has_served = False
+        """Whether the process of now came to serve."""
+        self._ending, self._refusing = asyncio.Event(), False
 
     async def start(self) -> None:
         """Start the process, and wait until it serves; raises EngineDiedError where it cannot."""
@@ -185,10 +194,16 @@ class ProcessClient:
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
+    def end_requests(self) -> int:
+        """End open requests with an error, and refuse those that follow; return how many were open."""
+        self._refusing = True
+        for queue in self._open.values():
+            queue.fail(EngineDiedError(SHUTTING_DOWN))
+        return len(self._open)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
         """Yield the pieces of the answers as they come; see EngineClient."""
-        if self.state is not State.READY:
-            raise EngineDiedError(f"the engine is {self.state}; try again in a while")
+        self._check_ready()
         number, queue = next(self._ids), OutputQueue()
         self._open[number] = queue
         num_open = request.params.n
@@ -204,12 +219,31 @@ class ProcessClient:
                 with suppress(EngineDiedError):
                     await self._send(wire.Abort(number))
 
+    async def reset_prefix_cache(self) -> None:
+        """Let the engine forget all prefixes; see EngineClient."""
+        self._check_ready()
+        number = next(self._ids)
+        done = self._resets[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(wire.ResetPrefixCache(number))
+            await done
+        finally:
+            del self._resets[number]
+
+    def _check_ready(self) -> None:
+        if self._refusing:
+            raise EngineDiedError(SHUTTING_DOWN)
+        if self.state is not State.READY:
+            raise EngineDiedError(f"the engine is {self.state}; try again in a while")
+
     async def _send(self, command: wire.Command) -> None:
         assert self._socket
         try:
             # Without a process at the other end, send() would wait until the socket is closed.
             await self._socket.send(wire.encode(command), zmq.NOBLOCK)
         except zmq.ZMQError:
+            # Nobody is at the other end, though the system has not said yet that the process ended.
+            self.state = State.STARTING
             raise EngineDiedError(PROCESS_ENDED) from None
 
     async def _supervise(self) -> None:
@@ -221,6 +255,9 @@ class ProcessClient:
             error = EngineDiedError(PROCESS_ENDED)
             for queue in self._open.values():
                 queue.fail(error)
+            for done in self._resets.values():
+                if not done.done():
+                    done.set_exception(error)
             # A config that cannot start at first will not start later.
             never_served = generation == 0 and not served
             if never_served or not self._restart or self._ending.is_set():
@@ -241,6 +278,7 @@ class ProcessClient:
         # No bound: the server's limit of open requests is one.
         socket.linger = socket.sndhwm = 0
         socket.bind(address)
+        self._has_served = False
         process = self._process = await self._spawn(address)
         listener = asyncio.create_task(self._listen(socket, process))
         try:
@@ -249,10 +287,12 @@ class ProcessClient:
             process.stdin.write(json.dumps(values).encode())
             process.stdin.close()
             await process.wait()
+            # From now on, before anything is waited for: /health must not say that this engine serves.
+            self.state = State.STARTING
             # The listener may still have the last messages to read.
             await asyncio.sleep(0)
             log_event("engine ended", code=process.returncode, open_requests=len(self._open))
-            return self.state is State.READY
+            return self._has_served
         finally:
             listener.cancel()
             with suppress(asyncio.CancelledError):
@@ -292,15 +332,22 @@ class ProcessClient:
         elif isinstance(event, wire.Refused):
             if refused_queue := self._open.get(event.id):
                 refused_queue.fail(RequestError(event.error, event.status, event.code))
+        elif isinstance(event, wire.PrefixCacheReset):
+            if (done := self._resets.get(event.id)) and not done.done():
+                done.set_result(None)
         elif isinstance(event, wire.Stats):
             self.stats = event.numbers
         elif isinstance(event, wire.Ready):
             self.ready = event
             log_event("engine ready", **plan_summary(event.about))
+            defaults = event.sampling_defaults
+            facts: dict[str, Any] = {"source": defaults.source or "none", **defaults.values}
+            log_event("sampling defaults", **facts)
             for warning in event.about.get("warnings", ()):
                 log_event("engine note", logging.WARNING, note=warning)
             for cost in decode_costs(event.about):
                 log_event("decode is staged", logging.WARNING, **cost)
+            self._has_served = True
             await self._set_state(State.READY)
         elif isinstance(event, wire.Failed):
             self._failure = event

@@ -81,6 +81,7 @@ def plan_summary(about: Mapping[str, Any]) -> dict[str, Any]:
         "cache_tokens": budget.get("tokens"),
         "bytes_per_token": about.get("bytes_per_token"),
         "startup_s": round(sum(about.get("startup", {}).values()), 2),
+        "note": about.get("kv_scales"),
     }
 
 

@@ -1,16 +1,19 @@
 """What stands before and around the routes: errors in OpenAI's shape, guards, and the files of the status page.
 
-Guards are of the size and time of bodies, how they are read, the key, and silent connections. BodyLimit and KeyGuard
-are plain ASGI, so that a stream is never buffered.
+Guards are of the size and time of bodies, how they are read, the key, and silent connections. BodyLimit, KeyGuard and
+RootPath are plain ASGI, so that a stream is never buffered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nibble.errors import NibbleError, RequestError
+from nibble.server.tracing import SCOPE_KEY, HttpLog
 
 log = logging.getLogger("nibble.server")
 KINDS = {
@@ -38,6 +42,16 @@ KINDS = {
 }
 CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: "rate_limit_exceeded"}
 """Codes of errors that have none of their own, by status; clients expect a text or null."""
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors, by status."""
+MESSAGES_PATH = "/v1/messages"
 RETRY_AFTER = {429: "1", 503: "2"}
 """Seconds until a client may try again, by status."""
 DESCRIPTIONS = {
@@ -75,9 +89,64 @@ def describe_errors(*statuses: int) -> Responses:
     return {status: {"model": Error, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
+class ErrorResponse(JSONResponse):
+    """An error as a response: in OpenAI's shape, and below /v1/messages in Anthropic's.
+
+    It notes its cause in the request's log as it is sent.
+
+    Args:
+        error: what is told.
+        status: of HTTP.
+        headers: of the response.
+        cause: what is logged of it.
+    """
+
+    def __init__(self, error: ErrorDetail, status: int, headers: dict[str, str], cause: str) -> None:
+        self.error, self.cause = error, cause
+        super().__init__({"error": error.model_dump()}, status, headers)
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the body in Anthropic's shape."""
+        kind = ANTHROPIC_KINDS.get(self.status_code)
+        kind = kind or ("invalid_request_error" if self.status_code < 500 else "api_error")
+        details = {"details": {"error_code": self.error.code}} if self.error.code else {}
+        return {"type": "error", "error": {"type": kind, "message": self.error.message, **details}}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the error as the clients of the path read it: guards answer too, before any route is known."""
+        note: HttpLog | None = scope.get(SCOPE_KEY)
+        if note:
+            note.error = self.cause
+        if scope["path"].removeprefix(scope.get("root_path", "")).startswith(MESSAGES_PATH):
+            self.body = self.render(self.anthropic())
+            self.headers["Content-Length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+QUOTED = re.compile(r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL)
+"""What Python's repr() makes of a text, also within lists."""
+FIELD = re.compile(r"[A-Za-z0-9_.]{1,80}")
+
+
+def cause_of(message: str, field: str | None = None) -> str:
+    """Return what may be logged of an error's message: its first clause, without what it quotes of the request.
+
+    Messages quote values by repr(), and what other packages say follows a colon or stands in brackets.
+
+    Args:
+        message: of the error.
+        field: what is wrong; a name that is not of the API's kind may be anything.
+    """
+    # Quoted first: a quoted text may have a colon.
+    clause = QUOTED.sub("...", message).partition(": ")[0].partition(" (")[0]
+    if not field:
+        return clause
+    return f"{field if FIELD.fullmatch(field) else 'a field'}: {clause}"
+
+
 def error_response(
     status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
-) -> JSONResponse:
+) -> ErrorResponse:
     """Return an error as a response.
 
     Args:
@@ -90,11 +159,11 @@ def error_response(
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     # A message may quote half of a surrogate pair, which cannot be sent.
     message = message.encode("utf-8", "replace").decode()
-    error = {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
-    return JSONResponse({"error": error}, status, headers)
+    error = ErrorDetail(message=message, type=kind, param=param, code=code or CODES.get(status))
+    return ErrorResponse(error, status, headers, cause_of(message.removeprefix(f"{param}: "), param))
 
 
-def response_of(error: Exception) -> JSONResponse:
+def response_of(error: Exception) -> ErrorResponse:
     """Return the response of an error that was raised; one that is no error of Nibble's is logged."""
     if isinstance(error, TimeoutError):
         error = RequestError("the request was not answered within its time", 408)
@@ -111,13 +180,40 @@ Complaint = tuple[list[Any], bool, str]
 """Keys of the body down to the wrong value, whether the value's own type is wrong, and the message."""
 
 
-def describe_invalid(errors: Sequence[Any], body: Any) -> tuple[str, str]:
-    """Return where a body is wrong, as `a.b`, and how: one of pydantic's errors."""
+PLAIN_WORDS = (
+    (r"^Value error, ", ""),
+    (r"^Field required$", "is missing"),
+    (r"^Input should be None$", "is not served"),
+    (r"a valid dictionary.*$", "an object"),
+    (r" an? valid (?=[aeiou])", " an "),
+    (r" an? valid ", " a "),
+    (r"^Input should be ", "must be "),
+    (r"^String should match pattern ", "must match "),
+)
+"""What pydantic says, in words for who sent the request."""
+
+
+def _plain(error: Any) -> str:
+    """Return the message of one of pydantic's errors, in plain words."""
+    message = str(error["msg"])
+    for pattern, plain in PLAIN_WORDS:
+        message = re.sub(pattern, plain, message)
+    return message
+
+
+def describe_invalid(errors: Sequence[Any], body: Any, names: Iterable[str] = ()) -> tuple[str, str]:
+    """Return where a body is wrong, as `a.b`, and how.
+
+    Args:
+        errors: pydantic's.
+        body: what was sent.
+        names: of the body's fields.
+    """
     complaints: dict[tuple[Any, ...], list[Complaint]] = {}
     for error in errors:
         keys, kind = _location(error, body)
         wrong_type = len(keys) < len(kind) and error["type"].endswith(("_type", "literal_error"))
-        message = str(error["msg"]).removeprefix("Value error, ")
+        message = unknown_field(keys, names) if error["type"] == "extra_forbidden" else _plain(error)
         complaints.setdefault(kind, []).append((keys, wrong_type, message))
     first = next(iter(complaints))
     # Of a value that may be of several kinds, each kind complains.
@@ -128,8 +224,27 @@ def describe_invalid(errors: Sequence[Any], body: Any) -> tuple[str, str]:
         keys, wrong_type, _ = group[0]
         return wrong_type, len(group), [-key for key in keys if isinstance(key, int)]
 
-    keys, _, message = min(rivals or [complaints[first]], key=distance)[0]
+    keys, wrong_type, message = min(rivals or [complaints[first]], key=distance)[0]
+    if wrong_type:
+        # The value is of no kind that it may have, so all of them are named.
+        others = [
+            group[0][2].removeprefix("must be ") for group in rivals if group[0][0] == keys and group[0][1]
+        ]
+        message = " or ".join(
+            dict.fromkeys([message, *(other for other in others if f"must be {other}" != message)])
+        )
     return ".".join(map(str, keys)), message
+
+
+def unknown_field(keys: Sequence[Any], names: Iterable[str]) -> str:
+    """Return what is said of a field that there is not.
+
+    Args:
+        keys: of the body, down to the field.
+        names: of the body's fields.
+    """
+    near = get_close_matches(str(keys[-1]), names, n=1) if len(keys) == 1 else []
+    return f"unknown field; did you mean {near[0]!r}?" if near else "unknown field"
 
 
 def _location(error: Any, body: Any) -> tuple[list[Any], tuple[Any, ...]]:
@@ -155,8 +270,13 @@ def _location(error: Any, body: Any) -> tuple[list[Any], tuple[Any, ...]]:
 def install_handlers(app: FastAPI) -> None:
     """Let the application answer what is wrong before a route's function is called: bodies, paths and methods."""
 
-    async def invalid(_: Request, error: Any) -> JSONResponse:
-        where, message = describe_invalid(error.errors(), error.body)
+    async def invalid(request: Request, error: Any) -> JSONResponse:
+        field = getattr(request.scope.get("route"), "body_field", None)
+        model = getattr(getattr(field, "field_info", None), "annotation", None)
+        where, message = describe_invalid(error.errors(), error.body, getattr(model, "model_fields", ()))
+        # FastAPI reads JSON only where the request says that it is.
+        if not where and isinstance(error.body, bytes):
+            message = "the body was not read as JSON: send the header Content-Type: application/json"
         return error_response(400, f"{where}: {message}" if where else message, where or None)
 
     async def raised(request: Request, error: Any) -> JSONResponse:
@@ -171,13 +291,15 @@ def install_handlers(app: FastAPI) -> None:
 
 BODY_S = 60.0
 """In which a body must have arrived."""
+DRAIN_S, DRAIN_BYTES = 5.0, 64 << 20
+"""For which, and of which, a body that is too large is read and thrown away."""
 BYTES_PER_VALUE = 8
 """Of a body of the largest size, on average."""
 MIN_VALUES = 1 << 16
 """That any body may have."""
 CONTAINER_WEIGHT = 4
 """Of a list, an object or a key, in numbers."""
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/ping")
 """Prefixes of paths that need no key; the page's own files need none either."""
 KEEP_ALIVE_S = 75.0
 """For which a connection may be silent, between requests or within a head."""
@@ -237,12 +359,15 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        # A client that expects a 100 sends no body before.
+        patient = send if headers.get("expect") else _drained(receive, send)
         if not length.isdecimal() or int(length) > self._limit:
             message = f"the body may have {self._limit} bytes at most"
-            await error_response(413, message, Connection="close")(scope, receive, send)
+            await error_response(413, message, Connection="close")(scope, receive, patient)
             return
-        await self._app(scope, self._limited(receive), send)
+        await self._app(scope, self._limited(receive), patient)
 
     def _limited(self, receive: Receive) -> Receive:
         size, weight, more = 0, 0, True
@@ -267,6 +392,36 @@ class BodyLimit:
             return message
 
         return limited
+
+
+def _drained(receive: Receive, send: Send) -> Send:
+    """Return `send` that reads on for a while after a 413, before it ends the response.
+
+    The connection is closed then. With unread bytes that is a reset, and a client that still sends would not see why.
+    """
+    refused = False
+
+    async def sender(message: Message) -> None:
+        nonlocal refused
+        refused = refused or message.get("status") == 413
+        if not refused or message["type"] != "http.response.body" or message.get("more_body"):
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await _discard(receive)
+        await send({"type": "http.response.body"})
+
+    return sender
+
+
+async def _discard(receive: Receive) -> None:
+    """Read a body to its end, or DRAIN_BYTES of it."""
+    size, more = 0, True
+    while more and size < DRAIN_BYTES:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
 
 
 def body_error(status: int, message: str) -> HTTPException:
@@ -320,18 +475,36 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application if the request has the key, or its path needs none."""
-        if scope["type"] == "http" and not (
-            scope["path"] in PAGE_PATHS or scope["path"].startswith(OPEN_PATHS)
-        ):
-            header = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            scheme, _, key = header.partition(b" ")
-            # Digests have one length, so the comparison's time says nothing about the key.
-            if not hmac.compare_digest(_digest(key.strip()), self._digest) or scheme.lower() != b"bearer":
-                message = "a valid API key is needed, as `Authorization: Bearer KEY`"
-                response = error_response(401, message, **{"WWW-Authenticate": "Bearer"})
-                await response(scope, receive, send)
-                return
+        is_open = scope["type"] != "http" or scope["path"] in PAGE_PATHS
+        is_open = is_open or scope["path"].startswith(OPEN_PATHS)
+        # Digests have one length, so the comparison's time says nothing about the key.
+        if not is_open and not hmac.compare_digest(_digest(_key_of(Headers(scope=scope))), self._digest):
+            message = "a valid API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            response = error_response(401, message, **{"WWW-Authenticate": "Bearer"})
+            await response(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+
+class RootPath:
+    """Middleware that takes a proxy's prefix off paths, where the proxy has left it there."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application."""
+        if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
+            # In place: the outer middleware looks for the route in this scope.
+            scope["path"] = scope["path"].removeprefix(self._prefix) or "/"
+        await self._app(scope, receive, send)
+
+
+def _key_of(headers: Headers) -> bytes:
+    """Return the key as OpenAI's clients send it, or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.strip().encode("latin-1")
 
 
 def _digest(key: bytes) -> bytes:

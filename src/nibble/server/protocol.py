@@ -1,7 +1,8 @@
 """Models of requests in OpenAI's shape, and how they become SamplingParams and grammars.
 
 See https://platform.openai.com/docs/api-reference. Fields that OpenAI does not have (min_p, top_k, repetition_penalty,
-stop_token_ids, ignore_eos, skip_special_tokens, cache_salt, priority) are named as other servers name them.
+stop_token_ids, min_tokens, bad_words, ignore_eos, skip_special_tokens, cache_salt, priority...) are named as other
+servers name them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,32 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
+from nibble.models.generation_config import SamplingDefaults
 
 MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES, MAX_PROMPTS, MAX_BIASES = 16, 20, 128, 1024, 1 << 14
-MAX_TOKENS, MAX_FIELDS, MAX_STOP_TOKENS = 1 << 20, 1000, 4096
+MAX_TOKENS, MAX_FIELDS, MAX_STOP_TOKENS, MAX_BAD_WORDS = 1 << 20, 1000, 4096, 1024
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Log-probabilities of prompts in an answer, alternatives included."""
 Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 # One wrong token is reported, not a million: all other requests wait while a body is checked.
 Tokens = Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)]
 Prompts = Field(max_length=MAX_PROMPTS, fail_fast=True)
 Stop = Annotated[list[str], Field(max_length=MAX_STOPS)]
+MODEL_DEFAULT = "If left out: the model's own (/v1/models, default_sampling_params), else no effect or 1."
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 RESERVED = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
@@ -31,7 +46,7 @@ RESERVED = {
 }  # fmt: skip
 """Arguments of Transformers' apply_chat_template, which a template's own must not replace."""
 MAX_TOOLS, MAX_TAGS = 512, 256
-NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 WHITESPACE = {"whitespace_pattern": "[ \\n]{0,16}"}
 """In arguments: without a bound a model may write white space for ever."""
 Schema = dict[str, Any] | bool | str
@@ -273,7 +288,8 @@ def _grammar(name: str, value: Any) -> str:
     try:
         return StructuralTag.model_validate_json(value).grammar()
     except ValueError as error:
-        raise RequestError(f"the structural_tag cannot be read: {error}") from error
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise RequestError(f"the structural_tag cannot be read: {why}") from error
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -295,27 +311,29 @@ class StreamOptions(BaseModel):
     """Usage so far in each chunk, as vLLM has it."""
 
 
-class Sampling(StructuredFields):
-    """The fields that both kinds of completions share."""
+class GenerationFields(BaseModel):
+    """The fields that all requests for answers share."""
 
     # An unknown field might change the answer, so it is refused and never ignored.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_allow_null)
 
-    model: str
+    model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=2, description=MODEL_DEFAULT)
+    top_p: float | None = Field(None, gt=0, le=1, description=MODEL_DEFAULT)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, json_schema_extra={"maxProperties": MAX_BIASES})
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: str | Stop | None = None
-    top_k: int = Field(0, ge=-1, le=1 << 30)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    top_k: int | None = Field(None, ge=-1, le=1 << 30, description=MODEL_DEFAULT)
+    min_p: float | None = Field(None, ge=0, le=1, description=MODEL_DEFAULT)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description=MODEL_DEFAULT)
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    min_tokens: int = Field(0, ge=0, le=1 << 30)
+    include_stop_str_in_output: bool = False
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=1 << 30)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=256)
@@ -346,17 +364,40 @@ class Sampling(StructuredFields):
                 raise ValueError(f"{name} may have {limit} entries at most, not {len(value)}")
         return body
 
-    def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+
+class Sampling(StructuredFields, GenerationFields):
+    """The fields that both kinds of completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come with whole answers only: leave out stream")
+        return self
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens are reported of the prompt; None for none of it."""
+        return self.prompt_logprobs
+
+    def params(self, max_tokens: int, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
         """Return how to sample; raises RequestError.
 
         Args:
             max_tokens: of an answer.
             logprobs: how many of the likeliest tokens are reported; None for no log-probabilities.
+            defaults: of what the request leaves out.
         """
         bias = {key: max(-100.0, min(100.0, value)) for key, value in (self.logit_bias or {}).items()}
-        values = self.model_dump(include={field.name for field in fields(SamplingParams)})
+        names = {field.name for field in fields(SamplingParams)}
+        values = self.model_dump(include=names, exclude_none=True)
         values |= {"max_tokens": max_tokens, "logprobs": logprobs, "grammar": self.grammar()}
-        return SamplingParams(**values | {"top_k": max(self.top_k, 0), "logit_bias": bias})
+        values["prompt_logprobs"] = self.num_prompt_logprobs()
+        if self.top_k == -1:
+            values["top_k"] = 0
+        return defaults.params(**values | {"logit_bias": bias})
 
 
 class CompletionRequest(Sampling):
@@ -364,10 +405,10 @@ class CompletionRequest(Sampling):
 
     prompt: str | Annotated[list[str], Prompts] | Tokens | Annotated[list[Tokens], Prompts]
     """A text, texts, token ids, or lists of these."""
-    max_tokens: int | None = Field(16, ge=1, le=1 << 30)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(16, ge=0, le=1 << 30, description="0: the prompt alone, for echo.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="With echo also of the prompt.")
     echo: bool = False
-    suffix: None = None
+    suffix: None = Field(None, description="Not served.")
     best_of: int | None = None
 
     @model_validator(mode="after")
@@ -376,11 +417,12 @@ class CompletionRequest(Sampling):
             raise ValueError("prompt is empty")
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not served, unless it is n: ask for n answers")
-        if self.echo and self.logprobs is not None:
-            raise ValueError(
-                "logprobs are told of answers only, and not of a prompt: leave out echo, or logprobs"
-            )
         return self
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens are reported of the prompt: what echo and prompt_logprobs need."""
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in counts if count is not None), default=None)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one by one."""
@@ -398,6 +440,53 @@ class TextPart(BaseModel):
     text: str
 
 
+MEDIA = {
+    "image_url": "images are", "image": "images are", "input_image": "images are", "input_audio": "audio is",
+    "audio_url": "audio is", "video_url": "video is", "file": "files are", "input_file": "files are",
+    "document": "documents are",
+}  # fmt: skip
+"""What the types of parts are called, in the words of OpenAI, vLLM and Anthropic, that are understood and refused."""
+MediaType = Literal[
+    "image_url",
+    "image",
+    "input_image",
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "file",
+    "input_file",
+    "document",
+]
+
+
+class MediaPart(BaseModel):
+    """A part of a message that is no text; such requests are refused."""
+
+    model_config = ConfigDict(extra="allow")
+    type: MediaType
+
+
+def type_of(value: Any) -> str:
+    """Return the `type` of an object of a request, read or not yet read; empty where it has none."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+def _part_tag(part: Any) -> str | None:
+    kind = type_of(part)
+    return "text" if kind == "text" else "media" if kind in MEDIA else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")],
+    Discriminator(
+        _part_tag,
+        custom_error_type="part_type",
+        custom_error_message="a part must be an object of type 'text'",
+    ),
+]
+
+
 class Message(BaseModel):
     """One turn of a conversation."""
 
@@ -405,12 +494,18 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+
+    def media(self) -> str | None:
+        """Return what the message holds beside text, as "images are"; None where it is text."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return next((MEDIA[part.type] for part in parts if isinstance(part, MediaPart)), None)
 
     def plain(self) -> dict[str, Any]:
         """Return the turn as chat templates take it, with its content as one text."""
         content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        parts = [part for part in content if isinstance(part, TextPart)] if isinstance(content, list) else []
+        text = content if isinstance(content, str) else "".join(part.text for part in parts)
         return {**self.model_dump(exclude_none=True), "content": text}
 
 
@@ -423,15 +518,27 @@ class ChatRequest(ToolFields, Sampling):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _check_served(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
         # A template is a program: no client may replace it, nor how it is called.
         if wrong := next((name for name in self.chat_template_kwargs or () if name in RESERVED), None):
             raise ValueError(f"chat_template_kwargs must not have {wrong!r}")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return arguments of the chat template. One that does not know `reasoning_effort` passes over it."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        add = self.add_generation_prompt is not False
+        turn = {"add_generation_prompt": add, "continue_final_message": self.continue_final_message}
+        return effort | (self.chat_template_kwargs or {}) | turn
 
     def num_logprobs(self) -> int | None:
         """Return how many of the likeliest tokens are reported; None for no log-probabilities."""
@@ -444,6 +551,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool = True
     messages: list[Message] | None = Field(None, max_length=10_000, fail_fast=True)
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import math
 import signal
 import socket
@@ -22,22 +23,32 @@ from nibble.errors import WeightError
 from nibble.server.app import make_app
 from nibble.server.chat_format import ChatFormat
 from nibble.server.engine_client import EngineDiedError, ProcessClient
+from nibble.server.listen import url_of
 from nibble.server.logging import configure, log_event
 from nibble.server.middleware import KEEP_ALIVE_S, HeadTimeoutProtocol
 from nibble.server.settings import Settings
 from nibble.server.tracing import tracer_to
 
+LAST_WORDS_S = 2.0
+"""That ended requests have to say so to their clients."""
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Announce = Callable[[str, str], None]
 
 
-def serve(config: Config, settings: Settings, folder: str, announce: Announce | None) -> None:
+def serve(
+    config: Config,
+    settings: Settings,
+    folder: str,
+    sockets: list[socket.socket],
+    announce: Announce | None,
+) -> None:
     """Serve until a signal ends the server.
 
     Args:
         config: of the engine.
         settings: of the server.
         folder: of the tokenizer.
+        sockets: that listen (server/listen.py).
         announce: called with the model's name and the address when the server serves.
 
     Raises:
@@ -46,15 +57,21 @@ def serve(config: Config, settings: Settings, folder: str, announce: Announce | 
     """
     # A signal before the server listens cancels the task.
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(config, settings, folder, announce))
+        asyncio.run(_serve(config, settings, folder, sockets, announce))
 
 
-async def _serve(config: Config, settings: Settings, folder: str, announce: Announce | None) -> None:
+async def _serve(
+    config: Config,
+    settings: Settings,
+    folder: str,
+    sockets: list[socket.socket],
+    announce: Announce | None,
+) -> None:
     configure(settings.log_format)
     # Unknown names are refused before anything is started.
     ChatFormat(None, settings.tool_format, settings.reasoning_parser)
     tracer = tracer_to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-    name = settings.served_model_name or Path(config.model).name
+    name = next(iter(settings.served_model_name), Path(config.model).name)
     client = ProcessClient(config, restart=settings.restart, log_format=settings.log_format)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task
@@ -68,12 +85,12 @@ async def _serve(config: Config, settings: Settings, folder: str, announce: Anno
             app = make_app(client, tokenizer, name, settings, sinks=[tracer] if tracer else [])
 
             def on_ready() -> None:
-                url = f"http://{settings.host}:{settings.port}"
+                url = url_of(settings, sockets)
                 log_event("serving", model=name, url=url, version=nibble.__version__)
                 if announce:
                     announce(name, url)
 
-            await _listen(app, client, start, settings, on_ready)
+            await _listen(app, client, start, settings, sockets, on_ready)
         finally:
             start.cancel()
             await client.stop()
@@ -86,21 +103,25 @@ async def _listen(
     client: ProcessClient,
     start: asyncio.Task[None],
     settings: Settings,
+    sockets: list[socket.socket],
     on_ready: Callable[[], None],
 ) -> None:
     """Answer requests until a signal ends the server. start: the engine's."""
     config = uvicorn.Config(
         app,
-        settings.host,
-        settings.port,
         log_config=None,
-        timeout_graceful_shutdown=math.ceil(settings.drain),
+        # A last resort, which leaves tracebacks: Server ends requests before.
+        timeout_graceful_shutdown=math.ceil(settings.drain + 3 * LAST_WORDS_S),
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
         access_log=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         http=HeadTimeoutProtocol,
     )
-    server = Server(config)
-    listening = asyncio.create_task(server.serve())
+    server = Server(config, client, settings.drain)
+    listening = asyncio.create_task(server.serve(sockets))
     # What lives as long as the server need not be looked through when a large body is read.
     gc.collect()
     gc.freeze()
@@ -133,7 +154,17 @@ def _signals_to(handler: Callable[[int, FrameType | None], object]) -> Iterator[
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which logs that it drains and leaves the process alive."""
+    """uvicorn's server, which drains: open requests have some time to end, and are then ended with an error.
+
+    Args:
+        config: of uvicorn.
+        client: whose requests are ended.
+        drain: seconds that they have.
+    """
+
+    def __init__(self, config: uvicorn.Config, client: ProcessClient, drain: float) -> None:
+        super().__init__(config)
+        self._client, self._drain = client, drain
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -143,11 +174,25 @@ class Server(uvicorn.Server):
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for open requests."""
-        num_open, seconds = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
-        log_event("draining", open_requests=num_open, at_most_s=seconds)
+        """Wait for open requests, and end those that take too long by an error: cancelled, they could not say why."""
+        log_event("draining", open_requests=len(self.server_state.tasks), at_most_s=self._drain)
+        call_later = asyncio.get_running_loop().call_later
+        timers = [
+            call_later(self._drain, self._end_requests),
+            call_later(self._drain + LAST_WORDS_S, self._close_connections),
+        ]
         await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
         log_event("drained")
+
+    def _end_requests(self) -> None:
+        log_event("drain ran out", logging.WARNING, ended_requests=self._client.end_requests())
+
+    def _close_connections(self) -> None:
+        """Close connections whose clients do not read what they are sent."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _load_tokenizer(config: Config, folder: str) -> Tokenizer | None:
@@ -157,6 +202,6 @@ def _load_tokenizer(config: Config, folder: str) -> Tokenizer | None:
 
     check_names(config)
     try:
-        return Tokenizer(folder)
+        return Tokenizer(folder, config.chat_template, config.trust_remote_code)
     except WeightError:
         return None

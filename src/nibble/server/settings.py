@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nibble.config import option, parse_bytes
@@ -10,6 +13,8 @@ from nibble.errors import ConfigError, unknown
 PRIORITY = "priority"
 SCHEDULING = (PRIORITY, "fcfs")
 LOG_FORMATS = ("text", "json")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+")
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +23,31 @@ class Settings:
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of this machine's.")
     port: int = option(8000, "Port to listen at.")
-    served_model_name: str | None = option(None, "What clients call the model; its own name if left out.")
+    served_model_name: tuple[str, ...] = option(
+        (), "What clients call the model; its own name if left out. Of several, answers have the first."
+    )
     api_key: str | None = option(
         None, "What clients must send as a bearer token; NIBBLE_API_KEY, if left out."
     )
+    root_path: str = option(
+        "", "Path under which a proxy shows the server, as /llm; it may cut it off, or not."
+    )
+    ssl_certfile: str | None = option(None, "Certificate, a PEM file: serve HTTPS.")
+    ssl_keyfile: str | None = option(None, "Key of the certificate, a PEM file, where that has none in it.")
+    ssl_ca_certs: str | None = option(
+        None, "Certificates of authorities, a PEM file, by which clients are checked."
+    )
+    ssl_cert_reqs: int = option(
+        0, "Certificates of clients: 0 asks for none, 1 checks those that come, 2 demands one."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins whose web pages may call the server (CORS), as https://example.com, several between commas or as a "
+        "JSON list; * for all; none if left out.",
+    )
+    allowed_methods: tuple[str, ...] = option((), "Methods that these pages may use; all if left out.")
+    allowed_headers: tuple[str, ...] = option((), "Headers that these pages may send; all if left out.")
+    allow_credentials: bool = option(False, "Let these pages send cookies.")
     max_queue: int = option(1024, "Most requests that are open at a time; one more gets status 429.")
     wait_when_full: bool = option(False, "Let requests wait where they would get status 429.")
     scheduling: str = option(
@@ -45,6 +71,9 @@ class Settings:
     drain: float = option(30.0, "Seconds that open requests are given when the server is told to end.")
 
     def __post_init__(self) -> None:
+        for name in ("served_model_name", "allowed_origins", "allowed_methods", "allowed_headers"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
+        self._check_web()
         # Malformed sizes are refused at the start, not with the first body.
         parse_bytes(self.max_body)
         if not 0 <= self.port < 1 << 16:
@@ -65,7 +94,43 @@ class Settings:
         if not self.drain >= 0:
             raise ConfigError(f"drain must be at least 0 seconds, not {self.drain}")
 
+    def _check_web(self) -> None:
+        for origin in self.allowed_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins are as https://example.com:8443, or *, not {origin!r}")
+        if self.root_path and not ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path is a path as /llm, without a slash at its end, not {self.root_path!r}"
+            )
+        if not self.ssl_certfile and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
+            raise ConfigError(
+                "HTTPS needs ssl_certfile, a certificate; only then have the other ssl options a meaning"
+            )
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs is 0, 1 or 2, not {self.ssl_cert_reqs}")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError(
+                "ssl_cert_reqs needs ssl_ca_certs, by which the clients' certificates are checked"
+            )
+
     @property
     def body_bytes(self) -> int:
         """The largest body of a request."""
         return parse_bytes(self.max_body)
+
+
+def _listed(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Return the items of an option that may be repeated, each one or several: between commas, or as a JSON list."""
+    items: list[str] = []
+    for text in values:
+        if not text.lstrip().startswith("["):
+            items += text.split(",")
+            continue
+        try:
+            entries = json.loads(text)
+        except ValueError:
+            entries = [None]
+        if not all(isinstance(entry, str) for entry in entries):
+            raise ConfigError(f"{name} as JSON is a list of texts, not {text!r}")
+        items += entries
+    return tuple(filter(None, map(str.strip, items)))

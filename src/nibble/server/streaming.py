@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request
@@ -56,6 +56,17 @@ class CallDelta:
 
 
 Event = Thought | Text | CallDelta
+
+
+class Parser(Protocol):
+    """Reads one answer as it grows."""
+
+    num_calls: int
+    """Complete calls so far: an answer with some finishes with reason `tool_calls`."""
+
+    def feed(self, text: str, *, last: bool = False) -> list[Event]:
+        """Return what `text` adds to the answer; last: it is all."""
+        ...
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
@@ -232,6 +243,7 @@ class Events:
         return b"".join(self._head + _json.encode([choice]) + tail + b"}\n\n" for choice in choices)
 
 
-def encode_event(body: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
-    return b"data: " + _json.encode(body) + b"\n\n"
+def encode_event(body: dict[str, Any], name: str | None = None) -> bytes:
+    """Return a server-sent event. name: of the event, where the API names them."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _json.encode(body) + b"\n\n"

@@ -25,7 +25,7 @@ from nibble.server.metrics import RequestTimer
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-INSTALL = "pip install 'nibble-llm[otel]'"
+INSTALL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 NAME = "nibble"
 REQUEST_ATTRIBUTES = {
     name: name
@@ -38,7 +38,7 @@ REQUEST_ATTRIBUTES = {
         "presence_penalty",
         "seed",
     )
-} | {"max_completion_tokens": "max_tokens", "n": "choice.count"}
+} | {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n": "choice.count"}
 """Fields of requests, and their names behind `gen_ai.request.`."""
 
 
@@ -180,6 +180,8 @@ class HttpLog:
     """Return the fields that the request's body named."""
     timers: Sequence[RequestTimer] = ()
     """One for each prompt."""
+    error: str = ""
+    """Why it was refused, or failed, without any text of the request."""
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -196,6 +198,7 @@ class HttpLog:
         """Return a line of the log. Seconds count from the arrival. texts: with the body, prompts and all."""
         facts: dict[str, Any] = {"id": self.id, "method": self.method, "path": self.path}
         facts |= {"status": self.status, "total_s": round(self.ended - self.arrived, 4)}
+        facts |= {"error": self.error} if self.error else {}
         if not self.operation:
             return facts
         started = max((timer.started for timer in self.timers if timer.started is not None), default=None)

@@ -22,7 +22,8 @@ import zmq
 
 from nibble.config import SamplingParams
 from nibble.engine.request import Delta
-from nibble.errors import NibbleError, RequestError
+from nibble.errors import NibbleError, RequestError, set_caller
+from nibble.models.generation_config import SamplingDefaults
 from nibble.server.logging import configure
 
 if TYPE_CHECKING:
@@ -56,11 +57,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Command to forget all prefixes."""
+
+    id: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Command to end the engine's process."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | ResetPrefixCache | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +77,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     about: dict[str, Any]
     """For people and programs: the plan, where memory goes, how the start went."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """What requests get that leave it out."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +106,12 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
     """Request, its prompt tokens from the prefix cache, when it was started, and what was added."""
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
+    """Event: all prefixes are forgotten."""
+
+    id: int
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """Event: counts of the engine."""
 
@@ -104,7 +119,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     """By name, as the scheduler's metrics and the cache's have them."""
 
 
-Event = Ready | Failed | Refused | Pieces | Stats
+Event = Ready | Failed | Refused | Pieces | PrefixCacheReset | Stats
 
 
 # Built once: decoders compile the types.
@@ -166,8 +181,11 @@ class Worker:
             yield decode_command(self._socket.recv())
             wait_ms = 0
 
-    def _execute(self, command: Submit | Abort) -> None:
-        if isinstance(command, Abort):
+    def _execute(self, command: Submit | Abort | ResetPrefixCache) -> None:
+        if isinstance(command, ResetPrefixCache):
+            self._engine.reset_prefix_cache()
+            self._send(PrefixCacheReset(command.id))
+        elif isinstance(command, Abort):
             if requests := self._requests.pop(command.id, None):
                 self._num_open.pop(command.id)
                 self._engine.abort(requests)
@@ -232,9 +250,10 @@ def ready_message(llm: LLM) -> Ready:
         "hardware": asdict(llm.hardware),
         **as_dict(llm.plan, llm.budget),
         "startup": dict(llm.startup),
+        "kv_scales": llm.engine.startup.kv_scales,
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
-    return Ready(scheduler.limit, llm.engine.vocab_size, plan)
+    return Ready(scheduler.limit, llm.engine.vocab_size, plan, llm.engine.sampling_defaults)
 
 
 def engine_stats(llm: LLM) -> dict[str, float]:
@@ -256,6 +275,7 @@ def main(address: str, log_format: str) -> None:
     """Start the engine of the config on standard input, and serve at `address`."""
     # Asked for now: the parent may be gone before a model is loaded.
     parent = os.getppid()
+    set_caller("serve")
     configure(log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -271,7 +291,8 @@ def main(address: str, log_format: str) -> None:
             llm.engine.grammars.prepare()
         worker = Worker(llm, socket, parent)
     except (NibbleError, OSError) as error:
-        socket.send(encode(Failed(str(error), type(error).__name__)))
+        message = str(error)
+        socket.send(encode(Failed(message, type(error).__name__)))
         raise SystemExit(1) from error
     worker.run()
 

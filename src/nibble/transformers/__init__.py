@@ -2,7 +2,7 @@
 
     import nibble.transformers as nt
 
-    cache = nt.NibbleCache(model, kv_format="k8v4", kv_scales="calibrate")
+    cache = nt.NibbleCache(model, kv_format="k8v4")
     model.generate(**inputs, past_key_values=cache)
 
 docs/transformers.md is for users.

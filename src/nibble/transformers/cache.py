@@ -34,12 +34,16 @@ from nibble.attention.planner.resolve import require_runnable, resolve
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
-from nibble.engine.build import CHUNK, adapters, builtin_texts, measure_scales, resolve_scales, tokenizer_of
+from nibble.engine.build import CHUNK, tokenizer_of
+from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, start_tokens
+from nibble.engine.model_runner import adapters
 from nibble.engine.plan import CachePlan
+from nibble.engine.scale_source import AUTO, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe
 from nibble.kernels.types import AttentionParams
 from nibble.models import hook
+from nibble.models.checkpoint import download
 from nibble.models.forward import plain
 from nibble.models.observe import BYTES, observe_skeleton, skeleton
 from nibble.models.refusals import check_config
@@ -505,16 +509,17 @@ def _scales_for(cache_plan: CachePlan, model: Any, calibrate: Sequence[Prompt] |
         model: with Nibble's attention.
         calibrate: texts or token ids to measure on.
     """
-    source = cache_plan.config.kv_scales
-    if calibrate is None and source == "calibrate":
-        calibrate = builtin_texts()
-    if calibrate is not None:
-        return measure_scales(cache_plan, model, _encode(cache_plan, calibrate), CHUNK)
-    # A model without a name has no checkpoint to look at.
-    has_checkpoint = bool(getattr(model, "name_or_path", ""))
-    scales = resolve_scales(cache_plan, source) if has_checkpoint or source != "auto" else kv_scales.NONE
-    kv_scales.require(cache_plan.plan.layout, scales)
-    return scales
+    most = CALIBRATION_TOKENS
+    if calibrate is None:
+        # A model without a name has no checkpoint to look at.
+        has_checkpoint = bool(getattr(model, "name_or_path", ""))
+        source = find_source(cache_plan, download if has_checkpoint else lambda name: None)
+        if source.origin is not Origin.MEASURED:
+            return resolve_scales(cache_plan, source)
+        if not has_checkpoint and cache_plan.config.kv_scales == AUTO:
+            kv_scales.require(cache_plan.plan.layout, kv_scales.NONE)
+        calibrate, most = builtin_texts(), start_tokens(cache_plan.hardware.device)
+    return measure_scales(cache_plan, model, _encode(cache_plan, calibrate), CHUNK, most)
 
 
 def _encode(cache_plan: CachePlan, prompts: Sequence[Prompt]) -> list[Sequence[int]]:

@@ -90,9 +90,7 @@ def test_auto_takes_the_fastest_that_was_measured_and_says_so() -> None:
     assert plan.route(0, Phase.DECODE).backend == "second"
     assert plan.route(0, Phase.PREFILL).backend == "first"  # which nobody measured
     said = "measured on this machine: 0.250 ms (64x8K); pages of 64, hnd"
-    assert said in as_text(plan) and any(
-        "the best of those that serve it" in n and said in n for n in plan.notes
-    )
+    assert as_text(plan).count(said) == 1
     assert "first's row" in as_text(plan)
     again = resolve(NVFP4, QWEN3_8B, H200, table(), measured=times(Phase.DECODE, second=0.25, first=0.3))
     assert again == plan  # whatever the order in the file
@@ -129,7 +127,7 @@ def test_what_failed_and_serves_all_the_same_is_said_to_have_failed() -> None:
     route = plan.route(0, Phase.DECODE)
     assert (route.backend, route.failed, route.measured) == ("first", "broke", "")
     assert "first's row; failed when it was timed on this machine: broke" in as_text(plan)
-    assert not plan.route(0, Phase.PREFILL).failed and as_text(plan).count("decode of") == 1
+    assert not plan.route(0, Phase.PREFILL).failed and as_text(plan).count("broke") == 1
     finished = resolve(NVFP4, QWEN3_8B, H200, table(), measured=times(Phase.DECODE, first=None, second=0.5))
     assert "failed" not in as_text(finished)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from nibble.cli.main import app
+from nibble.cli.peer_flags import ANSWERS, DEQUANTISED, translate
 from nibble.cli.serve import FLAG_ALIASES, VALUE_ALIASES, translate_flags
 from nibble.config import Config
 from nibble.server.chat_format import CALL_FORMATS, REASONING_FORMATS
@@ -41,6 +45,52 @@ def test_every_flag_stands_for_one_that_is_there() -> None:
 def test_every_flag_is_told_of() -> None:
     page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
     assert [flag for flag in FLAG_ALIASES if f"`{flag}`" not in page and f"`{flag} " not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("m -tp 1 --tensor-parallel-size=1 --port 1", "m --port 1"),
+        ("m --prefill-kv-cache-dequant-dtype auto", "m"),
+        ("m --enable-hisparse --kv-format bf16", "m --kv-format bf16 --hisparse on"),
+        (
+            'm --enable-hisparse --hisparse-config {"top_k":2048,"device_buffer_size":4096}',
+            "m --hisparse buffer=4096 --index-topk 2048",
+        ),
+        ('m --hisparse-config={"device_buffer_size":4096} --port 1', "m --port 1 --hisparse buffer=4096"),
+    ],
+)
+def test_flags_in_other_words(words: str, meant: str) -> None:
+    assert translate(words.split()) == meant.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("m --tensor-parallel-size 8", "tensor parallelism is not served: one process serves one GPU"),
+        ("m --tp=2", "--tp 2: tensor parallelism is not served"),
+        ("m --prefill-kv-cache-dequant-dtype fp8_e4m3", "choose by --prefill-backend"),
+        ('m --hisparse-config {"host_to_device_ratio":5}', "host_memory=64GiB"),
+        ('m --hisparse-config {"page":5}', "there is no such setting here"),
+        ("m --hisparse-config [1]", "must be a JSON object"),
+        ("m --hisparse-config", "must be a JSON object"),
+        ("m --calculate-kv-scales", "--kv-scales calibrate"),
+        ("m --enable-lora", "LoRA is not served"),
+        ("m --kv-cache-dtype nvfp4_4over6", "KV format 'nvfp4_4over6' is not served: .*--kv-format nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_flags_without_a_counterpart_are_answered(command: str, words: str, answer: str) -> None:
+    result = CliRunner().invoke(app, [command, *words.replace("m ", "demo ", 1).split()])
+    assert result.exit_code == 2
+    assert re.search(answer, " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split()))
+
+
+def test_every_answer_is_on_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs/migrating.md").read_text()
+    assert [
+        flag for flag in (*ANSWERS, DEQUANTISED, "--tensor-parallel-size") if f"`{flag}" not in page
+    ] == []
 
 
 def test_every_format_stands_for_one_that_is_there() -> None:

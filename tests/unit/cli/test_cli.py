@@ -17,13 +17,14 @@ import typer
 from typer.testing import CliRunner
 
 import nibble
-from nibble.cli import docs
+from nibble.cli import docs, evaluate, plan
 from nibble.cli.command import EXIT_CODES, FAILED, USAGE, takes
 from nibble.cli.command import command as cli_command
 from nibble.cli.main import COMMANDS, app
 from nibble.config import Config, SamplingParams
 from nibble.engine.request import Completion, Output
 from nibble.errors import (
+    PYTHON,
     ConfigError,
     NibbleError,
     OutOfPages,
@@ -32,6 +33,7 @@ from nibble.errors import (
     ScaleError,
     Unsupported,
     WeightError,
+    set_caller,
 )
 from nibble.evals.report import QUICK, Sizes
 from tiny import save_tiny
@@ -117,9 +119,9 @@ def test_starting_is_light() -> None:
         ("generate", Config, {"model", "seed"}),
         ("generate", SamplingParams, set()),
         ("chat", Config, {"model", "seed"}),
-        ("plan", Config, {"model", "seed"}),
+        ("plan", Config, {"model", "seed", *plan.IDLE}),
         ("eval", Sizes, set()),
-        ("eval", Config, {"model", "kv_format", "kv_layers", "prefix_cache", "seed"}),
+        ("eval", Config, {*evaluate.SET_HERE, *evaluate.IDLE}),
     ],
 )
 def test_every_field_is_an_option_with_its_doc_as_help(name: str, kind: type, without: set[str]) -> None:
@@ -128,6 +130,15 @@ def test_every_field_is_an_option_with_its_doc_as_help(name: str, kind: type, wi
         if entry.name not in without:
             row = next(line for line in section.splitlines() if f"`--{entry.name.replace('_', '-')}`" in line)
             assert entry.metadata["doc"] in row
+
+
+@pytest.mark.parametrize("name", ["plan", "tune", "calibrate"])
+def test_options_without_effect_are_taken_and_not_shown(name: str, model: str) -> None:
+    """So that the options of `serve` can be copied to a command that has no use for some of them."""
+    shown = run(name, "--help").output
+    assert "--fidelity-alert" not in shown and "--no-compile" not in shown
+    assert "--watch-fidelity" not in shown or name == "plan"  # whose memory plan has room for it
+    assert run("plan", model, "--no-compile", "--threads", "2", *ONE).exit_code == 0
 
 
 def _parsed(*words: str) -> dict[str, Any]:
@@ -239,7 +250,13 @@ def test_exit_codes(error: BaseException, code: int) -> None:
         (("plan", "MODEL", "--nonsense"), 2, "--nonsense"),
         (("plan", "EMPTY"), 1, "it has no config.json"),
         (("generate", "--model", "MODEL"), 2, "no prompt was given"),
-        (("generate", "x", "--model", "MODEL", "--kv-format", "nvfp4"), 2, "--kv-scales calibrate"),
+        (
+            ("generate", "x", "--model", "MODEL", "--kv-format", "nvfp4", "--kv-scales", "/no.json"),
+            2,
+            "no such file",
+        ),
+        (("plan", "MODEL", "--kv-format", "nvfp4", "--kv-scales", "/no.json"), 2, "no such file"),
+        (("calibrate", "MODEL", "--out", "/no/s.json"), 2, "there is no folder /no; create it"),
         (("generate", "x", "--model", "MODEL", "--top-p", "3"), 2, "top_p must lie in"),
         (("generate", "x", "--model", "MODEL", "--logit-bias", "x"), 2, "--logit-bias as INT=FLOAT"),
         (("generate", "x", "--model", "MODEL", "--compare"), 2, "--compare needs another cache"),
@@ -301,7 +318,62 @@ def test_a_command_that_works_has_no_options_that_nobody_gave(model: str, words:
     result = run(*given, "fp8_ds_mla", "--device", "cpu", "--max-running", "3")
     assert result.exit_code == 2, result.output
     options = re.findall(r" (--[\w-]+)", result.stderr.partition("what works: ")[2])
-    assert sorted(options) == ["--device", "--gpu", "--kv-format", "--max-running"]
+    assert sorted(options) == ["--device", *["--gpu"] * (words[0] != "tune"), "--kv-format", "--max-running"]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("plan", "MODEL"), "nibble plan MODEL --kv-format"),
+        (("generate", "x", "--model", "MODEL"), "nibble generate PROMPT --model MODEL --kv-format"),
+        (("tune", "MODEL"), "nibble tune MODEL --kv-format"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_what_works_is_a_command_of_the_program_that_was_called(
+    model: str, words: tuple[str, ...], command: str
+) -> None:
+    given = [model if word == "MODEL" else word for word in words]
+    refused = run(*given, "--kv-format", "fp8_ds_mla", "--device", "cpu")
+    assert f"what works: {command.replace('MODEL', model)}" in refused.stderr
+
+
+def test_what_works_is_a_call_in_python(model: str) -> None:
+    before = set_caller(PYTHON)
+    try:
+        with pytest.raises(nibble.ConfigError) as error:
+            nibble.LLM(model, kv_format="fp8_ds_mla", device="cpu")
+        call = str(error.value).partition("what works: ")[2]
+    finally:
+        set_caller(before)
+    assert call == f"LLM({model!r}, kv_format='fp8_e4m3', device='cpu')"
+
+
+def test_plan_of_what_does_not_fit_says_routes_and_what_is_missing() -> None:
+    """Of a model whose weights are larger than the GPU: the routes, then needs and has; and no command that works."""
+    refused = run("plan", "deepseek-r1", "--gpu", "h200", "--kv-format", "fp8_e4m3")
+    assert refused.exit_code == 1
+    assert "decode   triton" in refused.stdout and "35,136 bytes a token" in refused.stdout
+    assert re.search(
+        r"deepseek-r1 does not fit: needs at least 67\d\.\d+ GiB .*, and h200 has 141\.00 GiB", refused.stderr
+    )
+    assert "what works" not in refused.stderr
+    found = data("plan", "deepseek-r1", "--gpu", "h200", "--kv-format", "fp8_e4m3", code=1)
+    assert found["budget"] is None and "does not fit" in found["does_not_fit"]
+    assert found["groups"][0]["routes"]["decode"]["backend"] == "triton"
+    asked = ("--prefill-backend", "flashinfer", "--decode-backend", "flashinfer", "--declared")
+    refused = run("plan", "deepseek-r1", "--gpu", "h200", "--kv-format", "fp4_mx16", *asked)
+    assert refused.exit_code == 3 and "what works" not in refused.stderr
+    assert "what would serve it: nibble plan deepseek-r1" in refused.stderr
+    assert "which does not fit: needs at least" in refused.stderr
+
+
+def test_plan_says_why_no_host_tier_is_made() -> None:
+    few = ("--kv-memory", "1300KiB", "--max-context", "512", "--max-running", "24", "--device", "cpu")
+    text = run("plan", "demo-mla", "--kv-format", "fp8_ds_mla", "--hisparse", "on", *few).stdout
+    assert "no host tier is made: the device has room for 672 of 12,288 tokens, and with hot buffers" in text
+    text = run("plan", "demo-mla", "--kv-format", "fp8_ds_mla", "--hisparse", "on", *few[2:]).stdout
+    assert "no host tier is made: the device has room for all pages" in text
 
 
 def test_plan_of_a_pair_of_backends() -> None:
@@ -450,9 +522,13 @@ def test_generate_labels_answers_by_position_and_shows_all(model: str) -> None:
     ("words", "code", "message"),
     [
         (("x", "--compare", "--also", "nope", *ONE), 2, "unknown KV format 'nope'"),
-        (("x", "--also", "nvfp4"), 2, "--kv-scales calibrate"),
+        (("x", "--also", "nvfp4", "--kv-scales", "/no.json"), 2, "no such file"),
         (("x", "--also", "k8v4@9=bf16", *ONE), 2, "layer 9 is out of range"),
-        (("x", "--decode-backend", "fa3", "--device", "cpu"), 3, "what works: nibble plan"),
+        (
+            ("x", "--decode-backend", "fa3", "--device", "cpu"),
+            3,
+            "what works: nibble generate PROMPT --model",
+        ),
         (("",), 2, "the prompt is empty"),
         (("x", "--grammar", "nonsense"), 2, "a grammar is written as KIND:BODY"),
         (("x", "--grammar", "json_schema:{"), 2, "the grammar json_schema cannot be read"),
@@ -548,3 +624,12 @@ def test_eval(model: str, tmp_path: Path) -> None:
     assert "fp8_e4m3" in result.stdout and "perplexity" in result.stdout
     assert page.read_text().startswith("| scheme |") and picture.read_bytes().startswith(b"\x89PNG")
     assert [entry["name"] for entry in data(*words)["results"]] == ["bf16", "fp8_e4m3"]
+
+
+@pytest.mark.parametrize("option", ["--markdown", "--plot"])
+def test_eval_refuses_a_file_that_cannot_be_written_before_it_measures(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nibble.evals.run.evaluate", lambda *_: pytest.fail("it measures"))
+    result = run("eval", "--quick", option, str(tmp_path / "no" / "eval.svg"))
+    assert result.exit_code == 2 and f"there is no folder {tmp_path / 'no'}; create it" in result.stderr

@@ -63,12 +63,12 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 
 def test_penalties() -> None:
-    request = Request("r", [0, 3], SamplingParams(repetition_penalty=4.0))
+    request = Request("r", [0, 3], SamplingParams(repetition_penalty=4.0, temperature=0))
     assert sample(Sampler(), LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
-    request = Request("r", [5], SamplingParams(presence_penalty=0.6, frequency_penalty=0.3))
+    request = Request("r", [5], SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, temperature=0))
     request.token_ids += [0, 0]
     assert sample(Sampler(), LOGITS[None], [request])[0].token == 1  # type: ignore[union-attr]
-    request = Request("r", [0, 0], SamplingParams(presence_penalty=5.0))
+    request = Request("r", [0, 0], SamplingParams(presence_penalty=5.0, temperature=0))
     assert sample(Sampler(), LOGITS[None], [request])[0].token == 0, "the prompt is not penalised by presence"  # type: ignore[union-attr]
 
 
@@ -98,3 +98,66 @@ def test_uniform_is_uniform() -> None:
     assert float(values.min()) >= 0 and float(values.max()) < 1
     assert torch.histc(values, 10, 0, 1).sub(1000).abs().max() < 150
     assert uniform(1, 2) == uniform(1, 2) != uniform(2, 1)
+
+
+def greedy(
+    logits: list[float], count: int = 0, *, stops: frozenset[int] = frozenset(), **params: object
+) -> int:
+    """The likeliest token after `count` others."""
+    words = params.pop("words", ())
+    params = {"temperature": 0.0} | params
+    request = Request("r", [5], SamplingParams(**params), stop_ids=stops, bad_words=words)  # type: ignore[arg-type]
+    request.token_ids += [4] * count
+    picked = Sampler().launch(torch.tensor([logits]), [request], [count]).read()[0]
+    assert picked
+    return picked.token
+
+
+def test_no_stop_token_before_min_tokens() -> None:
+    logits, stops = [3.0, 2.0, 1.0, 0.0], frozenset({0, 1, 99})
+    found = [greedy(logits, count, stops=stops, min_tokens=3) for count in range(5)]
+    assert found == [2, 2, 2, 0, 0]
+
+
+def test_min_tokens_counts_tokens_that_the_host_does_not_know() -> None:
+    # The request's own tokens lag behind while a step is in flight.
+    request = Request("r", [5], SamplingParams(min_tokens=2, temperature=0.0), stop_ids=frozenset({0}))
+    for count, token in enumerate((1, 1, 0)):
+        picked = Sampler().launch(torch.tensor([[2.0, 1.0]]), [request], [count]).read()[0]
+        assert picked and picked.token == token
+
+
+def test_min_tokens_in_a_batch_that_stays_the_same() -> None:
+    sampler, row = Sampler(), [2.0, 1.0]
+    params = [SamplingParams(min_tokens=least, temperature=0.0) for least in (0, 1, 2)]
+    requests = [Request(str(i), [5], one, stop_ids=frozenset({0})) for i, one in enumerate(params)]
+    for count, expected in enumerate(([0, 1, 1], [0, 0, 1], [0, 0, 0])):
+        picked = sampler.launch(torch.tensor([row] * 3), requests, [count] * 3).read()
+        assert [one and one.token for one in picked] == expected
+
+
+def test_a_grammar_that_is_complete_ends_before_min_tokens() -> None:
+    class Complete:
+        error = ""
+
+        def allowed(self, answer: object) -> bytes:
+            return bytes([0b0001])
+
+    request = Request("r", [5], SamplingParams(min_tokens=9, temperature=0), stop_ids=frozenset({0}))
+    request.matcher = Complete()  # type: ignore[assignment]
+    assert sample(Sampler(), torch.tensor([[0.0, 5.0, 5.0]]), [request])[0].token == 0  # type: ignore[union-attr]
+
+
+def test_bad_words_end_nowhere() -> None:
+    logits = [3.0, 2.0, 1.0, 0.0]
+    assert greedy(logits, words=[[0], [1]], bad_words=("a", "b")) == 2
+    # A word of several tokens bans its last one, and only behind the others; the prompt does not count.
+    assert greedy(logits, words=[[5, 0]], bad_words=("a",)) == 0
+    assert greedy(logits, 2, words=[[4, 4, 0]], bad_words=("a",)) == 1
+    assert greedy(logits, 1, words=[[4, 4, 0]], bad_words=("a",)) == 0
+
+
+def test_bans_leave_log_probabilities_alone() -> None:
+    request = Request("r", [0], SamplingParams(bad_words=("x",), logprobs=1, temperature=0), bad_words=[[0]])
+    picked = sample(Sampler(), LOGITS[None], [request])[0]
+    assert picked and picked.token == 1 and picked.top[0] == (0, pytest.approx(float(PROBS[0].log())))

@@ -9,7 +9,7 @@ import pytest
 
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
-from nibble.engine.request import PHASE_ORDER, Batch, Request, ScheduledRequest, State
+from nibble.engine.request import PHASE_ORDER, Batch, Logprob, Request, ScheduledRequest, State
 from nibble.engine.scheduler import SLICES, Scheduler, divide
 from nibble.errors import PromptTooLong, RequestError
 from nibble.model_spec import Phase
@@ -31,7 +31,9 @@ class Engine:
         self.names = iter(range(10**6))
 
     def add(self, prompt: list[int], max_tokens: int = 4, **more) -> Request:
-        request = Request(f"r{next(self.names)}", prompt, SamplingParams(max_tokens=max_tokens), **more)
+        request = Request(
+            f"r{next(self.names)}", prompt, SamplingParams(max_tokens=max_tokens, temperature=0), **more
+        )
         self.scheduler.add(request)
         return request
 
@@ -182,7 +184,7 @@ def test_an_empty_prompt_is_refused():
 
 def test_stop_tokens_end_the_answer_and_are_not_in_it():
     engine = Engine()
-    free = expected(Request("r", prompt(9), SamplingParams(max_tokens=9)), 1000)
+    free = expected(Request("r", prompt(9), SamplingParams(max_tokens=9, temperature=0)), 1000)
     stop = frozenset({free[3], 10**6})
     request = engine.add(prompt(9), 9, stop_ids=stop)
     engine.finish()
@@ -222,7 +224,12 @@ def test_commit_returns_what_ended():
 @pytest.mark.parametrize(
     ("limits", "length", "message"),
     [
-        ({"max_context": 10}, 10, r"has 10 tokens .* context length is 10 tokens; .* --max-context"),
+        ({"max_context": 10}, 10, r"has 10 tokens .* context length is 10 tokens; shorten the prompt$"),
+        (
+            {"max_context": 10, "can_grow": True},
+            10,
+            r"context length is 10 tokens; .* or raise --max-context$",
+        ),
         ({"pages": 2}, 8, r"has 8 tokens .* cache holds 8; .* --kv-memory, or .* --kv-format"),
     ],
 )
@@ -711,3 +718,95 @@ def test_any_mix_ends_right(seed, chunk):
     assert engine.manager.stats.in_use == 0
     engine.manager.clear()
     assert engine.manager.stats.free == engine.manager.stats.total
+
+
+# Log-probabilities of prompts
+
+
+def score(batch: Batch) -> dict[str, list[Logprob]]:
+    """What the model says of a batch's rows: the row itself stands for its log-probability."""
+    return {
+        work.request.id: [Logprob(work.request.token_ids[row + 1], float(row)) for row in work.logprob_rows]
+        for work in batch.scheduled
+    }
+
+
+def add_scored(engine: Engine, tokens: list[int], max_tokens: int, start: int = 0) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0, logprob_start_len=start)
+    request = Request(f"r{next(engine.names)}", tokens, params)
+    engine.scheduler.add(request)
+    return request
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_row_of_a_prompt_is_scored_once(seed: int, rows: int, in_flight: int) -> None:
+    """Short on pages, with common prefixes, chunks, preemptions, and steps that are read late."""
+    dice = random.Random(seed)
+    engine = Engine(
+        **{**limits(dice), "prefix_cache": True, "pages": 8, "max_running": 8}, max_logprob_rows=rows
+    )
+    requests: list[Request] = []
+    flying: list[tuple[Batch, dict[str, list[Logprob]]]] = []
+    while len(requests) < 25 or engine.scheduler.waiting or engine.scheduler.running or flying:
+        if len(requests) < 25 and dice.random() < 0.5:
+            tokens = prompt(dice.choice([0, 4, 8]), dice.randrange(2))
+            tokens += prompt(dice.randrange(1, 9), dice.random())
+            if dice.random() < 0.3:
+                requests.append(engine.add(tokens, dice.randrange(1, 14)))
+            else:
+                start = dice.choice([0, 0, 1, dice.randrange(len(tokens))])
+                requests.append(add_scored(engine, tokens, dice.choice([0, 1, 14]), start))
+        batch = engine.scheduler.schedule()
+        engine.scheduler.check_integrity()
+        if batch:
+            assert sum(len(work.logprob_rows) for work in batch.scheduled) <= rows
+            engine.scheduler.launch(batch)
+            flying.append((batch, score(batch)))
+        while flying and (len(flying) >= in_flight or batch is None):
+            oldest, logprobs = flying.pop(0)
+            engine.compute(Batch(tuple(w for w in oldest.scheduled if w.request.state is State.RUNNING)))
+            # Also of requests that have lost their pages: the model knew the tokens before.
+            sampled = (work.request for work in oldest.scheduled if work.samples_token)
+            tokens_by_id = {request.id: next_token(request.token_ids) for request in sampled}
+            engine.scheduler.commit(oldest, tokens_by_id, logprobs)
+            engine.scheduler.check_integrity()
+    for request in requests:
+        assert request.output_token_ids == expected(request, engine.scheduler.limit)
+        if request.params.prompt_logprobs is not None:
+            first, last = max(request.params.logprob_start_len, 1) - 1, len(request.prompt_token_ids) - 1
+            assert [entry.logprob for entry in request.prompt_logprobs] == list(range(first, last))
+            assert [entry.token for entry in request.prompt_logprobs] == request.prompt_token_ids[first + 1 :]
+    assert engine.manager.stats.in_use == 0
+
+
+def test_a_scored_prompt_reads_the_prefix_cache_up_to_where_scores_begin() -> None:
+    engine = Engine()
+    tokens = prompt(4 * PAGE)
+    engine.add(tokens, 1)
+    engine.finish()
+    plain, whole = engine.add(tokens, 1), add_scored(engine, tokens, 1)
+    late = add_scored(engine, tokens, 1, 2 * PAGE + 1)
+    batch = engine.schedule()
+    assert batch
+    starts = {work.request: work.start for work in batch.scheduled}
+    assert starts == {plain: 3 * PAGE, whole: 0, late: 2 * PAGE}
+
+
+def test_what_a_scored_prompt_stores_is_shared() -> None:
+    engine = Engine()
+    add_scored(engine, prompt(4 * PAGE), 0)
+    engine.finish()
+    later = engine.add(prompt(4 * PAGE), 1)
+    engine.finish()
+    assert later.num_prefix_hit_tokens == 3 * PAGE
+
+
+def test_an_answer_of_no_tokens() -> None:
+    engine = Engine(max_context=9)
+    request = engine.add(prompt(9), 0, stop_ids=frozenset({next_token(prompt(9))}))
+    assert engine.finish() == 1
+    assert (request.finish_reason, request.output_token_ids) == ("length", [])
+    with pytest.raises(PromptTooLong, match=r"has 10 tokens, but"):
+        engine.add(prompt(10), 0)

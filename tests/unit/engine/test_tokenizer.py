@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
+from nibble.errors import WeightError
 
 TEXT = "naïve café ☕ 日本語 👩‍👩‍👧 \t\n end"
 
@@ -104,3 +107,93 @@ def test_stop_strings_cut_where_the_whole_text_would_be_cut(text: str, stops: li
     seen = text[: i + size] if stopped else text  # what had arrived when a stop string was first complete
     ends = [seen.index(stop) for stop in stops if stop in seen]
     assert stopped == bool(ends) and shown == seen[: min(ends, default=len(seen))]
+
+
+def test_stop_strings_that_stay_and_that_do_not_count_yet() -> None:
+    assert StopStrings(["b", "ab"], include=True).add("xaby") == ("xab", True)
+    finder = StopStrings(["ab"])
+    assert finder.add("xab a", may_stop=False) == ("xab ", False), "a stop string before its time is text"
+    assert finder.add("b") == ("", True), "one that ends after it counts"
+
+
+def test_words_within_and_at_the_beginning_of_words(tokenizer: Tokenizer) -> None:
+    (inside,) = tokenizer.token_sequences(["fox"])
+    assert tokenizer.decode(inside) == "fox"
+
+    class Spaced(Tokenizer):
+        def __init__(self) -> None:
+            pass
+
+        def encode(self, text: str, **kwargs: object) -> list[int]:
+            vocab = {"fox": [1], " fox": [2], "a b": [3, 4], " a b": [0, 3, 4], "x y": [5, 6], " x y": [7, 6]}
+            return vocab[text]
+
+    assert Spaced().token_sequences([" fox"]) == [[1], [2]]
+    assert Spaced().token_sequences(["a b", "x y"]) == [[3, 4], [5, 6], [7, 6]], (
+        "a space of its own is no word's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json has no entry 'added_tokens'"),
+        ("tokenizer.json", "{", "tokenizer.json is no JSON object"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
+        ("tokenizer.json", None, "there is no vocabulary"),
+    ],
+)
+def test_a_broken_file_is_named(
+    tiny: Path, tmp_path: Path, name: str, content: str | None, reason: str
+) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(WeightError, match=f"{reason}.*files again"):
+        Tokenizer(str(folder))
+
+
+def with_template(tiny: Path, folder: Path, file: str, template: str) -> Tokenizer:
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    content = json.dumps({"chat_template": template}) if file.endswith(".json") else template
+    (folder / file).write_text(content)
+    return Tokenizer(str(folder))
+
+
+PARTS_ALONE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for line in message['content'] %}"
+    "{% if line['type'] == 'text' %}{{ line['text'] }}{% elif line['type'] == 'image' %}<image>{% endif %}"
+    "{% endfor %}; {% endfor %}"
+)
+EITHER = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}={{ message['content'] }}"
+    "{% else %}{% for line in message['content'] %}{{ line['text'] }}{% endfor %}{% endif %}; {% endfor %}"
+)
+STRINGS = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}; {% endfor %}"
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json"])
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (PARTS_ALONE, "system: be kind; user: hi; "),
+        (EITHER, "system: =be kind; user: =hi; "),
+        (STRINGS, "system: be kind; user: hi; "),
+    ],
+    ids=["parts", "either", "strings"],
+)
+def test_chat_templates_of_multimodal_checkpoints(
+    file: str, template: str, text: str, tiny: Path, tmp_path: Path
+) -> None:
+    """In a file of the processor or the tokenizer's; one that reads lists of parts must not lose a plain text."""
+    tokenizer = with_template(tiny, tmp_path, file, template)
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert tokenizer.decode(tokenizer.chat(messages)) == text
+
+
+def test_a_template_of_the_tokenizer_comes_first(tiny: Path, tmp_path: Path) -> None:
+    with_template(tiny, tmp_path, "chat_template.json", EITHER)
+    tokenizer = with_template(tmp_path, tmp_path / "more", "chat_template.jinja", STRINGS)
+    assert tokenizer.chat_template == STRINGS

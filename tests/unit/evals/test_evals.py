@@ -133,7 +133,8 @@ def test_the_same_predictions_agree_wholly(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _llm_that_says(answers: dict[str, list[str]], asked: list[int]) -> LLM:
-    def stream(prompt: str, max_tokens: int):
+    def stream(prompt: str, max_tokens: int, temperature: float):
+        assert temperature == 0, "greedy, whatever the model's own defaults are"
         asked.append(max_tokens)
         return (Delta(0, piece, (1,)) for piece in answers[prompt])
 
@@ -220,7 +221,7 @@ def test_plot(report: Report, tmp_path: Path) -> None:
 
 def test_plot_without_matplotlib(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"nibble-llm\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib"):
         write_plot(report, tmp_path / "plot.png")
 
 

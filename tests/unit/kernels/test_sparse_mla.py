@@ -195,6 +195,21 @@ def test_the_reference_is_the_book() -> None:
         assert torch.allclose(mean, expected, atol=1e-5)
 
 
+def test_sinks_take_weight_and_have_no_value() -> None:
+    rng = torch.Generator().manual_seed(7)
+    case = Case("fp16", 3, (30, 0, 4), 30, mixed=True)
+    topk_slots_TK = lists(case, rng)
+    stored = on_cpu(latents(case, topk_slots_TK, rng))
+    q_THD, sinks_H = torch.randn(3, 3, 192, generator=rng), torch.tensor([-1.0, 0.5, 30.0])
+    found = naive.sparse_mla_attention(q_THD, stored, 64, topk_slots_TK, 0.1, sinks_H)
+    values_SD = stored.planes_PHS[0].float().view(-1, 192)
+    for query, slots, mean in zip(q_THD, topk_slots_TK, found, strict=True):
+        rows = values_SD[slots[slots >= 0].long()]
+        weights = torch.cat((query @ rows.T * 0.1, sinks_H[:, None]), -1).softmax(-1)[:, :-1]
+        assert torch.allclose(mean, weights @ rows[:, :128], atol=1e-5)
+    assert not found[1].any()
+
+
 def test_a_row_does_not_depend_on_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = torch.Generator().manual_seed(7)
     case = Case("fp8_ds_mla", 5, (30, 2, 4, 9), 30)

@@ -28,7 +28,7 @@ from nibble.engine.plan import plan_engine
 from nibble.errors import ConfigError, RequestError, WeightError
 from nibble.models import observe as observing
 from nibble.models.observe import observe
-from nibble.models.refusals import PositionsWatch, check_config, check_masks, check_modules
+from nibble.models.refusals import ConvolutionsWatch, PositionsWatch, check_config, check_masks
 from tiny import BASE, save_model, save_tiny
 
 WEIGHTS = "model.safetensors"
@@ -73,7 +73,7 @@ class TestCheckpoints:
         AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="100KB")
         lost = sorted(sharded.glob("*.safetensors"))[1]
         lost.unlink()
-        with pytest.raises(WeightError, match=lost.name):
+        with pytest.raises(WeightError, match=rf"lacks 1 of the \d+ weight files that .* names, {lost.name}"):
             serve(sharded)
 
     def test_tied_embeddings(self, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ class TestCheckpoints:
 
     def test_no_weights_at_all(self, folder: Path) -> None:
         (folder / WEIGHTS).unlink()
-        with pytest.raises(WeightError, match=r"model.safetensors"):
+        with pytest.raises(WeightError, match=r"has no weights: neither \*.safetensors nor \*.bin"):
             serve(folder)
 
     def test_no_tokenizer(self, folder: Path) -> None:
@@ -190,7 +190,6 @@ class TestBeforeWeights:
 
 TINY_LAYERS = {"num_hidden_layers": 2}
 REFUSED = {
-    "llama4_text": ("mask only", {}),
     "qwen3_next": ("linear_attention layers keep a recurrent state", {}),
     "lfm2": (
         "conv layers keep a recurrent state",
@@ -203,8 +202,6 @@ REFUSED = {
     "jamba": ("recurrent state", {}),
     "deepseek_v4": ("compressed_sparse_attention layers are more than attention", {}),
     "t5": ("encoder-decoder", {}),
-    "paligemma": ("multimodal", {}),
-    "qwen2_5_vl": ("multimodal", {}),
     "vit": ("no causal language model", {}),
 }
 
@@ -220,13 +217,16 @@ OBSERVED = {
     "falcon": ("fixed set of attention implementations", {}),
     "gptj": ("fixed set of attention implementations", {}),
     "bloom": ("do not attend through Transformers' AttentionInterface", {}),
-    "mpt": ("does more than call Transformers' AttentionInterface", {}),
-    "stablelm": ("do not hand keywords on", {"num_hidden_layers": 2}),
-    "diffllama": ("attend 4 times in one pass", {"num_hidden_layers": 2}),
+    "mpt": ("do not attend through Transformers' AttentionInterface", {}),
+    "xmod": (
+        r"XmodOutput.lang_adapter\) depends on values of tensors",
+        {"is_decoder": True, "default_language": "en_XX", "num_hidden_layers": 2},
+    ),
+    "diffllama": ("layer 0 attends 2 times in one pass", {"num_hidden_layers": 2}),
     "bart": ("counts positions by itself", {"is_encoder_decoder": False}),
     "phimoe": ("largest position of the batch", {"num_hidden_layers": 2}),
-    "llama4_text": ("mask of layer 0 is not simply causal", {"num_hidden_layers": 2}),
     "bert": ("is_causal=False", {"is_decoder": False}),
+    "paligemma": ("is_causal=False", {}),
     "gemma3_text": ("is_causal=False", {"use_bidirectional_attention": True}),
 }
 
@@ -251,14 +251,24 @@ def test_a_config_is_observed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestGuard:
     """models/refusals.py on its own."""
 
-    def check(self, rule: Any, window: int | None, max_context: int = 100) -> None:
-        check_masks([(0, rule, window)], "toy", max_context)
+    def check(self, rule: Any, window: int | None, max_context: int = 100, chunk: int | None = None) -> None:
+        check_masks([(rule, window, chunk)], "toy", max_context)
 
     def test_causal_masks_pass(self) -> None:
         self.check(None, None)
         self.check(causal_mask_function, None)
         self.check(sliding_window_causal_mask_function(8), 8)
         self.check(chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.long)), None)
+
+    def test_masks_of_chunks_pass_where_the_config_says_so(self) -> None:
+        """Whose padding has no values, as that of a model that is observed."""
+        rule = chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.long, device="meta"))
+        self.check(rule, None, chunk=16)
+        for chunk in (None, 8, 32):
+            with pytest.raises(ConfigError, match="never builds masks"):
+                self.check(rule, None, chunk=chunk)
+        with pytest.raises(ConfigError, match="not simply causal within 16 tokens"):
+            self.check(causal_mask_function, None, chunk=16)
 
     @pytest.mark.parametrize(
         ("rule", "window"),
@@ -285,18 +295,44 @@ class TestGuard:
             with PositionsWatch(given) as watch:
                 use()
             watch.check("toy")
-        with PositionsWatch(given) as watch:
-            assert given.shape[1] == 4
-        with pytest.raises(ConfigError, match="counts positions by itself"):
-            watch.check("toy")
+        ids, table = torch.zeros(1, 5, dtype=torch.long), torch.rand(64, 2)
+        for count in (
+            lambda: torch.arange(64)[:5],
+            lambda: table[:5],
+            lambda: table.narrow(0, 0, 5),
+            lambda: table.split([5, 59])[0],
+            lambda: ids.ne(1).cumsum(-1),
+            lambda: torch.tensor(range(5)),
+        ):
+            with PositionsWatch(torch.arange(5)[None]) as watch:
+                count()
+            with pytest.raises(ConfigError, match="counts positions by itself"):
+                watch.check("toy")
         with PositionsWatch(given) as watch:
             torch.max(given)
         with pytest.raises(ConfigError, match="largest position of the batch"):
             watch.check("toy")
 
+    def test_a_model_may_have_no_positions(self) -> None:
+        given, ids, table = torch.arange(5)[None], torch.zeros(1, 5, dtype=torch.long), torch.rand(64, 2)
+        with PositionsWatch(given) as watch:
+            assert given.shape[1] == 5
+            x = nn.functional.embedding(ids, table)
+            (x.repeat_interleave(2, 1).view(5, 2, 2).sum(1) + torch.zeros(5, 2)).softmax(-1)
+            torch.arange(64)
+        watch.check("toy")
+
     def test_convolutions(self) -> None:
-        with pytest.raises(ConfigError, match=r"convolution 1 looks at neighbouring tokens"):
-            check_modules(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 3)), "toy")
+        model = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(2, 2, 3))
+        x = torch.rand(2, 3)
+        refused = pytest.raises(ConfigError, match=r"convolution 1 looks at neighbouring tokens")
+        with refused, ConvolutionsWatch(model, "toy"):
+            model(x)
+        with refused, ConvolutionsWatch(model, "toy"):
+            nn.functional.conv1d(x, model[1].weight)
+        # A tower that text does not pass.
+        with ConvolutionsWatch(model, "toy"):
+            model[0](x).to(model[1].weight.dtype)
 
 
 def modelopt(algo: str | None, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from nibble import LLM
 from nibble.cache import scales
 from nibble.cache.scales import KVScales
-from nibble.errors import ScaleError, WeightError
-from nibble.models import checkpoint
-from nibble.models.checkpoint import is_scale, read_scales
-from tiny import save_model
+from nibble.errors import NibbleError, ScaleError, WeightError
+from nibble.models import checkpoint_scales
+from nibble.models.checkpoint_scales import is_scale, read_scales
+from tiny import save_model, save_tiny
 
 LAYERS, HEADS = 3, 2
 FP8, NVFP4 = 448.0, 6 * 448.0
@@ -109,13 +110,13 @@ class TestNames:
         tensors = named("k_scale", "v_scale")
         put(save_model(tmp_path), tensors)
         seen: list[str] = []
-        plain = checkpoint._read_scale
+        plain = checkpoint_scales._read_scale
 
         def watched(name: str, file: Any) -> Any:
             seen.append(name)
             return plain(name, file)
 
-        monkeypatch.setattr(checkpoint, "_read_scale", watched)
+        monkeypatch.setattr(checkpoint_scales, "_read_scale", watched)
         assert values(read_scales(tmp_path)) == EXPECTED
         assert sorted(seen) == sorted(tensors)
 
@@ -287,13 +288,13 @@ class TestFailClosed:
     def test_no_scales(self, tmp_path: Path) -> None:
         with pytest.raises(ScaleError) as raised:
             serve(save_model(tmp_path))
-        for part in ("'k' of layer 0", "--kv-scales calibrate", "--kv-scales FILE", "--kv-scales one"):
+        for part in ("'k' of layer 0", "no tokenizer", "--kv-scales FILE", "--kv-scales one"):
             assert part in str(raised.value)
 
     def test_a_layer_without(self, tmp_path: Path) -> None:
         tensors = named("k_scale", "v_scale")
         del tensors[ATTENTION.format(1) + "v_scale"]
-        with pytest.raises(ScaleError, match=r"'v' of layer 1, and the checkpoint .* has none"):
+        with pytest.raises(ScaleError, match=r"'v' of layer 1, which the checkpoint does not have"):
             serve(put(save_model(tmp_path), tensors))
 
     def test_a_file_without_all_layers(self, tmp_path: Path) -> None:
@@ -303,6 +304,12 @@ class TestFailClosed:
     def test_scales_of_plain_keys_are_not_those_of_rotated_ones(self, tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match=r"'k\+rot' of layer 0"):
             serve(put(save_model(tmp_path), named("k_scale", "v_scale")), "fp8_e4m3+rot")
+
+    def test_a_named_file_must_have_all(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ScaleError, match=r"'k\+rot' of layer 0, and .*scales.json has none. Measure scales with"
+        ):
+            serve(save_tiny(tmp_path), "fp8_e4m3+rot", kv_scales=str(write(tmp_path, peer())))
 
     @pytest.mark.parametrize(
         ("mean", "reason"),
@@ -395,7 +402,35 @@ class TestCalibration:
 
     def test_by_name_it_needs_no_texts(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nibble.engine.build.CALIBRATION_TOKENS", 256)
-        assert used(serve(tiny, kv_scales="calibrate"))[0][0] > 0
+        llm = serve(tiny, kv_scales="calibrate")
+        assert (
+            used(llm)[0][0] > 0
+            and "measured on 256 tokens of a built-in text" in llm.engine.startup.kv_scales
+        )
+
+    def test_texts_that_are_none(self, tiny: Path) -> None:
+        for texts in ([1], 1, [b"text"], None):
+            with pytest.raises(ScaleError, match="scales are measured on a text or a list of texts, not on"):
+                serve(tiny, "fp32").measure_scales(texts)  # type: ignore[arg-type]
+        with pytest.raises(ScaleError, match="a list of texts, not on 1"):
+            serve(tiny, calibrate=[1])
+
+    def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+        self, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def measure(*_: Any) -> None:
+            raise AssertionError("scales were measured")
+
+        monkeypatch.setattr("nibble.engine.llm.measure_scales", measure)
+        llm = serve(tiny, "fp32")
+        for path, reason in (
+            (tmp_path / "no" / "s.json", "there is no folder"),
+            (tmp_path, "it is a folder"),
+        ):
+            with pytest.raises(
+                NibbleError, match=f"cannot write KV scales to {re.escape(str(path))}: {reason}"
+            ):
+                llm.measure_scales([TEXT], save=path)
 
     def test_too_little_text(self, tiny: Path) -> None:
         with pytest.raises(ScaleError, match="at least 64 tokens of text, and got 5"):

@@ -24,6 +24,7 @@ from nibble.attention.planner.support import (
     NEVER,
     PROMPT,
     BackendInfo,
+    Measurement,
     Origin,
     Support,
 )
@@ -76,13 +77,15 @@ TRITON = BackendInfo(
             arch=GPUS,
             page=PAGES,
             dim=set(range(16, 257, 16)),
-            source="on one H200, decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)",
+            source="tests/conformance",
+            measured=Measurement("decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)"),
         ),
         Support(
             **LATENT_FACTS,
             kind={"mla"},
             packing={"nhd", "hnd"},
-            source="on one H200, decoding 64 x 8K: bf16 in 0.147 ms with 16 heads, 0.42 ms with 128",
+            source="tests/conformance",
+            measured=Measurement("decoding 64 x 8K: bf16 in 0.147 ms with 16 heads, 0.42 ms with 128"),
         ),
         Support(
             **LATENT_FACTS, kind={"dsa"}, packing={"record"}, source="benchmarks/sparse_decode.py: one run of bytes"
@@ -114,7 +117,8 @@ CUDA = BackendInfo(
             **DECODE_FACTS,
             phase={Phase.DECODE},
             group=set(range(1, 17)),
-            source="benchmarks/reports: decode attention on one H200; compiled for the others",
+            source="compiled for all of them",
+            measured=Measurement("benchmarks/reports: decode attention"),
         ),
         Support(
             **DECODE_FACTS,
@@ -133,7 +137,17 @@ TORCH_REF = BackendInfo(
     adapter="nibble.attention.backends.adapters.torch_backends:TorchRef",
     support=(
         Support(**REF_FACTS, kind={"mha"}, packing={"nhd", "hnd"}),
-        Support(**REF_FACTS, kind={"mla", "dsa"}, packing={"nhd", "hnd", "record"}),
+        # Scales are interleaved by four tokens and by four of each token.
+        Support(
+            **REF_FACTS,
+            kind={"mha"},
+            packing={"trtllm"},
+            page=PAGES,
+            dim=set(range(64, 513, 64)),
+        ),
+        Support(**REF_FACTS, kind={"mla"}, packing={"nhd", "hnd", "record"}),
+        # Over chosen tokens it has sinks, but neither windows nor caps.
+        Support(**REF_FACTS, kind={"dsa"}, packing={"nhd", "hnd", "record"}, window=NEVER, softcap=NEVER),
     ),
 )
 
@@ -156,7 +170,10 @@ SDPA = BackendInfo(
             softcap=NEVER,
             sinks=NEVER,
             workspace=PREFILL_WORKSPACE,
-            source="benchmarks/extend.py on one H200, 8K new on 32K stored: nvfp4 at 614 TFLOP/s, bf16 at 595",
+            source="tests/conformance",
+            measured=Measurement(
+                "benchmarks/extend.py, 8K new on 32K stored: nvfp4 at 614 TFLOP/s, bf16 at 595", phases=PROMPT
+            ),
         ),
         Support(
             phase=ALL,

@@ -17,7 +17,7 @@ import importlib
 from types import ModuleType
 
 from nibble.attention.backends.vendor import LATENT_FACTS, KernelPackages, outdated, plain_rows, without_cuda
-from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, PROMPT, BackendInfo, Origin
+from nibble.attention.planner.support import ALL, BLACKWELL, HOPPER, PROMPT, BackendInfo, Measurement, Origin
 from nibble.model_spec import Phase
 
 # FlashAttention 3
@@ -70,11 +70,13 @@ FA3 = BackendInfo(
         *plain_rows(
             phase=ALL, kind={"mha"}, packing={"nhd"}, arch=HOPPER, page=FA3_PAGES, dim={64, 96, 128, 192, 256},
             workspace_bytes=FA3_WORKSPACE,
-            source="FlashAttention hopper/, paged KV; benchmarks/backends.py on one H200",
+            source="FlashAttention hopper/, paged KV",
+            measured=Measurement("benchmarks/backends.py", phases=ALL),
         ),
         *plain_rows(
             **LATENT_FACTS, phase=ALL, arch=HOPPER, page=FA3_PAGES, group=set(range(1, 129)),
-            workspace_bytes=FA3_WORKSPACE, source="FlashAttention hopper/, qv; benchmarks/backends.py on one H200",
+            workspace_bytes=FA3_WORKSPACE, source="FlashAttention hopper/, qv",
+            measured=Measurement("benchmarks/backends.py", phases=ALL),
         ),
     ),
 )  # fmt: skip

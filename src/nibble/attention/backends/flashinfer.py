@@ -11,8 +11,8 @@ rows, and why:
 
 - FP8 with XQA on SM90: it rounds queries and weights to FP8, and is then further from the definition than twice plain
   torch. FP8 prompts with trtllm-gen: its context kernels want a query in FP8.
-- NVFP4 with trtllm-gen: it wants V's block scales interleaved by four tokens, a packing that pools do not have, and
-  global scales of amax / 448 where checkpoints store amax / (6 * 448).
+- NVFP4 with trtllm-gen: it reads the packing `trtllm`, and global scales of amax / 448 where checkpoints store
+  amax / (6 * 448), but takes queries in FP8 and answers in FP8, further from the definition than twice plain torch.
 - Sinks with XQA, and more than 16 query heads for a KV head: not tried.
 
 **trtllm_mla**: TensorRT-LLM's MLA kernels, for big Blackwell. One new token to a request, or a few. Lengths and page

@@ -130,12 +130,14 @@ def shipped_ledger() -> Path:
 # --- rankings ---------------------------------------------------------------------------------------------------------
 
 SCHEMA = 2
+TUNED_BYTES = 1 << 18
+"""Of a device's file, at most."""
 TUNED_FOLDER = "NIBBLE_TUNED"
 RANKINGS = Path(__file__).parents[1] / "rankings"
 DEFAULT = "default.json"
 """The file for GPUs that nobody raced on; every other one comes before it."""
 RETRY = "run `nibble tune` again, or leave it aside with --no-tuned"
-IGNORED = frozenset({"source", "workspace", "workspace_bytes"})
+IGNORED = frozenset({"source", "measured", "workspace", "workspace_bytes"})
 """Fields of a Support that say nothing of what it serves: they may change, and times stay true."""
 
 
@@ -178,6 +180,14 @@ class Ranking:
     order: tuple[Timing, ...]
     source: str = ""
     """What the order rests on, for people."""
+    device: str = ""
+    """Where it was measured; empty where it was not."""
+
+    def basis(self, hardware: Hardware) -> str:
+        """Return what the order rests on, for a machine: times on another GPU are none of it."""
+        name = hardware.name.lower()
+        here = not self.device or self.device.lower() == name or name in self.device.lower().split()
+        return self.source if here else "in the order of times on another GPU"
 
     def matches(self, need: Need, subject: str) -> bool:
         """Whether the ranking is about this need."""
@@ -331,11 +341,24 @@ def save_tuned(
             head = {**_identity(hardware, backends), "date": datetime.date.today().isoformat()}
             files.write_atomic(path, as_json(head, by_time(merged)))
     except OSError as error:
-        raise ConfigError(
-            f"the times cannot be kept in {path}: {error.strerror}; "
-            f"name a folder that can be written in ${TUNED_FOLDER}"
-        ) from error
+        raise _unwritable(path, error.strerror) from error
     return path
+
+
+def require_tuned_writable(hardware: Hardware) -> None:
+    """Raise ConfigError unless the device's file can be written. To be called before what takes minutes."""
+    path = tuned_path(hardware)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.check_writable(path, "the times", TUNED_BYTES)
+    except (OSError, ConfigError) as error:
+        raise _unwritable(path, str(error)) from error
+
+
+def _unwritable(path: Path, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"the times cannot be kept in {path}: {why}; name a folder that can be written in ${TUNED_FOLDER}"
+    )
 
 
 def as_json(head: Mapping[str, Any], rankings: Rankings) -> str:
@@ -411,7 +434,12 @@ def _entries(content: Mapping[str, Any]) -> tuple[Ranking, ...]:
     """Return the rankings of a file; raises where it is none. A `match` of the file holds for all of them."""
     common = content.get("match", {})
     return tuple(
-        Ranking(common | dict(entry["match"]), tuple(map(_timing, entry["order"])), str(entry["source"]))
+        Ranking(
+            common | dict(entry["match"]),
+            tuple(map(_timing, entry["order"])),
+            str(entry["source"]),
+            str(content.get("device", "")),
+        )
         for entry in content["rankings"]
     )
 

@@ -17,7 +17,7 @@ from nibble import formats
 from nibble.attention.planner import evidence, support
 from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
-from nibble.attention.planner.options import ROUTED, PlanRequest
+from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
 from nibble.cache.layout import CacheLayout, LayerLayout
@@ -210,9 +210,10 @@ def baseline_bytes(layout: CacheLayout) -> int:
     return sum(layer.bytes_in(formats.plain(BASELINE).name) for layer in layout.layers)
 
 
-def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
-    """Return everything that was decided, ready for JSON."""
+def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
+    """Return everything that was decided, ready for JSON; without a budget what does not fit."""
     layout = plan.layout
+    names = ("memory", *WORKSPACES, "reserve", *POOL)
     return {
         "dtype": plan.dtype,
         "page_size": layout.page_size,
@@ -222,9 +223,9 @@ def as_dict(plan: Plan, budget: MemoryPlan) -> dict[str, Any]:
         "bytes_per_token": layout.bytes_per_token,
         "bytes_per_token_16bit": baseline_bytes(layout),
         "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
-        "budget": {name: getattr(budget, name) for name in ("memory", *WORKSPACES, "reserve", *POOL)},
-        "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)],
-        "hisparse": _tier(plan.tier, budget) if plan.tier and budget.host else None,
+        "budget": {name: getattr(budget, name) for name in names} if budget else None,
+        "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)] if budget else [],
+        "hisparse": _tier(plan.tier, budget) if plan.tier and budget and budget.host else None,
         "notes": list(plan.notes),
     }
 
@@ -261,6 +262,7 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "kind": group.group.kind,
         "layers": list(group.layers),
         "window": group.group.window,
+        "chunk": group.group.chunk,
         "top_k": group.group.top_k or None,
         "scheme": group.scheme,
         "streams": {
@@ -276,7 +278,7 @@ def _route(route: Route) -> dict[str, Any]:
         "backend": route.backend,
         "stage_to": route.stage_to,
         "runnable": route.runnable,
-        "cites": route.ranking or route.row.source,
+        "cites": route.ranking or route.source,
         **({"measured": route.measured} if route.measured else {}),
         **({"failed": route.failed} if route.failed else {}),
     }
@@ -297,6 +299,7 @@ def _routes(plan: Plan) -> Iterator[str]:
     for group in plan.groups:
         what = f"{group.group.kind}, {group.group.q_heads} query heads"
         what += f", window {group.group.window}" if group.group.window else ""
+        what += f", chunks of {group.group.chunk}" if group.group.chunk else ""
         what += f", each looks at {group.group.top_k} tokens" if group.group.top_k else ""
         yield f"{group.group.name}: layers {format_layers(group.layers)} in {group.scheme} ({what})"
         width = max(len(str(route)) for route in group.routes)
@@ -335,13 +338,23 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
 
 def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:
     if not budget.host:
-        yield "no host tier is made: the device has room for all pages"
+        yield f"no host tier is made: {_no_tier(tier, budget)}"
         return
     stored = ", ".join(sorted({layer.format_key for layer in tier.layout.layers}))
     size = tier.layout.bytes_per_token
     yield f"host memory {format_bytes(budget.host)}: all pages, {stored} in {size:,} bytes a token"
     room = f"the device has room for {budget.frames:,} of {budget.pages:,} pages"
     yield f"  {room}; from then on long requests keep a hot buffer of {tier.buffer:,} tokens there"
+
+
+def _no_tier(tier: Tier, budget: MemoryPlan) -> str:
+    """Return why all pages lie on the device, though a host tier was requested."""
+    if budget.tokens >= budget.request_tokens:
+        return "the device has room for all pages"
+    return (
+        f"the device has room for {budget.tokens:,} of {budget.request_tokens:,} tokens, and with hot buffers of "
+        f"{tier.buffer:,} tokens a request there would be room for no more"
+    )
 
 
 # Why
@@ -363,7 +376,8 @@ def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, p
         small, usual = "small pages share prefixes finely", "what most kernels read in one piece"
         free = f"no route asks for another; {small if request.hardware.is_cpu else usual}"
         yield f"page size {page}: {_bound(groups, 'page') or free}"
-    yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
+    if request.spec.packing is None:
+        yield f"packing {packing}: {_bound(groups, 'packing') or 'all routes read it'}"
     for group in groups:
         yield from _group_notes(request, group)
     routes = (route for group in groups for route in group.routes)
@@ -403,10 +417,6 @@ def _group_notes(request: PlanRequest, group: GroupPlan) -> Iterator[str]:
 
 
 def _route_notes(request: PlanRequest, route: Route) -> Iterator[str]:
-    auto = request.spec.backend_for(route.phase.decodes) is None
-    if auto and route.phase in ROUTED:
-        best = "best" if route.measured else "most preferred"
-        yield f"{route.backend}, the {best} of those that serve it ({route.why})"
     if route.row.gathers and not request.hardware.is_cpu:
         yield f"{route.backend} gathers pages in plain torch, many times slower than a kernel that reads them"
     if route.stage_to:
@@ -452,7 +462,7 @@ def staging_cost(group: LayerGroup, stored: LayerLayout, stage_to: str, tokens: 
         tokens: Of the longest request.
     """
     direct, plain = stored.without_index.bytes_per_token, stored.without_index.bytes_in(stage_to)
-    within = min(tokens, group.window or tokens)
+    within = min(tokens, group.reach or tokens)
     # Sparse attention stages all tokens, and reads the chosen ones only.
     looked_at = min(within, group.top_k or within)
     staged = within * (direct + plain) + looked_at * plain

@@ -104,6 +104,8 @@ class MemoryPlan:
     """Tokens of the longest request."""
     table_width: int
     """Columns of a page table."""
+    request_tokens: int
+    """That requests can fill: max_running x max_context, in whole pages."""
     frames: int
     """Pages that have room on the device: all, but with a host tier."""
     tier: int = 0
@@ -223,6 +225,7 @@ class MemoryPlanner:
             max_decodes=step.max_decodes,
             context=step.context,
             table_width=self.table_width,
+            request_tokens=self.spec.max_running * self.request_pages * layout.page_size,
             frames=split.frames,
             # without pages on the host there are no hot buffers either
             tier=self.hot_buffer_bytes + split.pages * PLACE_BYTES if split.host else 0,
@@ -465,6 +468,20 @@ class MemoryPlanner:
                 f"which leaves {format_bytes(max(free, 0))}{self._fewer_requests(requested - free, '; ')}"
             )
         return requested
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory with room for the weights, the workspaces, the reserve, and one request of the longest kind."""
+        pages = self.request_pages * self.cache_plan.layout.bytes_per_page
+        # A CPU gives a part of its memory to pages.
+        share = int(pages / CPU_SHARE) if self.device.is_cpu and self.spec.kv_memory is None else 0
+        return max(int((self.used_bytes + pages) / (1 - RESERVE)) + 1, share)
+
+    @property
+    def shortfall(self) -> str:
+        """What the device lacks: `needs at least 1279.40 GiB (weights 1250.00 GiB), and h200 has 141.00 GiB`."""
+        needed = f"needs at least {format_bytes(self.least_bytes)} (weights {format_bytes(self.model.weight_bytes)})"
+        return f"{needed}, and {self.device.name} has {format_bytes(self.device.memory)}"
 
     def _contents(self) -> str:
         weights = self.model.weight_bytes

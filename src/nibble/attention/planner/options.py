@@ -73,6 +73,12 @@ class PlanRequest:
         """The compute dtype."""
         return self.spec.compute_dtype(self.hardware)
 
+    def model_in_dtype(self, counted: str) -> ModelSpec:
+        """Return the model with its weights in the compute dtype. counted: the dtype in which they were counted."""
+        sizes = {dtype: 4 if dtype == "float32" else 2 for dtype in (counted, self.dtype)}
+        weights = self.model_spec.weight_bytes * sizes[self.dtype] // sizes[counted]
+        return replace(self.model_spec, weight_bytes=weights)
+
     def considered(self, phase: Phase) -> Mapping[str, BackendInfo]:
         """Return the backends that may serve `phase`: the one that was named, or for `auto` all that run."""
         requested = self.spec.backend_for(phase.decodes)
@@ -91,8 +97,8 @@ class PlanRequest:
         return self.spec.offload is None
 
     def need(self, part: SchemeGroup, phase: Phase) -> Need:
-        """Return what `part` needs, before page size and packing are chosen."""
-        return part.need(phase, self.hardware, self.dtype, self.spec.page_size, None)
+        """Return what `part` needs, before a page size and packing that are open are chosen."""
+        return part.need(phase, self.hardware, self.dtype, self.spec.page_size, self.spec.packing)
 
     def staged(self, need: Need) -> Need | None:
         """Return what `need` becomes when pages are dequantised first; None where they hold the compute dtype.
@@ -125,30 +131,49 @@ def serving(request: PlanRequest, part: SchemeGroup, phase: Phase) -> tuple[Rout
     for info in request.considered(phase).values():
         for row in info.support:
             if row.serves(need):
-                routes += _direct(ranking, info, row, phase)
+                routes += _direct(ranking, info, row, need, request.hardware)
             if staged and row.serves(staged):
-                routes.append(_over_plain_pages(ranking if pays else None, staged_ranking, info, row, staged))
+                usable = ranking if pays else None
+                routes.append(_over_plain_pages(usable, staged_ranking, info, row, staged, request.hardware))
     routes.sort(key=lambda route: route.place)
     return tuple(_as_measured(request, need, subject, routes))
 
 
-def _direct(ranking: Ranking | None, info: BackendInfo, row: Support, phase: Phase) -> Iterator[Route]:
-    """Yield the routes of a row that reads pages as they are, one for each packing that has a place of its own."""
+def _direct(
+    ranking: Ranking | None, info: BackendInfo, row: Support, need: Need, hardware: Hardware
+) -> Iterator[Route]:
+    """Yield the routes of a row that reads pages as they are, one for each packing that has a place of its own.
+
+    Args:
+        ranking: Of the cache's format, None where there is none.
+        info: The backend.
+        row: One of its rows.
+        need: What it serves.
+        hardware: The machine.
+    """
     usual = (GATHERED if row.gathers else UNRANKED)[info.origin]
-    route = Route(phase, info.name, row, None, info.runnable, info.graphs, place=usual, packings=row.packing)
+    route = Route(
+        need.phase, info.name, row, None, info.runnable, info.graphs, place=usual, packings=row.packing
+    )
+    route = replace(route, source=row.evidence(need))
     places = ranking.places(info.name, staged=False) if ranking and not row.gathers else ()
     if not ranking or not places:
         yield route
         return
     for place, packing in places:
         if packing is None:
-            yield replace(route, place=place, ranking=ranking.source)
+            yield replace(route, place=place, ranking=ranking.basis(hardware))
         elif row.packing is None or packing in row.packing:
-            yield replace(route, place=place, ranking=ranking.source, packings=frozenset({packing}))
+            yield replace(route, place=place, ranking=ranking.basis(hardware), packings=frozenset({packing}))
 
 
 def _over_plain_pages(
-    ranking: Ranking | None, plain_ranking: Ranking | None, info: BackendInfo, row: Support, need: Need
+    ranking: Ranking | None,
+    plain_ranking: Ranking | None,
+    info: BackendInfo,
+    row: Support,
+    need: Need,
+    hardware: Hardware,
 ) -> Route:
     """Return the route of a row that reads pages which are dequantised first.
 
@@ -158,13 +183,17 @@ def _over_plain_pages(
         info: The backend.
         row: One of its rows.
         need: What it serves, in the plain format.
+        hardware: The machine.
     """
     # dequantised pages lie in a workspace that is made by lengths on the host, so no graph holds them
-    route = Route(need.phase, info.name, row, need.format, info.runnable, graphs=False)
+    route = Route(
+        need.phase, info.name, row, need.format, info.runnable, graphs=False, source=row.evidence(need)
+    )
     # A ranking of the stored format that names staged pages says that dequantising pays.
     if ranking and not row.gathers and (places := ranking.places(info.name, staged=True)):
-        return replace(route, place=places[0][0], for_speed=True, ranking=ranking.source)
-    return replace(route, place=STAGING + min(r.place for r in _direct(plain_ranking, info, row, need.phase)))
+        return replace(route, place=places[0][0], for_speed=True, ranking=ranking.basis(hardware))
+    direct = _direct(plain_ranking, info, row, need, hardware)
+    return replace(route, place=STAGING + min(entry.place for entry in direct))
 
 
 def _as_measured(request: PlanRequest, need: Need, subject: str, routes: list[Route]) -> list[Route]:

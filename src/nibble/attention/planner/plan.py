@@ -36,6 +36,8 @@ class Route:
     """Pages are dequantised because that is faster than to read them as they are."""
     ranking: str = ""
     """What its place in a ranking rests on; empty where none names it."""
+    source: str = ""
+    """What stands behind its row, for this phase on this machine."""
     measured: str = ""
     """Its time on this machine in words, where that had a say in the choice."""
     failed: str = ""
@@ -57,7 +59,7 @@ class Route:
     def why(self) -> str:
         """What stands behind it: a measurement here, a ranking, or the row's source; and what speaks against it."""
         failed = f"; failed when it was timed on this machine: {self.failed}" if self.failed else ""
-        return (self.measured or self.ranking or self.row.source) + failed
+        return (self.measured or self.ranking or self.source) + failed
 
     def __str__(self) -> str:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend
@@ -131,7 +133,14 @@ class Plan:
 
     def route(self, layer: int, phase: Phase) -> Route:
         """Return the route of attention layer `layer` in `phase`."""
-        return next(group for group in self.groups if layer in group.layers).route(phase)
+        return self._group(layer).route(phase)
+
+    def chunk(self, layer: int) -> int | None:
+        """Return the tokens of a chunk in attention layer `layer`, None if it has none."""
+        return self._group(layer).group.chunk
+
+    def _group(self, layer: int) -> GroupPlan:
+        return next(group for group in self.groups if layer in group.layers)
 
 
 SMALL = (2, 4, 8)

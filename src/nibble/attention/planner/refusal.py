@@ -1,29 +1,33 @@
 """Why a combination is refused, and the edits of a config that may work instead.
 
-resolve.py searches the edits: one works if resolving it does.
+suggestion.py searches the edits: one works if resolving it does, and the plan fits in memory.
 """
 
 from __future__ import annotations
 
 import itertools
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from nibble.attention.planner.explain import staging_cost
+from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.options import ROUTED, Options, PlanRequest, route_cost
 from nibble.attention.planner.plan import Plan, Route
 from nibble.attention.planner.support import BackendInfo, Need, SchemeGroup
 from nibble.config import Config, default_of
-from nibble.errors import ConfigError, Refusal
+from nibble.errors import ConfigError, Refusal, Suggestion
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, lookup_gpu
 from nibble.model_spec import HEADS, LATENTS, Phase
 from nibble.spec import CacheSpec
 
 Edit = Callable[[Config], Config]
+FEW_REQUESTS, FEW_TOKENS = 16, 1024
+"""Requests and tokens of a step that are proposed where more do not fit."""
+MIN_CONTEXT = 1024
+"""The shortest context that is proposed where a longer one does not fit."""
 PAGES = (1, 16, 32, 64, 128, 256)
 """Page sizes that are tried."""
 
@@ -151,28 +155,25 @@ def cost(request: PlanRequest, plan: Plan) -> tuple[bool, float]:
     return not (request.declared or plan.runnable), route_cost(plan)
 
 
-def command(config: Config, hardware: Hardware, *, declared: bool = False) -> str:
-    """Return `nibble plan` with all that differs from the defaults, and the scheme always.
+def suggestion(
+    config: Config, hardware: Hardware, *, declared: bool = False, shortfall: str = ""
+) -> Suggestion:
+    """Return a configuration as a suggestion: all that differs from the defaults, and the scheme always.
 
     Args:
-        config: What is planned.
-        hardware: The machine, which a command names where it is not this one.
+        config: What is proposed.
+        hardware: The machine, which a plan's command names where it has a name.
         declared: Whether backends may be chosen that cannot run yet.
+        shortfall: What it lacks, where it does not fit.
     """
-    arguments = ["nibble", "plan", config.model, "--kv-format", config.kv_format]
-    for option in fields(config):
-        value = getattr(config, option.name)
-        if option.name not in {"model", "kv_format"} and value != default_of(option):
-            arguments += _arguments(option.name.replace("_", "-"), value)
-    arguments += ["--gpu", hardware.name] if _is_named(hardware) else []
-    return shlex.join([*arguments, "--declared"] if declared else arguments)
-
-
-def _arguments(name: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    # A value that begins with a dash would be read as an option.
-    return [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
+    options = {"kv_format": config.kv_format} | {
+        option.name: getattr(config, option.name)
+        for option in fields(config)
+        if option.name not in {"model", "kv_format"} and getattr(config, option.name) != default_of(option)
+    }
+    return Suggestion(
+        config.model, options, hardware.name if _is_named(hardware) else None, declared, shortfall
+    )
 
 
 def _is_named(hardware: Hardware) -> bool:
@@ -196,6 +197,8 @@ def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
             partial(replace, page_size=page)
             for page in sorted(sizes, key=lambda page: max(page / size, size / page))
         )
+    if spec.packing is not None:
+        yield iter([partial(replace, packing=None)])
     if not spec.allow_staging:
         yield iter([partial(replace, allow_staging=True)])
     # The option behind both phases: one edit in place of two.
@@ -206,6 +209,32 @@ def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
         )
     if spec.decode_backend or spec.prefill_backend:
         yield iter([partial(replace, attention_backend="auto", prefill_backend=None, decode_backend=None)])
+
+
+def memory_edits(request: PlanRequest, config: Config) -> Iterator[Config]:
+    """Yield edits of `config` that need less memory, the mildest first: smaller steps, then shorter contexts.
+
+    Args:
+        request: What is planned.
+        config: What needs too much memory.
+    """
+    step = StepMemory(request.spec, request.model_spec, request.hardware, request.dtype)
+    halves = [step.context >> shift for shift in range(1, step.context.bit_length())]
+    for smaller in _smaller_steps(request, config):
+        yield smaller
+        yield from (replace(smaller, max_context=tokens) for tokens in halves if tokens >= MIN_CONTEXT)
+
+
+def _smaller_steps(request: PlanRequest, config: Config) -> Iterator[Config]:
+    """Yield `config` with fewer requests and tokens at a time; on a CPU with weights in 16 bits too."""
+    # A pool of a requested size may be larger than what is left, or smaller than one request.
+    config = replace(config, kv_memory=None)
+    in_half = request.hardware.is_cpu and request.dtype == "float32"
+    for dtype in (config.dtype, "bfloat16") if in_half else (config.dtype,):
+        fewer = replace(config, dtype=dtype, max_running=min(config.max_running, FEW_REQUESTS))
+        yield replace(config, dtype=dtype)
+        yield fewer
+        yield replace(fewer, token_budget=min(config.token_budget or FEW_TOKENS, FEW_TOKENS))
 
 
 def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:

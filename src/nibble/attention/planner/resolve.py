@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import explain, options, refusal, support
+from nibble.attention.planner import explain, options, refusal, suggestion, support
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Options, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
@@ -25,7 +25,7 @@ from nibble.attention.planner.support import BackendInfo, SchemeGroup, Unstorabl
 from nibble.cache import layout as packings
 from nibble.cache.layout import CacheLayout
 from nibble.config import Config, OffloadSpec
-from nibble.errors import ConfigError, Unsupported
+from nibble.errors import ConfigError, Suggestion, Unsupported
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware
 from nibble.kernels import cdiv
@@ -81,21 +81,54 @@ def resolve(
     try:
         return _resolve(request)
     except UnservedError as error:
-        raise Unsupported(replace(error.refusal(), suggestion=_suggest(request))) from None
+        raise Unsupported(
+            replace(error.refusal(), suggestion=suggestion.find(request, _plan_or_none))
+        ) from None
     except UnstorableError as error:
-        suggestion = _suggest(request)
-        raise ConfigError(f"{error}\nwhat works: {suggestion}" if suggestion else str(error)) from None
+        refused = ConfigError(str(error))
+        refused.suggestion = suggestion.find(request, _plan_or_none)
+        raise refused from None
 
 
-def attempt(config: Config, model_spec: ModelSpec, hardware: Hardware) -> Plan | None:
-    """Return the plan with backends that need not run here yet, or None; does not search for what would work.
+def find_smaller(
+    config: Config,
+    model_spec: ModelSpec,
+    hardware: Hardware,
+    backends: Mapping[str, BackendInfo],
+    *,
+    declared: bool = False,
+) -> Suggestion | None:
+    """Return the nearest configuration that fits where this one is served and does not; None where nothing fits.
+
+    Args:
+        config: What does not fit.
+        model_spec: The model.
+        hardware: The machine.
+        backends: By name.
+        declared: Whether backends may be chosen that cannot run yet.
+    """
+    request = PlanRequest(config, model_spec, hardware, dict(sorted(backends.items())), declared)
+    return suggestion.find_smaller(request, _plan_or_none)
+
+
+def attempt(
+    config: Config,
+    model_spec: ModelSpec,
+    hardware: Hardware,
+    backends: Mapping[str, BackendInfo] | None = None,
+) -> Plan | None:
+    """Return the plan, or None; does not search for what would work.
 
     Args:
         config: What is requested.
         model_spec: The model.
         hardware: The machine.
+        backends: By name; None for all that this version knows, whether they run yet or not.
     """
-    return _plan_or_none(PlanRequest(config, model_spec, hardware, all_backends(), declared=True))
+    table = all_backends() if backends is None else backends
+    return _plan_or_none(
+        PlanRequest(config, model_spec, hardware, dict(sorted(table.items())), backends is None)
+    )
 
 
 def _plan_or_none(request: PlanRequest) -> Plan | None:
@@ -103,38 +136,6 @@ def _plan_or_none(request: PlanRequest) -> Plan | None:
         return _resolve(request)
     except ConfigError:
         return None
-
-
-def _suggest(request: PlanRequest) -> str | None:
-    """Return the nearest command that works: one edit if any does, else two; None where two do not help.
-
-    A plan that falls to plain torch on a GPU, unrequested, is proposed where nothing else keeps the scheme.
-    """
-    nearest = _first_plan(request, refusal.single_edits(request, keep_scheme=True))
-    if nearest and refusal.uses_reference(request, nearest[1]):
-        # Plain torch on a GPU is many times slower: two edits are better than that.
-        faster = _first_plan(request, refusal.double_edits(request, keep_scheme=True))
-        nearest = faster if faster and not refusal.uses_reference(request, faster[1]) else nearest
-    if nearest is None:
-        kinds = (edits(request, keep_scheme=False) for edits in (refusal.single_edits, refusal.double_edits))
-        nearest = _first_plan(request, itertools.chain.from_iterable(kinds))
-    return refusal.command(nearest[0], request.hardware, declared=request.declared) if nearest else None
-
-
-def _first_plan(request: PlanRequest, kinds: Iterable[Iterable[Config]]) -> tuple[Config, Plan] | None:
-    """Return an edited config and its plan: the best of the first kind of edits that works without the reference, else
-    of the first that works."""
-    slow: tuple[Config, Plan] | None = None
-    for kind in kinds:
-        edited = ((config, _plan_or_none(replace(request, config=config))) for config in kind)
-        plans = [(config, plan) for config, plan in edited if plan and refusal.is_acceptable(request, plan)]
-        if plans:
-            best = min(plans, key=lambda pair: refusal.cost(request, pair[1]))
-            if not refusal.uses_reference(request, best[1]):
-                return best
-            # Kept for the case that no kind of edit avoids plain torch on a GPU.
-            slow = slow or best
-    return slow
 
 
 def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = None) -> None:
@@ -152,6 +153,8 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 
 def _resolve(request: PlanRequest) -> Plan:
+    if request.spec.packing is not None:
+        packings.get(request.spec.packing)  # raises where there is none of that name
     parts = support.scheme_groups(request.spec, request.model_spec)
     _check_sparse(request, parts)
     choices = _choices(request, parts)
@@ -189,7 +192,7 @@ def _pick(routes: Iterable[Route], page: int, packing: str) -> Route | None:
 def _storage(request: PlanRequest, choices: Options) -> tuple[int, str]:
     """Return the best page size and packing: one choice, since all groups and phases share storage."""
     best: tuple[float, int, str] | None = None
-    for page, packing in itertools.product(_pages(request, choices), _packings(choices)):
+    for page, packing in itertools.product(_pages(request, choices), _packings(request, choices)):
         cost = _storage_cost(request, choices, page, packing)
         # Only a lower cost wins, so the order of pages and packings is an order of preference.
         if cost is not None and (best is None or cost < best[0]):
@@ -213,15 +216,25 @@ def _storage_cost(request: PlanRequest, choices: Options, page: int, packing: st
 
 def _pages(request: PlanRequest, choices: Options) -> Iterable[int]:
     """Return the page sizes to try, the preferred ones first."""
-    if request.spec.page_size is not None:
-        return (request.spec.page_size,)
     usual = CPU_PAGES if request.hardware.is_cpu else GPU_PAGES
     pages = {page for routes in choices.values() for route in routes for page in route.row.page or ()}
-    return (*usual, *sorted(pages - set(usual)))
+    named = request.spec.page_size
+    sizes = (*usual, *sorted(pages - set(usual))) if named is None else (named,)
+    # A chunk of attention begins with a page.
+    chunks = {group.chunk for group in request.model_spec.groups if group.chunk}
+    whole = [page for page in sizes if not any(chunk % page for chunk in chunks)]
+    if not whole:
+        raise ConfigError(
+            f"pages of {' or '.join(map(str, sizes))} tokens do not divide this model's chunks of attention "
+            f"({' and '.join(map(str, sorted(chunks)))} tokens); choose a --page-size that does"
+        )
+    return whole
 
 
-def _packings(choices: Options) -> Iterable[str]:
+def _packings(request: PlanRequest, choices: Options) -> Iterable[str]:
     """Return the packings to try: those that the pool knows, then those that only rows name."""
+    if request.spec.packing is not None:
+        return (request.spec.packing,)
     names = {name for routes in choices.values() for route in routes for name in route.packings or ()}
     return (*packings.names(), *sorted(names - set(packings.names())))
 

@@ -71,6 +71,19 @@ GPUS = BEFORE_HOPPER | HOPPER | BLACKWELL | CONSUMER_BLACKWELL
 HALF_DTYPES = frozenset({"bfloat16", "float16"})
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured of a row, and where: it says nothing of other GPUs and phases."""
+
+    text: str
+    gpu: str = "one H200"
+    arch: int = 90
+    phases: Set[Phase] = TOKEN
+
+    def __str__(self) -> str:
+        return f"{self.gpu}, {self.text}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
     """One combination that a backend supports. Fields of a Need have the values that are allowed, None for any."""
@@ -95,7 +108,9 @@ class Support:
     workspace_bytes: int = 0
     """Bytes that the backend keeps on the device from its first call on, whatever the model."""
     source: str = ""
-    """The benchmark report, the test or the document that stands behind the row."""
+    """The test or the document that stands behind the row."""
+    measured: Measurement | None = None
+    """How fast it was, somewhere."""
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
@@ -103,6 +118,11 @@ class Support:
             if allowed is not None:
                 # Rows are written with plain sets, and a frozen dataclass is to be hashable.
                 object.__setattr__(self, name, frozenset(allowed))
+
+    def evidence(self, need: Need) -> str:
+        """Return what stands behind the row for `need`: its source, and a measurement on such a GPU in this phase."""
+        here = self.measured and need.arch == self.measured.arch and need.phase in self.measured.phases
+        return "; ".join(filter(None, (self.source, str(self.measured) if here else "")))
 
     def refuses(self, need: Need) -> tuple[str, ...]:
         """Return the reasons why this row does not serve `need`; empty where it does."""
@@ -248,6 +268,7 @@ def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, 
 
     A layer that reads another's pages has that layer's scheme.
     """
+    _check_shared(spec, model_spec)
     scheme_by_layer = spec.scheme_by_layer(model_spec.layers)
     groups = []
     for group in model_spec.groups:
@@ -260,6 +281,19 @@ def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, 
     for part in groups:
         _check(part)
     return tuple(groups)
+
+
+def _check_shared(spec: CacheSpec, model_spec: ModelSpec) -> None:
+    """Raise ConfigError where a rule is about a layer that stores nothing, and says otherwise than its owner's."""
+    by_layer = spec.scheme_by_layer(model_spec.layers)
+    named = {layer for rule in spec.layer_rules for layer in rule.indices(model_spec.layers)}
+    idle = [layer for layer in sorted(named) if by_layer[layer] != by_layer[model_spec.owner[layer]]]
+    if idle:
+        owners = {model_spec.owner[layer] for layer in idle}
+        raise ConfigError(
+            f"--kv-layers has no effect on layers {format_layers(idle)} of {model_spec.model}: they store nothing, and "
+            f"read the pages of layers {format_layers(owners)}; name those, whose scheme is then that of all"
+        )
 
 
 def shared_kv_notes(spec: CacheSpec, model_spec: ModelSpec) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nibble.formats.base import raw
+from nibble.formats.base import in_token_order, raw
 from nibble.formats.transforms import Transform
 from nibble.kernels.types import Paged
 
@@ -51,7 +51,11 @@ class NaiveAppend:
         self._targets = targets
         self._joint_scale = joint_scale
         self._writers = {
-            name: tuple(map(_writer, target.pages.planes_PHS)) for name, target in targets.items()
+            name: tuple(
+                _writer(plane, target.pages.interleave_of(i))
+                for i, plane in enumerate(target.pages.planes_PHS)
+            )
+            for name, target in targets.items()
         }
 
     def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
@@ -83,7 +87,7 @@ def _transformed(x_THD: Tensor, target: Target) -> Tensor:
     return x_THD
 
 
-def _writer(storage_PHS: Tensor) -> Callable[[Tensor, Tensor], None]:
+def _writer(storage_PHS: Tensor, interleave: int) -> Callable[[Tensor, Tensor], None]:
     """Return what writes a plane: (slot_mapping_T, values [T, H, ...] as integers)."""
     storage, size = raw(storage_PHS), storage_PHS.shape[2]
 
@@ -93,6 +97,14 @@ def _writer(storage_PHS: Tensor) -> Callable[[Tensor, Tensor], None]:
     def to_pages(slot_mapping_T: Tensor, values: Tensor) -> None:
         storage[slot_mapping_T // size, :, slot_mapping_T % size] = values
 
+    def interleaved(slot_mapping_T: Tensor, values: Tensor) -> None:
+        page_T, slot_T = slot_mapping_T // size, slot_mapping_T % size
+        groups_PHG[page_T, :, slot_T // interleave, :, slot_T % interleave] = values
+
+    if interleave:
+        # G groups of tokens; of each, scale after scale, and of each scale token after token.
+        groups_PHG = storage.flatten(-2).unflatten(-1, (size // interleave, -1, interleave))
+        return interleaved
     # A slot is the number of a row only where pages hold token after token.
     if not (tokens := storage.transpose(1, 2)).is_contiguous():
         return to_pages
@@ -114,7 +126,9 @@ def dequantize_pages(
     Returns:
         [B, L, H, D], or [B, H, L, D] where heads come first.
     """
-    planes = tuple(_pages(plane, page_table_BN) for plane in stream.planes_PHS)
+    planes = tuple(
+        _pages(plane, page_table_BN, stream.interleave_of(i)) for i, plane in enumerate(stream.planes_PHS)
+    )
     scale = stream.scale.unsqueeze(-1) if stream.scale.dim() else stream.scale
     values_BHLD = stream.format.decode(planes, scale)
     return (values_BHLD if heads_first else values_BHLD.transpose(1, 2)).to(dtype).contiguous()
@@ -123,11 +137,12 @@ def dequantize_pages(
 def dequantize_tokens(stream: Paged, slots: Tensor) -> Tensor:
     """Return single tokens: int64 slots [...], page * page_size + offset -> float32 [..., H, D]."""
     page, offset = slots // stream.page_size, slots % stream.page_size
+    assert not stream.interleave, "only latents are read token by token"
     planes = tuple(raw(plane)[page, :, offset].view(plane.dtype) for plane in stream.planes_PHS)
     return stream.format.decode(planes, stream.scale)
 
 
-def _pages(plane_PHS: Tensor, page_table_BN: Tensor) -> Tensor:
+def _pages(plane_PHS: Tensor, page_table_BN: Tensor, interleave: int) -> Tensor:
     """Return [B, H, L, ...] of a plane."""
-    pages = raw(plane_PHS)[page_table_BN.long()]
+    pages = in_token_order(raw(plane_PHS)[page_table_BN.long()], interleave)
     return pages.transpose(1, 2).flatten(2, 3).view(plane_PHS.dtype)

@@ -150,6 +150,7 @@ def _serves(pages: Paged) -> bool:
     return (
         pages.format.name in ENCODERS
         and pages.dim % 16 == 0
+        and not pages.interleave
         # Rows lie side by side, in one order or the other: a column of records does not.
         and all(x.is_contiguous() or x.transpose(1, 2).is_contiguous() for x in pages.planes_PHS)
         # Rows are counted in 32 bits.

@@ -220,7 +220,7 @@ class IndexKeys(NamedTuple):
 def serves(stream: Paged) -> bool:
     """Return whether there is a decoder for a stream of heads."""
     decoder = DECODERS.get(stream.format.name)
-    return decoder is not None and decoder.serves(stream.dim)
+    return decoder is not None and decoder.serves(stream.dim) and not stream.interleave
 
 
 def serves_latents(latents: Paged, rope: int) -> bool:

@@ -65,7 +65,12 @@ MIN_ROWS = 8
 
 
 def sparse_mla_attention(
-    q_THD: Tensor, latents: Paged, rope: int, topk_slots_TK: Tensor, scale: float
+    q_THD: Tensor,
+    latents: Paged,
+    rope: int,
+    topk_slots_TK: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale * q . latent) @ latent[:R] over each query's slots.
 
@@ -75,6 +80,7 @@ def sparse_mla_attention(
         rope: Rotary values at the end of a latent.
         topk_slots_TK: Int32, page * page_size + offset; a negative slot is padding, wherever it stands.
         scale: What scores are multiplied by.
+        sinks_H: Logits that join the softmax, if there are any.
 
     Returns:
         [T, H, R] in the query's dtype; zeros where all slots are padding.
@@ -87,13 +93,19 @@ def sparse_mla_attention(
         slots_nK = topk_slots_TK[rows]
         # Padding reads slot 0, and dense_topk() hides what is read there.
         latents_nKD = dequantize_tokens(latents, slots_nK.clamp(min=0).long()).squeeze(-2)
-        out_THR[rows] = dense_topk(q_THD[rows].float(), latents_nKD, slots_nK < 0, rank, scale).to(
-            q_THD.dtype
-        )
+        q_nHD = q_THD[rows].float()
+        out_THR[rows] = dense_topk(q_nHD, latents_nKD, slots_nK < 0, rank, scale, sinks_H).to(q_THD.dtype)
     return out_THR
 
 
-def dense_topk(q_nHD: Tensor, latents_nKD: Tensor, hidden_nK: Tensor, rank: int, scale: float) -> Tensor:
+def dense_topk(
+    q_nHD: Tensor,
+    latents_nKD: Tensor,
+    hidden_nK: Tensor,
+    rank: int,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Return attention of each query over latents of its own, in the dtype of its arguments.
 
     Args:
@@ -102,6 +114,7 @@ def dense_topk(q_nHD: Tensor, latents_nKD: Tensor, hidden_nK: Tensor, rank: int,
         hidden_nK: Which of them do not count.
         rank: Values of a latent that are not rotary.
         scale: What scores are multiplied by.
+        sinks_H: Logits that join the softmax, if there are any.
 
     Returns:
         [n, H, R].
@@ -109,10 +122,16 @@ def dense_topk(q_nHD: Tensor, latents_nKD: Tensor, hidden_nK: Tensor, rank: int,
     heads, padding_n = q_nHD.shape[1], hidden_nK.all(1)
     # A weight of 0 does not remove a NaN, so what is hidden becomes zeros too.
     latents_nKD = latents_nKD.masked_fill(hidden_nK.unsqueeze(-1), 0.0)
-    q_nHD = F.pad(q_nHD, (0, 0, 0, max(MIN_ROWS - heads, 0)))
+    padding = max(MIN_ROWS - heads, 0)
+    q_nHD = F.pad(q_nHD, (0, 0, 0, padding))
     scores_nHK = (q_nHD @ latents_nKD.transpose(1, 2) * scale).masked_fill(
         hidden_nK.unsqueeze(1), float("-inf")
     )
+    if sinks_H is not None:
+        # A sink takes weight and has no value: its column is cut off after the softmax.
+        sinks_nH1 = F.pad(sinks_H.to(scores_nHK), (0, padding)).expand(len(q_nHD), -1).unsqueeze(-1)
+        scores_nHK = torch.cat((scores_nHK, sinks_nH1), -1)
     # The softmax of a row of -inf is NaN.
     weights_nHK = scores_nHK.softmax(-1).masked_fill(padding_n[:, None, None], 0.0)
+    weights_nHK = weights_nHK[..., : latents_nKD.shape[1]]
     return (weights_nHK @ latents_nKD[..., :rank])[:, :heads]

@@ -44,6 +44,14 @@ export async function ask(path, options = {}) {
   throw Object.assign(new Error(words[response.status] ?? said), { status: response.status });
 }
 
+// What /health says, whatever its status is.
+export async function health() {
+  const response = await fetch("health", { cache: "no-store" }).catch(() => null);
+  const body = await response?.json().catch(() => null);
+  if (!body) throw new Error("The server cannot be reached. Is it still running?");
+  return body;
+}
+
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const cut = "The connection broke off in the middle of the answer.";
@@ -68,4 +76,7 @@ export async function connect() {
   const list = (await (await ask("v1/models")).json()).data;
   $("model").textContent = served.model = list[0].id;
   document.title = `${served.model} – Nibble`;
+  // What is left empty is the model's own.
+  const defaults = { temperature: 1, top_p: 1, ...list[0].default_sampling_params };
+  for (const name of ["temperature", "top_p"]) $(name).placeholder = defaults[name];
 }

@@ -1,5 +1,5 @@
 // The picture of the cache: asks for /v1/cache each second, and draws what it says.
-import { $, ask, bytes, connect, el, percent, plural, seconds, served, short, whole } from "./api.js";
+import { $, ask, bytes, connect, el, health, percent, plural, seconds, served, short, whole } from "./api.js";
 
 const KEPT = 120; // points of a line
 const OVER = 4; // seconds that a rate is taken over
@@ -21,23 +21,41 @@ function state(words, kind) {
   $("state").className = `state ${kind}`;
 }
 
+// Words for an engine that does not serve.
+const down = (status) =>
+  status === "dead" ? ["ended", "The engine has ended, and is not started again. The server's log says why."]
+    : seen ? ["starting again", "The engine's process ended, and is being started again."]
+      : ["starting", "The engine is starting."];
+
 export async function poll() {
   let wait = 1000;
   if ($("live").checked && !document.hidden) {
     try {
-      if (!served.model) await connect();
-      count(await (await ask("v1/cache")).json());
-      state("ready", "good");
-      $("cache-error").hidden = true;
+      const { status } = await health();
+      if (status !== "ready") {
+        samples = [];
+        outdated(...down(status));
+      } else {
+        if (!served.model) await connect();
+        count(await (await ask("v1/cache")).json());
+        state("ready", "good");
+        $("picture").classList.remove("old");
+        $("cache-error").hidden = true;
+      }
     } catch (error) {
       wait = 3000;
       samples = [];
-      state(error.status === 401 ? "needs a key" : error.status === 503 ? "not ready" : "out of reach", "bad");
-      $("cache-error").textContent = error.message;
-      $("cache-error").hidden = false;
+      outdated(error.status === 401 ? "needs a key" : error.status === 503 ? "not ready" : "out of reach", error.message);
     }
   }
   setTimeout(poll, wait);
+}
+
+function outdated(words, why) {
+  state(words, "bad");
+  $("picture").classList.add("old");
+  $("cache-error").textContent = why;
+  $("cache-error").hidden = false;
 }
 
 function count(view) {

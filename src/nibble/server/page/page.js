@@ -179,5 +179,7 @@ $("clear").addEventListener("click", () => {
   $("text").focus();
 });
 
+// On a phone they would take half of the chat.
+$("settings").open = !matchMedia("(max-width: 599px)").matches;
 $("text").focus();
 poll();

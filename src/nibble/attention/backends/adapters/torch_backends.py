@@ -98,7 +98,9 @@ class TorchRef(AttentionBackend):
         """Attend rectangle by rectangle, in float32."""
         if params.topk_slots_TK is not None:
             keys, rope = view.keys.paged, view.keys.stream.rope
-            return sparse.sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
+            return sparse.sparse_mla_attention(
+                q_THD, keys, rope, params.topk_slots_TK, params.scale, params.sinks_H
+            )
         outputs = [
             _attend_rectangle(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in state
         ]

@@ -1,0 +1,414 @@
+"""Quantised weights of a checkpoint: how many bytes they take, and what serving does with them today. No torch.
+
+A checkpoint says in config.json (`quantization_config`), or in ModelOpt's own file, how each of its matrices is stored.
+The bytes follow from that and from the shapes; where the weights are in a local folder, from the headers of its
+safetensors files.
+
+Sources of the layouts: Transformers' `quantizers/`, compressed-tensors' `config/`, ModelOpt's `hf_quant_config.json`,
+the AWQ and GPTQ papers' checkpoints (packed int32 words, scales of 16 bits, zeros of as many bits as the weights), and
+OCP's MX formats (a byte of scale for 32 values).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from nibble.errors import ConfigError, WeightError
+from nibble.hardware import Hardware, format_bytes
+from nibble.kernels import import_problem
+from nibble.model_spec import StoredWeights
+
+MODELOPT = "modelopt"
+NO_ALGORITHM = (None, "", "NONE", "none")
+"""ModelOpt's names for the weights' algorithm when only the KV cache is quantised."""
+FULL = 2
+"""Bytes of a value that is not quantised: BF16 or FP16."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFormat:
+    """How a matrix of `rows` outputs and `columns` inputs is stored."""
+
+    name: str
+    bits: float
+    """Of a value."""
+    group: int = 0
+    """Values of a row that share a scale; 0 for the whole row."""
+    scale_bytes: float = 0
+    """Of a group's scale and its zero."""
+    block_rows: int = 1
+    """Rows that share a group's scale."""
+    matrix_bytes: int = 0
+    """Of a scale for the whole matrix."""
+    column_bytes: int = 0
+    """Of an index for each column (GPTQ's `g_idx`)."""
+
+    def size(self, rows: int, columns: int) -> int:
+        """Return the bytes of a matrix with its scales."""
+        groups = ceil(columns / self.group) if self.group else 1
+        scales = ceil(rows / self.block_rows) * groups * self.scale_bytes
+        return ceil(rows * columns * self.bits / 8 + scales) + self.matrix_bytes + columns * self.column_bytes
+
+
+def _fp8(group: int = 0, block_rows: int = 1) -> MatrixFormat:
+    return MatrixFormat("fp8", 8, group, 4, block_rows)
+
+
+MXFP4 = MatrixFormat("mxfp4", 4, 32, 1)
+NVFP4 = MatrixFormat("nvfp4", 4, 16, 1, matrix_bytes=8)
+FP8_TENSOR = MatrixFormat("fp8", 8, matrix_bytes=8)
+FP8_BLOCK = _fp8(128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The format of the matrices whose names a target matches."""
+
+    targets: tuple[str, ...]
+    """Names, patterns, or `Linear` for all; none for all."""
+    format: MatrixFormat
+
+    def covers(self, name: str) -> bool:
+        """Whether the rule is about a module."""
+        return not self.targets or "Linear" in self.targets or _matches(name, self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint stores its matrices."""
+
+    method: str
+    """Transformers' name of the method."""
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()
+    """Names and patterns of modules that are not quantised."""
+    algorithm: str = ""
+    """ModelOpt's name of what it did."""
+
+    def format_of(self, name: str) -> MatrixFormat | None:
+        """Return how a module's matrix is stored, None where it is not quantised."""
+        if _matches(name, self.ignored):
+            return None
+        return next((rule.format for rule in self.rules if rule.covers(name)), None)
+
+    @property
+    def kind(self) -> str:
+        """What the weights are, for people: `nvfp4`, `4 bits`."""
+        return self.algorithm or ", ".join(dict.fromkeys(rule.format.name for rule in self.rules))
+
+
+HEADS = ("lm_head", "embed_out", "output_layer")
+"""Output layers, which most methods leave as they are, whether they say so or not."""
+
+
+def parse(config: Mapping[str, Any]) -> Quantization | None:
+    """Return how weights are quantised, by a `quantization_config`; None where they are not, or by another method."""
+    reader = _READERS.get(str(config.get("quant_method") or ""))
+    return reader(config) if reader else None
+
+
+def _names(*values: Any) -> tuple[str, ...]:
+    return tuple(str(name) for value in values for name in value or ())
+
+
+def _plain(method: str, format: MatrixFormat, config: Mapping[str, Any], *keys: str) -> Quantization:
+    return Quantization(method, (Rule((), format),), (*_names(*(config.get(key) for key in keys)), *HEADS))
+
+
+def _read_fp8(config: Mapping[str, Any]) -> Quantization:
+    block = config.get("weight_block_size")
+    format = _fp8(block[1], block[0]) if block else FP8_TENSOR
+    return _plain("fp8", format, config, "modules_to_not_convert", "ignored_layers")
+
+
+def _read_mxfp4(config: Mapping[str, Any]) -> Quantization:
+    quantization = _plain("mxfp4", MXFP4, config, "modules_to_not_convert")
+    # gpt-oss' list of what is left alone names all but the experts, which are all that there is of it.
+    return Quantization("mxfp4", (Rule(("re:.*experts.*",), MXFP4),), quantization.ignored)
+
+
+def _read_integers(config: Mapping[str, Any]) -> Quantization:
+    """AWQ and GPTQ: groups of a row with a scale of 16 bits and a zero of as many bits as the weights."""
+    method = str(config["quant_method"])
+    bits, group = int(config.get("bits") or config.get("w_bit") or 4), int(config.get("group_size") or 128)
+    index = 4 if method == "gptq" else 0
+    format = MatrixFormat(f"{bits} bits", bits, max(group, 0), 2 + bits / 8, column_bytes=index)
+    return _plain(method, format, config, "modules_to_not_convert")
+
+
+def _read_bitsandbytes(config: Mapping[str, Any]) -> Quantization:
+    """NF4 and FP4 in blocks of 64 with a scale of 32 bits, or of 8 bits; LLM.int8 with a scale a row."""
+    if config.get("load_in_8bit"):
+        format = MatrixFormat("8 bits", 8, 0, 4)
+    else:
+        double = config.get("bnb_4bit_use_double_quant")
+        format = MatrixFormat("4 bits", 4, 64, 1 + 4 / 256 if double else 4)
+    return _plain("bitsandbytes", format, config, "llm_int8_skip_modules")
+
+
+def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization | None:
+    rules = tuple(_rules(config.get("config_groups") or {}))
+    return Quantization("compressed-tensors", rules, _names(config.get("ignore"))) if rules else None
+
+
+def _rules(groups: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of compressed-tensors' `config_groups`; of ModelOpt's too, which have the same form."""
+    for group in groups.values():
+        if weights := group.get("weights"):
+            yield Rule(_names(group.get("targets")), _group_format(weights))
+
+
+def _group_format(weights: Mapping[str, Any]) -> MatrixFormat:
+    bits, group = int(weights.get("num_bits") or 8), int(weights.get("group_size") or 0)
+    strategy, floats = weights.get("strategy"), weights.get("type") == "float"
+    if floats and bits == 4:
+        return MXFP4 if group == 32 else NVFP4
+    name = f"fp{bits}" if floats else f"{bits} bits"
+    if strategy == "block" and (block := weights.get("block_structure")):
+        return MatrixFormat(name, bits, block[1], 4, block[0])
+    if strategy == "tensor":
+        return MatrixFormat(name, bits, matrix_bytes=4)
+    zero = 0 if weights.get("symmetric", True) else bits / 8
+    return MatrixFormat(name, bits, max(group, 0), 2 + zero)
+
+
+_ALGORITHMS = {
+    "FP8": FP8_TENSOR,
+    "FP8_PER_CHANNEL_PER_TOKEN": _fp8(),
+    "FP8_PB_WO": FP8_BLOCK,
+    "FP8_PB_REAL": FP8_BLOCK,
+    "NVFP4": NVFP4,
+    "W4A8_NVFP4_FP8": NVFP4,
+    "NVFP4_AWQ": NVFP4,
+    "W4A16_AWQ": MatrixFormat("4 bits", 4, 128, 2),
+    "W4A8_AWQ": MatrixFormat("4 bits", 4, 128, 2),
+    "W8A16": MatrixFormat("8 bits", 8, 0, 2),
+    "MXFP8": MatrixFormat("mxfp8", 8, 32, 1),
+    "MXFP4": MXFP4,
+    "W4A8_MXFP4_FP8": MXFP4,
+}
+"""ModelOpt's names of algorithms."""
+
+
+def _read_modelopt(config: Mapping[str, Any]) -> Quantization | None:
+    """Return what ModelOpt says, in config.json or its own file; in its older form nested."""
+    entry = {**config, **(config.get("quantization") or {})}
+    algorithm = entry.get("quant_algo")
+    if algorithm in NO_ALGORITHM:
+        return None
+    ignored = _names(entry.get("exclude_modules"), entry.get("ignore"))
+    layers = entry.get("quantized_layers") or {}
+    rules = [
+        Rule((name,), _ALGORITHMS.get(str(x.get("quant_algo")), FP8_TENSOR)) for name, x in layers.items()
+    ]
+    rules = rules or [*_rules(entry.get("config_groups") or {})]
+    rules = rules or [Rule((), _ALGORITHMS.get(str(algorithm), FP8_TENSOR))]
+    return Quantization(MODELOPT, tuple(rules), (*ignored, *HEADS), str(algorithm))
+
+
+_READERS = {
+    "fp8": _read_fp8,
+    "mxfp4": _read_mxfp4,
+    "awq": _read_integers,
+    "gptq": _read_integers,
+    "bitsandbytes": _read_bitsandbytes,
+    "compressed-tensors": _read_compressed_tensors,
+    MODELOPT: _read_modelopt,
+}
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns means a module: a regular expression after `re:`, a glob, or a part of its path."""
+    # Checkpoints of multimodal models have their text model's layers under another prefix.
+    name = name.replace("language_model.", "")
+    return any(_is_match(name, pattern.replace("language_model.", "")) for pattern in patterns)
+
+
+def _is_match(name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    if "*" in pattern:
+        # A glob for a module is also one for what is in it.
+        return (
+            fnmatchcase(name, pattern)
+            or fnmatchcase(name, f"{pattern}.*")
+            or fnmatchcase(name, f"*.{pattern}")
+        )
+    return f".{pattern}." in f".{name}."
+
+
+# Bytes
+
+EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of an expert, as checkpoints name them one by one and Transformers keeps them together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model."""
+
+    module: str
+    shape: tuple[int, ...]
+    is_linear: bool
+    """Whether it is the matrix of a linear layer."""
+
+    @property
+    def matrix_names(self) -> tuple[str, ...]:
+        """Modules of a checkpoint whose matrices it has; none where it is no matrix of a linear layer or of experts."""
+        if self.is_linear:
+            return (self.module,)
+        if len(self.shape) == 3 and "experts" in self.module.split("."):
+            return tuple(f"{self.module}.0.{name}" for name in EXPERT_MATRICES)
+        return ()
+
+
+def stored_bytes(quantization: Quantization, parameters: Iterable[Parameter]) -> int:
+    """Return the bytes of all parameters: quantised ones with their scales, the others in 16 bits."""
+    return sum(_parameter_bytes(quantization, parameter) for parameter in parameters)
+
+
+def _parameter_bytes(quantization: Quantization, parameter: Parameter) -> int:
+    formats = [quantization.format_of(name) for name in parameter.matrix_names]
+    stored = next(filter(None, formats), None)
+    if stored is None:
+        return prod(parameter.shape) * FULL
+    *experts, rows, columns = parameter.shape
+    return prod(experts) * stored.size(rows, columns)
+
+
+_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio|multi_modal_projector)")
+"""Names of tensors of other parts than the language model."""
+
+
+def folder_bytes(folder: Path, layers: int) -> int | None:
+    """Return the bytes of the language model's tensors in a folder's safetensors files; None where there are none.
+
+    Args:
+        folder: Of a checkpoint.
+        layers: Of the model; layers beyond them predict further tokens, and are not loaded.
+
+    Raises:
+        WeightError: A file is broken or cut short.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or any(not (folder / name).exists() for name in _index(folder)):
+        return None
+    headers = (entry for file in files for entry in _header(file).items())
+    return sum(
+        _SIZES.get(x["dtype"], 1) * prod(x["shape"]) for name, x in headers if _is_loaded(name, layers)
+    )
+
+
+def _index(folder: Path) -> set[str]:
+    """Return the names of the files that the weights are cut into."""
+    path = folder / "model.safetensors.index.json"
+    return (
+        set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()) if path.exists() else set()
+    )
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    """Return a file's tensors: dtype and shape by name."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+    except (struct.error, ValueError, OverflowError, MemoryError) as error:
+        raise WeightError(
+            f"the weight file {file} is broken or cut short ({error}); download it again"
+        ) from error
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _is_loaded(name: str, layers: int) -> bool:
+    layer = _LAYER.search(name)
+    return not _OTHER_PARTS.search(name) and (layer is None or int(layer[1]) < layers)
+
+
+# What serving does with them
+
+_PACKAGES = {
+    "fp8": ("accelerate", "kernels"),
+    "mxfp4": ("accelerate", "kernels"),
+    "awq": ("accelerate", "gptqmodel"),
+    "gptq": ("optimum", "gptqmodel"),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "compressed-tensors": ("compressed_tensors",),
+}
+"""Packages with which Transformers loads a method's weights, besides its own."""
+_UNPACKED = ("compressed-tensors",)
+"""Methods whose weights Transformers unpacks, whatever the machine."""
+_UNPACKED_WITHOUT = {"fp8": "kernels", "mxfp4": "kernels"}
+"""Methods whose weights are unpacked where a package is missing."""
+
+
+def resident_bytes(stored: StoredWeights, full: int, hardware: Hardware, *, here: bool) -> int:
+    """Return the bytes that weights take in memory.
+
+    Args:
+        stored: As the checkpoint has them.
+        full: In the compute dtype.
+        hardware: The machine; a CPU has no kernels for them.
+        here: Whether it is this machine, with the packages that are installed; another is taken to have all of them,
+            and to keep what is quantised.
+    """
+    if hardware.is_cpu or (here and _is_unpacked(stored.method)):
+        return full
+    return stored.bytes
+
+
+def _is_unpacked(method: str) -> bool:
+    missing = _UNPACKED_WITHOUT.get(method)
+    return method in _UNPACKED or bool(missing and import_problem(missing))
+
+
+def notes(stored: StoredWeights, full: int, dtype: str, hardware: Hardware, *, here: bool) -> Iterator[str]:
+    """Yield what is to be known of quantised weights: their bytes, and what serving does with them.
+
+    Args:
+        stored: As the checkpoint has them.
+        full: Bytes in the compute dtype.
+        dtype: The compute dtype.
+        hardware: The machine.
+        here: Whether it is this machine.
+    """
+    resident = resident_bytes(stored, full, hardware, here=here)
+    other = f"{format_bytes(full)} in {dtype}"
+    if resident == stored.bytes:
+        yield f"weights in {stored.title}: {format_bytes(stored.bytes)} as stored, {other}"
+    else:
+        yield f"weights in {stored.title}: {other}, as they are unpacked here; {format_bytes(stored.bytes)} as stored"
+    if stored.method == MODELOPT:
+        yield f"weights in {stored.title} are not served yet: Transformers would load them as if they were unquantised"
+        return
+    packages = _PACKAGES.get(stored.method, ())
+    missing = [name for name in packages if import_problem(name)] if here else packages
+    what = "Transformers loads them"
+    if stored.method in _UNPACKED:
+        what = f"not served as stored yet: Transformers unpacks them to {dtype} ({format_bytes(full)})"
+    needs = f", and needs {_listing(missing)}" if missing else ""
+    yield f"serving weights in {stored.title}: {what}{needs}; not tested with Nibble"
+
+
+def require_served(stored: StoredWeights | None) -> None:
+    """Raise ConfigError for weights that Transformers would load with wrong values."""
+    if stored and stored.method == MODELOPT:
+        raise ConfigError(
+            f"this checkpoint holds {stored.kind} weights written by ModelOpt, which are not served yet: Transformers "
+            "would load them as if they were unquantised; use the BF16 checkpoint (its KV scales may be given with "
+            "--kv-scales FILE)"
+        )
+
+
+def _listing(names: Sequence[str]) -> str:
+    return " and ".join(name.replace("_", "-") for name in names)

@@ -1,0 +1,143 @@
+"""Where KV scales come from: the checkpoint, a file beside it, or a measurement, and plan and start say the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nibble import LLM, Config, ScaleError, WeightError
+from nibble.cache import scales as kv_scales
+from nibble.engine.plan import plan_engine
+from nibble.engine.scale_source import Origin, ScaleSource, find_source
+from nibble.models.hub import local_folder
+
+LAYERS = 3
+
+
+def source(folder: Path | str, kv_format: str = "nvfp4", **options: Any) -> ScaleSource:
+    return find_source(plan_engine(Config(model=str(folder), kv_format=kv_format, **options)), local_folder)
+
+
+def add_scales(folder: Path, layers: int = LAYERS) -> None:
+    """Gives a checkpoint scales of its own."""
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale": torch.tensor(0.01)
+        for layer in range(layers)
+        for name in "kv"
+    }
+    save_file(
+        load_file(folder / "model.safetensors") | scales, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def add_file(folder: Path, *keys: str) -> None:
+    layers = {str(layer): {"amax": dict.fromkeys(keys, 2.0)} for layer in range(LAYERS)}
+    (folder / kv_scales.FILE_NAME).write_text(json.dumps({"schema": kv_scales.SCHEMA, "layers": layers}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def test_a_cache_without_scales_needs_none(folder: Path) -> None:
+    for name in ("bf16", "mxfp4", "fp4_mx16"):
+        assert source(folder, name).origin is Origin.UNNEEDED
+        assert not LLM(str(folder), kv_format=name, kv_memory="1MiB").startup.get("calibration")
+
+
+def test_the_checkpoint_comes_first_then_the_file_then_a_measurement(folder: Path) -> None:
+    assert source(folder).origin is Origin.MEASURED
+    add_file(folder, "k", "v")
+    assert source(folder).origin is Origin.FILE
+    add_scales(folder)
+    assert source(folder).origin is Origin.CHECKPOINT
+    # Neither has scales of rotated keys.
+    rotated = source(folder, "nvfp4+rot")
+    assert rotated.origin is Origin.MEASURED
+    assert "the checkpoint has none for 'k+rot' of layer 0, and" in rotated.why
+    add_file(folder, "k+rot", "v")
+    assert source(folder, "nvfp4+rot").origin is Origin.FILE
+    assert source(folder, "nvfp4+rot", kv_scales="calibrate").origin is Origin.MEASURED
+
+
+def test_scales_of_some_layers_are_not_mixed_with_others(folder: Path) -> None:
+    add_scales(folder, LAYERS - 1)
+    assert "none for 'k' of layer 2" in source(folder).why
+    assert source(folder, kv_layers="-1=bf16").origin is Origin.CHECKPOINT
+
+
+def test_an_index_alone_names_the_scales(folder: Path) -> None:
+    add_scales(folder)
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    assert "weights are not here" in source(folder).why
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert source(folder).origin is Origin.CHECKPOINT
+
+
+def test_a_config_alone_leaves_it_open(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert (
+        source(folder)
+        .summary(str(folder))
+        .startswith(
+            "KV scales: measured at the start on a built-in text, unless the checkpoint, whose weights are not here, has"
+        )
+    )
+
+
+def test_without_a_tokenizer_plan_and_start_refuse_alike(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ScaleError, match=r"'k' of layer 0.*no tokenizer") as plan:
+        source(folder)
+    with pytest.raises(ScaleError) as start:
+        LLM(str(folder), kv_format="nvfp4")
+    assert str(start.value) == str(plan.value)
+
+
+def test_a_broken_file_of_weights_is_named(folder: Path) -> None:
+    for content in (b"\xff" * 64, b"", b"\x08\0\0\0\0\0\0\0[1, 2]  "):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(WeightError, match=r"model.safetensors is broken or cut short"):
+            source(folder)
+
+
+def test_a_start_says_where_scales_are_from(folder: Path) -> None:
+    line = LLM(str(folder), kv_format="nvfp4", kv_memory="1MiB").engine.startup.kv_scales
+    assert line.startswith("KV scales: measured on 1,024 tokens of a built-in text in ")
+    assert line.endswith(f"to keep them: nibble calibrate {folder} --out {folder}/kv_scales.json")
+    add_file(folder, "k", "v")
+    llm = LLM(str(folder), kv_format="nvfp4", kv_memory="1MiB")
+    assert llm.engine.startup.kv_scales == f"KV scales: from {folder}/kv_scales.json"
+    assert "calibration" not in llm.startup
+
+
+def test_the_bundled_models_bring_theirs() -> None:
+    assert source("demo").origin is Origin.FILE and source("demo-mla", "nvfp4_ds_mla").origin is Origin.FILE
+
+
+def test_a_second_plan_imports_no_torch(folder: Path, tmp_path: Path) -> None:
+    add_scales(folder)
+    code = (
+        "import sys; from nibble.cli.main import app\n"
+        f"try: app(['plan', {str(folder)!r}, '--kv-format', 'nvfp4', '--gpu', 'h200'])\n"
+        "except SystemExit: print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    command, env = [sys.executable, "-c", code], {**os.environ, "NIBBLE_CACHE": str(tmp_path / "cache")}
+    runs = [subprocess.run(command, capture_output=True, text=True, check=False, env=env) for _ in range(2)]
+    assert "KV scales: the checkpoint's own" in runs[1].stdout
+    assert runs[1].stdout.splitlines()[-1] == "False False", runs[1].stderr
