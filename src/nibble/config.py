@@ -17,6 +17,8 @@ from nibble.errors import ConfigError, RequestError, unknown
 BUNDLED = ("demo", "demo-mla")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_WINDOW = 4096
+"""Most tokens of an exact window."""
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0: dividing logits by it would overflow."""
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -64,6 +66,11 @@ class Config:
         "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
     )
     kv_layers: str = option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
+    kv_window: int | None = option(
+        None,
+        "Newest tokens that a query reads in the compute dtype beside the quantised cache; 0 for none. Left out: "
+        "what the scheme needs for BF16's answers.",
+    )
     kv_scales: str = option(
         "auto",
         "Global KV scales: auto (the checkpoint's, else kv_scales.json beside it, else measured at the start), a JSON "
@@ -151,6 +158,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.kv_window is not None and not 0 <= self.kv_window <= MAX_WINDOW:
+            raise ConfigError(f"kv_window must lie in [0, {MAX_WINDOW}], not {self.kv_window}")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(

@@ -95,6 +95,8 @@ class CacheSpec:
     prefix_cache: bool
     graphs: bool
     watches_fidelity: bool
+    window: int
+    """Tokens that a query reads in the compute dtype: those nearer than this; 0 for none."""
 
     @classmethod
     def from_config(cls, config: Config) -> CacheSpec:
@@ -118,6 +120,7 @@ class CacheSpec:
             prefix_cache=config.prefix_cache,
             graphs=config.graphs,
             watches_fidelity=bool(config.watch_fidelity),
+            window=config.kv_window or 0,
         )
 
     @property

@@ -49,7 +49,9 @@ def cut_at_chunks(batch: AttentionBatch, page_size: int, chunk: int) -> Attentio
     columns_PN = (first_P1 + torch.arange(width, device=device)).clamp(max=table_BN.shape[1] - 1)
     rows_P1 = torch.tensor([[piece.request] for piece in pieces], device=device)
     counts, lens = [piece.count for piece in pieces], [piece.stored for piece in pieces]
-    return AttentionBatch.from_lens(batch.phase, batch.start, counts, lens, table_BN[rows_P1, columns_PN])
+    cut = AttentionBatch.from_lens(batch.phase, batch.start, counts, lens, table_BN[rows_P1, columns_PN])
+    exact_BN = batch.exact_table_BN
+    return cut if exact_BN is None else replace(cut, exact_table_BN=exact_BN[rows_P1, columns_PN])
 
 
 def _pieces(batch: AttentionBatch, chunk: int) -> Iterator[_Piece]:
@@ -67,12 +69,14 @@ def _last_chunks(batch: AttentionBatch, page_size: int, chunk: int) -> Attention
     first_B = (batch.seq_lens_B - 1).clamp(min=0) // chunk * chunk
     width = min(batch.page_table_BN.shape[1], chunk // page_size)
     pages_N = torch.arange(width, device=first_B.device)
-    columns_BN = (first_B[:, None] // page_size + pages_N).clamp(max=batch.page_table_BN.shape[1] - 1)
+    columns_BN = (first_B[:, None] // page_size + pages_N).clamp(max=batch.page_table_BN.shape[1] - 1).long()
+    exact_BN = batch.exact_table_BN
     return replace(
         batch,
         seq_lens=tuple(
             min(length, chunk) if batch.bounds else (length - 1) % chunk + 1 for length in batch.seq_lens
         ),
-        page_table_BN=batch.page_table_BN.gather(1, columns_BN.long()),
+        page_table_BN=batch.page_table_BN.gather(1, columns_BN),
+        exact_table_BN=None if exact_BN is None else exact_BN.gather(1, columns_BN),
         seq_lens_B=batch.seq_lens_B - first_B,
     )

@@ -6,22 +6,15 @@ Staging is to dequantise pages into a workspace, for a backend that cannot read 
 only, always declared by a route and priced by the plan (planner/explain.py). The workspace is made for the requests at
 hand, never for the pool.
 
-`nibble::attention` and `nibble::select` are the same as operators that a compiler of models calls and does not look
-into. What a step stores and reads does not pass through the compiled model: the operator is given a number that is a
-constant of that model, and finds there the StepContext that the model's owner has set. So there is no current step of
-the process: any number of engines may run side by side.
-
 Shape suffixes: T tokens, H query heads, D values of a head, K chosen tokens, N pages of a request, B requests, L tokens
 of pages (N * page_size).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,11 +24,13 @@ from nibble import formats
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
+from nibble.attention.window import ExactCache, WindowParts, far_params, merge, near_params
 from nibble.cache import layout as packings
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import cdiv, indexer
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
@@ -235,7 +230,31 @@ class PreparedBatch:
             params: what the layer asks for.
             topk_slots_TK: where the tokens that this batch has chosen lie in the pool.
         """
-        outputs = []
+        calls = self._calls(q_THD, view, params, topk_slots_TK)
+        return _concatenate([self._backend.forward(*call) for call in calls])
+
+    def attend_partially(
+        self, q_THD: Tensor, view: KVView, params: AttentionParams, topk_slots_TK: Tensor | None = None
+    ) -> PartialAttention:
+        """Return the same, to be merged with attention over other keys.
+
+        Args:
+            q_THD: the rows of the whole step.
+            view: the layer's pages.
+            params: what the layer asks for.
+            topk_slots_TK: where the tokens that this batch has chosen lie in the pool.
+        """
+        calls = self._calls(q_THD, view, params, topk_slots_TK)
+        outputs = [self._backend.forward_partial(*call) for call in calls]
+        if len(outputs) == 1:
+            return outputs[0]
+        values, lse = zip(*outputs, strict=True)
+        return PartialAttention(torch.cat(values), torch.cat(lse, 1))
+
+    def _calls(
+        self, q_THD: Tensor, view: KVView, params: AttentionParams, topk_slots_TK: Tensor | None
+    ) -> Iterator[tuple[Tensor, KVView, AttentionBatch, AttentionParams, Any]]:
+        """Yield the backend's arguments for each part."""
         for i, part in enumerate(self.parts):
             rows = slice(part.batch.start, part.batch.stop)
             part_view = dequantize_pages(view, part, self._stage_to) if self._stage_to else view
@@ -248,8 +267,7 @@ class PreparedBatch:
             arguments = q_THD[rows], part_view, part.batch, part_params
             if i == len(self._states):
                 self._states.append(self._prepare(*arguments))
-            outputs.append(self._backend.forward(*arguments, self._states[i]))
-        return _concatenate(outputs)
+            yield *arguments, self._states[i]
 
     def _prepare(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Any:
         """Return the state of this kind of layer, which layers of another group may have prepared."""
@@ -267,6 +285,7 @@ class StepStates:
         # Apart, as the batches refer to it. A circle of references would outlive the step.
         self._shared: dict[Hashable, Any] = {}
         self._cut: dict[int, tuple[AttentionBatch, ...]] = {}
+        self._windows: dict[AttentionBatch, WindowParts] = {}
 
     def batches(
         self, meta: AttentionMetadata, page_size: int, chunk: int | None
@@ -283,6 +302,17 @@ class StepStates:
         if chunk not in self._cut:
             self._cut[chunk] = tuple(cut_at_chunks(batch, page_size, chunk) for batch in meta.batches)
         return self._cut[chunk]
+
+    def window_parts(self, batch: AttentionBatch, exact: ExactCache) -> WindowParts:
+        """Return the far and the near part of a batch, which all layers share.
+
+        Args:
+            batch: the requests.
+            exact: the exact window and its pages.
+        """
+        if batch not in self._windows:
+            self._windows[batch] = exact.split(batch)
+        return self._windows[batch]
 
     def lookup(
         self,
@@ -324,6 +354,8 @@ class StepContext:
     pending: dict[int, list[PendingFetch]] = field(default_factory=dict)
     """By layer, batch after batch: where chosen tokens lie, or will once they are fetched."""
     observer: AttentionObserver | None = None
+    exact: ExactCache | None = None
+    """Where the newest tokens are kept in the compute dtype, if they are."""
     states: StepStates = field(default_factory=StepStates, init=False)
     """What backends prepared for this step."""
 
@@ -351,8 +383,11 @@ def attention(
     owner, meta = ctx.plan.owner[layer], ctx.meta
     slot_mapping_T = meta.slot_mapping_T if meta.frame_slot_mapping_T is None else meta.frame_slot_mapping_T
     # Padding rows have no slot. They are the last rows, so they are cut off.
+    streams = {name: x[: len(slot_mapping_T)] for name, x in streams.items()}
     if owner == layer:
-        ctx.pool.write(layer, {name: x[: len(slot_mapping_T)] for name, x in streams.items()}, slot_mapping_T)
+        ctx.pool.write(layer, streams, slot_mapping_T)
+        if ctx.exact:
+            ctx.exact.write(layer, streams, meta)
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
     view = ctx.pool.view(owner)
@@ -362,9 +397,12 @@ def attention(
     batches = ctx.states.batches(meta, view.page_size, ctx.plan.chunk(layer))
     for batch, topk_slots_TK in zip(batches, _lookup_topk_slots(ctx, layer, params), strict=True):
         route = ctx.plan.route(layer, batch.phase)
-        prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
         try:
-            outputs.append(prepared.attend(rotated_THD, view, params, topk_slots_TK))
+            if ctx.exact:
+                outputs.append(_attend_within_window(ctx, layer, q_THD, rotated_THD, streams, batch, params))
+            else:
+                prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
+                outputs.append(prepared.attend(rotated_THD, view, params, topk_slots_TK))
         except (NibbleError, torch.OutOfMemoryError):  # the latter is explained where memory is known
             raise
         except Exception as error:
@@ -378,6 +416,46 @@ def attention(
     if ctx.observer is not None:
         ctx.observer.observe(layer, q_THD, streams, params, out_THD)
     return out_THD
+
+
+def _attend_within_window(
+    ctx: StepContext,
+    layer: int,
+    q_THD: Tensor,
+    rotated_THD: Tensor,
+    streams: Mapping[str, Tensor],
+    batch: AttentionBatch,
+    params: AttentionParams,
+) -> Tensor:
+    """Return attention of a batch's rows over quantised pages and, where tokens are near, over exact ones.
+
+    Args:
+        ctx: the step.
+        layer: the layer's index.
+        q_THD: the query.
+        rotated_THD: the query for keys as they are stored.
+        streams: the new tokens' values by stream.
+        batch: the requests.
+        params: what the layer asks for.
+    """
+    assert ctx.exact is not None
+    window, owner, rows = ctx.exact.tokens, ctx.plan.owner[layer], slice(batch.start, batch.stop)
+    parts, view = ctx.states.window_parts(batch, ctx.exact), ctx.pool.view(owner)
+
+    def attend(
+        route: Route, part: AttentionBatch, q: Tensor, pages: KVView, asked: AttentionParams
+    ) -> PartialAttention:
+        prepared = ctx.states.lookup(route, ctx.backends, view.page_size, part, asked)
+        return prepared.attend_partially(q, pages, asked)
+
+    exact_view = ctx.exact.view(owner, parts, {name: x[rows] for name, x in streams.items()})
+    near_route, asked = ctx.plan.near_route(layer, batch.phase), near_params(params, window)
+    near = attend(near_route, parts.near.batch, q_THD[rows], exact_view, asked)
+    far_asked = far_params(params, window)
+    if parts.far is None or far_asked is None:
+        return near.values_THD.to(q_THD.dtype)
+    far = attend(ctx.plan.route(layer, batch.phase), parts.far, rotated_THD[rows], view, far_asked)
+    return merge(near, far, q_THD[rows], view, params.scale)
 
 
 def _concatenate(outputs: list[Tensor]) -> Tensor:
@@ -462,98 +540,3 @@ def page_table_by_token(batch: AttentionBatch) -> Tensor:
         return batch.page_table_BN
     counts_B = batch.cu_seqlens_q_B1.diff()
     return batch.page_table_BN.repeat_interleave(counts_B, 0, output_size=total)
-
-
-# The operators
-
-SEPARATOR = ","
-_numbers = itertools.count()
-# Weak: a compiled model knows the number alone, so a Step goes with its owner.
-_steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
-
-
-class Step:
-    """Where one owner of a compiled model sets the context of the step that it is about to run."""
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-        self.context: StepContext | None = None
-        _steps[self.number] = self
-
-
-def attention_op(
-    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, params: AttentionParams
-) -> Tensor:
-    """Call attention() by way of the operator.
-
-    Args:
-        step: holds the context when the operator runs.
-        layer: the layer's index.
-        q_THD: the query, padding rows included.
-        streams: the new tokens' values by stream.
-        width: values of a head of the output.
-        params: what the layer asks for.
-
-    Returns:
-        [T, H, width].
-    """
-    return torch.ops.nibble.attention(
-        q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
-        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer,
-    )  # fmt: skip
-
-
-def select_topk_op(
-    step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
-) -> Tensor:
-    """Call select_topk() by way of the operator -> int32 [T, top_k].
-
-    Args:
-        step: holds the context when the operator runs.
-        layer: the layer's index.
-        q_THD: the indexer's query.
-        key_T1D: its new keys.
-        weights_TH: weights of its heads.
-        top_k: tokens to choose.
-    """
-    return torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
-
-
-def _context(step: int) -> StepContext:
-    ctx = _steps[step].context
-    assert ctx is not None, "the owner of a compiled model sets a context before it runs it"
-    return ctx
-
-
-def _attention(
-    q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, topk_indices: Tensor | None, index_layer: int,
-) -> Tensor:  # fmt: skip
-    params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
-    streams_by_name = dict(zip(names.split(SEPARATOR), streams, strict=True))
-    # contiguous, as the fake implementation promises
-    return attention(_context(step), layer, q, streams_by_name, params).contiguous()
-
-
-def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], width)
-
-
-def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
-    return select_topk(_context(step), layer, q, key, weights, top_k)
-
-
-def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
-    return q.new_empty(q.shape[0], top_k, dtype=torch.int32)
-
-
-_library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
-_library.define(
-    "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
-    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer) -> Tensor"
-)
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
-_library.define("select(Tensor q, Tensor key, Tensor weights, int step, int layer, int top_k) -> Tensor")
-_library.impl("select", _select, "CompositeExplicitAutograd")
-torch.library.register_fake("nibble::select", _select_fake, lib=_library)

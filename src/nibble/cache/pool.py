@@ -209,6 +209,11 @@ class PagedPool:
         """Return whether a CUDA graph may hold a write to any layer."""
         return all(write.is_capturable for writes in self._appends.values() for _, write in writes)
 
+    def clear_page(self, page: int) -> None:
+        """Set all bytes of a page to zero."""
+        for plane in self._planes():
+            raw(plane)[page] = 0
+
     def view(self, layer: int) -> KVView:
         """Return what a backend reads of stored layer `layer`."""
         return self.views[layer]

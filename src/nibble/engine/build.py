@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from nibble import threads
 from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.resolve import require_runnable
+from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
 from nibble.cache.hot_buffer import HotBuffers, host_latents
-from nibble.cache.manager import CacheManager
+from nibble.cache.manager import CacheManager, ExactWindow
 from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
@@ -146,7 +147,8 @@ def build(
     with explain_out_of_memory(budget):
         pool = PagedPool(plan.layout, budget.pages, scales, device, frames=budget.frames, poison=poison)
         tier = _tier(engine_plan, pool, scales)
-    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier)
+        exact = _exact_cache(engine_plan, poison)
+    engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact)
     # It takes its memory before the start checks what is left, and runs only after the start.
     error_monitor = _error_monitor(engine_plan, pool.device)
     warm_up(engine.runner, config, budget, startup, engine.scheduler.limit, test=test)
@@ -202,6 +204,17 @@ def _tier(engine_plan: EnginePlan, pool: PagedPool, scales: KVScales) -> HotBuff
     return HotBuffers(residency, host, pool, engine_plan.config.max_running + 2)
 
 
+def _exact_cache(engine_plan: EnginePlan, poison: bool) -> ExactCache | None:
+    """Return the pages of the exact window, if the plan has one."""
+    plan, exact = engine_plan.plan, engine_plan.budget.exact
+    if exact is None:
+        return None
+    pool = PagedPool(
+        plan.exact_layout, exact.pages + 1, kv_scales.NONE, engine_plan.hardware.device, poison=poison
+    )
+    return ExactCache(plan.window, pool)
+
+
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
     """Return the error monitor, if the config asks for it."""
     config = engine_plan.config
@@ -219,29 +232,35 @@ def _engine(
     scales: KVScales,
     tokenizer: Tokenizer | None,
     tier: HotBuffers | None,
+    exact: ExactCache | None,
 ) -> Engine:
     config, plan, hardware = engine_plan.config, engine_plan.plan, engine_plan.hardware
     residency, max_context = tier.residency if tier else None, engine_plan.model_spec.max_context
-    manager = CacheManager(pool.pages, plan.page_size, config.prefix_cache, residency)
+    budget = engine_plan.budget
+    window = None
+    if budget.exact:
+        window = ExactWindow(plan.window, len(plan.owner), budget.exact.pages, budget.exact.snapshots)
+    manager = CacheManager(pool.pages, plan.page_size, config.prefix_cache, residency, window)
     scheduler = Scheduler(
         manager,
-        max_running=config.max_running,
-        token_budget=engine_plan.budget.step_tokens,
+        max_running=budget.exact.requests if budget.exact else config.max_running,
+        token_budget=budget.step_tokens,
         max_context=max_context,
         can_grow=max_context < context_limits(model.config.get_text_config())[1],
         max_logprob_rows=max(1, STEP_LOGITS // engine_plan.model_spec.vocab_size),
     )
-    tables = PageTables(config.max_running + 1, engine_plan.budget.table_width, hardware.device)
+    empty_page = exact.empty_page if exact else None
+    tables = PageTables(config.max_running + 1, budget.table_width, hardware.device, empty_page)
     run = compiled(model) if config.compile and not hardware.is_cpu else None
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
-        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier),
+        runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact),
         sampler=Sampler(config.seed),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         # Pages of another layout or of other scales must never be shared.
-        namespace=f"{plan.layout.fingerprint}/{scales.version}",
+        namespace=f"{plan.fingerprint}/{scales.version}",
         vocab_size=vocab_size,
         grammars=Grammars(tokenizer, vocab_size, eos_ids) if tokenizer else None,
         # A CPU computes a step while it is launched, so there is nothing to overlap with.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from nibble.attention import backends
 from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
 from nibble.attention.planner.plan import Plan
+from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import Lease
 from nibble.cache.pool import PagedPool
@@ -81,9 +82,12 @@ class PageTables:
         rows: most leases that are open at a time.
         width: most pages of a lease.
         device: where the tables lie.
+        empty_page: with an exact window, the exact page that stands for one that is not kept.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
+    def __init__(
+        self, rows: int, width: int, device: torch.device | str, empty_page: int | None = None
+    ) -> None:
         self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         """Page ids. A step sends only those that are new."""
         self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -96,6 +100,10 @@ class PageTables:
         self._free = list(range(rows - 1, -1, -1))
         self._new_places: list[int] = []
         self._new_pages: list[int] = []
+        self.exact: ExactTable | None = None
+        """The exact pages of leases, with an exact window."""
+        if empty_page is not None:
+            self.exact = ExactTable(self.table_RN, empty_page)
 
     def row(self, lease: Lease) -> int:
         """Return the row of `lease`, and note its new pages for take_updates()."""
@@ -108,6 +116,8 @@ class PageTables:
             self._new_places += range(first + num_filled, first + len(pages))
             self._new_pages += pages[num_filled:]
             self._num_filled[row] = len(pages)
+        if self.exact:
+            self.exact.update(row, lease)
         return row
 
     def take_updates(self) -> tuple[list[int], list[int]]:
@@ -127,7 +137,60 @@ class PageTables:
                 self._free.append(self._rows.pop(lease))
         row = self._free.pop()
         self._num_filled[row] = 0
+        if self.exact:
+            self.exact.reset(row)
         return row
+
+
+class ExactTable:
+    """Which exact page holds each page of a lease, on the device.
+
+    Args:
+        table_RN: the page table beside it.
+        empty_page: stands for a page that is not kept.
+    """
+
+    def __init__(self, table_RN: Tensor, empty_page: int) -> None:
+        self.table_RN = torch.full_like(table_RN, empty_page)
+        self._empty_page = empty_page
+        # What the device knows of each row: exact pages by page.
+        self._known: dict[int, dict[int, int]] = {}
+        self._new_rows: list[int] = []
+        self._new_places: list[int] = []
+        self._new_pages: list[int] = []
+
+    def reset(self, row: int) -> None:
+        """Note that another lease has the row."""
+        self._known[row] = {}
+        self._new_rows.append(row)
+
+    def update(self, row: int, lease: Lease) -> None:
+        """Note the exact pages of `lease` that the device does not know."""
+        known = self._known[row]
+        if known == lease.exact_pages:
+            return
+        first = row * self.table_RN.shape[1]
+        for page, exact_page in lease.exact_pages.items():
+            if known.get(page) != exact_page:
+                self._new_places.append(first + page)
+                self._new_pages.append(exact_page)
+        self._known[row] = dict(lease.exact_pages)
+
+    def add_updates(self, packed: PackedInts) -> tuple[slice, slice, slice]:
+        """Add what the device does not know to the integers of a step; return where it lies."""
+        # Rows first: a new lease's pages come after its row is empty.
+        updates = self._new_rows, self._new_places, self._new_pages
+        self._new_rows, self._new_places, self._new_pages = [], [], []
+        rows, places, pages = map(packed.add, updates)
+        return rows, places, pages
+
+    def apply(self, sent: Tensor, updates: tuple[slice, slice, slice]) -> None:
+        """Write what was added into the table."""
+        rows, places, pages = updates
+        if rows.start < rows.stop:
+            self.table_RN.index_fill_(0, sent[rows], self._empty_page)
+        if places.start < places.stop:
+            self.table_RN.view(-1).index_copy_(0, sent[places], sent[pages].int())
 
 
 class Graphs:
@@ -236,6 +299,7 @@ class ModelRunner:
         tables: page tables on the device.
         run: how the model is run; None: as it is.
         tier: the pool's, where a host tier holds what it has no room for.
+        exact: the newest tokens in the compute dtype, with an exact window.
     """
 
     model: nn.Module
@@ -245,6 +309,7 @@ class ModelRunner:
     tables: PageTables
     run: Forward | None = None
     tier: HotBuffers | None = None
+    exact: ExactCache | None = None
     graphs: Graphs | None = field(default=None, init=False)
     """Decode steps over stable buffers, after record()."""
     error_monitor: ErrorMonitor | None = field(default=None, init=False)
@@ -301,6 +366,11 @@ class ModelRunner:
             packed.add(self._pad_rows(logit_rows or [0])),
             packed.add(row for row, item in zip(rows, scheduled, strict=True) if item.samples_token),
         )
+        unwritten, unkept = (
+            _unwritten(scheduled),
+            _unkept(scheduled, self.plan.page_size) if self.exact else [],
+        )
+        skipped = packed.add(unwritten), packed.add(unkept)
         # A batch is in the order of phases (Batch.from_scheduled), so each phase is one group.
         groups = [
             _PhaseGroup(tuple(pairs), packed)
@@ -314,6 +384,9 @@ class ModelRunner:
         # The model computes padding rows too, but they have no slot and attention does not see them.
         count = len(token_ids)
         meta = self._metadata(sent, groups, rows_T[:count], positions_T[:count])
+        for slots_T, rows_of in ((meta.slot_mapping_T, skipped[0]), (meta.exact_slot_mapping_T, skipped[1])):
+            if slots_T is not None and rows_of.start < rows_of.stop:
+                slots_T.index_fill_(0, sent[rows_of], -1)
         self._sampled_rows_S = sampled_rows_S
         logits = self._run(token_ids_T[None], positions_T[None], logit_rows_S, self._context(meta, probe))
         return logits[: len(logit_rows)]
@@ -341,14 +414,30 @@ class ModelRunner:
                     sent_int32[group.cu_seqlens_q],
                     sent_int32[group.seq_lens_at],
                     sent[group.rows],
+                    exact_table_BN=self._exact_table(sent[group.rows], width),
                 )
             )
             start = stop
-        return self._with_frames(pages_T.long() * page_size + positions_T % page_size, batches)
+        offsets_T, exact_slot_mapping_T = positions_T % page_size, None
+        if exact := self.tables.exact:
+            exact_slot_mapping_T = (
+                exact.table_RN[rows_T, positions_T // page_size].long() * page_size + offsets_T
+            )
+        return self._with_frames(pages_T.long() * page_size + offsets_T, batches, exact_slot_mapping_T)
 
-    def _with_frames(self, slot_mapping_T: Tensor, batches: Sequence[AttentionBatch]) -> AttentionMetadata:
+    def _exact_table(self, rows_B: Tensor, width: int) -> Tensor | None:
+        """Return the exact pages of requests [B, N], with an exact window."""
+        exact = self.tables.exact
+        return exact.table_RN.index_select(0, rows_B)[:, :width] if exact else None
+
+    def _with_frames(
+        self,
+        slot_mapping_T: Tensor,
+        batches: Sequence[AttentionBatch],
+        exact_slot_mapping_T: Tensor | None = None,
+    ) -> AttentionMetadata:
         frame_slot_mapping_T = self.tier.frame_slots(slot_mapping_T) if self.tier else None
-        return AttentionMetadata(slot_mapping_T, tuple(batches), frame_slot_mapping_T)
+        return AttentionMetadata(slot_mapping_T, tuple(batches), frame_slot_mapping_T, exact_slot_mapping_T)
 
     def _pad_rows(self, values: list[int]) -> list[int]:
         """Repeat an entry that is alone: a single row is summed in another order on a CPU than one of several."""
@@ -361,6 +450,7 @@ class ModelRunner:
     def _send(self, packed: PackedInts, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Send all integers in one copy; updates of page tables and tier travel along, and are applied."""
         places, pages = map(packed.add, self.tables.take_updates())
+        exact_updates = self.tables.exact.add_updates(packed) if self.tables.exact else None
         tier_updates = None
         if self.tier:
             leases = {self.tables.row(item.request.lease): item.request.lease for item in scheduled}
@@ -368,12 +458,16 @@ class ModelRunner:
         sent = packed.send(self.device)
         if places.start < places.stop:
             self.tables.apply(sent[places], sent[pages].int())
+        if self.tables.exact and exact_updates:
+            self.tables.exact.apply(sent, exact_updates)
         if self.tier and tier_updates:
             self.tier.apply_updates(sent, tier_updates)
         return sent
 
     def _context(self, meta: AttentionMetadata, probe: AttentionObserver | None = None) -> StepContext:
-        return StepContext(self.plan, self.pool, self.backends, meta, self.tier, observer=probe)
+        return StepContext(
+            self.plan, self.pool, self.backends, meta, self.tier, observer=probe, exact=self.exact
+        )
 
     # Steps of decodes alone
 
@@ -422,15 +516,20 @@ class ModelRunner:
         slot_mapping_B = torch.where(positions_B < 0, -1, pages_B * page_size + valid_B % page_size)
         # The host knows no lengths of a replayed step: it gives a bound; kernels read them on the device.
         max_seq_len, seq_lens_B = page_table_BN.shape[1] * page_size, (positions_B + 1).int()
+        exact_table_BN, exact_slot_mapping_B = self._exact_table(rows_B, page_table_BN.shape[1]), None
+        if exact_table_BN is not None:
+            exact_B = exact_table_BN.gather(1, (valid_B // page_size)[:, None])[:, 0].long()
+            exact_slot_mapping_B = torch.where(positions_B < 0, -1, exact_B * page_size + valid_B % page_size)
         batches = [
             AttentionBatch(
                 Phase.DECODE, first, last, (1,) * (last - first), (max_seq_len,) * (last - first),
                 page_table_BN[first:last], graphs.cu_seqlens_q[: last - first + 1], seq_lens_B[first:last],
                 rows_B[first:last], bounds=True,
+                exact_table_BN=None if exact_table_BN is None else exact_table_BN[first:last],
             )
             for first, last in pairwise(self._split_points(size))
         ]  # fmt: skip
-        ctx = self._context(self._with_frames(slot_mapping_B, batches), probe)
+        ctx = self._context(self._with_frames(slot_mapping_B, batches, exact_slot_mapping_B), probe)
         logits = self._run(token_ids_B[None], valid_B[None], graphs.rows[:size], ctx)
         graphs.store_logits(logits)
 
@@ -461,6 +560,28 @@ def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     sampled = [end - 1 for end, item in zip(starts[1:], scheduled, strict=True) if item.samples_token]
     first_rows = zip(starts[:-1], scheduled, strict=True)
     return sampled + [start + at - item.start for start, item in first_rows for at in item.logprob_rows]
+
+
+def _unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
+    """Return the rows of tokens that are computed again and lie in the prefix cache: their pages are not written."""
+    rows, first = [], 0
+    for item in scheduled:
+        rows += range(first, first + min(max(item.write_from - item.start, 0), item.num_tokens))
+        first += item.num_tokens
+    return rows
+
+
+def _unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
+    """Return the rows of tokens that are too old at the end of the step to be kept in exact pages."""
+    rows, first = [], 0
+    for item in scheduled:
+        kept = item.request.lease.exact_pages
+        for page in range(item.start // page_size, cdiv(item.end, page_size)):
+            if page not in kept:
+                start, stop = max(page * page_size, item.start), min((page + 1) * page_size, item.end)
+                rows += range(first + start - item.start, first + stop - item.start)
+        first += item.num_tokens
+    return rows
 
 
 def _token_ids(scheduled: Iterable[ScheduledRequest]) -> list[int]:

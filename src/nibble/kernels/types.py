@@ -80,6 +80,8 @@ class AttentionBatch:
     """int64 rows of the requests in the page tables, for a host tier."""
     bounds: bool = False
     """Whether `seq_lens` are bounds."""
+    exact_table_BN: Tensor | None = None
+    """int32: the exact page of each page, where there is an exact window (attention/window.py)."""
 
     @classmethod
     def from_lens(
@@ -117,6 +119,8 @@ class AttentionMetadata:
     batches: tuple[AttentionBatch, ...]
     frame_slot_mapping_T: Tensor | None = None
     """With a host tier: slots of the frames in which those pages lie, for the streams that attention reads."""
+    exact_slot_mapping_T: Tensor | None = None
+    """With an exact window: slots in exact pages, negative for tokens that are not kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from nibble.attention.layer import Step, StepContext
+from nibble.attention.layer import StepContext
+from nibble.attention.operators import Step
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 from nibble.models.hook import CONTEXT, attention_mask_for

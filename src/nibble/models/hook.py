@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from nibble.attention.layer import Step, StepContext, attention, attention_op, select_topk, select_topk_op
+from nibble.attention.layer import StepContext, attention, select_topk
+from nibble.attention.operators import Step, attention_op, select_topk_op
 from nibble.errors import ConfigError
 from nibble.kernels.types import AttentionParams
 from nibble.model_spec import LATENT

@@ -8,7 +8,7 @@ staged pages, or refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from nibble import formats
 from nibble.attention.planner import evidence, support
 from nibble.attention.planner.evidence import LedgerEntry
-from nibble.attention.planner.memory import MemoryPlan
+from nibble.attention.planner.memory import ExactMemory, MemoryPlan
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
@@ -219,11 +219,13 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "page_size": layout.page_size,
         "packing": layout.packing,
         "fingerprint": layout.fingerprint,
+        "kv_window": plan.window,
         "groups": [_group(plan, group) for group in plan.groups],
         "bytes_per_token": layout.bytes_per_token,
         "bytes_per_token_16bit": baseline_bytes(layout),
         "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
         "budget": {name: getattr(budget, name) for name in names} if budget else None,
+        "exact": asdict(budget.exact) | {"bytes": budget.exact.bytes} if budget and budget.exact else None,
         "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)] if budget else [],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget and budget.host else None,
         "notes": list(plan.notes),
@@ -270,6 +272,11 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
             for entry in (stored.streams if stored else ())
         },
         "routes": {str(route.phase): _route(route) for route in group.routes},
+        **(
+            {"near_routes": {str(route.phase): _route(route) for route in group.near_routes}}
+            if plan.window
+            else {}
+        ),
     }
 
 
@@ -306,6 +313,8 @@ def _routes(plan: Plan) -> Iterator[str]:
         for route in group.routes:
             mark = "" if route.runnable else "declared only; "
             yield f"  {route.phase:<8} {route!s:<{width}}  {mark}{route.why}"
+        if near := ", ".join(dict.fromkeys(map(str, group.near_routes))):
+            yield f"  the newest {plan.window} tokens in {plan.dtype}: {near}"
 
 
 def _bytes(plan: Plan) -> Iterator[str]:
@@ -330,10 +339,20 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     yield f"memory {format_bytes(budget.memory)}: {used}, reserve {format_bytes(budget.reserve)}"
     yield f"pool {format_bytes(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
     yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
+    if budget.exact:
+        yield from _exact(plan, budget.exact)
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
     yield from map(str, staging_costs(plan, budget.context))
+
+
+def _exact(plan: Plan, exact: ExactMemory) -> Iterator[str]:
+    requests, rest = exact.pages - exact.snapshots, exact.snapshots
+    yield (
+        f"exact window {format_bytes(exact.bytes)}: {requests:,} pages in {plan.dtype} for {exact.requests:,} requests "
+        f"at a time, {rest:,} for snapshots of prefixes"
+    )
 
 
 def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:

@@ -64,6 +64,10 @@ SAMPLING_ROW_BYTES = 48
 HOST_ROW_BYTES = 48
 """What the host keeps of a row of the page tables: an entry in two lists, and an integer."""
 PAGE_ID_BYTES, TOKEN_ID_BYTES = 4, 8
+EXACT_SHARE = 0.25
+"""Largest part of the cache's memory that the exact windows of running requests take."""
+SNAPSHOT_SHARE = 0.05
+"""Part of the cache's memory for snapshots of prefixes."""
 HOST_SHARE = 0.5
 """Part of the free host memory that a tier takes by default."""
 WRITE_FRAMES = 2
@@ -72,6 +76,24 @@ HOT_SLOT_BYTES = 8
 """For each slot of a hot buffer, in each layer with an indexer: which token it holds, and its turn."""
 PLACE_BYTES = 4
 """For each frame of a hot buffer, and for each page: which frame that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMemory:
+    """Pages in the compute dtype that hold the newest tokens of requests, and snapshots of prefixes."""
+
+    requests: int
+    """That may run at a time."""
+    pages: int
+    """All of them: of requests, and of snapshots."""
+    snapshots: int
+    """Most pages that only snapshots hold."""
+    bytes_per_page: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pages, with the one that stays empty."""
+        return (self.pages + 1) * self.bytes_per_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +134,8 @@ class MemoryPlan:
     """What the device keeps about hot buffers and the places of pages."""
     host: int = 0
     """Of the host's memory."""
+    exact: ExactMemory | None = None
+    """The exact window's part, where there is one."""
 
     @property
     def workspace(self) -> int:
@@ -205,7 +229,8 @@ class MemoryPlanner:
         step, layout = self.step, self.cache_plan.layout
         self._check_host()
         room, limit = self._pool_room()
-        split = self._split_pages(room)
+        exact = self._exact_memory(room)
+        split = self._split_pages(room - (exact.bytes if exact else 0))
         # Index keys of all pages stay on the device; the rest lies in frames.
         frame = layout.without_index.bytes_per_page
         result = MemoryPlan(
@@ -230,6 +255,7 @@ class MemoryPlanner:
             # without pages on the host there are no hot buffers either
             tier=self.hot_buffer_bytes + split.pages * PLACE_BYTES if split.host else 0,
             host=split.host,
+            exact=exact,
         )
         self._check_pool(result)
         return result
@@ -379,6 +405,22 @@ class MemoryPlanner:
         """Pages of the longest request."""
         return cdiv(self.step.context, self.cache_plan.page_size)
 
+    @property
+    def exact_request_pages(self) -> int:
+        """Exact pages that a running request holds: those of its window, and the one that is written."""
+        return cdiv(self.cache_plan.window, self.cache_plan.page_size) + 1
+
+    def _exact_memory(self, room: int) -> ExactMemory | None:
+        """Return the exact window's part of `room` bytes; None without one."""
+        if not self.cache_plan.window:
+            return None
+        page_bytes = self.cache_plan.exact_layout.bytes_per_page
+        # Where memory is short, fewer requests run at a time: pages are worth more than their number.
+        fitting = int(EXACT_SHARE * room) // (self.exact_request_pages * page_bytes)
+        requests = min(self.spec.max_running, max(1, fitting))
+        snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if self.spec.prefix_cache else 0
+        return ExactMemory(requests, requests * self.exact_request_pages + snapshots, snapshots, page_bytes)
+
     def _split_pages(self, room: int) -> PageSplit:
         """Return how many pages `room` bytes hold: all of them on the device, but with a host tier."""
         tier, pages = self.cache_plan.tier, room // self.cache_plan.layout.bytes_per_page
@@ -451,7 +493,9 @@ class MemoryPlanner:
         limits = [(free, "free memory")]
         if self.cache_plan.tier is None:  # a tier has pages that need no room on the device
             useful, reason = self.useful_tokens
-            limits.append((useful * self.cache_plan.layout.bytes_per_token, reason))
+            useful_bytes = useful * self.cache_plan.layout.bytes_per_token
+            exact = self._exact_memory(useful_bytes)
+            limits.append((useful_bytes + (exact.bytes if exact else 0), reason))
         if self.device.is_cpu:
             limits.append((int(self.device.memory * CPU_SHARE), f"{CPU_SHARE:.0%} of memory"))
         # Pairs compare by bytes first, and the reason comes along.
@@ -473,6 +517,8 @@ class MemoryPlanner:
     def least_bytes(self) -> int:
         """Memory with room for the weights, the workspaces, the reserve, and one request of the longest kind."""
         pages = self.request_pages * self.cache_plan.layout.bytes_per_page
+        if self.cache_plan.window:
+            pages += (self.exact_request_pages + 1) * self.cache_plan.exact_layout.bytes_per_page
         # A CPU gives a part of its memory to pages.
         share = int(pages / CPU_SHARE) if self.device.is_cpu and self.spec.kv_memory is None else 0
         return max(int((self.used_bytes + pages) / (1 - RESERVE)) + 1, share)

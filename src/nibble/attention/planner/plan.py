@@ -5,9 +5,10 @@ resolve.py chooses the routes. Decode steps are recorded as CUDA graphs in a few
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, replace
 
+from nibble import formats
 from nibble.attention.planner.support import Support
 from nibble.cache.layout import CacheLayout
 from nibble.errors import Refusal, Unsupported
@@ -65,6 +66,10 @@ class Route:
         return f"{self.backend} (staged to {self.stage_to})" if self.stage_to else self.backend
 
 
+def _of_phase(routes: Iterable[Route], phase: Phase) -> Route | None:
+    return next((route for route in routes if route.phase is phase), None)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """A layer group that shares a scheme: the same layers group by group, split where `kv_layers` says so."""
@@ -73,15 +78,16 @@ class GroupPlan:
     layers: tuple[int, ...]
     scheme: str
     routes: tuple[Route, ...]
+    near_routes: tuple[Route, ...] = ()
+    """Those of the exact window, over pages in the compute dtype."""
 
     def __str__(self) -> str:
         return f"{self.group.name} in {self.scheme}"
 
     def route(self, phase: Phase) -> Route:
         """Return the route of `phase`; raise Unsupported where the plan has none (VERIFY only, see its notes)."""
-        for route in self.routes:
-            if route.phase is phase:
-                return route
+        if route := _of_phase(self.routes, phase):
+            return route
         # Only backends that decode could serve VERIFY.
         decode = {route.backend: (f"has no row for {phase}",) for route in self.routes if route.phase.decodes}
         raise Unsupported(Refusal(f"{phase} of layer group {self}", decode))
@@ -110,6 +116,8 @@ class Plan:
     """What was left to `auto`, and why it was chosen so."""
     tier: Tier | None = None
     """The host tier, where there is one."""
+    window: int = 0
+    """Tokens that a query reads in the compute dtype: those nearer than this; 0 for none."""
 
     @property
     def stores(self) -> tuple[CacheLayout, ...]:
@@ -119,12 +127,18 @@ class Plan:
     @property
     def routes(self) -> Iterator[Route]:
         """The routes of all groups."""
-        return (route for group in self.groups for route in group.routes)
+        return (route for group in self.groups for route in (*group.routes, *group.near_routes))
 
     @property
     def runnable(self) -> bool:
         """Whether this version has an adapter for all of its backends."""
         return all(route.runnable for route in self.routes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digits that differ if the meaning of a page's bytes differs; part of every prefix key."""
+        # What a layer stores depends on what the layers below it have read.
+        return f"{self.layout.fingerprint}/{self.window}"
 
     @property
     def page_size(self) -> int:
@@ -134,6 +148,18 @@ class Plan:
     def route(self, layer: int, phase: Phase) -> Route:
         """Return the route of attention layer `layer` in `phase`."""
         return self._group(layer).route(phase)
+
+    def near_route(self, layer: int, phase: Phase) -> Route:
+        """Return the route of attention layer `layer` over exact pages in `phase`."""
+        route = _of_phase(self._group(layer).near_routes, phase)
+        assert route, f"the plan has no exact window in {phase}"
+        return route
+
+    @property
+    def exact_layout(self) -> CacheLayout:
+        """What exact pages hold: what attention reads, in the compute dtype and without transforms."""
+        plain = self.layout.without_index.stored_as(formats.plain(self.dtype).name, STAGED_PACKING)
+        return replace(plain, layers=tuple(replace(layer, transforms=()) for layer in plain.layers))
 
     def chunk(self, layer: int) -> int | None:
         """Return the tokens of a chunk in attention layer `layer`, None if it has none."""

@@ -11,15 +11,16 @@ Choosing, validating and documenting are one function over the backends' rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from nibble import formats
 from nibble.attention.backends import all_backends, missing_requirement
 from nibble.attention.planner import explain, options, refusal, suggestion, support
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Options, PlanRequest
-from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
+from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.refusal import UnservedError
 from nibble.attention.planner.support import BackendInfo, SchemeGroup, UnstorableError, format_layers
 from nibble.cache import layout as packings
@@ -166,7 +167,7 @@ def _resolve(request: PlanRequest) -> Plan:
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
     tier = _tier(request.spec.offload, parts, layout)
-    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier)
+    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, request.spec.window)
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
@@ -255,7 +256,40 @@ def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int,
         )
         verify = _pick(drafts, page, packing)
         routes += [verify] if verify else []
-    return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes))
+    near = tuple(_near_routes(request, part, page))
+    return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes), near)
+
+
+def _near_routes(request: PlanRequest, part: SchemeGroup, page: int) -> Iterator[Route]:
+    """Yield the routes of the exact window, if there is one: over pages in the compute dtype, with a window."""
+    window = request.spec.window
+    if not window:
+        return
+    plain = formats.plain(request.dtype).name
+    options_of_near = {
+        "kv_format": plain,
+        "kv_layers": "",
+        "page_size": page,
+        "packing": STAGED_PACKING,
+        "hisparse": "",
+    }
+    near = replace(request, config=replace(request.config, **options_of_near, kv_window=0))
+    group = replace(part.group, window=min(window, part.group.window or window))
+    subject = SchemeGroup(group, part.layers, schemes.parse(plain))
+    # A backend that is named serves the near part too if it can.
+    for_all = replace(
+        near, config=replace(near.config, attention_backend="auto", prefill_backend=None, decode_backend=None)
+    )
+    for phase in Phase:
+        routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))
+        route = next((route for route in routes if route.row.lse and route.fits(page, STAGED_PACKING)), None)
+        if route:
+            yield route
+        elif _must_serve(request, phase):
+            raise ConfigError(
+                f"--kv-window {window}: no backend attends over pages in {request.dtype} for the exact window of group "
+                f"{part.group.name} in {phase} on {request.hardware}; --kv-window 0 serves without"
+            )
 
 
 def _check_sparse(request: PlanRequest, parts: tuple[SchemeGroup, ...]) -> None:

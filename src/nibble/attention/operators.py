@@ -1,0 +1,113 @@
+"""The operators that a compiler of models calls for attention, and does not look into.
+
+`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py. What a step stores and reads does
+not pass through the compiled model: the operator is given a number that is a constant of that model, and finds there the
+StepContext that the model's owner has set. So there is no current step of the process: any number of engines may run side
+by side.
+
+Shape suffixes: T tokens, H query heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from nibble.attention.layer import StepContext, attention, select_topk
+from nibble.kernels.types import AttentionParams
+
+SEPARATOR = ","
+_numbers = itertools.count()
+# Weak: a compiled model knows the number alone, so a Step goes with its owner.
+_steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
+
+
+class Step:
+    """Where one owner of a compiled model sets the context of the step that it is about to run."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.context: StepContext | None = None
+        _steps[self.number] = self
+
+
+def attention_op(
+    step: Step, layer: int, q_THD: Tensor, streams: Mapping[str, Tensor], width: int, params: AttentionParams
+) -> Tensor:
+    """Call attention() by way of the operator.
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        q_THD: the query, padding rows included.
+        streams: the new tokens' values by stream.
+        width: values of a head of the output.
+        params: what the layer asks for.
+
+    Returns:
+        [T, H, width].
+    """
+    return torch.ops.nibble.attention(
+        q_THD, list(streams.values()), SEPARATOR.join(streams), width, step.number, layer, params.scale, params.window,
+        params.softcap, params.sinks_H, params.topk_indices_TK, params.index_layer,
+    )  # fmt: skip
+
+
+def select_topk_op(
+    step: Step, layer: int, q_THD: Tensor, key_T1D: Tensor, weights_TH: Tensor, top_k: int
+) -> Tensor:
+    """Call select_topk() by way of the operator -> int32 [T, top_k].
+
+    Args:
+        step: holds the context when the operator runs.
+        layer: the layer's index.
+        q_THD: the indexer's query.
+        key_T1D: its new keys.
+        weights_TH: weights of its heads.
+        top_k: tokens to choose.
+    """
+    return torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
+
+
+def _context(step: int) -> StepContext:
+    ctx = _steps[step].context
+    assert ctx is not None, "the owner of a compiled model sets a context before it runs it"
+    return ctx
+
+
+def _attention(
+    q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None, topk_indices: Tensor | None, index_layer: int,
+) -> Tensor:  # fmt: skip
+    params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
+    streams_by_name = dict(zip(names.split(SEPARATOR), streams, strict=True))
+    # contiguous, as the fake implementation promises
+    return attention(_context(step), layer, q, streams_by_name, params).contiguous()
+
+
+def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], width)
+
+
+def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+    return select_topk(_context(step), layer, q, key, weights, top_k)
+
+
+def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+    return q.new_empty(q.shape[0], top_k, dtype=torch.int32)
+
+
+_library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
+_library.define(
+    "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
+    "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer) -> Tensor"
+)
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
+_library.define("select(Tensor q, Tensor key, Tensor weights, int step, int layer, int top_k) -> Tensor")
+_library.impl("select", _select, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::select", _select_fake, lib=_library)

@@ -1,0 +1,297 @@
+"""The exact window: a query reads the newest tokens in the compute dtype, and all others from quantised pages.
+
+A query at position p reads token j exactly where p - j < window. This depends on positions alone, so an answer depends
+neither on chunking nor on prefix hits. A step's batch is attended to twice, and both parts are merged by log-sum-exp:
+
+    far     the quantised pages, by queries that stand `window` tokens further to the front: to a backend they are the
+            last tokens of a request that is so much shorter
+    near    pages in the compute dtype, with a sliding window
+
+The near part of a decode step reads exact pages, which hold what is kept of each request (cache/snapshots.py). Of a
+prompt only its end is kept, so its near part reads scratch pages: copies of the exact pages before its first new token,
+and the new tokens. The layers of a step share them, one after the other.
+
+Shape suffixes: T tokens of the step, B requests of a batch, N pages of a request, C pages that are copied, H heads,
+D values of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nibble.cache.pool import KVView, PagedPool, StreamView
+from nibble.kernels import cdiv
+from nibble.kernels.attention import merge_lse
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.model_spec import INDEX
+
+ALIGNMENT = 256
+"""The near part counts tokens from a multiple of this. Kernels that work in tiles at fixed positions then have the same
+tiles whatever the batch."""
+
+
+def far_params(params: AttentionParams, window: int) -> AttentionParams | None:
+    """Return what the far part asks for; None where the layer's own window leaves nothing of it.
+
+    Args:
+        params: what the layer asks for.
+        window: tokens of the exact window.
+    """
+    if params.window is not None and params.window <= window:
+        return None
+    # A sink joins the softmax once: in the near part, which is never empty.
+    shorter = None if params.window is None else params.window - window
+    return replace(params, window=shorter, sinks_H=None)
+
+
+def near_params(params: AttentionParams, window: int) -> AttentionParams:
+    """Return what the near part asks for.
+
+    Args:
+        params: what the layer asks for.
+        window: tokens of the exact window.
+    """
+    return replace(params, window=min(window, params.window or window))
+
+
+# ---- far -------------------------------------------------------------------------------------------------------------
+
+
+def far_batch(batch: AttentionBatch, window: int) -> AttentionBatch | None:
+    """Return the far part of a batch, None where all tokens are near. Its rows count from 0.
+
+    The first queries of a request may see none of its far tokens.
+
+    Args:
+        batch: the requests.
+        window: tokens of the exact window.
+    """
+    seq_lens = tuple(max(0, length - window) for length in batch.seq_lens)
+    if not any(seq_lens):
+        return None
+    # On the device, since a CUDA graph may hold it.
+    shorter = (batch.seq_lens_B - window).clamp(min=0)
+    return replace(batch, start=0, stop=batch.stop - batch.start, seq_lens=seq_lens, seq_lens_B=shorter)
+
+
+# ---- near ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """How scratch pages are filled for a batch."""
+
+    num_pages: int
+    source_C: Tensor
+    """int64 exact pages that are copied, to target_C."""
+    target_C: Tensor
+    slot_mapping_T: Tensor
+    """int64: the scratch slot of each of the batch's new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearBatch:
+    """The near part of a batch."""
+
+    batch: AttentionBatch
+    """Over exact pages, or over scratch pages. Its rows count from 0."""
+    scratch: Scratch | None
+
+
+def near_batch(batch: AttentionBatch, window: int, page_size: int, empty_page: int) -> NearBatch:
+    """Return the near part of a batch.
+
+    Args:
+        batch: the requests, with their exact pages.
+        window: tokens of the exact window.
+        page_size: tokens of a page, a divisor of ALIGNMENT.
+        empty_page: an exact page of zeros.
+    """
+    assert batch.exact_table_BN is not None
+    if batch.phase.decodes:
+        return NearBatch(_over_exact_pages(batch, batch.exact_table_BN, window, page_size, empty_page), None)
+    return _over_scratch(batch, batch.exact_table_BN, window, page_size)
+
+
+def _over_exact_pages(
+    batch: AttentionBatch, exact_table_BN: Tensor, window: int, page_size: int, empty_page: int
+) -> AttentionBatch:
+    """Return the near part of a decode step: on the device alone, since a CUDA graph may hold it."""
+    new = max(batch.query_lens)
+    # The first token that any of the queries sees, and from where tokens are counted.
+    first_B1 = (batch.seq_lens_B - new - window + 1).clamp(min=0)[:, None]
+    base_B1 = first_B1 // ALIGNMENT * ALIGNMENT
+    reach = ALIGNMENT + window + new
+    columns_N = torch.arange(cdiv(reach, page_size), device=base_B1.device)
+    columns_BN = base_B1 // page_size + columns_N
+    table_BN = exact_table_BN.gather(1, columns_BN.clamp(max=exact_table_BN.shape[1] - 1).long())
+    # What lies before is not kept, and others may write there.
+    table_BN = torch.where(columns_BN < first_B1 // page_size, empty_page, table_BN)
+    lens = tuple(
+        min(length, reach) if batch.bounds else _counted(length, new, window) for length in batch.seq_lens
+    )
+    return replace(
+        batch,
+        start=0,
+        stop=batch.stop - batch.start,
+        seq_lens=lens,
+        page_table_BN=table_BN.int(),
+        seq_lens_B=batch.seq_lens_B - base_B1[:, 0],
+    )
+
+
+def _base(length: int, new: int, window: int) -> int:
+    return max(0, length - new - window + 1) // ALIGNMENT * ALIGNMENT
+
+
+def _counted(length: int, new: int, window: int) -> int:
+    return length - _base(length, new, window)
+
+
+def _over_scratch(batch: AttentionBatch, exact_table_BN: Tensor, window: int, page_size: int) -> NearBatch:
+    lens, widths, slots = [], [], []
+    copied: list[tuple[int, int, int]] = []
+    num_pages = 0
+    for i, (new, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        base, start = _base(length, new, window), length - new
+        # Scratch pages of a request follow each other: page n of the request is scratch page n + offset.
+        offset = num_pages - base // page_size
+        first = max(0, start - window + 1)
+        copied += [(i, page, page + offset) for page in range(first // page_size, cdiv(start, page_size))]
+        slots += range(start + offset * page_size, length + offset * page_size)
+        lens.append(length - base)
+        widths.append(cdiv(length - base, page_size))
+        num_pages += widths[-1]
+    device = exact_table_BN.device
+    # A single tensor, so that there is one copy to the device.
+    rows_C, columns_C, target_C = torch.tensor(copied or [(0, 0, 0)], device=device)[: len(copied)].T
+    near = AttentionBatch.from_lens(batch.phase, 0, batch.query_lens, lens, _page_table(widths, device))
+    source_C = exact_table_BN[rows_C, columns_C].long()
+    slot_mapping_T = torch.tensor(slots, device=device)
+    return NearBatch(near, Scratch(num_pages, source_C, target_C, slot_mapping_T))
+
+
+def _page_table(widths: list[int], device: torch.device) -> Tensor:
+    """Return int32 [B, N]: scratch pages, those of a request one after the other."""
+    table, first = [], 0
+    for width in widths:
+        table.append([first + min(n, width - 1) for n in range(max(widths))])
+        first += width
+    return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+class ScratchPages:
+    """Scratch pages of a step, which its layers fill one after the other."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._planes: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def view(self, exact: KVView, streams: Mapping[str, Tensor]) -> KVView:
+        """Fill the pages for a layer, and return them.
+
+        Args:
+            exact: the layer's exact pages.
+            streams: the batch's new tokens [T, H, D] by stream.
+        """
+        return replace(
+            exact,
+            streams={
+                name: self._fill(entry, streams[name], i)
+                for i, (name, entry) in enumerate(exact.streams.items())
+            },
+        )
+
+    def _fill(self, entry: StreamView, x_THD: Tensor, place: int) -> StreamView:
+        (kept,) = entry.planes
+        scratch = self._plane(kept, place)
+        scratch.index_copy_(0, self._scratch.target_C, kept.index_select(0, self._scratch.source_C))
+        scratch.flatten(0, 1).index_copy_(0, self._scratch.slot_mapping_T, x_THD.to(kept.dtype))
+        return replace(entry, planes=(scratch,))
+
+    def _plane(self, kept: Tensor, place: int) -> Tensor:
+        key = place, kept.shape[1:], kept.dtype
+        if key not in self._planes:
+            # Zeros, because a slot that nothing is written to may lie in a tile that is read.
+            self._planes[key] = kept.new_zeros(self._scratch.num_pages, *kept.shape[1:])
+        return self._planes[key]
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WindowParts:
+    """A batch in two parts, which the layers of a step share."""
+
+    far: AttentionBatch | None
+    near: NearBatch
+    scratch: ScratchPages | None
+
+
+class ExactCache:
+    """The newest tokens of requests in the compute dtype.
+
+    Args:
+        tokens: how near a token must be to be read exactly.
+        pool: the exact pages, the last of which stays empty.
+    """
+
+    def __init__(self, tokens: int, pool: PagedPool) -> None:
+        self.tokens = tokens
+        self.pool = pool
+        self.empty_page = pool.pages - 1
+        pool.clear_page(self.empty_page)
+
+    def split(self, batch: AttentionBatch) -> WindowParts:
+        """Return the far and the near part of a batch."""
+        near = near_batch(batch, self.tokens, self.pool.layout.page_size, self.empty_page)
+        return WindowParts(
+            far_batch(batch, self.tokens), near, ScratchPages(near.scratch) if near.scratch else None
+        )
+
+    def write(self, layer: int, streams: Mapping[str, Tensor], meta: AttentionMetadata) -> None:
+        """Keep new tokens of a layer.
+
+        Args:
+            layer: a stored layer.
+            streams: stream name -> [T, H, D].
+            meta: of the step.
+        """
+        assert meta.exact_slot_mapping_T is not None
+        kept = {name: x for name, x in streams.items() if name != INDEX}
+        self.pool.write(layer, kept, meta.exact_slot_mapping_T)
+
+    def view(self, owner: int, parts: WindowParts, streams: Mapping[str, Tensor]) -> KVView:
+        """Return the pages of the near part for a layer.
+
+        Args:
+            owner: the layer whose pages it reads.
+            parts: of the batch.
+            streams: the batch's new tokens [T, H, D] by stream.
+        """
+        exact = self.pool.view(owner)
+        return parts.scratch.view(exact, streams) if parts.scratch else exact
+
+
+def merge(near: PartialAttention, far: PartialAttention, q_THD: Tensor, view: KVView, scale: float) -> Tensor:
+    """Return attention over near and far tokens [T, H, D] in the query's dtype.
+
+    Args:
+        near: attention over near tokens.
+        far: attention over far tokens.
+        q_THD: the queries.
+        view: the quantised pages.
+        scale: of scores.
+    """
+    if view.k_mean_HD is not None:
+        # Scores of far keys lack what their mean would add, and those of near ones do not.
+        group = q_THD.shape[1] // len(view.k_mean_HD)
+        shift_TH = (q_THD.float() * view.k_mean_HD.repeat_interleave(group, 0)).sum(-1) * scale
+        far = far._replace(lse_HT=far.lse_HT + shift_TH.T)
+    return merge_lse(near, far, q_THD.dtype).values_THD
