@@ -1,9 +1,9 @@
 """The operators that a compiler of models calls for attention, and does not look into.
 
-`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py. What a step stores and reads does
-not pass through the compiled model: the operator is given a number that is a constant of that model, and finds there the
-StepContext that the model's owner has set. So there is no current step of the process: any number of engines may run side
-by side.
+`nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py. What a step stores and reads
+does not pass through the compiled model: the operator is given a number that is a constant of that model, and finds
+there the StepContext that the model's owner has set. So there is no current step of the process: any number of engines
+may run side by side.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """

@@ -190,7 +190,7 @@ class ScratchPages:
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
-        self._planes: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._planes: dict[tuple[str, torch.Size], Tensor] = {}
 
     def view(self, exact: KVView, streams: Mapping[str, Tensor]) -> KVView:
         """Fill the pages for a layer, and return them.
@@ -199,23 +199,19 @@ class ScratchPages:
             exact: the layer's exact pages.
             streams: the batch's new tokens [T, H, D] by stream.
         """
-        return replace(
-            exact,
-            streams={
-                name: self._fill(entry, streams[name], i)
-                for i, (name, entry) in enumerate(exact.streams.items())
-            },
-        )
+        filled = {name: self._fill(entry, streams[name]) for name, entry in exact.streams.items()}
+        return replace(exact, streams=filled)
 
-    def _fill(self, entry: StreamView, x_THD: Tensor, place: int) -> StreamView:
+    def _fill(self, entry: StreamView, x_THD: Tensor) -> StreamView:
         (kept,) = entry.planes
-        scratch = self._plane(kept, place)
+        scratch = self._plane(entry.stream.name, kept)
         scratch.index_copy_(0, self._scratch.target_C, kept.index_select(0, self._scratch.source_C))
         scratch.flatten(0, 1).index_copy_(0, self._scratch.slot_mapping_T, x_THD.to(kept.dtype))
         return replace(entry, planes=(scratch,))
 
-    def _plane(self, kept: Tensor, place: int) -> Tensor:
-        key = place, kept.shape[1:], kept.dtype
+    def _plane(self, name: str, kept: Tensor) -> Tensor:
+        # Layers of one shape share them.
+        key = name, kept.shape[1:]
         if key not in self._planes:
             # Zeros, because a slot that nothing is written to may lie in a tile that is read.
             self._planes[key] = kept.new_zeros(self._scratch.num_pages, *kept.shape[1:])

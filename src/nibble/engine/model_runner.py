@@ -564,7 +564,7 @@ def _logit_rows(scheduled: Sequence[ScheduledRequest]) -> list[int]:
 
 def _unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
     """Return the rows of tokens that are computed again and lie in the prefix cache: their pages are not written."""
-    rows, first = [], 0
+    rows, first = list[int](), 0
     for item in scheduled:
         rows += range(first, first + min(max(item.write_from - item.start, 0), item.num_tokens))
         first += item.num_tokens
@@ -573,7 +573,7 @@ def _unwritten(scheduled: Sequence[ScheduledRequest]) -> list[int]:
 
 def _unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
     """Return the rows of tokens that are too old at the end of the step to be kept in exact pages."""
-    rows, first = [], 0
+    rows, first = list[int](), 0
     for item in scheduled:
         kept = item.request.lease.exact_pages
         for page in range(item.start // page_size, cdiv(item.end, page_size)):

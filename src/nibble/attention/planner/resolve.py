@@ -266,20 +266,15 @@ def _near_routes(request: PlanRequest, part: SchemeGroup, page: int) -> Iterator
     if not window:
         return
     plain = formats.plain(request.dtype).name
-    options_of_near = {
-        "kv_format": plain,
-        "kv_layers": "",
-        "page_size": page,
-        "packing": STAGED_PACKING,
-        "hisparse": "",
-    }
-    near = replace(request, config=replace(request.config, **options_of_near, kv_window=0))
+    config = replace(
+        request.config, kv_format=plain, kv_layers="", page_size=page, packing=STAGED_PACKING, hisparse=""
+    )
+    near = replace(request, config=config)
+    # A backend that is named serves the near part too if it can.
+    others = replace(config, attention_backend="auto", prefill_backend=None, decode_backend=None)
+    for_all = replace(request, config=others)
     group = replace(part.group, window=min(window, part.group.window or window))
     subject = SchemeGroup(group, part.layers, schemes.parse(plain))
-    # A backend that is named serves the near part too if it can.
-    for_all = replace(
-        near, config=replace(near.config, attention_backend="auto", prefill_backend=None, decode_backend=None)
-    )
     for phase in Phase:
         routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))
         route = next((route for route in routes if route.row.lse and route.fits(page, STAGED_PACKING)), None)
