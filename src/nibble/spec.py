@@ -5,7 +5,7 @@ Everything that plans, prices or refuses reads this value; only `from_config` re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -66,6 +66,13 @@ def _parse_span(item: str, where: str) -> tuple[int, int]:
     return low, high
 
 
+def _window(requested: int | None, used: Iterable[Scheme]) -> int:
+    """Return the tokens of the exact window: none where all layers store what the model computes."""
+    if all(entry.is_plain for entry in used):
+        return 0
+    return requested or 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
     """What is requested of a cache and of attention over it."""
@@ -102,9 +109,11 @@ class CacheSpec:
     def from_config(cls, config: Config) -> CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
         prefill, decode = config.backend_for(False), config.backend_for(True)
+        scheme = schemes.parse(config.kv_format)
+        rules = tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";"))))
         return cls(
-            scheme=schemes.parse(config.kv_format),
-            layer_rules=tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))),
+            scheme=scheme,
+            layer_rules=rules,
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
             packing=config.packing,
@@ -120,7 +129,7 @@ class CacheSpec:
             prefix_cache=config.prefix_cache,
             graphs=config.graphs,
             watches_fidelity=bool(config.watch_fidelity),
-            window=config.kv_window or 0,
+            window=_window(config.kv_window, (scheme, *(rule.scheme for rule in rules))),
         )
 
     @property

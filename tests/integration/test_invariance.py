@@ -113,13 +113,13 @@ def test_same_answer_from_chosen_tokens(kv_format: str, tiny_dsa: tuple[Path, Pa
     check(kv_format, *tiny_dsa)
 
 
-def check(kv_format: str, tiny: Path, scales: Path) -> None:
+def check(kv_format: str, tiny: Path, scales: Path, **fixed: Any) -> None:
     def llm(**options: Any) -> LLM:
         return LLM(
             str(tiny),
             kv_format=kv_format,
             kv_scales=str(scales),
-            **{"kv_memory": "4MiB", "max_running": 8, **options},
+            **{"kv_memory": "4MiB", "max_running": 8, **fixed, **options},
         )
 
     whole = llm()

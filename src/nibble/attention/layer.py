@@ -24,7 +24,15 @@ from nibble import formats
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
-from nibble.attention.window import ExactCache, WindowParts, far_params, merge, near_params
+from nibble.attention.window import (
+    ExactCache,
+    SplitChoice,
+    WindowParts,
+    far_params,
+    merge,
+    near_params,
+    split_choice,
+)
 from nibble.cache import layout as packings
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
@@ -286,6 +294,7 @@ class StepStates:
         self._shared: dict[Hashable, Any] = {}
         self._cut: dict[int, tuple[AttentionBatch, ...]] = {}
         self._windows: dict[AttentionBatch, WindowParts] = {}
+        self._choices: dict[tuple[int, AttentionBatch], SplitChoice] = {}
 
     def batches(
         self, meta: AttentionMetadata, page_size: int, chunk: int | None
@@ -302,6 +311,22 @@ class StepStates:
         if chunk not in self._cut:
             self._cut[chunk] = tuple(cut_at_chunks(batch, page_size, chunk) for batch in meta.batches)
         return self._cut[chunk]
+
+    def split_choice(
+        self, layer: int, batch: AttentionBatch, topk_indices_TK: Tensor, exact: ExactCache
+    ) -> SplitChoice:
+        """Return the far and the near part of what a layer's queries have chosen, for all layers that share it.
+
+        Args:
+            layer: the layer that has chosen.
+            batch: the requests.
+            topk_indices_TK: chosen tokens of their rows.
+            exact: the exact window and its pages.
+        """
+        if (layer, batch) not in self._choices:
+            base_B = self.window_parts(batch, exact).near.base_B
+            self._choices[layer, batch] = split_choice(topk_indices_TK, batch, base_B, exact.tokens)
+        return self._choices[layer, batch]
 
     def window_parts(self, batch: AttentionBatch, exact: ExactCache) -> WindowParts:
         """Return the far and the near part of a batch, which all layers share.
@@ -399,7 +424,10 @@ def attention(
         route = ctx.plan.route(layer, batch.phase)
         try:
             if ctx.exact:
-                outputs.append(_attend_within_window(ctx, layer, q_THD, rotated_THD, streams, batch, params))
+                rows = slice(batch.start, batch.stop)
+                part = _WindowedLayer(ctx, ctx.exact, layer, batch, params)
+                streams_of = {name: x[rows] for name, x in streams.items()}
+                outputs.append(part.attend(q_THD[rows], rotated_THD[rows], streams_of, topk_slots_TK))
             else:
                 prepared = ctx.states.lookup(route, ctx.backends, view.page_size, batch, params)
                 outputs.append(prepared.attend(rotated_THD, view, params, topk_slots_TK))
@@ -418,44 +446,71 @@ def attention(
     return out_THD
 
 
-def _attend_within_window(
-    ctx: StepContext,
-    layer: int,
-    q_THD: Tensor,
-    rotated_THD: Tensor,
-    streams: Mapping[str, Tensor],
-    batch: AttentionBatch,
-    params: AttentionParams,
-) -> Tensor:
-    """Return attention of a batch's rows over quantised pages and, where tokens are near, over exact ones.
+@dataclass(frozen=True, slots=True)
+class _WindowedLayer:
+    """One layer's attention over a batch, of which near tokens are read exactly."""
 
-    Args:
-        ctx: the step.
-        layer: the layer's index.
-        q_THD: the query.
-        rotated_THD: the query for keys as they are stored.
-        streams: the new tokens' values by stream.
-        batch: the requests.
-        params: what the layer asks for.
-    """
-    assert ctx.exact is not None
-    window, owner, rows = ctx.exact.tokens, ctx.plan.owner[layer], slice(batch.start, batch.stop)
-    parts, view = ctx.states.window_parts(batch, ctx.exact), ctx.pool.view(owner)
+    ctx: StepContext
+    exact: ExactCache
+    layer: int
+    batch: AttentionBatch
+    params: AttentionParams
 
     def attend(
-        route: Route, part: AttentionBatch, q: Tensor, pages: KVView, asked: AttentionParams
-    ) -> PartialAttention:
-        prepared = ctx.states.lookup(route, ctx.backends, view.page_size, part, asked)
-        return prepared.attend_partially(q, pages, asked)
+        self,
+        q_THD: Tensor,
+        stored_q_THD: Tensor,
+        streams: Mapping[str, Tensor],
+        topk_slots_TK: Tensor | None,
+    ) -> Tensor:
+        """Return attention of the batch's rows.
 
-    exact_view = ctx.exact.view(owner, parts, {name: x[rows] for name, x in streams.items()})
-    near_route, asked = ctx.plan.near_route(layer, batch.phase), near_params(params, window)
-    near = attend(near_route, parts.near.batch, q_THD[rows], exact_view, asked)
-    far_asked = far_params(params, window)
-    if parts.far is None or far_asked is None:
-        return near.values_THD.to(q_THD.dtype)
-    far = attend(ctx.plan.route(layer, batch.phase), parts.far, rotated_THD[rows], view, far_asked)
-    return merge(near, far, q_THD[rows], view, params.scale)
+        Args:
+            q_THD: their queries.
+            stored_q_THD: their queries for keys as they are stored.
+            streams: their values by stream.
+            topk_slots_TK: where the far tokens that they have chosen lie in the pool.
+        """
+        ctx, exact, params = self.ctx, self.exact, self.params
+        parts, owner = ctx.states.window_parts(self.batch, exact), ctx.plan.owner[self.layer]
+        view, near_slots_TW = ctx.pool.view(owner), None
+        asked, far_asked = near_params(params, exact.tokens), far_params(params, exact.tokens)
+        if params.topk_indices_TK is not None:
+            choice = _split_choice(ctx, exact, self.layer, self.batch, params)
+            near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
+            asked = replace(asked, topk_indices_TK=choice.near_TW)
+            far_asked = replace(params, topk_indices_TK=choice.far_TK)
+        near_route = ctx.plan.near_route(self.layer, self.batch.phase)
+        pages = exact.view(owner, parts, streams)
+        near = self._part(near_route, parts.near.batch, q_THD, pages, asked, near_slots_TW)
+        if parts.far is None or far_asked is None:
+            return near.values_THD.to(q_THD.dtype)
+        route = ctx.plan.route(self.layer, self.batch.phase)
+        far = self._part(route, parts.far, stored_q_THD, view, far_asked, topk_slots_TK)
+        return merge(near, far, q_THD, view, params.scale)
+
+    def _part(
+        self,
+        route: Route,
+        batch: AttentionBatch,
+        q_THD: Tensor,
+        view: KVView,
+        params: AttentionParams,
+        topk_slots_TK: Tensor | None,
+    ) -> PartialAttention:
+        prepared = self.ctx.states.lookup(route, self.ctx.backends, view.page_size, batch, params)
+        return prepared.attend_partially(q_THD, view, params, topk_slots_TK)
+
+
+def _split_choice(
+    ctx: StepContext, exact: ExactCache, layer: int, batch: AttentionBatch, params: AttentionParams
+) -> SplitChoice:
+    """Return the near and far part of what the rows of a batch have chosen."""
+    assert params.topk_indices_TK is not None
+    # Layers that share a choice share its parts.
+    chooser = params.index_layer if params.index_layer in ctx.pending else layer
+    topk_indices_TK = params.topk_indices_TK[batch.start : batch.stop]
+    return ctx.states.split_choice(chooser, batch, topk_indices_TK, exact)
 
 
 def _concatenate(outputs: list[Tensor]) -> Tensor:
@@ -500,7 +555,12 @@ def select_topk(
 def _start_fetch(
     ctx: StepContext, layer: int, batch: AttentionBatch, topk_indices_TK: Tensor
 ) -> PendingFetch:
-    """Look up where chosen tokens lie, and start to fetch what is not on the device."""
+    """Look up where chosen tokens lie, and start to fetch what is not on the device.
+
+    Near tokens are read elsewhere, with an exact window.
+    """
+    if ctx.exact:
+        topk_indices_TK = ctx.states.split_choice(layer, batch, topk_indices_TK, ctx.exact).far_TK
     if ctx.tier is None:
         return PendingFetch(_resident(topk_indices_TK, batch, ctx.pool.layout.page_size))
     page_table_TN = page_table_by_token(batch)

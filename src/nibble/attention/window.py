@@ -12,7 +12,7 @@ prompt only its end is kept, so its near part reads scratch pages: copies of the
 and the new tokens. The layers of a step share them, one after the other.
 
 Shape suffixes: T tokens of the step, B requests of a batch, N pages of a request, C pages that are copied, H heads,
-D values of a head.
+D values of a head, K chosen tokens, W near tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nibble.attention.planner.plan import Plan
 from nibble.cache.pool import KVView, PagedPool, StreamView
+from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX
 
@@ -99,7 +102,9 @@ class NearBatch:
     """The near part of a batch."""
 
     batch: AttentionBatch
-    """Over exact pages, or over scratch pages. Its rows count from 0."""
+    """Over exact pages, or over scratch pages. Its rows count from 0, and its tokens from base_B."""
+    base_B: Tensor
+    """int32: where the tokens of each request begin that it counts."""
     scratch: Scratch | None
 
 
@@ -114,13 +119,13 @@ def near_batch(batch: AttentionBatch, window: int, page_size: int, empty_page: i
     """
     assert batch.exact_table_BN is not None
     if batch.phase.decodes:
-        return NearBatch(_over_exact_pages(batch, batch.exact_table_BN, window, page_size, empty_page), None)
+        return _over_exact_pages(batch, batch.exact_table_BN, window, page_size, empty_page)
     return _over_scratch(batch, batch.exact_table_BN, window, page_size)
 
 
 def _over_exact_pages(
     batch: AttentionBatch, exact_table_BN: Tensor, window: int, page_size: int, empty_page: int
-) -> AttentionBatch:
+) -> NearBatch:
     """Return the near part of a decode step: on the device alone, since a CUDA graph may hold it."""
     new = max(batch.query_lens)
     # The first token that any of the queries sees, and from where tokens are counted.
@@ -135,14 +140,16 @@ def _over_exact_pages(
     lens = tuple(
         min(length, reach) if batch.bounds else _counted(length, new, window) for length in batch.seq_lens
     )
-    return replace(
+    base_B = base_B1[:, 0]
+    near = replace(
         batch,
         start=0,
         stop=batch.stop - batch.start,
         seq_lens=lens,
         page_table_BN=table_BN.int(),
-        seq_lens_B=batch.seq_lens_B - base_B1[:, 0],
+        seq_lens_B=batch.seq_lens_B - base_B,
     )
+    return NearBatch(near, base_B, None)
 
 
 def _base(length: int, new: int, window: int) -> int:
@@ -154,7 +161,7 @@ def _counted(length: int, new: int, window: int) -> int:
 
 
 def _over_scratch(batch: AttentionBatch, exact_table_BN: Tensor, window: int, page_size: int) -> NearBatch:
-    lens, widths, slots = [], [], []
+    lens, widths, slots = list[int](), list[int](), list[int]()
     copied: list[tuple[int, int, int]] = []
     num_pages = 0
     for i, (new, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
@@ -173,7 +180,8 @@ def _over_scratch(batch: AttentionBatch, exact_table_BN: Tensor, window: int, pa
     near = AttentionBatch.from_lens(batch.phase, 0, batch.query_lens, lens, _page_table(widths, device))
     source_C = exact_table_BN[rows_C, columns_C].long()
     slot_mapping_T = torch.tensor(slots, device=device)
-    return NearBatch(near, Scratch(num_pages, source_C, target_C, slot_mapping_T))
+    scratch = Scratch(num_pages, source_C, target_C, slot_mapping_T)
+    return NearBatch(near, batch.seq_lens_B - near.seq_lens_B, scratch)
 
 
 def _page_table(widths: list[int], device: torch.device) -> Tensor:
@@ -218,6 +226,53 @@ class ScratchPages:
         return self._planes[key]
 
 
+# ---- chosen tokens ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """The tokens that queries of sparse attention have chosen, in two parts."""
+
+    far_TK: Tensor
+    """int32 positions, ascending, PAD_INDEX at the end."""
+    near_TW: Tensor
+    """int32: the near ones, as the near part counts tokens; PAD_INDEX for those that are not chosen."""
+
+
+def split_choice(topk_indices_TK: Tensor, batch: AttentionBatch, base_B: Tensor, window: int) -> SplitChoice:
+    """Return chosen tokens in a far and a near part.
+
+    Args:
+        topk_indices_TK: int32 positions, ascending, PAD_INDEX at the end.
+        batch: the requests.
+        base_B: where the near part begins to count tokens.
+        window: tokens of the exact window.
+    """
+    position_T1, base_T1 = (x[:, None] for x in _by_token(batch, base_B))
+    distance_TK = position_T1 - topk_indices_TK
+    is_near_TK = (topk_indices_TK >= 0) & (distance_TK < window)
+    # Near ones are the last of an ascending list.
+    far_TK = topk_indices_TK.masked_fill(is_near_TK, PAD_INDEX)
+    # A column more takes what is not near.
+    chosen_TW = torch.zeros(len(far_TK), window + 1, dtype=torch.bool, device=far_TK.device)
+    chosen_TW.scatter_(1, torch.where(is_near_TK, distance_TK, window).long(), is_near_TK)
+    near_TW = position_T1 - base_T1 - torch.arange(window, device=far_TK.device)
+    return SplitChoice(far_TK, near_TW.masked_fill(~chosen_TW[:, :window], PAD_INDEX).int())
+
+
+def _by_token(batch: AttentionBatch, base_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the position of each row's token, and the base of its request."""
+    total = batch.stop - batch.start
+    if len(batch.query_lens) == total:
+        return batch.seq_lens_B - 1, base_B
+    counts_B = batch.cu_seqlens_q_B1.diff()
+    row_T = torch.arange(total, device=base_B.device)
+    # The last row of a request is its last token.
+    shift_B = batch.seq_lens_B - batch.cu_seqlens_q_B1[1:]
+    shift_T, base_T = (x.repeat_interleave(counts_B, 0, output_size=total) for x in (shift_B, base_B))
+    return row_T + shift_T, base_T
+
+
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +298,11 @@ class ExactCache:
         self.pool = pool
         self.empty_page = pool.pages - 1
         pool.clear_page(self.empty_page)
+
+    @classmethod
+    def empty(cls, plan: Plan, device: torch.device) -> ExactCache:
+        """Return one that keeps nothing, for steps that are whole prompts."""
+        return cls(plan.window, PagedPool(plan.exact_layout, 1, NONE, device))
 
     def split(self, batch: AttentionBatch) -> WindowParts:
         """Return the far and the near part of a batch."""

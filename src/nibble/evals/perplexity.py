@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nibble.attention.layer import StepContext
+from nibble.attention.window import ExactCache
 from nibble.attention.planner.plan import Plan
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
@@ -273,8 +274,14 @@ def _prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.dev
     pages = cdiv(tokens, plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     batch = AttentionBatch.from_lens(Phase.PREFILL, 0, (tokens,), (tokens,), table)
-    meta = AttentionMetadata(torch.arange(tokens, device=device), (batch,))
-    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta)
+    slot_mapping_T = torch.arange(tokens, device=device)
+    exact, exact_slots_T = None, None
+    if plan.window:
+        # The whole prompt is one step, so nothing of it need be kept.
+        exact, exact_slots_T = ExactCache.empty(plan, device), torch.full_like(slot_mapping_T, -1)
+        batch = replace(batch, exact_table_BN=torch.full_like(table, exact.empty_page))
+    meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=exact_slots_T)
+    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta, exact=exact)
 
 
 @torch.inference_mode()

@@ -54,6 +54,11 @@ class Scheme:
     transforms: tuple[str, ...] = ()
     """In the order in which they are applied."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it stores all streams unquantised."""
+        return self.base not in MIXED and formats.get(self.base).plain is not None
+
     def format_of(self, stream: Stream) -> KVFormat:
         """Return the format of `stream`."""
         name = MIXED[self.base][stream.name] if self.base in MIXED else self.base

@@ -66,6 +66,8 @@ HOST_ROW_BYTES = 48
 PAGE_ID_BYTES, TOKEN_ID_BYTES = 4, 8
 EXACT_SHARE = 0.25
 """Largest part of the cache's memory that the exact windows of running requests take."""
+LEAST_EXACT_REQUESTS = 3
+"""There are pages for so many at least: one that is alone computes up to three chunks at a time."""
 SNAPSHOT_SHARE = 0.05
 """Part of the cache's memory for snapshots of prefixes."""
 HOST_SHARE = 0.5
@@ -407,8 +409,8 @@ class MemoryPlanner:
 
     @property
     def exact_request_pages(self) -> int:
-        """Exact pages that a running request holds: those of its window, and the one that is written."""
-        return cdiv(self.cache_plan.window, self.cache_plan.page_size) + 1
+        """Exact pages of a running request: those of its window, the one that is written, and one to grow into."""
+        return cdiv(self.cache_plan.window, self.cache_plan.page_size) + 2
 
     def _exact_memory(self, room: int) -> ExactMemory | None:
         """Return the exact window's part of `room` bytes; None without one."""
@@ -418,8 +420,9 @@ class MemoryPlanner:
         # Where memory is short, fewer requests run at a time: pages are worth more than their number.
         fitting = int(EXACT_SHARE * room) // (self.exact_request_pages * page_bytes)
         requests = min(self.spec.max_running, max(1, fitting))
+        held = max(requests, LEAST_EXACT_REQUESTS) * self.exact_request_pages
         snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if self.spec.prefix_cache else 0
-        return ExactMemory(requests, requests * self.exact_request_pages + snapshots, snapshots, page_bytes)
+        return ExactMemory(requests, held + snapshots, snapshots, page_bytes)
 
     def _split_pages(self, room: int) -> PageSplit:
         """Return how many pages `room` bytes hold: all of them on the device, but with a host tier."""

@@ -1,0 +1,130 @@
+"""Attention of decode steps over exact pages, joined with attention over far tokens: one launch, in Triton.
+
+An exact page holds keys and values as the model made them. There are few near tokens, so a program takes all of a
+request's for one KV head, and joins what it finds with the far part. Lengths are read on the device.
+
+Shape suffixes: T requests (a token each), H query heads, M query heads of a KV head, padded, D values of a head, N keys
+of a tile. Names in capitals are constants of a kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nibble.kernels import MMA_ROWS, next_power_of_2
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+
+KEYS = 64
+"""Keys of a tile."""
+
+
+@triton.jit
+def near_kernel(
+    q, k, v, table, seq_lens, sinks, k_mean, far, far_lse, out, scale, softcap,
+    q_stride_T, q_stride_H, k_stride_P, k_stride_H, k_stride_S, v_stride_P, v_stride_H, v_stride_S, table_stride,
+    far_stride_T, far_stride_H, lse_stride_H, lse_stride_T,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    PAGE: tl.constexpr, M: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Attend over a request's near tokens, and join the far part. Grid: requests, KV heads."""
+    request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row_M = tl.arange(0, M)
+    head_M = kv_head * GROUP + row_M
+    live_M = row_M < GROUP
+    k_D, v_D = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
+    q_at = q + request * q_stride_T + head_M[:, None] * q_stride_H + k_D[None, :]
+    q_MD = tl.load(q_at, mask=live_M[:, None] & (k_D < K_DIM)[None, :], other=0.0)
+    stop = tl.load(seq_lens + request)
+    first = tl.maximum(stop - WINDOW, 0)
+    # --- softmax over near tokens, tile by tile
+    peak_M = tl.full([M], -1e30, tl.float32)
+    total_M = tl.zeros([M], tl.float32)
+    sums_MD = tl.zeros([M, V_WIDTH], tl.float32)
+    for begin in range(first, stop, N):
+        key_N = begin + tl.arange(0, N)
+        keep_N = key_N < stop
+        page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=keep_N, other=0).to(tl.int64)
+        slot_N = key_N % PAGE
+        k_at = k + kv_head * k_stride_H + (page_N * k_stride_P + slot_N * k_stride_S)[:, None] + k_D[None, :]
+        k_ND = tl.load(k_at, mask=keep_N[:, None] & (k_D < K_DIM)[None, :], other=0.0)
+        v_at = v + kv_head * v_stride_H + (page_N * v_stride_P + slot_N * v_stride_S)[:, None] + v_D[None, :]
+        v_ND = tl.load(v_at, mask=keep_N[:, None] & (v_D < V_DIM)[None, :], other=0.0)
+        scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+        if SOFTCAP:
+            # tanh by its exponential, which Triton has on every machine
+            scores_MN = softcap * (1 - 2 / (tl.exp(2 * scores_MN / softcap) + 1))
+        scores_MN = tl.where(keep_N[None, :], scores_MN, -1e30)
+        new_M = tl.maximum(peak_M, tl.max(scores_MN, 1))
+        weights_MN = tl.where(keep_N[None, :], tl.exp(scores_MN - new_M[:, None]), 0.0)
+        rescale_M = tl.exp(peak_M - new_M)
+        total_M = total_M * rescale_M + tl.sum(weights_MN, 1)
+        sums_MD = sums_MD * rescale_M[:, None] + tl.dot(weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee")
+        peak_M = new_M
+    if sinks is not None:
+        sink_M = tl.load(sinks + head_M, mask=live_M, other=0.0).to(tl.float32)
+        new_M = tl.maximum(peak_M, sink_M)
+        rescale_M = tl.exp(peak_M - new_M)
+        total_M = total_M * rescale_M + tl.exp(sink_M - new_M)
+        sums_MD *= rescale_M[:, None]
+        peak_M = new_M
+    # --- join the far part
+    if far is not None:
+        lse_M = tl.load(far_lse + head_M * lse_stride_H + request * lse_stride_T, mask=live_M, other=-1e30)
+        if k_mean is not None:
+            # Scores of far keys lack what their mean would add.
+            mean_D = tl.load(k_mean + kv_head * K_DIM + k_D, mask=k_D < K_DIM, other=0.0)
+            lse_M += tl.sum(q_MD.to(tl.float32) * mean_D[None, :], 1) * scale
+        new_M = tl.maximum(peak_M, lse_M)
+        rescale_M, far_M = tl.exp(peak_M - new_M), tl.exp(lse_M - new_M)
+        far_at = far + request * far_stride_T + head_M[:, None] * far_stride_H + v_D[None, :]
+        far_MD = tl.load(far_at, mask=live_M[:, None] & (v_D < V_DIM)[None, :], other=0.0).to(tl.float32)
+        total_M = total_M * rescale_M + far_M
+        sums_MD = sums_MD * rescale_M[:, None] + far_MD * far_M[:, None]
+    # --- store; padding has no tokens at all
+    out_MD = tl.where(stop > 0, sums_MD / tl.maximum(total_M, 1e-30)[:, None], 0.0)
+    heads: tl.constexpr = GROUP
+    out_at = out + (request * tl.num_programs(1) * heads + head_M)[:, None] * V_DIM + v_D[None, :]
+    tl.store(out_at, out_MD.to(out.dtype.element_ty), mask=live_M[:, None] & (v_D < V_DIM)[None, :])
+
+
+def near_attention(
+    q_THD: Tensor,
+    k: Paged,
+    v: Paged,
+    batch: AttentionBatch,
+    params: AttentionParams,
+    far: PartialAttention | None,
+    k_mean_HD: Tensor | None,
+) -> Tensor:
+    """Attend over near tokens and join far ones; see naive.py. Each request has one new token.
+
+    Args:
+        q_THD: Queries.
+        k: Exact pages of the keys.
+        v: Exact pages of the values.
+        batch: The requests.
+        params: The scale, window, capping and sinks.
+        far: Attention over far tokens, if there are any.
+        k_mean_HD: What far keys lack.
+    """
+    (k_plane,), (v_plane,) = k.planes_PHS, v.planes_PHS
+    requests, heads, _ = q_THD.shape
+    out_THD = torch.empty(requests, heads, v.dim, dtype=q_THD.dtype, device=q_THD.device)
+    group = heads // k.heads
+    far_values, far_lse, strides = None, None, (0, 0, 0, 0)
+    if far:
+        far_values, far_lse = far
+        strides = *far_values.stride()[:2], *far_lse.stride()
+    near_kernel[requests, k.heads](
+        q_THD, k_plane, v_plane, batch.page_table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD,
+        far_values, far_lse, out_THD, params.scale, params.softcap or 0.0,
+        *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], batch.page_table_BN.stride(0), *strides,
+        WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
+        M=max(MMA_ROWS, next_power_of_2(group)), K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim),
+        N=KEYS,
+    )  # fmt: skip
+    return out_THD
