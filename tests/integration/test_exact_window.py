@@ -23,6 +23,8 @@ from nibble.engine.build import run_prompt
 from test_invariance import ANSWER, OTHERS, PROMPT, answer, check, measured, same
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
 
+TOLERANCE = 5e-3
+"""Last bits of a key may turn a rounding to 8 bits, and so move logits by more than float32 does."""
 SCHEMES = ("nvfp4", "mxfp4", "fp8_e4m3", "nvfp4+kmean+rot", "k8v4")
 
 
@@ -70,14 +72,16 @@ def dense_logits(llm: LLM, path: Path, ids: list[int], window: int) -> Tensor:
         return out.transpose(0, 1)[None], None
 
     AttentionInterface.register("by_definition", attend)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="by_definition", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="by_definition", dtype=torch.float32
+    )
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]
 
 
 def stored(view: Any, name: str, x_HTD: Tensor) -> Tensor:
     """What a stream becomes in its format; keys without their transforms again."""
-    entry, x_THD = view.streams[name], x_HTD.transpose(0, 1)
+    entry, x_THD = view.streams[name], x_HTD.transpose(0, 1).contiguous()
     transforms = view.transforms if name == "k" else ()
     for transform in transforms:
         x_THD = transform.key(x_THD, view.k_mean_HD)
@@ -85,6 +89,10 @@ def stored(view: Any, name: str, x_HTD: Tensor) -> Tensor:
     for transform in reversed(transforms):
         y_THD = transform.key(y_THD, None) if transform.rotates else y_THD + view.k_mean_HD
     return y_THD.transpose(0, 1)
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).abs().max())
 
 
 def engine_logits(llm: LLM, ids: list[int], chunk: int) -> Tensor:
@@ -98,25 +106,30 @@ def test_it_is_the_definition(kv_format: str, window: int, tiny: tuple[Path, Pat
     llm = engine(tiny, kv_format, window)
     expected = dense_logits(llm, tiny[0], PROMPT, window)
     for chunk in (512, 7, 1):
-        assert (engine_logits(llm, PROMPT, chunk) - expected).abs().max() < 1e-4, chunk
+        assert difference(engine_logits(llm, PROMPT, chunk), expected) < TOLERANCE, chunk
 
 
 def test_a_window_off_by_one_is_noticed(tiny: tuple[Path, Path]) -> None:
     llm = engine(tiny, "nvfp4", 16)
     for other in (15, 17):
         expected = dense_logits(llm, tiny[0], PROMPT, other)
-        assert (engine_logits(llm, PROMPT, 512) - expected).abs().max() > 1e-3
+        assert difference(engine_logits(llm, PROMPT, 512), expected) > 20 * TOLERANCE
 
 
 def test_all_near_is_exact(tiny: tuple[Path, Path]) -> None:
     exact = engine(tiny, "fp32", 0)
     llm = engine(tiny, "nvfp4", 128)
-    assert (engine_logits(llm, PROMPT, 7) - engine_logits(exact, PROMPT, 7)).abs().max() < 1e-5
+    assert difference(engine_logits(llm, PROMPT, 7), engine_logits(exact, PROMPT, 7)) < 1e-5
 
 
 # windows, caps, sinks, shared KV, chunks
 FAMILIES = {
-    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16, "head_dim": 32},
+    "gemma2": {
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 16,
+        "head_dim": 32,
+    },
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
 }
 
@@ -128,7 +141,7 @@ def test_windows_and_sinks_of_the_model(family: str, window: int, tmp_path: Path
     llm = engine(model, "nvfp4", window)
     expected = dense_logits(llm, model[0], PROMPT, window)
     for chunk in (512, 7):
-        assert (engine_logits(llm, PROMPT, chunk) - expected).abs().max() < 1e-4, chunk
+        assert difference(engine_logits(llm, PROMPT, chunk), expected) < TOLERANCE, chunk
 
 
 # ---- the same answer, however computed -------------------------------------------------------------------------------

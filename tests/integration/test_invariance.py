@@ -5,6 +5,7 @@ Attention sees what is stored, so with fp32 compute greedy tokens are equal and 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,10 +138,27 @@ def check(kv_format: str, tiny: Path, scales: Path, **fixed: Any) -> None:
 
     page = whole.plan.layout.bytes_per_page
     pages = -(-(len(PROMPT) + len(OTHERS[2]) + 14) // whole.plan.page_size)
-    tight = llm(kv_memory=str(pages * page), max_context=200, max_running=4, prefix_cache=False)
-    preempted = answer(tight, [OTHERS[2], PROMPT], target=1)
-    assert tight.engine.scheduler.metrics.preemptions > 0
-    same(preempted, cold)
+    short = {"kv_memory": str(pages * page), "max_context": 200, "max_running": 4, "prefix_cache": False}
+    # An exact window takes more than so few pages, and then nobody is preempted.
+    tight = [llm(**short)] if not whole.plan.window else []
+    for tight in (*tight, preempting(llm(prefix_cache=False)), preempting(llm())):
+        preempted = answer(tight, [OTHERS[2], PROMPT], target=1)
+        assert tight.engine.scheduler.metrics.preemptions > 0
+        same(preempted, cold)
+
+
+def preempting(llm: LLM) -> LLM:
+    """Takes the last request's pages away every third step, as if there were too few."""
+    scheduler, steps = llm.engine.scheduler, itertools.count(1)
+    schedule = scheduler.schedule
+
+    def spy() -> Batch | None:
+        if next(steps) % 3 == 0 and len(scheduler.running) > 1:
+            scheduler._preempt(scheduler.running[-1])
+        return schedule()
+
+    scheduler.schedule = spy  # type: ignore[method-assign]
+    return llm
 
 
 def test_widths_that_fill_no_vector(tmp_path: Path) -> None:

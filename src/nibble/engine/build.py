@@ -19,7 +19,8 @@ from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
 from nibble.cache.hot_buffer import HotBuffers, host_latents
-from nibble.cache.manager import CacheManager, ExactWindow
+from nibble.cache.exact_window import ExactWindow
+from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
@@ -309,8 +310,8 @@ def run_prompt(runner: ModelRunner, manager: CacheManager, ids: Sequence[int], c
     request.lease = manager.open(request.token_ids, "", private=True)
     logits = []
     try:
-        manager.reserve(request.lease, len(ids))
         for start in range(0, len(ids), chunk):
+            manager.reserve(request.lease, min(start + chunk, len(ids)))
             # With a host tier every chunk attends over tokens that have been there.
             manager.round_trip(request.lease)
             item = ScheduledRequest.next_chunk(request, min(chunk, len(ids) - start))

@@ -273,7 +273,8 @@ def _near_routes(request: PlanRequest, part: SchemeGroup, page: int) -> Iterator
     # A backend that is named serves the near part too if it can.
     others = replace(config, attention_backend="auto", prefill_backend=None, decode_backend=None)
     for_all = replace(request, config=others)
-    group = replace(part.group, window=min(window, part.group.window or window))
+    sliding = None if part.group.kind == "dsa" else min(window, part.group.window or window)
+    group = replace(part.group, window=sliding)
     subject = SchemeGroup(group, part.layers, schemes.parse(plain))
     for phase in Phase:
         routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))

@@ -62,7 +62,9 @@ def near_kernel(
         weights_MN = tl.where(keep_N[None, :], tl.exp(scores_MN - new_M[:, None]), 0.0)
         rescale_M = tl.exp(peak_M - new_M)
         total_M = total_M * rescale_M + tl.sum(weights_MN, 1)
-        sums_MD = sums_MD * rescale_M[:, None] + tl.dot(weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee")
+        sums_MD = sums_MD * rescale_M[:, None] + tl.dot(
+            weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee"
+        )
         peak_M = new_M
     if sinks is not None:
         sink_M = tl.load(sinks + head_M, mask=live_M, other=0.0).to(tl.float32)
