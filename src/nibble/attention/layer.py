@@ -36,6 +36,7 @@ from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import cdiv, indexer
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
@@ -76,6 +77,16 @@ class AttentionBackend:
             batch: the requests.
             params: what the layer asks for.
             state: what `prepare` returned for this batch and kind of layer.
+        """
+        raise NotImplementedError
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
+    ) -> PartialAttention:
+        """Attend as `forward` does, and return the log-sum-exp too, so that attention over other keys can be merged.
+
+        Rows with `Support.lse` promise it. A request may have more queries than stored tokens: the first of them see
+        none. Values are float32, or in the query's dtype. The arguments are those of `forward`.
         """
         raise NotImplementedError
 
