@@ -153,8 +153,8 @@ def error_of(
     length, row = segment.seq_lens[request], slice(request, request + 1)
     pages = segment.page_table_BN[row, : -(-length // PAGE)]
     latents_LD = dequantize_pages(latents, pages, torch.float32)[0, :length, 0]
-    exact = naive.dense(q_THD[row].double(), latents_LD.double(), ROPE, SCALE)
-    same = naive.dense(q_THD[row], latents_LD.to(q_THD.dtype), ROPE, SCALE)
+    exact = naive.dense(q_THD[row].double(), latents_LD.double(), ROPE, SCALE).values_THD
+    same = naive.dense(q_THD[row], latents_LD.to(q_THD.dtype), ROPE, SCALE).values_THD
 
     def relative(x: Tensor) -> float:
         return float((x.double() - exact).norm() / exact.norm())

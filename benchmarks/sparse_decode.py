@@ -168,8 +168,8 @@ def error_of(q_THD: Tensor, out_THD: Tensor, pool: Paged, topk_slots_TK: Tensor,
         dequantize_tokens(pool, topk_slots_TK[one].long()).squeeze(-2),
         topk_slots_TK[one] < 0,
     )
-    exact = naive.dense_topk(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE)
-    same = naive.dense_topk(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE)
+    exact = naive.dense_topk(q_THD[one].double(), latents_nKD.double(), hidden_nK, RANK, SCALE).values_THD
+    same = naive.dense_topk(q_THD[one], latents_nKD.to(q_THD.dtype), hidden_nK, RANK, SCALE).values_THD
 
     def relative(x: Tensor) -> float:
         return float((x.double() - exact).norm() / exact.norm())

@@ -82,6 +82,16 @@ class AttentionBackend:
         """
         raise NotImplementedError
 
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any
+    ) -> PartialAttention:
+        """Attend as `forward` does, and return the log-sum-exp too, so that attention over other keys can be merged.
+
+        Rows with `Support.lse` promise it. A request may have more queries than stored tokens: the first of them see
+        none. Values are float32, or in the query's dtype. The arguments are those of `forward`.
+        """
+        raise NotImplementedError
+
     def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         """Prepare and run one layer, for callers that have no step.
 

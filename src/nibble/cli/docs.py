@@ -311,6 +311,8 @@ def _limit_names(row: Support) -> Iterator[str]:
             yield f"no {name}"
         if allowed is not None and False not in allowed:
             yield f"only with {name}"
+    if not row.lse:
+        yield "no log-sum-exp"
 
 
 def formats_table() -> str:

@@ -197,9 +197,15 @@ def _first_part_row(program, tile, tiles, head, heads, M: tl.constexpr):
 
 
 @triton.jit
+def natural_lse(peak, total, empty):
+    """Return the natural logarithm of a sum of weights, whose peak is in powers of two; -inf where it is empty."""
+    return tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) / LOG2E)
+
+
+@triton.jit
 def store_tile(
-    out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, row_M, head_M, live_M, program, tile, group, splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr,
+    out, out_lse, parts, lse, peak_M, total_M, empty_M, sums, factor_M, row_M, head_M, live_M, program, tile, group,
+    splits, GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Store the result of a program whose grid is tiles of queries, groups of heads, and requests or splits.
 
@@ -207,6 +213,7 @@ def store_tile(
 
     Args:
         out: Pointer to [tokens, heads, DIM].
+        out_lse: Pointer to float32 [tokens, heads], natural logarithms; None where they are not needed.
         parts: Pointer to float32 [programs, tiles, groups, M, DIM].
         lse: Pointer to float32 [programs, tiles, groups, M], in powers of two.
         peak_M: Largest score of each row.
@@ -229,6 +236,8 @@ def store_tile(
     if splits == 1:
         out_M = row_M.to(tl.int64) * (tl.num_programs(1) * GROUP) + head_M
         store_rows(out + out_M * DIM, sums, factor_M, live_M, DIM)
+        if out_lse is not None:
+            tl.store(out_lse + out_M, natural_lse(peak_M, total_M, empty_M), mask=live_M)
     elif SPLIT:
         first = _first_part_row(program, tile, tl.num_programs(0), group, tl.num_programs(1), M)
         part_M = first + tl.arange(0, M)
@@ -240,7 +249,7 @@ def store_tile(
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["cu_seqlens_q"])
 def combine_kernel(
-    out, parts, lse, plan, cu_seqlens_q, tiles, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    out, out_lse, parts, lse, plan, cu_seqlens_q, tiles, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     M: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of a row: their mean, weighted by what each saw.
@@ -281,6 +290,8 @@ def combine_kernel(
     mean_D /= tl.where(total == 0.0, 1.0, total)
     out_row = (begin + token).to(tl.int64) * tl.num_programs(1) + query_head
     tl.store(out + out_row * DIM + d_D, mean_D.to(out.dtype.element_ty), mask=d_D < DIM)
+    if out_lse is not None:
+        tl.store(out_lse + out_row, natural_lse(peak, total, total == 0.0))
 
 
 def concurrency_of(programs: int, max_seq_len: int) -> int:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,8 +129,10 @@ def table(case: Case, rng: torch.Generator) -> Tensor:
     return pages
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_agrees_with_its_reference(case: Case) -> None:
+Arguments = tuple[Tensor, Paged, Paged, AttentionBatch, AttentionParams]
+
+
+def arguments(case: Case) -> Arguments:
     rng = torch.Generator().manual_seed(5)
     pages = table(case, rng)
     k, v = (paged(name, case, pages, rng) for name in (case.k, case.v))
@@ -139,14 +142,78 @@ def test_attention_agrees_with_its_reference(case: Case) -> None:
     heads = HEADS * GROUP
     q_THD = torch.randn(segment.stop, heads, case.dim, generator=rng).to(DEVICE, case.dtype)
     sinks = torch.randn(heads, generator=rng).to(DEVICE) if case.sinks else None
-    spec = AttentionParams(case.dim**-0.5, case.window, case.softcap, sinks)
-    expected = naive.paged_attention(q_THD, k, v, segment, spec)
-    found = triton_attention.paged_attention(
-        q_THD, k, v, segment, spec, shape=case.shape, concurrency=case.concurrency
-    )
+    return q_THD, k, v, segment, AttentionParams(case.dim**-0.5, case.window, case.softcap, sinks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_agrees_with_its_reference(case: Case) -> None:
+    given = arguments(case)
+    expected = naive.paged_attention(*given)
+    found = triton_attention.paged_attention(*given, shape=case.shape, concurrency=case.concurrency)
     assert found.dtype == case.dtype
     error = (found.float() - expected.float()).abs().max()
     assert error <= (1e-5 if case.dtype == torch.float32 else 2e-3), f"error {error:.1e}"
+
+
+PARTIAL = [
+    *CASES[2 * len(FORMATS) :],
+    # More queries than stored tokens: the first of them see nothing.
+    Case("bf16", "bf16", ((-3, 5), (0, 3), (-4, 4), (90, 4)), concurrency=8),
+    Case("nvfp4", "nvfp4", ((-30, 40), (-7, 7)), window=9, sinks=True, shape=JOINED),
+]
+
+
+@pytest.mark.parametrize("case", PARTIAL, ids=str)
+def test_the_log_sum_exp_agrees_with_its_reference(case: Case) -> None:
+    given = arguments(case)
+    expected = naive.partial_attention(*given)
+    lse_TH = torch.full(given[0].shape[:2], torch.nan, device=DEVICE)
+    values_THD = triton_attention.paged_attention(
+        *given, shape=case.shape, concurrency=case.concurrency, lse_TH=lse_TH
+    )
+    assert values_THD.dtype == torch.float32
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(values_THD, expected.values_THD, rtol=0, atol=tolerance)
+    torch.testing.assert_close(lse_TH.T, expected.lse_HT, rtol=0, atol=tolerance)
+
+
+def test_the_reference_is_the_book() -> None:
+    """The log-sum-exp is the logarithm of the softmax's sum, sinks included; of no keys it is -inf."""
+    q_THD, k, v, segment, spec = arguments(Case("fp32", "fp32", ((-2, 3), (-2, 2), (20, 1)), softcap=5.0))
+    values_THD, lse_HT = naive.partial_attention(q_THD, k, v, segment, spec)
+    assert lse_HT[:, [0, 1, 3, 4]].isneginf().all() and not values_THD[[0, 1, 3, 4]].any()
+    k_GLD, v_GLD = (
+        naive.dequantize_pages(x, segment.page_table_BN[2:3], torch.float32, heads_first=True)[0, :, :21]
+        for x in (k, v)
+    )
+    for head in range(HEADS * GROUP):
+        scores_L = 5.0 * torch.tanh(k_GLD[head // GROUP] @ q_THD[5, head] * spec.scale / 5.0)
+        weights_L = scores_L.exp()
+        torch.testing.assert_close(lse_HT[head, 5], weights_L.sum().log())
+        torch.testing.assert_close(
+            values_THD[5, head], weights_L @ v_GLD[head // GROUP] / weights_L.sum(), rtol=1e-4, atol=1e-5
+        )
+    sinks = torch.linspace(-2, 3, HEADS * GROUP, device=DEVICE)
+    with_sinks = naive.partial_attention(q_THD, k, v, segment, replace(spec, sinks_H=sinks)).lse_HT
+    torch.testing.assert_close(with_sinks, torch.logaddexp(lse_HT, sinks[:, None]))
+
+
+@pytest.mark.parametrize("merge", [naive.merge_lse, triton_attention.merge_lse])
+def test_parts_of_no_keys_weigh_nothing(merge: Any) -> None:
+    """One part, or both, may be empty: no NaN, and the other part as it is."""
+    rng = torch.Generator().manual_seed(3)
+    values_2THD = torch.randn(2, 4, 3, 40, generator=rng)
+    lse_2HT = torch.randn(2, 3, 4, generator=rng) * 30
+    lse_2HT[0, :, :2] = lse_2HT[1, :, 1:3] = -torch.inf
+    values_2THD[0, :2] = values_2THD[1, 1:3] = torch.nan
+    a, b = (naive.PartialAttention(values_2THD[i].to(DEVICE), lse_2HT[i].to(DEVICE)) for i in (0, 1))
+    values_THD, lse_HT = merge(a, b, torch.float32)
+    torch.testing.assert_close(lse_HT, torch.logaddexp(a.lse_HT, b.lse_HT))
+    assert torch.equal(values_THD[0], b.values_THD[0]) and torch.equal(values_THD[2], a.values_THD[2])
+    assert not values_THD[1].any()
+    weight_H1 = torch.sigmoid(a.lse_HT - b.lse_HT)[:, 3:]
+    expected = a.values_THD[3] * weight_H1 + b.values_THD[3] * (1 - weight_H1)
+    torch.testing.assert_close(values_THD[3], expected)
 
 
 def test_a_tile_has_room_for_all_query_heads_of_a_kv_head() -> None:

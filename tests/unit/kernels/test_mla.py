@@ -49,6 +49,7 @@ class Case:
     record: bool = False
     shape: Shape | None = NARROW
     concurrency: int = 8
+    window: int | None = None
 
     def __str__(self) -> str:
         kind = f"{self.shape.rows}x{self.shape.latents}" if self.shape else "auto"
@@ -72,6 +73,14 @@ CASES = [
     Case("fp8_e4m3", 128, dtype=torch.float16, shape=None),
     Case("bf16", 32, ((300, 2), (33, 2)), rope=0, page=64, shape=None, concurrency=1),
     Case("fp4_mx16", 3, ((90, 5), (20, 3)), rope=32),
+    Case("bf16", window=20),
+    Case("fp8_ds_mla", 20, ((40, 9), (0, 1), (130, 33)), page=64, shape=WIDE, concurrency=1, window=37),
+    Case("nvfp4", 4, ((900, 3), (5, 3)), window=600, concurrency=8),
+]
+PARTIAL = [
+    Case("bf16", window=20),
+    Case("nvfp4_ds_mla", 20, ((4, 9), (0, 1), (130, 2)), page=64, shape=WIDE, concurrency=1),
+    Case("nvfp4", 4, ((900, 3), (1, 3)), concurrency=8),
 ]
 
 
@@ -122,14 +131,40 @@ def test_it_agrees_with_its_reference(case: Case) -> None:
     )
     q_THD = torch.randn(segment.stop, case.heads, case.rank + case.rope, generator=rng).to(DEVICE, case.dtype)
     scale = (case.rank + case.rope) ** -0.5
-    expected = naive.mla_attention(q_THD, stored, case.rope, segment, scale)
+    expected = naive.mla_attention(q_THD, stored, case.rope, segment, scale, case.window)
     found = twin.mla_attention(
-        q_THD, stored, case.rope, segment, scale, shape=case.shape, concurrency=case.concurrency
+        q_THD,
+        stored,
+        case.rope,
+        segment,
+        scale,
+        window=case.window,
+        shape=case.shape,
+        concurrency=case.concurrency,
     )
     assert twin.serves_latents(stored, case.rope)
     assert found.dtype == case.dtype and found.shape == (segment.stop, case.heads, case.rank)
     error = (found.float() - expected.float()).abs().max()
     assert error <= (1e-5 if case.dtype == torch.float32 else 2e-3), f"error {error:.1e}"
+
+
+@pytest.mark.parametrize("case", PARTIAL, ids=str)
+def test_the_log_sum_exp_agrees_with_its_reference(case: Case) -> None:
+    rng = torch.Generator().manual_seed(7)
+    pages = table(case, rng)
+    stored = latents(case, pages, rng)
+    segment = AttentionBatch.from_lens(
+        Phase.VERIFY, 0, [n for _, n in case.batch], [length for length, _ in case.batch], pages.to(DEVICE)
+    )
+    q_THD = torch.randn(segment.stop, case.heads, case.rank + case.rope, generator=rng).to(DEVICE)
+    expected = naive.partial_mla_attention(q_THD, stored, case.rope, segment, 0.1, case.window)
+    lse_TH = torch.full(q_THD.shape[:2], torch.nan, device=DEVICE)
+    values_THR = twin.mla_attention(
+        q_THD, stored, case.rope, segment, 0.1, window=case.window, shape=case.shape,
+        concurrency=case.concurrency, lse_TH=lse_TH,
+    )  # fmt: skip
+    torch.testing.assert_close(values_THR, expected.values_THD, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse_TH.T, expected.lse_HT, rtol=0, atol=1e-5)
 
 
 def test_padding_is_zeros() -> None:
@@ -147,8 +182,9 @@ def test_the_reference_sees_no_later_token() -> None:
     """By the book: each query alone, over the tokens up to its own."""
     rng = torch.Generator().manual_seed(7)
     q_nHD, latents_LD = torch.randn(3, 4, 24, generator=rng), torch.randn(9, 24, generator=rng)
-    found = naive.dense(q_nHD, latents_LD, 8, 0.3)
+    values_nHR, lse_Hn = naive.dense(q_nHD, latents_LD, 8, 0.3)
     for i in range(3):
         seen_LD = latents_LD[: 7 + i]
-        weights = (q_nHD[i] @ seen_LD.T * 0.3).softmax(-1)
-        assert torch.allclose(found[i], weights @ seen_LD[:, :16], atol=1e-6)
+        scores = q_nHD[i] @ seen_LD.T * 0.3
+        assert torch.allclose(values_nHR[i], scores.softmax(-1) @ seen_LD[:, :16], atol=1e-6)
+        assert torch.allclose(lse_Hn[:, i], scores.logsumexp(-1))

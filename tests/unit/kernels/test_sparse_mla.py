@@ -8,6 +8,7 @@ that only it can.
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -165,6 +166,25 @@ def test_it_agrees_with_its_reference(case: Case) -> None:
     assert not found[[count == 0 for count in case.listed]].any()
 
 
+def test_the_log_sum_exp_agrees_with_its_reference() -> None:
+    """Where a list would not be split, too; and where it is empty."""
+    rng = torch.Generator().manual_seed(7)
+    case = Case("fp16", 5, (30, 0, 4), 30, mixed=True)
+    topk_slots_TK = lists(case, rng)
+    stored = latents(case, topk_slots_TK, rng)
+    q_THD = torch.randn(3, 5, 192, generator=rng).to(DEVICE)
+    topk_slots_TK = topk_slots_TK.to(DEVICE)
+    expected = naive.partial_sparse_mla_attention(q_THD, stored, 64, topk_slots_TK, 0.1)
+    assert expected.lse_HT[:, 1].isneginf().all()
+    for splits in (1, 3):
+        lse_TH = torch.full((3, 5), torch.nan, device=DEVICE)
+        values_THR = twin.sparse_mla_attention(
+            q_THD, stored, 64, topk_slots_TK, 0.1, splits=splits, lse_TH=lse_TH
+        )
+        torch.testing.assert_close(values_THR, expected.values_THD, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse_TH.T, expected.lse_HT, rtol=0, atol=1e-5)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="bfloat16 is beyond the interpreter")
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_it_agrees_with_its_reference_as_a_gpu_runs_it(case: Case) -> None:
@@ -233,10 +253,13 @@ def test_shares_are_joined_in_the_order_of_values(dealt: int) -> None:
     mean_THR = (parts_TSHR.nan_to_num() * weights_TSH[..., None]).sum(1)
     expected_THR = mean_THR.unflatten(2, (dealt, -1)).transpose(2, 3).flatten(2)
     out_THR = torch.full((tokens, heads, rank), torch.nan, device=DEVICE)
+    lse_TH = torch.full((tokens, heads), torch.nan, device=DEVICE)
     twin.sparse_combine_kernel[(tokens, heads)](
-        out_THR, parts_TSHR.to(DEVICE), lse_TSH.to(DEVICE), heads, rank, splits, dealt, 4, 128
+        out_THR, lse_TH, parts_TSHR.to(DEVICE), lse_TSH.to(DEVICE), heads, rank, splits, dealt, 4, 128
     )
     torch.testing.assert_close(out_THR.cpu(), expected_THR)
+    # Those of shares are in powers of two.
+    torch.testing.assert_close(lse_TH.cpu(), (lse_TSH * math.log(2)).logsumexp(1))
 
 
 @pytest.mark.parametrize(("programs", "splits"), [(16, 8), (128, 1), (256, 1), (64, 2), (4000, 1)])

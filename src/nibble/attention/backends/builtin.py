@@ -54,8 +54,8 @@ LATENT_FACTS: dict[str, Any] = {
     "format": {
         "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "fp4_mx16", "mxfp4"
     },
-    "arch": GPUS, "page": PAGES, "dim": set(range(96, 641, 32)), "dtype": HALF_DTYPES,
-    "window": NEVER, "softcap": NEVER, "sinks": NEVER,
+    "arch": GPUS, "page": PAGES, "dim": set(range(96, 641, 32)), "dtype": HALF_DTYPES, "softcap": NEVER, "sinks": NEVER,
+    "lse": True,
 }  # fmt: skip
 
 TRITON = BackendInfo(
@@ -77,6 +77,7 @@ TRITON = BackendInfo(
             arch=GPUS,
             page=PAGES,
             dim=set(range(16, 257, 16)),
+            lse=True,
             source="tests/conformance",
             measured=Measurement("decoding 64 x 8K: nvfp4 in 0.255 ms (2.4 TB/s), bf16 in 0.495 ms (4.3 TB/s)"),
         ),
@@ -88,9 +89,19 @@ TRITON = BackendInfo(
             measured=Measurement("decoding 64 x 8K: bf16 in 0.147 ms with 16 heads, 0.42 ms with 128"),
         ),
         Support(
-            **LATENT_FACTS, kind={"dsa"}, packing={"record"}, source="benchmarks/sparse_decode.py: one run of bytes"
+            **LATENT_FACTS,
+            kind={"dsa"},
+            packing={"record"},
+            window=NEVER,
+            source="benchmarks/sparse_decode.py: one run of bytes",
         ),
-        Support(**LATENT_FACTS, kind={"dsa"}, packing={"nhd", "hnd"}, source="benchmarks/sparse_decode.py"),
+        Support(
+            **LATENT_FACTS,
+            kind={"dsa"},
+            packing={"nhd", "hnd"},
+            window=NEVER,
+            source="benchmarks/sparse_decode.py",
+        ),
     ),
 )  # fmt: skip
 
@@ -129,7 +140,9 @@ CUDA = BackendInfo(
     ),
 )
 
-REF_FACTS: dict[str, Any] = {"phase": ALL, "format": None, "gathers": True, "source": "tests/conformance"}
+REF_FACTS: dict[str, Any] = {
+    "phase": ALL, "format": None, "lse": True, "gathers": True, "source": "tests/conformance"
+}  # fmt: skip
 TORCH_REF = BackendInfo(
     name="torch_ref",
     summary="the definition, in plain torch: every format, phase and machine; slow on a GPU",

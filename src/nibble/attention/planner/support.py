@@ -49,6 +49,8 @@ class Need:
     """How a sparse kernel's indices name tokens; `paged` for everything dense."""
     kv_heads: int | None = None
     """KV heads of a layer, which matter to speed alone."""
+    lse: bool = False
+    """Whether the log-sum-exp is needed, to merge attention over several sources."""
 
     def __str__(self) -> str:
         where = f"{self.format}@{self.packing}" if self.packing else self.format
@@ -56,6 +58,7 @@ class Need:
         parts += [f"page {self.page}"] if self.page else []
         parts += [f"head_dim {self.dim}", f"group {self.group}", self.dtype]
         parts += [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+        parts += ["log-sum-exp"] if self.lse else []
         return f"{', '.join(parts)} on {_show('arch', self.arch)}"
 
 
@@ -101,6 +104,9 @@ class Support:
     softcap: Set[bool] | None = None
     sinks: Set[bool] | None = None
     addressing: Set[str] = frozenset({"paged"})
+    lse: bool = False
+    """Whether the adapter returns the log-sum-exp too (attention/layer.py, forward_partial). A need without is served
+    either way."""
     gathers: bool = False
     """Plain torch gathers the pages first, many times slower on a GPU than a kernel that reads them."""
     workspace: int = 0
@@ -115,7 +121,7 @@ class Support:
     def __post_init__(self) -> None:
         for name in _FIELDS:
             allowed = getattr(self, name)
-            if allowed is not None:
+            if allowed is not None and not isinstance(allowed, bool):
                 # Rows are written with plain sets, and a frozen dataclass is to be hashable.
                 object.__setattr__(self, name, frozenset(allowed))
 
@@ -142,10 +148,14 @@ _FIELDS = tuple(entry.name for entry in fields(Need) if entry.name in Support.__
 
 def _allows(row: Support, name: str, need: Need) -> bool:
     allowed, value = getattr(row, name), getattr(need, name)
+    if isinstance(allowed, bool):  # what a row can do, where others are what it is limited to
+        return allowed or not value
     return allowed is None or value is None or value in allowed
 
 
 def _reason(name: str, value: Any, allowed: Set[Any]) -> str:
+    if name == "lse":
+        return "does not return the log-sum-exp that an exact window needs"
     if isinstance(value, bool):
         return f"no {name}" if value else f"only with {name}"
     return f"{name} {_show(name, value)} is not in {{{format_values(name, allowed)}}}"

@@ -15,13 +15,18 @@ from nibble.kernels import cdiv
 from nibble.kernels.append.naive import dequantize_pages
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
+MIN_LSE = -1e30
+"""What stands in for -inf where a difference is taken, as -inf less -inf is NaN."""
+
 
 class PartialAttention(NamedTuple):
     """Attention over some of the keys."""
 
     values_THD: Tensor
+    """Zeros where a query sees no key. Float32, or the query's dtype."""
     lse_HT: Tensor
-    """Float32: the logarithm of the sum of exp(score) over these keys."""
+    """Float32: the natural logarithm of the sum of exp(score) over these keys, and of exp(sink) where the part has
+    sinks. Scores are scaled and capped. -inf where that sum is empty."""
 
 
 def paged_attention(
@@ -39,37 +44,80 @@ def paged_attention(
     Returns:
         [T, H, D] in the query's dtype; zeros for padding.
     """
-    out_THD = torch.zeros_like(q_THD)
+    return partial_attention(q_THD, k, v, batch, params).values_THD.to(q_THD.dtype)
+
+
+def partial_attention(
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams
+) -> PartialAttention:
+    """Return what paged_attention returns, in float32, with its log-sum-exp.
+
+    Args:
+        q_THD: Queries, request after request. There may be more of a request than it has stored tokens: the first of
+            them then see none.
+        k: Pages of the keys, [G, D].
+        v: Pages of the values, [G, D].
+        batch: The pages and lengths of requests.
+        params: Scale, window, capping and sinks.
+    """
+    tokens, heads, _ = q_THD.shape
+    values_THD = torch.zeros(tokens, heads, v.dim, device=q_THD.device)
+    lse_HT = torch.full((heads, tokens), float("-inf"), device=q_THD.device)
     for i, length in enumerate(batch.seq_lens_B.tolist()):
-        if length:
-            rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
-            pages = batch.page_table_BN[i : i + 1, : cdiv(length, k.page_size)]
-            k_GLD, v_GLD = (
-                dequantize_pages(x, pages, torch.float32, heads_first=True)[0, :, :length] for x in (k, v)
-            )
-            out_THD[rows] = _dense(q_THD[rows].float(), k_GLD, v_GLD, params).to(q_THD.dtype)
-    return out_THD
+        rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
+        pages = batch.page_table_BN[i : i + 1, : cdiv(length, k.page_size)]
+        k_GLD, v_GLD = (
+            dequantize_pages(x, pages, torch.float32, heads_first=True)[0, :, :length] for x in (k, v)
+        )
+        values_THD[rows], lse_HT[:, rows] = _dense(q_THD[rows].float(), k_GLD, v_GLD, params)
+    return PartialAttention(values_THD, lse_HT)
 
 
-def _dense(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, params: AttentionParams) -> Tensor:
+def _dense(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, params: AttentionParams) -> PartialAttention:
     n, heads, _ = q_nHD.shape
     length, group = k_GLD.shape[1], heads // len(k_GLD)
     k_HLD, v_HLD = k_GLD.repeat_interleave(group, 0), v_GLD.repeat_interleave(group, 0)
     scores = q_nHD.transpose(0, 1) @ k_HLD.transpose(1, 2) * params.scale
     if params.softcap:
         scores = params.softcap * torch.tanh(scores / params.softcap)
-    key = torch.arange(length, device=scores.device)
-    # Queries are the last tokens of their request.
-    query = key[length - n :, None]
-    hidden = (key > query) | (key <= query - (params.window or length))
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if params.sinks_H is not None:  # a key without a value
-        scores = torch.cat((scores, params.sinks_H.float().view(-1, 1, 1).expand(-1, n, 1)), -1)
-    return (scores.softmax(-1)[..., :length] @ v_HLD).transpose(0, 1)
+    scores = scores.masked_fill(hidden_keys(n, length, params.window, scores.device), float("-inf"))
+    return softmax_lse(scores, v_HLD, params.sinks_H)
+
+
+def hidden_keys(n: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys each of a request's last n tokens does not see: bool [n, length].
+
+    Args:
+        n: Queries.
+        length: Stored tokens.
+        window: Tokens that a query sees, itself included, if not all.
+        device: Of the result.
+    """
+    query, key = torch.arange(length - n, length, device=device)[:, None], torch.arange(length, device=device)
+    return (key > query) | (key <= query - (window or length + n))
+
+
+def softmax_lse(scores_HnL: Tensor, v_HLD: Tensor, sinks_H: Tensor | None = None) -> PartialAttention:
+    """Return the values weighted by the softmax of scores, with the log-sum-exp.
+
+    Args:
+        scores_HnL: Scores, -inf where a key is hidden.
+        v_HLD: Values of each head, or [L, D] of all heads.
+        sinks_H: Logits that join the softmax, if there are any.
+    """
+    lse_Hn = scores_HnL.logsumexp(-1)
+    if sinks_H is not None:  # a key without a value
+        lse_Hn = torch.logaddexp(lse_Hn, sinks_H.to(lse_Hn).unsqueeze(-1))
+    # The logarithm of an empty sum is -inf, and -inf less -inf would be NaN.
+    weights_HnL = (scores_HnL - lse_Hn.clamp(min=MIN_LSE).unsqueeze(-1)).exp()
+    return PartialAttention((weights_HnL @ v_HLD).transpose(0, 1), lse_Hn)
 
 
 def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> PartialAttention:
     """Merge attention over different keys into attention over the keys of both.
+
+    A part whose log-sum-exp is -inf weighs nothing, whatever its values hold: the other's values stay as they are, and
+    two such parts become zeros. Only functions are used whose result for a row does not depend on how many there are.
 
     Args:
         a: Attention over some keys.
@@ -79,7 +127,13 @@ def merge_lse(a: PartialAttention, b: PartialAttention, dtype: torch.dtype) -> P
     Returns:
         Attention over all of the keys.
     """
-    # exp(a) / (exp(a) + exp(b)), written so that no exponential can overflow.
-    share_TH1 = torch.sigmoid(a.lse_HT - b.lse_HT).T.unsqueeze(-1)
-    values_THD = torch.lerp(b.values_THD.float(), a.values_THD.float(), share_TH1)
-    return PartialAttention(values_THD.to(dtype), torch.logaddexp(a.lse_HT, b.lse_HT))
+    peak_HT = torch.maximum(a.lse_HT, b.lse_HT).clamp(min=MIN_LSE)
+    weights_HT = [(part.lse_HT - peak_HT).exp() for part in (a, b)]
+    # The larger weight is 1, unless both are 0.
+    total_HT = weights_HT[0] + weights_HT[1]
+    shares_HT = (weight_HT / total_HT.clamp(min=1.0) for weight_HT in weights_HT)
+    first_THD, second_THD = (
+        part.values_THD.float().masked_fill((share_HT == 0).T.unsqueeze(-1), 0.0) * share_HT.T.unsqueeze(-1)
+        for part, share_HT in zip((a, b), shares_HT, strict=True)
+    )
+    return PartialAttention((first_THD + second_THD).to(dtype), peak_HT + total_HT.log())

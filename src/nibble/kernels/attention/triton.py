@@ -136,8 +136,8 @@ def _init_state(sinks, query_head_M, live_M, split, PARTS: tl.constexpr, WIDTH: 
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens", "sinks"],
 )
 def attention_kernel(
-    q, out, parts, lse, plan, k, v, table, cu_seqlens_q, seq_lens, sinks, scale, softcap, requests, concurrency,
-    table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    q, out, out_lse, parts, lse, plan, k, v, table, cu_seqlens_q, seq_lens, sinks, scale, softcap, requests,
+    concurrency, table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -197,8 +197,8 @@ def attention_kernel(
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
     factor_M = tiles.global_scale(v, head) / total_M
-    flash.store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, query_head_M, live_M,
-               program, tile, head, splits, GROUP, V_DIM, SPLIT, M)  # fmt: skip
+    flash.store_tile(out, out_lse, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, query_head_M,
+               live_M, program, tile, head, splits, GROUP, V_DIM, SPLIT, M)  # fmt: skip
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -313,6 +313,7 @@ def _tiles(stream: Paged, query: torch.dtype, join: bool) -> tiles.Tiles:
 def paged_attention(
     q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
     max_seq_len: int = UNBOUNDED, *, shape: TileShape | None = None, concurrency: int | None = None,
+    lse_TH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where keys are split.
 
@@ -325,9 +326,10 @@ def paged_attention(
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
         shape: Another tile than the fastest.
         concurrency: Programs that run at a time for one tile of queries and KV head; keys are split if more than 1.
+        lse_TH: Float32, contiguous: it receives the log-sum-exp.
 
     Returns:
-        [T, H, D] in the query's dtype.
+        [T, H, D] in the query's dtype; in float32 if the log-sum-exp is wanted too, for merging.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
@@ -337,13 +339,13 @@ def paged_attention(
         running = shape.programs * gpu.processors // (num_tiles * k.heads)
         concurrency = flash.concurrency_of(running, max_seq_len)
     split = concurrency > 1
-    out = q_THD.new_empty(tokens, heads, v.dim)
+    out = q_THD.new_empty(tokens, heads, v.dim, dtype=q_THD.dtype if lse_TH is None else torch.float32)
     rows = num_tiles * k.heads * shape.rows
     programs, parts, lse, plan = flash.workspace(out, requests, concurrency, rows, v.dim)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     # Constants by position: each by name would take 0.15 us of the host, for every layer of a decode step.
     attention_kernel[(num_tiles, k.heads, programs)](
-        q_THD, out, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
+        q_THD, out, lse_TH, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
         batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
         requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
@@ -353,10 +355,32 @@ def paged_attention(
     )  # fmt: skip
     if split:
         flash.combine_kernel[(max_query_len, heads, requests)](
-            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
+            out, lse_TH, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
             group, v.dim, next_power_of_2(v.dim), shape.rows, SPLITS_AT_ONCE,
         )  # fmt: skip
     return out
+
+
+def partial_attention(
+    q_THD: Tensor,
+    k: Paged,
+    v: Paged,
+    batch: AttentionBatch,
+    params: AttentionParams,
+    max_seq_len: int = UNBOUNDED,
+) -> PartialAttention:
+    """Return attention with its log-sum-exp; see paged_attention.
+
+    Args:
+        q_THD: Queries, request after request.
+        k: Pages of the keys.
+        v: Pages of the values.
+        batch: The pages and lengths of requests.
+        params: Scale, window, capping and sinks.
+        max_seq_len: A bound on stored tokens where one is known.
+    """
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+    return PartialAttention(paged_attention(q_THD, k, v, batch, params, max_seq_len, lse_TH=lse_TH), lse_TH.T)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -371,18 +395,21 @@ def merge_kernel(
     # --- softmax: how much each part weighs
     a_R = tl.load(a_lse + head_R * a_lse_stride_H + token_R * a_lse_stride_T, mask=keep_R, other=0.0)
     b_R = tl.load(b_lse + head_R * b_lse_stride_H + token_R * b_lse_stride_T, mask=keep_R, other=0.0)
-    peak_R = tl.maximum(a_R, b_R)
+    # A query may see no key in either part, and -inf less -inf is NaN.
+    peak_R = tl.maximum(tl.maximum(a_R, b_R), flash.MIN_PEAK)
     a_R, b_R = tl.exp(a_R - peak_R), tl.exp(b_R - peak_R)
-    tl.store(lse + row_R, peak_R + tl.log(a_R + b_R), mask=keep_R)
-    # --- accumulate
+    # The larger weight is 1, unless both are 0.
+    empty_R, total_R = a_R + b_R == 0.0, tl.maximum(a_R + b_R, 1.0)
+    tl.store(lse + row_R, tl.where(empty_R, float("-inf"), peak_R + tl.log(total_R)), mask=keep_R)
+    # --- accumulate: values without a weight are not loaded
     column_D = tl.arange(0, D)[None, :]
     keep_RD = keep_R[:, None] & (column_D < DIM)
     a += (token_R * a_stride_T + head_R * a_stride_H)[:, None]
-    a_RD = tl.load(a + column_D, mask=keep_RD, other=0.0)
+    a_RD = tl.load(a + column_D, mask=keep_RD & (a_R > 0.0)[:, None], other=0.0)
     b += (token_R * b_stride_T + head_R * b_stride_H)[:, None]
-    b_RD = tl.load(b + column_D, mask=keep_RD, other=0.0)
-    values_RD = a_RD.to(tl.float32) * (a_R / (a_R + b_R))[:, None]
-    values_RD += b_RD.to(tl.float32) * (b_R / (a_R + b_R))[:, None]
+    b_RD = tl.load(b + column_D, mask=keep_RD & (b_R > 0.0)[:, None], other=0.0)
+    values_RD = a_RD.to(tl.float32) * (a_R / total_R)[:, None]
+    values_RD += b_RD.to(tl.float32) * (b_R / total_R)[:, None]
     # --- store
     tl.store(out + row_R[:, None] * DIM + column_D, values_RD.to(out.dtype.element_ty), mask=keep_RD)
 

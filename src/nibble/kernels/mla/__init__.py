@@ -16,9 +16,11 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from nibble.kernels import UNBOUNDED, triton_present
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.mla import naive
 from nibble.kernels.types import AttentionBatch, Paged
 
@@ -33,6 +35,7 @@ def mla_attention(
     batch: AttentionBatch,
     scale: float,
     max_seq_len: int = UNBOUNDED,
+    window: int | None = None,
 ) -> Tensor:
     """Return softmax(scale * q . latent) @ latent[:R] over each request's tokens.
 
@@ -43,6 +46,7 @@ def mla_attention(
         batch: The pages and lengths of requests. One of no stored tokens is padding.
         scale: What scores are multiplied by.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
+        window: Tokens that a query sees, itself included, if not all.
 
     Returns:
         [T, H, R] in the query's dtype; zeros for padding.
@@ -50,12 +54,50 @@ def mla_attention(
     if q_THD.is_cuda and triton_present():
         from nibble.kernels.mla import triton as fast
 
-        cuda = _cuda() if max_seq_len > MAX_SHORT_LEN else None
+        cuda = _cuda() if max_seq_len > MAX_SHORT_LEN and window is None else None
         if cuda is not None and cuda.serves(q_THD, latents, rope, batch):
             return cuda.attend(q_THD, latents, batch, scale)
         if fast.serves_latents(latents, rope):
-            return fast.mla_attention(q_THD, latents, rope, batch, scale, max_seq_len)
-    return naive.mla_attention(q_THD, latents, rope, batch, scale)
+            return fast.mla_attention(q_THD, latents, rope, batch, scale, max_seq_len, window)
+    return naive.mla_attention(q_THD, latents, rope, batch, scale, window)
+
+
+def partial_mla_attention(
+    q_THD: Tensor,
+    latents: Paged,
+    rope: int,
+    batch: AttentionBatch,
+    scale: float,
+    max_seq_len: int = UNBOUNDED,
+    window: int | None = None,
+) -> PartialAttention:
+    """Return what mla_attention returns, in float32, with its log-sum-exp.
+
+    Args:
+        q_THD: Queries with the projections of keys absorbed, request after request. There may be more of a request than
+            it has stored tokens: the first of them then see none.
+        latents: Pages of latents, one head.
+        rope: Rotary values at the end of a latent.
+        batch: The pages and lengths of requests.
+        scale: What scores are multiplied by.
+        max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
+        window: Tokens that a query sees, itself included, if not all.
+    """
+    if q_THD.is_cuda and triton_present():
+        from nibble.kernels.mla import triton as fast
+
+        if fast.serves_latents(latents, rope):
+            lse_TH = _empty_lse(q_THD)
+            values_THR = fast.mla_attention(
+                q_THD, latents, rope, batch, scale, max_seq_len, window, lse_TH=lse_TH
+            )
+            return PartialAttention(values_THR, lse_TH.T)
+    return naive.partial_mla_attention(q_THD, latents, rope, batch, scale, window)
+
+
+def _empty_lse(q_THD: Tensor) -> Tensor:
+    """Return room for the log-sum-exps of queries, float32 [T, H]."""
+    return q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
 
 
 @cache
@@ -89,3 +131,25 @@ def sparse_mla_attention(
         if fast.serves_latents(latents, rope):
             return fast.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)
     return naive.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)
+
+
+def partial_sparse_mla_attention(
+    q_THD: Tensor, latents: Paged, rope: int, topk_slots_TK: Tensor, scale: float
+) -> PartialAttention:
+    """Return what sparse_mla_attention returns, in float32, with its log-sum-exp.
+
+    Args:
+        q_THD: Queries with the projections of keys absorbed.
+        latents: Pages of latents, one head.
+        rope: Rotary values at the end of a latent.
+        topk_slots_TK: Int32, page * page_size + offset; a negative slot is padding, wherever it stands.
+        scale: What scores are multiplied by.
+    """
+    if q_THD.is_cuda and triton_present():
+        from nibble.kernels.mla import triton as fast
+
+        if fast.serves_latents(latents, rope):
+            lse_TH = _empty_lse(q_THD)
+            values_THR = fast.sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale, lse_TH=lse_TH)
+            return PartialAttention(values_THR, lse_TH.T)
+    return naive.partial_sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale)

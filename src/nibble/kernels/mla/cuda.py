@@ -124,6 +124,6 @@ def attend(q_THD: Tensor, latents: Paged, batch: AttentionBatch, scale: float) -
     # Parts of a row that are merged at once: many where few requests are spread over many blocks.
     parts_at_once = 4 if blocks <= 3 * requests else 16
     combine_kernel[(1, heads, requests)](
-        out, parts, lse, plan, batch.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, parts_at_once
+        out, None, parts, lse, plan, batch.cu_seqlens_q_B1, 1, heads, RANK, RANK, HEADS, parts_at_once
     )
     return out

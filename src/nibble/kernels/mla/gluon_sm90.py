@@ -38,14 +38,14 @@ def add(a, b):
 
 @gluon.jit
 def _assign_split(
-    program, seq_lens, requests, concurrency, R: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
+    program, seq_lens, requests, concurrency, max_keys, R: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Assign a share of a request's keys to a program, as flash.assign_split does.
 
     Sizes of a share are tried one after the other: all warps have the same values, and need no barrier.
     """
     r_R = gl.arange(0, R, layout=LAYOUT)
-    keys_R = gl.load(seq_lens + r_R, mask=r_R < requests, other=0).to(gl.float32)
+    keys_R = gl.minimum(gl.load(seq_lens + r_R, mask=r_R < requests, other=0), max_keys).to(gl.float32)
     fair = gl.sum(keys_R, 0) / concurrency
     best_cost, best_R = 1e30, keys_R
     for k in gl.static_range(K):
@@ -65,12 +65,14 @@ def _assign_split(
 
 
 @gluon.jit
-def _split_bounds(past, last, split, splits, N: gl.constexpr):
+def _split_bounds(past, first, last, split, splits, WINDOW: gl.constexpr, N: gl.constexpr):
     """Return a split's share [start, stop) of the latents that are visible. Starts are at whole tiles."""
-    visible = gl.maximum(past + last + 1, 0)
-    each = (visible + N * splits - 1) // (N * splits) * N
-    start = split * each
-    return start, gl.minimum(start + each, visible)
+    start, stop = 0, gl.maximum(past + last + 1, 0)
+    if WINDOW:
+        start = gl.maximum(past + first + 1 - WINDOW, 0) // N * N
+    each = (stop - start + N * splits - 1) // (N * splits) * N
+    start += split * each
+    return start, gl.minimum(start + each, stop)
 
 
 @gluon.jit
@@ -251,12 +253,12 @@ def _store_sums(to, row_M, sums, factor_M, live_M, RANK: gl.constexpr, MMA: gl.c
     do_not_specialize_on_alignment=["page_table", "cu_seqlens_q", "seq_lens"],
 )
 def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is compiled)
-    q, out, parts, lse, plan, latent, rope, global_scale, page_table, cu_seqlens_q, seq_lens, scale, requests,
+    q, out, out_lse, parts, lse, plan, latent, rope, global_scale, page_table, cu_seqlens_q, seq_lens, scale, requests,
     concurrency, page_table_stride, q_stride_T, q_stride_H, GROUP: gl.constexpr, RANK: gl.constexpr,
-    ROPE_DIM: gl.constexpr, ROPE: gl.constexpr, FOLD: gl.constexpr, SPLIT: gl.constexpr, M: gl.constexpr,
-    N: gl.constexpr, R: gl.constexpr, K: gl.constexpr, REQUESTS: gl.constexpr, MMA: gl.constexpr, ITEMS: gl.constexpr,
-    BLOCKS: gl.constexpr, CODES: gl.constexpr, ROPE_ITEMS: gl.constexpr, ROPE_BLOCKS: gl.constexpr,
-    ROPE_CODES: gl.constexpr,
+    ROPE_DIM: gl.constexpr, ROPE: gl.constexpr, FOLD: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, R: gl.constexpr, K: gl.constexpr, REQUESTS: gl.constexpr, MMA: gl.constexpr,
+    ITEMS: gl.constexpr, BLOCKS: gl.constexpr, CODES: gl.constexpr, ROPE_ITEMS: gl.constexpr,
+    ROPE_BLOCKS: gl.constexpr, ROPE_CODES: gl.constexpr,
 ):  # fmt: skip
     """Attend over a split of a request's latents. Grid and arguments are those of mla_kernel in mla/triton.py.
 
@@ -270,7 +272,10 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     tile, group, program = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     request, split, splits = program, 0, 1
     if SPLIT:
-        request, split, splits = _assign_split(program, seq_lens, requests, concurrency, R, K, REQUESTS)
+        max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
+        request, split, splits = _assign_split(
+            program, seq_lens, requests, concurrency, max_keys, R, K, REQUESTS
+        )
         if request >= requests:
             return
         if split == 0:
@@ -283,7 +288,7 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
         return
     past = gl.load(seq_lens + request) - count
     last = gl.minimum(first_token + TOKENS, count) - 1
-    start, stop = _split_bounds(past, last, split, splits, N)
+    start, stop = _split_bounds(past, first_token, last, split, splits, WINDOW, N)
     page_table += request.to(gl.int64) * page_table_stride
 
     # --- load the first tile
@@ -400,7 +405,10 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
             scores = scores * score_scale + rope_scores * rope_scale
         else:
             scores = warpgroup_mma_wait(0, deps=[scores]) * score_scale
-        scores = gl.where((first + n_N)[:, None] <= position_M[None, :], scores, float("-inf"))
+        visible = (first + n_N)[:, None] <= position_M[None, :]
+        if WINDOW:
+            visible = visible & ((first + n_N)[:, None] > position_M[None, :] - WINDOW)
+        scores = gl.where(visible, scores, float("-inf"))
 
         # --- softmax
         weights, rescale, peak_M, total = _online_softmax(scores, peak_M, total)
@@ -428,13 +436,15 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     empty_M = total_M == 0.0  # no latent was seen
     total_M = gl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
+    lse_M = gl.where(empty_M, float("-inf"), peak_M + gl.log2(total_M))
     if splits == 1:
         out_M = (begin + token_M).to(gl.int64) * (gl.num_programs(1) * GROUP) + head_M
         _store_sums(out, out_M, sums, factor_M, live_M, RANK, MMA)
+        if out_lse is not None:
+            gl.store(out_lse + out_M, lse_M / LOG2E, mask=live_M)
     elif SPLIT:
         part_M = ((program * gl.num_programs(0) + tile) * gl.num_programs(1) + group).to(gl.int64) * M + row_M
         _store_sums(parts, part_M, sums, factor_M, live_M, RANK, MMA)
-        lse_M = gl.where(empty_M, float("-inf"), peak_M + gl.log2(total_M))
         gl.store(lse + part_M, lse_M, mask=live_M)
 
 

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from nibble.kernels import cdiv
 from nibble.kernels.append.naive import dequantize_pages, dequantize_tokens
+from nibble.kernels.attention.naive import PartialAttention, hidden_keys, softmax_lse
 from nibble.kernels.types import AttentionBatch, Paged
 
 
-def mla_attention(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float) -> Tensor:
+def mla_attention(
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, window: int | None = None
+) -> Tensor:
     """Return softmax(scale * q . latent) @ latent[:R] over each request's tokens.
 
     Args:
@@ -24,21 +27,43 @@ def mla_attention(q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatc
         rope: Rotary values at the end of a latent.
         batch: The pages and lengths of requests. One of no stored tokens is padding.
         scale: What scores are multiplied by.
+        window: Tokens that a query sees, itself included, if not all.
 
     Returns:
         [T, H, R] in the query's dtype; zeros for padding.
     """
-    out_THR = q_THD.new_zeros(*q_THD.shape[:2], latents.dim - rope)
+    return partial_mla_attention(q_THD, latents, rope, batch, scale, window).values_THD.to(q_THD.dtype)
+
+
+def partial_mla_attention(
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, window: int | None = None
+) -> PartialAttention:
+    """Return what mla_attention returns, in float32, with its log-sum-exp.
+
+    Args:
+        q_THD: Queries with the projections of keys absorbed, request after request. There may be more of a request than
+            it has stored tokens: the first of them then see none.
+        latents: Pages of latents, one head.
+        rope: Rotary values at the end of a latent.
+        batch: The pages and lengths of requests.
+        scale: What scores are multiplied by.
+        window: Tokens that a query sees, itself included, if not all.
+    """
+    tokens, heads, _ = q_THD.shape
+    values_THR = torch.zeros(tokens, heads, latents.dim - rope, device=q_THD.device)
+    lse_HT = torch.full((heads, tokens), float("-inf"), device=q_THD.device)
     for i, length in enumerate(batch.seq_lens_B.tolist()):
         if length:
             rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
             pages = batch.page_table_BN[i : i + 1, : cdiv(length, latents.page_size)]
             latents_LD = dequantize_pages(latents, pages, torch.float32)[0, :length, 0]
-            out_THR[rows] = dense(q_THD[rows].float(), latents_LD, rope, scale).to(q_THD.dtype)
-    return out_THR
+            values_THR[rows], lse_HT[:, rows] = dense(q_THD[rows].float(), latents_LD, rope, scale, window)
+    return PartialAttention(values_THR, lse_HT)
 
 
-def dense(q_nHD: Tensor, latents_LD: Tensor, rope: int, scale: float) -> Tensor:
+def dense(
+    q_nHD: Tensor, latents_LD: Tensor, rope: int, scale: float, window: int | None = None
+) -> PartialAttention:
     """Return attention of one request, in the dtype of its arguments.
 
     Args:
@@ -46,16 +71,14 @@ def dense(q_nHD: Tensor, latents_LD: Tensor, rope: int, scale: float) -> Tensor:
         latents_LD: All its latents.
         rope: Rotary values at the end of a latent.
         scale: What scores are multiplied by.
+        window: Tokens that a query sees, itself included, if not all.
 
     Returns:
-        [n, H, R].
+        Values [n, H, R].
     """
-    n, length = len(q_nHD), len(latents_LD)
-    token = torch.arange(length, device=q_nHD.device)
-    # Queries are the last tokens of the request, and each sees the tokens up to its own.
-    hidden = token > token[length - n :, None, None]
-    scores = (q_nHD @ latents_LD.T * scale).masked_fill(hidden, float("-inf"))
-    return scores.softmax(-1) @ latents_LD[:, : latents_LD.shape[1] - rope]
+    hidden_nL = hidden_keys(len(q_nHD), len(latents_LD), window, q_nHD.device)
+    scores_HnL = (q_nHD.transpose(0, 1) @ latents_LD.T * scale).masked_fill(hidden_nL, float("-inf"))
+    return softmax_lse(scores_HnL, latents_LD[:, : latents_LD.shape[1] - rope])
 
 
 MAX_VALUES = 1 << 22
@@ -85,17 +108,41 @@ def sparse_mla_attention(
     Returns:
         [T, H, R] in the query's dtype; zeros where all slots are padding.
     """
-    rank = latents.dim - rope
+    partial = partial_sparse_mla_attention(q_THD, latents, rope, topk_slots_TK, scale, sinks_H)
+    return partial.values_THD.to(q_THD.dtype)
+
+
+def partial_sparse_mla_attention(
+    q_THD: Tensor,
+    latents: Paged,
+    rope: int,
+    topk_slots_TK: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> PartialAttention:
+    """Return what sparse_mla_attention returns, in float32, with its log-sum-exp.
+
+    Args:
+        q_THD: Queries with the projections of keys absorbed.
+        latents: Pages of latents, one head.
+        rope: Rotary values at the end of a latent.
+        topk_slots_TK: Int32, page * page_size + offset; a negative slot is padding, wherever it stands.
+        scale: What scores are multiplied by.
+        sinks_H: Logits that join the softmax, if there are any.
+    """
+    (tokens, heads, _), rank, device = q_THD.shape, latents.dim - rope, q_THD.device
     step = max(1, MAX_VALUES // max(topk_slots_TK.shape[1] * latents.dim, 1))
-    out_THR = q_THD.new_empty(*q_THD.shape[:2], rank)
+    values_THR = torch.empty(tokens, heads, rank, device=device)
+    lse_HT = torch.empty(heads, tokens, device=device)
     for start in range(0, len(q_THD), step):
         rows = slice(start, start + step)
         slots_nK = topk_slots_TK[rows]
         # Padding reads slot 0, and dense_topk() hides what is read there.
         latents_nKD = dequantize_tokens(latents, slots_nK.clamp(min=0).long()).squeeze(-2)
         q_nHD = q_THD[rows].float()
-        out_THR[rows] = dense_topk(q_nHD, latents_nKD, slots_nK < 0, rank, scale, sinks_H).to(q_THD.dtype)
-    return out_THR
+        part = dense_topk(q_nHD, latents_nKD, slots_nK < 0, rank, scale, sinks_H)
+        values_THR[rows], lse_HT[:, rows] = part
+    return PartialAttention(values_THR, lse_HT)
 
 
 def dense_topk(
@@ -105,7 +152,7 @@ def dense_topk(
     rank: int,
     scale: float,
     sinks_H: Tensor | None = None,
-) -> Tensor:
+) -> PartialAttention:
     """Return attention of each query over latents of its own, in the dtype of its arguments.
 
     Args:
@@ -117,7 +164,7 @@ def dense_topk(
         sinks_H: Logits that join the softmax, if there are any.
 
     Returns:
-        [n, H, R].
+        Values [n, H, R].
     """
     heads, padding_n = q_nHD.shape[1], hidden_nK.all(1)
     # A weight of 0 does not remove a NaN, so what is hidden becomes zeros too.
@@ -133,5 +180,5 @@ def dense_topk(
         scores_nHK = torch.cat((scores_nHK, sinks_nH1), -1)
     # The softmax of a row of -inf is NaN.
     weights_nHK = scores_nHK.softmax(-1).masked_fill(padding_n[:, None, None], 0.0)
-    weights_nHK = weights_nHK[..., : latents_nKD.shape[1]]
-    return (weights_nHK @ latents_nKD[..., :rank])[:, :heads]
+    values_nHR = weights_nHK[..., : latents_nKD.shape[1]] @ latents_nKD[..., :rank]
+    return PartialAttention(values_nHR[:, :heads], scores_nHK.logsumexp(-1)[:, :heads].T)

@@ -49,7 +49,7 @@ LAUNCH_COST_TILES = 3.0
 @triton.jit
 def _accumulate(
     state, q, q_rope, latent, rope, table, position_M, start, stop, unit, rope_unit, ROPE: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Add latents [start, stop), in whole tiles, to the state of an online softmax: peaks, totals and sums.
 
@@ -76,7 +76,10 @@ def _accumulate(
         else:
             scores = flash.dot_parts(rotary, q, parts) * unit
         if MASKED:
-            scores = tl.where((first + n_N)[None, :] <= position_M[:, None], scores, float("-inf"))
+            visible = (first + n_N)[None, :] <= position_M[:, None]
+            if WINDOW:
+                visible &= (first + n_N)[None, :] > position_M[:, None] - WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
         # --- softmax and accumulate: the decoded latents are the values too
         state = flash.update_state(state, scores, parts, latent.DTYPE)
     return state
@@ -87,10 +90,10 @@ def _accumulate(
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens"],
 )
 def mla_kernel(
-    q, out, parts, lse, plan, latent, rope, global_scale, table, cu_seqlens_q, seq_lens, scale, requests, concurrency,
-    table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
-    ROPE: tl.constexpr, FOLD: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    q, out, out_lse, parts, lse, plan, latent, rope, global_scale, table, cu_seqlens_q, seq_lens, scale, requests,
+    concurrency, table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
+    ROPE: tl.constexpr, FOLD: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a tile of queries over a split of a request's latents.
 
@@ -101,7 +104,8 @@ def mla_kernel(
     tile, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, split, splits = program, 0, 1
     if SPLIT:
-        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, 1 << 30, R, K)
+        max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
+        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
         # The grid has room for any division into splits, so some programs have nothing to do.
         if request >= requests:
             return
@@ -130,16 +134,19 @@ def mla_kernel(
         )
     state = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
 
-    # --- accumulate: only the last tiles need masks
-    _, inner, outer, stop = flash.split_bounds(past, first, last, split, splits, 0, N)
+    # --- accumulate: only the tiles at both ends need masks
+    start, inner, outer, stop = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
     table += request.to(tl.int64) * table_stride
     # Scores are in powers of two, because exp2() is what the hardware computes.
     latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * flash.LOG2E
     unit = rope_unit * latent_scale
+    if WINDOW:
+        state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, start, inner, unit, rope_unit,
+                            ROPE, 1, WINDOW, True, M, N)  # fmt: skip
     state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, inner, outer, unit, rope_unit,
-                        ROPE, STAGES, False, M, N)  # fmt: skip
+                        ROPE, STAGES, WINDOW, False, M, N)  # fmt: skip
     state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, outer, stop, unit, rope_unit,
-                        ROPE, 1, True, M, N)  # fmt: skip
+                        ROPE, 1, WINDOW, True, M, N)  # fmt: skip
 
     # --- store
     peak_M, total, sums = state
@@ -147,8 +154,8 @@ def mla_kernel(
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
-    flash.store_tile(out, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, head_M, live_M,
-                     program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
+    flash.store_tile(out, out_lse, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, head_M,
+                     live_M, program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
 
 
 # ---- MLA: tiles ------------------------------------------------------------------------------------------------------
@@ -267,8 +274,9 @@ def heads_per_tile(heads: int, most: int) -> int:
 
 
 def mla_attention(
-    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, max_seq_len: int = UNBOUNDED, *,
-    shape: LatentTile | None = None, concurrency: int | None = None,
+    q_THD: Tensor, latents: Paged, rope: int, batch: AttentionBatch, scale: float, max_seq_len: int = UNBOUNDED,
+    window: int | None = None, *, shape: LatentTile | None = None, concurrency: int | None = None,
+    lse_TH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where latents are split.
 
@@ -279,11 +287,13 @@ def mla_attention(
         batch: The pages and lengths of requests.
         scale: What scores are multiplied by.
         max_seq_len: A bound on stored tokens where one is known, which is not so in a CUDA graph.
+        window: Tokens that a query sees, if not all.
         shape: Another tile than the fastest.
         concurrency: Programs that run at a time for one tile of queries; latents are split among them if more than 1.
+        lse_TH: Float32, contiguous: it receives the log-sum-exp.
 
     Returns:
-        [T, H, R] in the query's dtype.
+        [T, H, R] in the query's dtype; in float32 if the log-sum-exp is wanted too, for merging.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     rank, requests, max_query_len = dim - rope, len(batch.seq_lens_B), max(batch.query_lens)
@@ -294,15 +304,15 @@ def mla_attention(
         running = shape.programs * gpu.processors // (num_tiles * groups)
         concurrency = flash.concurrency_of(running, max_seq_len)
     split = concurrency > 1
-    out = q_THD.new_empty(tokens, heads, rank)
+    out = q_THD.new_empty(tokens, heads, rank, dtype=q_THD.dtype if lse_TH is None else torch.float32)
     rows = num_tiles * groups * shape.rows
     programs, parts, lse, plan = flash.workspace(out, requests, concurrency, rows, rank)
     latent, rotary, kind = tiles.sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     common = (
-        q_THD, out, parts, lse, plan, latent, rotary, latents.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
+        q_THD, out, lse_TH, parts, lse, plan, latent, rotary, latents.scale, batch.page_table_BN, batch.cu_seqlens_q_B1,
         batch.seq_lens_B, scale, requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
-        group, rank, rope, kind, LATENTS[latents.format.name].decoder.fold, split,
+        group, rank, rope, kind, LATENTS[latents.format.name].decoder.fold, window or 0, split,
     )  # fmt: skip
     sizes = shape.rows, shape.latents, flash.padded_requests(requests), flash.SHARE_SIZES
     grid = num_tiles, groups, programs
@@ -315,7 +325,7 @@ def mla_attention(
         mla_kernel[grid](*common, shape.stages, *sizes, num_warps=shape.warps, num_stages=shape.stages)
     if split:
         flash.combine_kernel[(max_query_len, heads, requests)](
-            out, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
+            out, lse_TH, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
             group, rank, next_power_of_2(rank), shape.rows, _splits_at_once(concurrency, requests),
         )  # fmt: skip
     return out
@@ -443,7 +453,7 @@ def sparse_mla_kernel(
 
 @triton.jit
 def sparse_combine_kernel(
-    out, parts, lse, HEADS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    out, out_lse, parts, lse, HEADS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     S: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of a row: their mean, weighted by what each saw. Grid: query tokens, and heads.
@@ -457,8 +467,11 @@ def sparse_combine_kernel(
     lse_S = tl.load(lse + part_S, mask=s_S < SPLITS, other=float("-inf"))
     nonempty_S = lse_S != float("-inf")
     # --- softmax
-    weight_S = tl.exp2(lse_S - tl.maximum(tl.max(lse_S, 0), flash.MIN_PEAK))
+    peak = tl.maximum(tl.max(lse_S, 0), flash.MIN_PEAK)
+    weight_S = tl.exp2(lse_S - peak)
     total = tl.sum(weight_S, 0)
+    if out_lse is not None:
+        tl.store(out_lse + token * HEADS + head, flash.natural_lse(peak, total, total == 0.0))
     weight_S /= tl.where(total == 0.0, 1.0, total)
     # --- accumulate: parts are read as they lie, many values at a time
     keep = nonempty_S[:, None] & (r_R < RANK)[None, :]
@@ -495,7 +508,7 @@ def sparse_tile_of(group: int, latents: Paged, rope: int, query: torch.dtype, gp
 
 def sparse_mla_attention(
     q_THD: Tensor, latents: Paged, rope: int, topk_slots_TK: Tensor, scale: float, *,
-    shape: LatentTile | None = None, splits: int | None = None,
+    shape: LatentTile | None = None, splits: int | None = None, lse_TH: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in one launch, or two where lists are split.
 
@@ -507,19 +520,22 @@ def sparse_mla_attention(
         scale: What scores are multiplied by.
         shape: Another tile than the fastest.
         splits: Of a list, if not as many as are fastest.
+        lse_TH: Float32, contiguous: it receives the log-sum-exp.
 
     Returns:
-        [T, H, R] in the query's dtype.
+        [T, H, R] in the query's dtype; in float32 if the log-sum-exp is wanted too, for merging.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     rank, group, most = dim - rope, heads_per_tile(heads, MAX_ROWS), topk_slots_TK.shape[1]
-    out = q_THD.new_empty(tokens, heads, rank)
+    out = q_THD.new_empty(tokens, heads, rank, dtype=q_THD.dtype if lse_TH is None else torch.float32)
     if tokens == 0:
         return out
     shape = shape or sparse_tile_of(group, latents, rope, q_THD.dtype, gpu)
     programs = tokens * heads // group
     if splits is None:
         splits = splits_of(programs, cdiv(most, shape.latents), shape.programs * gpu.processors)
+    if lse_TH is not None:
+        splits = max(splits, 2)  # what combines them has the log-sum-exp, and kernels of one split leave none
     parts = lse = out
     if splits > 1:
         parts = out.new_empty(tokens, splits, heads, rank, dtype=torch.float32)
@@ -544,7 +560,16 @@ def sparse_mla_attention(
         )  # fmt: skip
     if splits > 1:
         sparse_combine_kernel[(tokens, heads)](
-            out, parts, lse, heads, rank, splits, pieces, next_power_of_2(splits), next_power_of_2(rank)
+            out,
+            lse_TH,
+            parts,
+            lse,
+            heads,
+            rank,
+            splits,
+            pieces,
+            next_power_of_2(splits),
+            next_power_of_2(rank),
         )
     return out
 

@@ -24,7 +24,8 @@ from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.pool import KVView
 from nibble.kernels import attention, cdiv
-from nibble.kernels.mla import naive as sparse
+from nibble.kernels.attention.naive import MIN_LSE, PartialAttention
+from nibble.kernels.mla import naive as mla
 from nibble.kernels.types import AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:  # torch's compiler takes a second to import
@@ -61,6 +62,8 @@ class _Span:
     """How many of them each request has."""
     hidden: Tensor
     """bool [B, 1, t, R, K]: which keys each query does not see."""
+    before: tuple[int, ...]
+    """How many keys of each request come before a window, so that no query sees them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +99,22 @@ class TorchRef(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _Rectangles
     ) -> Tensor:
         """Attend rectangle by rectangle, in float32."""
+        return self.forward_partial(q_THD, view, batch, params, state).values_THD.to(q_THD.dtype)
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _Rectangles
+    ) -> PartialAttention:
+        """Attend rectangle by rectangle -> float32 values."""
         if params.topk_slots_TK is not None:
             keys, rope = view.keys.paged, view.keys.stream.rope
-            return sparse.sparse_mla_attention(
+            return mla.partial_sparse_mla_attention(
                 q_THD, keys, rope, params.topk_slots_TK, params.scale, params.sinks_H
             )
         outputs = [
             _attend_rectangle(q_THD, rect, view, batch.page_table_BN[rect.requests], params) for rect in state
         ]
-        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(q_THD.dtype)
+        values_THD, lse_HT = zip(*outputs, strict=True)
+        return PartialAttention(torch.cat(values_THD), torch.cat(lse_HT, 1))
 
 
 def _rectangles(
@@ -115,11 +125,11 @@ def _rectangles(
     group, values = heads // keys.heads, keys.values
     max_requests = 1
     if max(batch.query_lens) <= BATCHED:
-        max_requests = max(1, SPAN_VALUES // (max(batch.seq_lens) * values))
+        max_requests = max(1, SPAN_VALUES // (max(*batch.seq_lens, 1) * values))
     for first, last in _equal_runs(batch.query_lens, max_requests):
         n, seq_lens = batch.query_lens[first], batch.seq_lens[first:last]
         # Only single prompts are longer than this.
-        step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(seq_lens)))
+        step = max(BATCHED, SCORES // (heads * len(seq_lens) * max(*seq_lens, 1)))
         for start in range(0, n, step):
             stop = min(start + step, n)
             lens = tuple(length - n + stop for length in seq_lens)
@@ -149,19 +159,25 @@ def _spans(
     # Down to a tile's start: tiles lie at the same keys in every batch.
     first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
     step = max(1, SPAN_VALUES // (len(lens) * values) // TILE) * TILE
-    for start in range(first, max(lens), step):
-        stop = min(start + step, max(lens))
+    # At least one tile, which may hold nothing for anybody.
+    end = max(*lens, first + 1)
+    for start in range(first, end, step):
+        stop = min(start + step, end)
         keys = torch.arange(start, start + cdiv(stop - start, TILE) * TILE, device=device).view(-1, 1, TILE)
         hidden = keys > positions_BR
         if window is not None:
             hidden |= keys <= positions_BR - window
-        yield _Span(start, tuple(max(0, min(length, stop) - start) for length in lens), hidden.unsqueeze(1))
+        counts = tuple(max(0, min(length, stop) - start) for length in lens)
+        before = (0,) * len(lens)
+        if window is not None:
+            before = tuple(max(0, min(length - n - window + 1, stop) - start) for length in lens)
+        yield _Span(start, counts, hidden.unsqueeze(1), before)
 
 
 def _attend_rectangle(
     q_THD: Tensor, rect: _Rectangle, view: KVView, page_table_BN: Tensor, params: AttentionParams
-) -> Tensor:
-    """Attend over one rectangle -> float32 [B * n, H, Dv]."""
+) -> PartialAttention:
+    """Attend over one rectangle -> float32 values [B * n, H, Dv]."""
     B, n, H, G = len(page_table_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
     rows, padding = n * H // G, _pad_rows(n * H // G) - n * H // G
     q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
@@ -173,8 +189,11 @@ def _attend_rectangle(
     sinks_GR = None
     if params.sinks_H is not None:
         sinks_GR = F.pad(params.sinks_H.float().view(G, 1, H // G).expand(-1, n, -1).flatten(1), (0, padding))
-    out_BGRD = _fold(peak, weight, values, sinks_GR)[:, :, :rows]
-    return out_BGRD.unflatten(2, (n, H // G)).transpose(1, 2).reshape(B * n, H, -1)
+    out_BGRD, lse_BGR = _fold(peak, weight, values, sinks_GR)
+    out_BnGRD, lse_BnGR = (
+        x[:, :, :rows].unflatten(2, (n, H // G)).transpose(1, 2) for x in (out_BGRD, lse_BGR)
+    )
+    return PartialAttention(out_BnGRD.reshape(B * n, H, -1), lse_BnGR.reshape(B * n, H).T)
 
 
 def _tiles(
@@ -186,6 +205,9 @@ def _tiles(
     k_BGLD, v_BGLD = view.dequantize_heads(
         page_table_BN[:, first:last], span.start - first * size, span.counts, tiles * TILE
     )
+    for row, count in zip(v_BGLD, span.before, strict=True):
+        # Pages before a window may be another request's by now, and hold NaN, which no weight of 0 removes.
+        row[:, :count] = 0
     scores = q_BGRD.unsqueeze(2) @ k_BGLD.unflatten(2, (tiles, TILE)).transpose(-1, -2)
     if params.softcap:
         scores = params.softcap * torch.tanh(scores / params.softcap)
@@ -196,10 +218,10 @@ def _tiles(
     return peak.squeeze(-1), weights.sum(-1), weights @ v_BGLD.unflatten(2, (tiles, TILE))
 
 
-def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None) -> Tensor:
-    """Join tiles -> [B, G, R, D]."""
+def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Join tiles -> values [B, G, R, D] and log-sum-exps [B, G, R]."""
     # Sums go tile by tile: a tile that holds nothing for a query adds an exact zero.
-    top = peak.amax(2)
+    top = peak.amax(2).clamp(min=MIN_LSE)
     if sinks_GR is not None:
         top = torch.maximum(top, sinks_GR)
     share = (peak - top.unsqueeze(2)).exp_()
@@ -208,7 +230,8 @@ def _fold(peak: Tensor, weight: Tensor, values: Tensor, sinks_GR: Tensor | None)
     out = parts[0]
     for tile_weight, part in zip(weights[1:], parts[1:], strict=True):
         total, out = total + tile_weight, out + part
-    return out / total.unsqueeze(-1)
+    # The largest of the weights is 1, unless a query sees nothing at all.
+    return out / total.clamp(min=0.5).unsqueeze(-1), top + total.log()
 
 
 # The attention that torch brings

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.kernels.attention.triton import paged_attention
-from nibble.kernels.mla import mla_attention, sparse_mla_attention
+from nibble.kernels import UNBOUNDED
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.attention.triton import paged_attention, partial_attention
+from nibble.kernels.mla import (
+    mla_attention,
+    partial_mla_attention,
+    partial_sparse_mla_attention,
+    sparse_mla_attention,
+)
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
@@ -24,14 +31,31 @@ class Triton(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
         """Call the kernel of the view's kind of attention."""
-        # A decode step may be recorded in a CUDA graph, where the host does not know lengths.
-        longest = () if batch.phase.decodes else (max(batch.seq_lens),)
+        longest = _bound(batch)
         keys, rope = view.keys.paged, view.keys.stream.rope
         if params.topk_slots_TK is not None:
             return sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
         if LATENT in view.streams:
-            return mla_attention(q_THD, keys, rope, batch, params.scale, *longest)
-        return paged_attention(q_THD, keys, view.streams["v"].paged, batch, params, *longest)
+            return mla_attention(q_THD, keys, rope, batch, params.scale, longest, params.window)
+        return paged_attention(q_THD, keys, view.streams["v"].paged, batch, params, longest)
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> PartialAttention:
+        """Call the same kernels -> float32 values."""
+        longest = _bound(batch)
+        keys, rope = view.keys.paged, view.keys.stream.rope
+        if params.topk_slots_TK is not None:
+            return partial_sparse_mla_attention(q_THD, keys, rope, params.topk_slots_TK, params.scale)
+        if LATENT in view.streams:
+            return partial_mla_attention(q_THD, keys, rope, batch, params.scale, longest, params.window)
+        return partial_attention(q_THD, keys, view.streams["v"].paged, batch, params, longest)
+
+
+def _bound(batch: AttentionBatch) -> int:
+    """Return a bound on stored tokens."""
+    # A decode step may be recorded in a CUDA graph, where the host does not know lengths.
+    return UNBOUNDED if batch.phase.decodes else max(batch.seq_lens)
 
 
 class Cuda(AttentionBackend):
