@@ -4,10 +4,10 @@ Formats share two things here. E2M1, the 4-bit float of all FP4 formats: codes 0
 bit 3 is the sign (OCP Microscaling Formats (MX) v1.0, section 5.3.3); scales belong to the formats. And tables from
 bytes to values: on a CPU a look-up is several times faster than a conversion.
 
-A 4-bit format has one layout, and several encoders that choose its block scales; all readers read what any of them
-wrote. `amax` fits the largest magnitude of a block, as the sources of the formats say. `sweep`, the default, tries a few
-scales around that one, and takes the one with the least squared error. It looks at the block alone, so bytes stay a
-function of the token.
+A 4-bit format has one layout, and several encoders, which choose its block scales; all readers read what any of them
+wrote. `amax` fits the largest magnitude of a block, as the sources of the formats say. `sweep`, the default, takes the
+best of a few scales around that one, by squared error. It looks at the block alone, so bytes stay a function of the
+token.
 
 Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes (D / 2 of E2M1),
 C candidate scales, N blocks of all heads, S values of a block.
@@ -149,6 +149,13 @@ class KVFormat(ABC):
         return sum(plane.bytes_per_token for plane in self.planes(stream))
 
 
+ENCODERS = {
+    "sweep": "of a few scales around amax's, the one with the least squared error",
+    "amax": "the scale that fits the largest magnitude of a block, byte for byte as other engines append",
+    "4over6": "of the scales that make 6 and 4 of the largest magnitude, the one with the less squared error",
+}
+"""What encoders do."""
+
 E2M1_MAX = 6.0
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -214,7 +221,7 @@ def least_error(x_NS: Tensor, steps_NC: Tensor) -> Tensor:
     which are equally far.
 
     Args:
-        x_NS: float32 magnitudes of blocks, in units.
+        x_NS: float32 magnitudes of blocks, in units; NaN counts as MOST_UNITS.
         steps_NC: float32 candidate scales in units: multiples of 4, or 0, which stores zeros.
     """
     import torch
@@ -222,12 +229,14 @@ def least_error(x_NS: Tensor, steps_NC: Tensor) -> Tensor:
     if len(x_NS) > _PIECE:
         pieces = zip(x_NS.split(_PIECE), steps_NC.split(_PIECE), strict=True)
         return torch.cat([least_error(x, steps) for x, steps in pieces])
-    z_N1S = x_NS.clamp(max=MOST_UNITS).round_().unsqueeze(1)
+    z_N1S = x_NS.clamp(max=MOST_UNITS).nan_to_num_(MOST_UNITS).round_().unsqueeze(1)
     steps_NC1 = steps_NC.unsqueeze(-1)
     # The scale 0 makes zeros of all codes.
     t_NCS = (z_N1S / steps_NC1.clamp(min=1.0)).clamp_(max=E2M1_MAX)
     # A power of two from which on float32 has the spacing that E2M1 has at t: adding it rounds.
-    lift_NCS = t_NCS.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32).mul_(2.0**22)
+    lift_NCS = (
+        t_NCS.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32).mul_(2.0**22)
+    )
     values_NCS = t_NCS.add_(lift_NCS).sub_(lift_NCS)
     return values_NCS.mul_(steps_NC1).sub_(z_N1S).square_().sum(-1).argmin(-1)
 

@@ -7,9 +7,9 @@ x = e2m1 * 2^e, with e + 127 stored in a byte (E8M0). They differ in block, in t
 - fp4_mx16: e = ceil(log2(max(amax / 6, 1e-10))), ties away from zero, as SGLang's `fp4_mx_block16` stores it.
   Of BF16 values SGLang's eager code rounds some otherwise than its compiled code; these bytes are the compiled code's.
 
-That is the encoder `amax` of each. `sweep` takes floor(log2(amax)) - 2 or one more, in both: that with the least squared
-error of magnitudes rounded to 2^(e - 8) of the smaller e, which is taken where errors are equal. No other exponent ever
-wins: with less, more than half of the range is cut off, and with more, codes are a subset of those one below.
+That is the encoder `amax` of each. `sweep` takes floor(log2(amax)) - 2 or one more, in both: whichever has the smaller
+squared error, of magnitudes that are rounded to 2^(e - 8) of the smaller e; where errors are equal, that one. A larger
+exponent never wins, as its values are some of those one below; a smaller one did nowhere.
 
 A block of zeros stores zero codes. Infinities saturate to the largest finite power of two times 6. A NaN makes
 its block NaN (E8M0 code 255).

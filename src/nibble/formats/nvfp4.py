@@ -12,8 +12,8 @@ equal ones; with it, values are rounded likewise:
 - 4over6: amax_block / (6 * global) and amax_block / (4 * global), both rounded to E4M3 (vLLM's nvfp4_4over6).
 
 Errors are compared in units of global * 2^(e - 16), where e is the exponent field of amax's code, at least 1: its scale
-has 512 to 960 of them (fewer where it is subnormal). Magnitudes are multiplied by 1 / global and then by 2^(16 - e), and
-rounded to whole units; the rest is exact (least_error() in formats/base.py).
+has 512 to 960 of them, fewer where it is subnormal. Magnitudes are multiplied by 1 / global times 2^(16 - e), and rounded
+to whole units; the rest is exact (least_error() in formats/base.py).
 
 A block whose scale rounds to zero decodes to zeros; if not all of it is zero, `sweep` finds a scale above 0. Infinities
 saturate, and a block whose scale does keeps 448. A NaN makes the scale of its block NaN: the damage is seen, and stays
@@ -71,19 +71,11 @@ class NVFP4(KVFormat):
         )
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         """Encode [T, H, D]; values are divided by the rounded block scale."""
         x = x_THD.float().unflatten(-1, (-1, BLOCK))
         # The scale is per block here, one dimension more than per value: [H, 1] becomes [H, 1, 1].
         scale = scale.unsqueeze(-1) if scale.dim() else scale
-        magnitude = x.abs()
-        amax = magnitude.amax(-1, keepdim=True)
-        rounded = _fitted(amax, scale, E2M1_MAX)
-        if self.encoder == "sweep":
-            rounded = _best(magnitude, scale, _neighbours(x.device)[raw(rounded).int()])
-        elif self.encoder == "4over6":
-            rounded = _best(magnitude, scale, raw(torch.stack((rounded, _fitted(amax, scale, 4.0)), -1)))
+        rounded = _block_scales(x.abs(), scale, self.encoder)
         # Of the rounded scale, because decoding multiplies by that one.
         inverse = (rounded.float() * scale).reciprocal_()
         # A block whose scale is zero is stored as (signed) zeros.
@@ -98,6 +90,19 @@ class NVFP4(KVFormat):
         values = unpack_e2m1(data).unflatten(-1, (-1, BLOCK))
         # Both scales first: that is one product per block in place of one per value.
         return values.mul_((to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
+
+
+def _block_scales(magnitude: Tensor, scale: Tensor, encoder: str) -> Tensor:
+    """Return E4M3 scales [..., B, 1] of blocks of magnitudes [..., B, S] under global scales."""
+    import torch
+
+    amax = magnitude.amax(-1, keepdim=True)
+    fitted = _fitted(amax, scale, E2M1_MAX)
+    if encoder == "sweep":
+        return _best(magnitude, scale, _neighbours(scale.device)[raw(fitted).int()])
+    if encoder == "4over6":
+        return _best(magnitude, scale, raw(torch.stack((fitted, _fitted(amax, scale, 4.0)), -1)))
+    return fitted
 
 
 def _fitted(amax: Tensor, scale: Tensor, largest: float) -> Tensor:
@@ -132,7 +137,11 @@ def _best(magnitude: Tensor, scale: Tensor, codes_C: Tensor) -> Tensor:
     # Bounded, so that zeros stay zeros under the smallest global scales.
     counts = magnitude * (scale.reciprocal() * units).clamp_(max=MOST_FACTOR)
     best = least_error(counts.flatten(0, -2), steps_C.flatten(0, -2))
-    return codes_C.gather(-1, best.view(units.shape).unsqueeze(-1)).squeeze(-1).view(torch_dtype("float8_e4m3fn"))
+    return (
+        codes_C.gather(-1, best.view(units.shape).unsqueeze(-1))
+        .squeeze(-1)
+        .view(torch_dtype("float8_e4m3fn"))
+    )
 
 
 FORMATS = (NVFP4(),)
