@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
 from nibble.errors import ConfigError, RequestError, unknown
@@ -70,6 +70,14 @@ class Config:
         None,
         "Newest tokens that a query reads in the compute dtype beside the quantised cache; 0 for none. Left out: "
         "what the scheme needs for BF16's answers.",
+    )
+    kv_encoder: str = option(
+        "auto",
+        "How block scales of 4-bit formats are chosen; any reader reads all: auto (sweep), sweep (the least error), "
+        "4over6 (NVFP4: the better of two), or amax (the bytes of other engines' appends).",
+    )
+    kv_transforms: str = option(
+        "auto", "Transforms of K for schemes that name none, as `kmean+rot`; auto and none: none."
     )
     kv_scales: str = option(
         "auto",
@@ -188,6 +196,12 @@ class Config:
     def offload(self) -> OffloadSpec | None:
         """The host tier, if one is requested."""
         return OffloadSpec.parse(self.hisparse)
+
+    def with_plain_cache(self, format: str) -> Config:
+        """Return the same with a cache that stores all layers unquantised, in the plain format `format`."""
+        return replace(
+            self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=None
+        )
 
     def backend_for(self, decode: bool) -> str:
         """Return the backend of DECODE and VERIFY (decode=True), or of PREFILL and EXTEND; `auto` is any."""

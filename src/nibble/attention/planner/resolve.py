@@ -266,19 +266,18 @@ def _near_routes(request: PlanRequest, part: SchemeGroup, page: int) -> Iterator
     if not window:
         return
     plain = formats.plain(request.dtype).name
-    config = replace(
-        request.config, kv_format=plain, kv_layers="", page_size=page, packing=STAGED_PACKING, hisparse=""
-    )
+    plain_cache = request.config.with_plain_cache(plain)
+    config = replace(plain_cache, page_size=page, packing=STAGED_PACKING, hisparse="")
     near = replace(request, config=config)
     # A backend that is named serves the near part too if it can.
     others = replace(config, attention_backend="auto", prefill_backend=None, decode_backend=None)
     for_all = replace(request, config=others)
     sliding = None if part.group.kind == "dsa" else min(window, part.group.window or window)
     group = replace(part.group, window=sliding)
-    subject = SchemeGroup(group, part.layers, schemes.parse(plain))
+    subject = SchemeGroup(group, part.layers, schemes.parse(plain), lse=True)
     for phase in Phase:
         routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))
-        route = next((route for route in routes if route.row.lse and route.fits(page, STAGED_PACKING)), None)
+        route = _pick(routes, page, STAGED_PACKING)
         if route:
             yield route
         elif _must_serve(request, phase):

@@ -246,11 +246,13 @@ class SchemeGroup:
     group: LayerGroup
     layers: tuple[int, ...]
     scheme: Scheme
+    lse: bool = False
+    """Whether its attention is merged with that over other keys, as with an exact window."""
 
     def stored_layer(self, layer: int) -> LayerLayout:
         """Return what a layer of this part stores."""
         scheme = self.scheme
-        streams = (StreamLayout(stream, scheme.format_of(stream).name) for stream in self.group.streams)
+        streams = (StreamLayout.of(stream, scheme.format_of(stream)) for stream in self.group.streams)
         return LayerLayout(layer, tuple(streams), scheme.transforms)
 
     def need(
@@ -269,7 +271,7 @@ class SchemeGroup:
         return Need(
             phase, group.kind, self.stored_layer(0).format_key, packing, hardware.arch, page, group.head_dim,
             group.group_size, dtype, group.window is not None, group.softcap, group.sinks,
-            kv_heads=group.streams[0].heads,
+            kv_heads=group.streams[0].heads, lse=self.lse,
         )  # fmt: skip
 
 
@@ -287,7 +289,10 @@ def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, 
         for layer in group.layers:
             # Of a layer that shares KV the owner decides, whatever its own rule says.
             by_scheme.setdefault(scheme_by_layer[model_spec.owner[layer]], []).append(layer)
-        groups += [SchemeGroup(group, tuple(layers), scheme) for scheme, layers in by_scheme.items()]
+        windowed = bool(spec.window)
+        groups += [
+            SchemeGroup(group, tuple(layers), scheme, windowed) for scheme, layers in by_scheme.items()
+        ]
     for part in groups:
         _check(part)
     return tuple(groups)
