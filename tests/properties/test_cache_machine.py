@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nibble.cache.manager import CacheManager, Lease
+from nibble.cache.lease import Lease
+from nibble.cache.manager import CacheManager
 from nibble.errors import OutOfPages
 
 PAGE = 3

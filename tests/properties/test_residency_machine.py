@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nibble.cache.manager import CacheManager, Lease
+from nibble.cache.lease import Lease
+from nibble.cache.manager import CacheManager
 from nibble.cache.residency import NOT_RESIDENT, Residency
 from nibble.errors import OutOfFrames, OutOfPages
 

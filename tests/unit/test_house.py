@@ -21,7 +21,7 @@ LAYERS = (
 BASE = {"model_spec", "hardware", "config", "options", "files", "threads", "errors"}
 TORCH_FREE = (
     "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
-    "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
+    "cache/lease", "cache/snapshots", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
     "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
 )  # fmt: skip

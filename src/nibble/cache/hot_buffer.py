@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nibble.cache import layout as packings
 from nibble.cache.layout import CacheLayout
-from nibble.cache.manager import Lease
+from nibble.cache.lease import Lease
 from nibble.cache.pool import PagedPool, StreamView
 from nibble.cache.residency import Copy, Moves, Residency
 from nibble.cache.scales import KVScales

@@ -12,53 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from nibble.cache.radix_cache import Key, Node, PageAllocator, RadixCache
+from nibble.cache.exact_window import ExactWindow, WindowBooks, WindowStats
+from nibble.cache.lease import Lease
+from nibble.cache.radix_cache import Key, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.errors import OutOfPages
 from nibble.kernels import cdiv
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes a lease.
-
-    The pages of an open lease, as half-open intervals:
-
-        [0, num_shared_pages)                               full, in the radix tree, never written again
-        [num_shared_pages, num_stored_tokens / page_size)   stored, private; the last one may be full in part
-        [num_stored_tokens / page_size, len(pages))         reserved, private, to be written
-
-    num_shared_pages * page_size <= num_stored_tokens <= len(pages) * page_size. A closed lease has no pages.
-    """
-
-    namespace: str = ""
-    pages: list[int] = field(default_factory=list)
-    num_stored_tokens: int = 0
-    """Leading tokens whose KV the pages hold."""
-    num_hit_tokens: int = 0
-    """Tokens of those that came from the prefix cache."""
-    num_shared_pages: int = 0
-    """Leading pages that are in the radix tree."""
-    is_sharing: bool = True
-    """Whether pages that fill up still enter the tree."""
-    hot_frames: list[int] = field(default_factory=list)
-    """With a host tier: frames of the hot buffer; none while all pages are on the device."""
-    num_offloadable: int = 0
-    """With a host tier: leading pages that need not be on the device."""
-    num_saved: int = 0
-    """With a host tier: leading pages that were offered to the host. The host tier sets this."""
-
-    @property
-    def resident_pages(self) -> list[int]:
-        """Return the pages that must be on the device."""
-        return self.pages[self.num_offloadable :]
-
-    @property
-    def last_node(self) -> Node:
-        """Return the last page of this lease that is in the tree, or the namespace where none is."""
-        return self.pages[self.num_shared_pages - 1] if self.num_shared_pages else self.namespace
 
 
 @dataclass(slots=True)
@@ -77,8 +38,9 @@ class CacheStats:
     lookup_tokens: int = 0
     """Tokens of all leases that were opened."""
     hit_tokens: int = 0
-    """Tokens of those that the prefix cache had."""
+    """Tokens of those that the prefix cache saved; tokens of a replay are not among them."""
     tier: TierStats | None = None
+    window: WindowStats | None = None
 
 
 class CacheManager:
@@ -90,10 +52,16 @@ class CacheManager:
         prefix_cache: whether leases share pages.
         residency: with a host tier, which pages are on the device. A lease then needs all of its pages there, until
             offload() gives it a hot buffer.
+        window: the exact window, if any.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, prefix_cache: bool = True, residency: Residency | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool = True,
+        residency: Residency | None = None,
+        window: ExactWindow | None = None,
     ) -> None:
         assert page_size > 0, f"a page of {page_size} tokens"
         self.page_size = page_size
@@ -101,8 +69,12 @@ class CacheManager:
         self.residency = residency
         self.leases: set[Lease] = set()
         """All open leases."""
+        self.window = window
+        self._window = WindowBooks(window, page_size) if window else None
         self._allocator = PageAllocator(num_pages, residency.free if residency else None)
-        self._radix = RadixCache(self._allocator, page_size)
+        self._radix = RadixCache(
+            self._allocator, page_size, self._window.snapshots.drop if self._window else None
+        )
         self._stats = CacheStats(num_pages)
         self._num_releases = 0
 
@@ -126,7 +98,16 @@ class CacheManager:
         """Return the current counts."""
         free, idle = self._allocator.num_free, self._radix.num_idle
         in_use, tier = self._stats.total - free - idle, self.residency.stats if self.residency else None
-        return replace(self._stats, free=free, in_use=in_use, cached=len(self._radix), idle=idle, tier=tier)
+        window = self._window.stats if self._window else None
+        return replace(
+            self._stats,
+            free=free,
+            in_use=in_use,
+            cached=len(self._radix),
+            idle=idle,
+            tier=tier,
+            window=window,
+        )
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that `tokens` tokens take."""
@@ -160,6 +141,8 @@ class CacheManager:
     ) -> Lease:
         """Return a lease with the pages of the longest cached prefix of `tokens`, without the last token.
 
+        With an exact window and no snapshot at the prefix's end, computation begins before that.
+
         Args:
             tokens: the prompt.
             namespace: only leases of the same namespace share pages.
@@ -190,6 +173,8 @@ class CacheManager:
                 raise OutOfPages(
                     f"{num_frames} frames of the device are needed, there are {self.residency.num_frames}"
                 )
+            if self._window:
+                self._window.check_lease_room(len(self.leases))
         lease = Lease(namespace, is_sharing=sharing)
         # Before the lease is in the books: this raises if the prefix does not fit onto the device.
         self._adopt(lease, prefix)
@@ -200,63 +185,65 @@ class CacheManager:
     def advance(self, lease: Lease, tokens: Sequence[int], reusable: int | None = None) -> int:
         """Add pages of `tokens` that other leases have shared since, and return how many tokens they save.
 
+        With an exact window, a snapshot that has been kept since saves tokens of a replay.
+
         Args:
             lease: an open lease.
             tokens: the request's tokens.
             reusable: most tokens that cached pages may hold, where it is fewer than all but the last.
         """
-        start = lease.num_stored_tokens
-        # Only a lease that has nothing of its own after its last shared page can go on with pages of the tree.
-        if (
-            not lease.is_sharing
-            or start != lease.num_shared_pages * self.page_size
-            or len(lease.pages) > lease.num_shared_pages
-        ):
+        start, num_shared = lease.num_stored_tokens, lease.num_shared_pages
+        # Only a lease that has nothing of its own after its last shared page can go on with pages of the tree, and
+        # none whose tokens are on their way.
+        if not lease.is_sharing or len(lease.pages) > num_shared or lease.num_reserved_tokens > start:
             return 0
         limit = len(tokens) - 1 if reusable is None else reusable
-        pages = self._radix.match(lease.last_node, tokens, limit, start)
+        pages = self._radix.match(lease.last_node, tokens, limit, num_shared * self.page_size)
         # To compute them again is better than to wait for frames.
         if self.residency and self.residency.cost(pages) > self.residency.num_available:
             return 0
-        self._adopt(lease, pages)
-        return len(pages) * self.page_size
+        if pages or lease.is_replaying:
+            self._adopt(lease, pages)
+        return lease.num_stored_tokens - start
 
     def next_page_key(self, lease: Lease, tokens: Sequence[int]) -> Key | None:
-        """Return the key of the next page that `lease` will share; None if `tokens` do not fill it."""
+        """Return the key of the next page that `lease` will share; None if `tokens` do not fill it.
+
+        While it replays tokens, that is the page after those that it shares already.
+        """
         start = lease.num_shared_pages * self.page_size
         if not lease.is_sharing or start + self.page_size > len(tokens):
             return None
         return self._radix.key(lease.last_node, tokens[start : start + self.page_size])
 
+    def replay_target(self, lease: Lease) -> int | None:
+        """Return the page of the tree at whose end a replay of `lease` makes a snapshot; None where there is none."""
+        if not lease.is_replaying or not lease.is_sharing:
+            return None
+        return lease.pages[lease.replay_until // self.page_size - 1]
+
+    def keep_snapshot(self, lease: Lease, tokens: int) -> None:
+        """With an exact window, keep a snapshot at the page boundary before `tokens` once `lease` passes it.
+
+        Nothing is kept where it has passed that already, or where exact pages are short then.
+        """
+        if self._window and lease.is_sharing:
+            self._window.keep_snapshot(lease, tokens // self.page_size)
+
     def reserve(self, lease: Lease, upto: int) -> None:
-        """Allocate pages until `lease` has room for `upto` tokens.
+        """Allocate pages until `lease` has room for `upto` tokens, and exact pages for the newest of them.
 
         Raises:
             OutOfPages: there are too few pages or frames; nothing has changed.
         """
-        needed = self.pages_for(upto) - len(lease.pages)
-        if needed <= 0:
-            return
         assert lease in self.leases, "the lease is not open"
         # All checks come before the first change, so that an error leaves nothing half done.
-        short = needed - self._allocator.num_free
-        if short > self._radix.num_idle:
-            total = self._allocator.num_pages
-            raise OutOfPages(
-                f"{needed} more pages are needed, {self.num_available_pages} of {total} can be had"
-            )
-        if self.residency:
-            # After the check of pages: giving a hot buffer frees frames, but no pages.
-            self.residency.check_room(needed)
-        if short > 0:
-            self._stats.evicted += self._radix.evict(short)
-        pages = self._allocator.allocate(needed)
-        lease.pages += pages
-        if self.residency:
-            self.residency.allocate(pages)
-            if lease.hot_frames:
-                # Only the newest page is written; the pages before it are read through the hot buffer.
-                self._mark_offloadable(lease)
+        if self._window:
+            self._window.check_room(lease, upto)
+        self._reserve_pages(lease, self.pages_for(upto) - len(lease.pages))
+        if self._window:
+            self._window.reserve(lease, upto)
+        lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
         """Record that the KV of tokens[:upto] is stored, and share the pages that are full.
@@ -269,7 +256,7 @@ class CacheManager:
         assert lease.num_stored_tokens <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
             f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} tokens, {len(lease.pages)} pages"
         )
-        lease.num_stored_tokens = upto
+        previous, lease.num_stored_tokens = lease.num_stored_tokens, upto
         # A page that is not full will be written again, so it stays private.
         full = upto // self.page_size
         while lease.is_sharing and lease.num_shared_pages < full:
@@ -279,10 +266,18 @@ class CacheManager:
             # a shared page must lie below pages of the tree that the lease itself holds.
             lease.is_sharing = self._radix.insert(lease.last_node, page_tokens, page) == page
             lease.num_shared_pages += lease.is_sharing
+        if self._window:
+            self._window.commit(lease, previous)
 
     def release(self, lease: Lease) -> None:
-        """Close `lease`; its pages are free unless other leases or the tree hold them."""
+        """Close `lease`; its pages are free unless other leases or the tree hold them.
+
+        With an exact window, a snapshot at its last full page stays.
+        """
         self.leases.remove(lease)
+        if self._window:
+            # While the tree has the pages of this lease.
+            self._window.release(lease)
         if self.residency:
             # The residency comes first: a page must have no users there when the allocator frees it.
             # In reverse, so that the beginning of a prefix is evicted last.
@@ -294,6 +289,7 @@ class CacheManager:
         self._allocator.release(reversed(private))
         self._radix.release(shared)
         lease.pages, lease.num_stored_tokens, lease.num_shared_pages = [], 0, 0
+        lease.num_reserved_tokens = lease.replay_until = 0
         self._num_releases += 1
 
     def offload(self, leases: Iterable[Lease]) -> bool:
@@ -338,6 +334,8 @@ class CacheManager:
     def clear(self) -> None:
         """Empty the prefix cache. Open leases keep their pages, which are private from now on."""
         self._radix.clear()
+        if self._window:
+            self._window.snapshots.clear()
         for lease in self.leases:
             # Pages that left the tree cannot be parents in it, so these leases share no more.
             lease.num_shared_pages, lease.is_sharing = 0, False
@@ -357,6 +355,32 @@ class CacheManager:
             self.residency.check_integrity(resident, (lease.hot_frames for lease in self.leases))
         for lease in self.leases:
             self._check_lease(lease)
+        if self._window:
+            nodes = [page in self._radix for page in range(self._allocator.num_pages)]
+            self._window.check_integrity(self.leases, nodes)
+
+    def _reserve_pages(self, lease: Lease, needed: int) -> None:
+        """Allocate `needed` more pages. Raises OutOfPages, with nothing changed."""
+        if needed <= 0:
+            return
+        short = needed - self._allocator.num_free
+        if short > self._radix.num_idle:
+            total = self._allocator.num_pages
+            raise OutOfPages(
+                f"{needed} more pages are needed, {self.num_available_pages} of {total} can be had"
+            )
+        if self.residency:
+            # After the check of pages: giving a hot buffer frees frames, but no pages.
+            self.residency.check_room(needed)
+        if short > 0:
+            self._stats.evicted += self._radix.evict(short)
+        pages = self._allocator.allocate(needed)
+        lease.pages += pages
+        if self.residency:
+            self.residency.allocate(pages)
+            if lease.hot_frames:
+                # Only the newest page is written; the pages before it are read through the hot buffer.
+                self._mark_offloadable(lease)
 
     def _mark_offloadable(self, lease: Lease) -> None:
         """Mark all pages but the last as offloadable."""
@@ -372,22 +396,27 @@ class CacheManager:
         self._radix.retain(pages)
         lease.pages += pages
         lease.num_shared_pages += len(pages)
-        lease.num_stored_tokens = lease.num_shared_pages * self.page_size
-        lease.num_hit_tokens += len(pages) * self.page_size
-        self._stats.hit_tokens += len(pages) * self.page_size
+        start = lease.num_stored_tokens
+        if self._window:
+            self._window.resume(lease)
+        else:
+            lease.num_stored_tokens = lease.num_shared_pages * self.page_size
+        lease.num_reserved_tokens = lease.num_stored_tokens
+        lease.num_hit_tokens += lease.num_stored_tokens - start
+        self._stats.hit_tokens += lease.num_stored_tokens - start
 
     def _check_lease(self, lease: Lease) -> None:
         pages, num_shared, num_stored = lease.pages, lease.num_shared_pages, lease.num_stored_tokens
         assert len(set(pages)) == len(pages), f"a page is twice in one lease: {pages}"
-        assert num_shared <= num_stored // self.page_size, (
-            f"{num_shared} pages in the tree, {num_stored} tokens stored"
-        )
+        # In a replay, pages hold more than the tokens after which computation goes on.
+        num_filled = max(num_stored, lease.replay_until) // self.page_size
+        assert num_shared <= num_filled, f"{num_shared} pages in the tree, {num_stored} tokens stored"
         assert num_stored <= len(pages) * self.page_size, f"{num_stored} tokens in {len(pages)} pages"
         shared = pages[:num_shared]
         assert self._radix.is_path(lease.namespace, shared), f"{shared} is no path of the tree"
         for page in pages[num_shared:]:
             assert page not in self._radix, f"page {page} is in the tree, but its lease takes it for private"
         # A page that can still be written must have one user, or another request would read half of it.
-        for page in pages[num_stored // self.page_size :]:
+        for page in pages[num_filled:]:
             users = self._allocator.ref_count(page)
             assert users == 1, f"page {page} can be written by {users} users"

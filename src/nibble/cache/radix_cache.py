@@ -113,12 +113,29 @@ class PageAllocator:
 
 
 class RadixCache:
-    """Full pages by their tokens and all tokens before them. The tree itself is one user of its pages."""
+    """Full pages by their tokens and all tokens before them. The tree itself is one user of its pages.
 
-    __slots__ = ("_allocator", "_idle", "_keys_by_page", "_page_size", "_page_tokens", "_pages_by_key")
+    Args:
+        allocator: of the pages.
+        page_size: tokens of a page.
+        on_evict: called with each page that evict() takes out of the tree.
+    """
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    __slots__ = (
+        "_allocator",
+        "_idle",
+        "_keys_by_page",
+        "_on_evict",
+        "_page_size",
+        "_page_tokens",
+        "_pages_by_key",
+    )
+
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, on_evict: Callable[[int], None] | None = None
+    ) -> None:
         self._allocator = allocator
+        self._on_evict = on_evict
         self._page_size = page_size
         self._page_tokens = Struct(f"{page_size}q")
         self._pages_by_key: dict[Key, int] = {}
@@ -211,6 +228,8 @@ class RadixCache:
         evicted = [self._idle.popitem(last=False)[0] for _ in range(min(n, len(self._idle)))]
         for page in evicted:
             del self._pages_by_key[self._keys_by_page.pop(page)]
+            if self._on_evict:
+                self._on_evict(page)
         self._allocator.release(evicted)
         return len(evicted)
 

@@ -24,7 +24,7 @@ from nibble.attention.layer import AttentionBackend, AttentionObserver, StepCont
 from nibble.attention.planner.plan import Plan
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
-from nibble.cache.manager import Lease
+from nibble.cache.lease import Lease
 from nibble.cache.pool import PagedPool
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.request import Batch, ScheduledRequest

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from nibble.cache.manager import Lease
+from nibble.cache.lease import Lease
 from nibble.config import SamplingParams
 from nibble.errors import RequestError
 from nibble.model_spec import Phase
@@ -163,6 +163,8 @@ class Request:
 class ScheduledRequest:
     """Tokens of one request that a step computes; all tokens before them are stored in its lease's pages.
 
+    In a replay, its pages hold tokens from `start` on already, and some of them may be all that is computed.
+
     The host may not know the last of them yet: the step before samples it, and it waits on the device.
     """
 
@@ -175,6 +177,8 @@ class ScheduledRequest:
     """Whether the request's last token is among them, so that the step samples the next one."""
     logprob_rows: range = NO_ROWS
     """Positions whose logits give log-probabilities of the prompt, each that of the token after it."""
+    write_from: int = 0
+    """The first position whose KV is written to pages. Those before it are replayed for their exact copies."""
 
     @classmethod
     def next_chunk(cls, request: Request, count: int) -> ScheduledRequest:
@@ -188,7 +192,7 @@ class ScheduledRequest:
         if request.params.prompt_logprobs is not None:
             end = min(start + count, len(request.prompt_token_ids) - 1)
             rows = range(max(start, request.next_logprob_row), end)
-        return cls(request, start, count, phase, is_last, rows)
+        return cls(request, start, count, phase, is_last, rows, max(start, request.lease.replay_until))
 
     @property
     def end(self) -> int:

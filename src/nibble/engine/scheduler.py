@@ -17,12 +17,15 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
+from nibble.cache.lease import Lease
 from nibble.cache.manager import CacheManager, CacheStats
+from nibble.cache.radix_cache import Key
 from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, State
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
@@ -90,6 +93,8 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._last_refusal: tuple[str, int, int] | None = None
         """The request that did not fit, and what that depended on."""
+        self._leaders: WeakKeyDictionary[Request, Lease] = WeakKeyDictionary()
+        """The lease that computes what a request waits for, once it knows where they branch."""
         self._metrics = Metrics(manager.stats)
 
     def check_length(self, length: int, *, answer: bool = True) -> None:
@@ -267,6 +272,9 @@ class Scheduler:
                     return False
             else:
                 self._count_hit(request, request.lease.num_hit_tokens)
+                # The next turn of a conversation goes on from here, where its template rewrites the answer. The last
+                # token of a prompt is always computed, so the same prompt would need this boundary, too.
+                self.manager.keep_snapshot(request.lease, len(request.prompt_token_ids) - 1)
                 return True
 
     def _num_pages_to_come(self, request: Request) -> int:
@@ -321,26 +329,64 @@ class Scheduler:
         Each gets a slice of the budget at least.
         """
         selected: list[Request] = []
-        next_page_key, page_size = self.manager.next_page_key, self.manager.page_size
-        in_flight = (request for request in self.running if request.in_flight)
-        pending_keys = {next_page_key(request.lease, request.token_ids) for request in in_flight} - {None}
+        pending: dict[Key | int, Request] = {}
+        for request in self.running:
+            if request.in_flight:
+                pending.update(dict.fromkeys(self._work_keys(request), request))
         part = max(self.token_budget // SLICES, 1)
         # Of equal priority, those that are nearly done come first: their answers begin sooner.
         rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
-        for request in (prompts[0], *rest):
-            page_key = next_page_key(request.lease, request.token_ids)
-            start = request.lease.num_shared_pages * page_size
-            is_at_page = request.num_computed_tokens == start
-            # Another request is computing this very page: wait, and find it in the prefix cache.
-            if page_key in pending_keys and is_at_page and start + page_size <= request.num_reusable_tokens:
+        replays = {self.manager.replay_target(one.lease): one for one in rest if one.lease.has_begun}
+        for candidate in (prompts[0], *rest):
+            request = candidate
+            # A replay that has begun takes the turn of those who can wait for its snapshot, but the first of all
+            # gets on by itself.
+            if (
+                candidate is not prompts[0]
+                and (target := self.manager.replay_target(candidate.lease)) is not None
+            ):
+                request = replays.get(target, candidate)
+            if request in selected or self._can_wait(request, pending):
                 continue
             room -= min(demand[request], part)
             if selected and room < 0:
                 break
             selected.append(request)
-            if page_key:
-                pending_keys.add(page_key)
+            pending.update(dict.fromkeys(self._work_keys(request), request))
         return selected
+
+    def _work_keys(self, request: Request) -> Iterator[Key | int]:
+        """Return what a request that is being computed gives to others: its next page, and the end of its replay."""
+        page_key = self.manager.next_page_key(request.lease, request.token_ids)
+        target = self.manager.replay_target(request.lease)
+        return (key for key in (page_key, target) if key is not None)
+
+    def _can_wait(self, request: Request, pending: Mapping[Key | int, Request]) -> bool:
+        """Return whether another request is computing the very page or snapshot that this one needs next.
+
+        It is then better to wait, and find it in the prefix cache.
+        """
+        lease, manager = request.lease, self.manager
+        start = lease.num_shared_pages * manager.page_size
+        # One that has computed tokens after its last shared page, or of a replay, goes on by itself.
+        if lease.has_begun if lease.is_replaying else request.num_computed_tokens != start:
+            return False
+        leader = pending.get(manager.next_page_key(lease, request.token_ids) or b"")
+        if leader and start + manager.page_size <= request.num_reusable_tokens:
+            self._keep_branch(request, leader)
+            return True
+        return manager.replay_target(lease) in pending
+
+    def _keep_branch(self, request: Request, leader: Request) -> None:
+        """Keep a snapshot where the tokens of `request` leave those of `leader`, which computes what they share."""
+        if self.manager.window is None or self._leaders.get(request) is leader.lease:
+            return
+        self._leaders[request] = leader.lease
+        size, end = self.manager.page_size, request.lease.num_shared_pages * self.manager.page_size
+        ours, theirs = request.token_ids, leader.token_ids
+        while end < request.num_reusable_tokens and ours[end : end + size] == theirs[end : end + size]:
+            end += size
+        self.manager.keep_snapshot(leader.lease, min(end, request.num_reusable_tokens))
 
     # Pages
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from nibble.cache.manager import CacheManager, Lease
+from nibble.cache.lease import Lease
+from nibble.cache.manager import CacheManager
 from nibble.errors import OutOfPages
 
 SIZE = 4

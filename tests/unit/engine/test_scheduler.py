@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from exact_model import ExactModel, prefix_hashes
+from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
 from nibble.config import SamplingParams
 from nibble.engine.request import PHASE_ORDER, Batch, Logprob, Request, ScheduledRequest, State
@@ -22,9 +24,16 @@ class Engine:
     """A scheduler, a pool whose cells remember what was written, and the loop between them."""
 
     def __init__(
-        self, pages: int = 64, *, prefix_cache: bool = True, page: int = PAGE, **limits: int | None
+        self,
+        pages: int = 64,
+        *,
+        prefix_cache: bool = True,
+        page: int = PAGE,
+        window: ExactWindow | None = None,
+        **limits: int | None,
     ) -> None:
-        self.manager = CacheManager(pages, page, prefix_cache)
+        self.manager = CacheManager(pages, page, prefix_cache, window=window)
+        self.exact = ExactModel(window, page) if window else None
         defaults: dict = {"max_running": 8, "token_budget": 64, "max_context": 1000}
         self.scheduler = Scheduler(self.manager, **{**defaults, **limits})
         self.cells: dict[tuple[int, int], int] = {}
@@ -61,11 +70,13 @@ class Engine:
 
     def _write(self, work: ScheduledRequest) -> bool:
         lease, tokens = work.request.lease, work.request.token_ids
-        seen = hash(work.request.namespace)
-        for i, token in enumerate(tokens[: work.end]):
-            seen = hash((seen, token))
+        hashes = prefix_hashes(tokens[: work.end], work.request.namespace)
+        assert work.write_from >= work.start, "tokens that are not computed cannot be written"
+        if self.exact:
+            self.exact.compute(lease, hashes, work.start, work.end, work.write_from)
+        for i, seen in enumerate(hashes):
             cell = (lease.pages[i // self.manager.page_size], i % self.manager.page_size)
-            if i >= work.start:
+            if i >= work.write_from:
                 self.cells[cell] = seen
             assert self.cells[cell] == seen, f"token {i} of {work.request.id} is not what was stored"
         return work.samples_token
@@ -690,12 +701,16 @@ def test_requests_of_different_namespaces_share_nothing():
 # All at once
 
 
+WINDOWS = (None, ExactWindow(4, 2, 60, 9), ExactWindow(6, 2, 24, 0), ExactWindow(1, 3, 14, 4))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mix_ends_right(seed, chunk):
+def test_any_mix_ends_right(seed, chunk, window):
     """Short on pages, with aborts, siblings, common prefixes and late arrivals: every answer is as expected."""
     dice = random.Random(seed)
-    engine = Engine(**limits(dice), chunk=chunk)
+    engine = Engine(**limits(dice), chunk=chunk, window=window)
     requests: list[Request] = []
     aborted = set()
     while len(requests) < 40 or engine.scheduler.waiting or engine.scheduler.running:
@@ -738,15 +753,17 @@ def add_scored(engine: Engine, tokens: list[int], max_tokens: int, start: int = 
     return request
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_row_of_a_prompt_is_scored_once(seed: int, rows: int, in_flight: int) -> None:
+def test_each_row_of_a_prompt_is_scored_once(
+    seed: int, rows: int, in_flight: int, window: ExactWindow | None
+) -> None:
     """Short on pages, with common prefixes, chunks, preemptions, and steps that are read late."""
     dice = random.Random(seed)
-    engine = Engine(
-        **{**limits(dice), "prefix_cache": True, "pages": 8, "max_running": 8}, max_logprob_rows=rows
-    )
+    more = {"prefix_cache": True, "pages": 8, "max_running": 8, "window": window}
+    engine = Engine(**{**limits(dice), **more}, max_logprob_rows=rows)
     requests: list[Request] = []
     flying: list[tuple[Batch, dict[str, list[Logprob]]]] = []
     while len(requests) < 25 or engine.scheduler.waiting or engine.scheduler.running or flying:
