@@ -8,19 +8,17 @@ Shape suffixes: H heads, T tokens, D values of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_invariance import PROMPT, check, measured
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from nibble import LLM
 from nibble.engine.build import run_prompt
-from test_invariance import ANSWER, OTHERS, PROMPT, answer, check, measured, same
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
 
 TOLERANCE = 5e-3

@@ -141,9 +141,9 @@ def check(kv_format: str, tiny: Path, scales: Path, **fixed: Any) -> None:
     short = {"kv_memory": str(pages * page), "max_context": 200, "max_running": 4, "prefix_cache": False}
     # An exact window takes more than so few pages, and then nobody is preempted.
     tight = [llm(**short)] if not whole.plan.window else []
-    for tight in (*tight, preempting(llm(prefix_cache=False)), preempting(llm())):
-        preempted = answer(tight, [OTHERS[2], PROMPT], target=1)
-        assert tight.engine.scheduler.metrics.preemptions > 0
+    for pressed in (*tight, preempting(llm(prefix_cache=False)), preempting(llm())):
+        preempted = answer(pressed, [OTHERS[2], PROMPT], target=1)
+        assert pressed.engine.scheduler.metrics.preemptions > 0
         same(preempted, cold)
 
 

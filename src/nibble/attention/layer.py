@@ -29,7 +29,6 @@ from nibble.attention.window import (
     SplitChoice,
     WindowParts,
     far_params,
-    merge,
     near_params,
     split_choice,
 )
@@ -37,9 +36,11 @@ from nibble.cache import layout as packings
 from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.errors import BackendError, NibbleError
-from nibble.kernels import cdiv, indexer
+from nibble.kernels import cdiv, indexer, near
+from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.near.naive import with_mean
 from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, Phase
@@ -490,14 +491,19 @@ class _WindowedLayer:
             near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
             asked = replace(asked, topk_indices_TK=choice.near_TW)
             far_asked = replace(params, topk_indices_TK=choice.far_TK)
+        far, route = None, ctx.plan.route(self.layer, self.batch.phase)
+        if parts.far and far_asked:
+            far = self._part(route, parts.far, stored_q_THD, view, far_asked, topk_slots_TK)
+        pages, mean_HD = exact.view(owner, parts, streams), view.k_mean_HD
+        if near_slots_TW is None and "v" in pages.streams and near.serves(q_THD, self.batch):
+            k, v = pages.streams["k"].paged, pages.streams["v"].paged
+            return near.near_attention(q_THD, k, v, parts.near.batch, asked, far, mean_HD)
         near_route = ctx.plan.near_route(self.layer, self.batch.phase)
-        pages = exact.view(owner, parts, streams)
-        near = self._part(near_route, parts.near.batch, q_THD, pages, asked, near_slots_TW)
-        if parts.far is None or far_asked is None:
-            return near.values_THD.to(q_THD.dtype)
-        route = ctx.plan.route(self.layer, self.batch.phase)
-        far = self._part(route, parts.far, stored_q_THD, view, far_asked, topk_slots_TK)
-        return merge(near, far, q_THD, view, params.scale)
+        exactly = self._part(near_route, parts.near.batch, q_THD, pages, asked, near_slots_TW)
+        if far is None:
+            return exactly.values_THD.to(q_THD.dtype)
+        far = with_mean(far, q_THD, mean_HD, params.scale)
+        return merge_lse(exactly, far, q_THD.dtype).values_THD
 
     def _part(
         self,

@@ -27,8 +27,6 @@ from nibble.attention.planner.plan import Plan
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
-from nibble.kernels.attention import merge_lse
-from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX
@@ -333,21 +331,3 @@ class ExactCache:
         """
         exact = self.pool.view(owner)
         return parts.scratch.view(exact, streams) if parts.scratch else exact
-
-
-def merge(near: PartialAttention, far: PartialAttention, q_THD: Tensor, view: KVView, scale: float) -> Tensor:
-    """Return attention over near and far tokens [T, H, D] in the query's dtype.
-
-    Args:
-        near: attention over near tokens.
-        far: attention over far tokens.
-        q_THD: the queries.
-        view: the quantised pages.
-        scale: of scores.
-    """
-    if view.k_mean_HD is not None:
-        # Scores of far keys lack what their mean would add, and those of near ones do not.
-        group = q_THD.shape[1] // len(view.k_mean_HD)
-        shift_TH = (q_THD.float() * view.k_mean_HD.repeat_interleave(group, 0)).sum(-1) * scale
-        far = far._replace(lse_HT=far.lse_HT + shift_TH.T)
-    return merge_lse(near, far, q_THD.dtype).values_THD

@@ -18,8 +18,8 @@ from nibble.attention.planner.explain import staging_warnings
 from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.window import ExactCache
 from nibble.cache import scales as kv_scales
-from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.exact_window import ExactWindow
+from nibble.cache.hot_buffer import HotBuffers, host_latents
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Residency

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nibble.attention.layer import StepContext
-from nibble.attention.window import ExactCache
 from nibble.attention.planner.plan import Plan
+from nibble.attention.window import ExactCache
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales
 from nibble.engine.calibration import builtin_texts

@@ -23,6 +23,13 @@ KEYS = 64
 
 
 @triton.jit
+def _load_tile(rows, offset_N, keep_N, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load keys or values [N, D] that lie at offsets of `rows`; zeros where they are not kept."""
+    column_D = tl.arange(0, WIDTH)[None, :]
+    return tl.load(rows + offset_N[:, None] + column_D, mask=keep_N[:, None] & (column_D < DIM), other=0.0)
+
+
+@triton.jit
 def near_kernel(
     q, k, v, table, seq_lens, sinks, k_mean, far, far_lse, out, scale, softcap,
     q_stride_T, q_stride_H, k_stride_P, k_stride_H, k_stride_S, v_stride_P, v_stride_H, v_stride_S, table_stride,
@@ -46,21 +53,20 @@ def near_kernel(
     sums_MD = tl.zeros([M, V_WIDTH], tl.float32)
     for begin in range(first, stop, N):
         key_N = begin + tl.arange(0, N)
-        keep_N = key_N < stop
-        page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=keep_N, other=0).to(tl.int64)
-        slot_N = key_N % PAGE
-        k_at = k + kv_head * k_stride_H + (page_N * k_stride_P + slot_N * k_stride_S)[:, None] + k_D[None, :]
-        k_ND = tl.load(k_at, mask=keep_N[:, None] & (k_D < K_DIM)[None, :], other=0.0)
-        v_at = v + kv_head * v_stride_H + (page_N * v_stride_P + slot_N * v_stride_S)[:, None] + v_D[None, :]
-        v_ND = tl.load(v_at, mask=keep_N[:, None] & (v_D < V_DIM)[None, :], other=0.0)
+        page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=key_N < stop, other=0).to(
+            tl.int64
+        )
+        k_ND = _load_tile(k + kv_head * k_stride_H, page_N * k_stride_P + key_N % PAGE * k_stride_S, key_N < stop,
+                          K_DIM, K_WIDTH)  # fmt: skip
+        v_ND = _load_tile(v + kv_head * v_stride_H, page_N * v_stride_P + key_N % PAGE * v_stride_S, key_N < stop,
+                          V_DIM, V_WIDTH)  # fmt: skip
         scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
         if SOFTCAP:
             # tanh by its exponential, which Triton has on every machine
             scores_MN = softcap * (1 - 2 / (tl.exp(2 * scores_MN / softcap) + 1))
-        scores_MN = tl.where(keep_N[None, :], scores_MN, -1e30)
+        scores_MN = tl.where((key_N < stop)[None, :], scores_MN, float("-inf"))
         new_M = tl.maximum(peak_M, tl.max(scores_MN, 1))
-        weights_MN = tl.where(keep_N[None, :], tl.exp(scores_MN - new_M[:, None]), 0.0)
-        rescale_M = tl.exp(peak_M - new_M)
+        weights_MN, rescale_M = tl.exp(scores_MN - new_M[:, None]), tl.exp(peak_M - new_M)
         total_M = total_M * rescale_M + tl.sum(weights_MN, 1)
         sums_MD = sums_MD * rescale_M[:, None] + tl.dot(
             weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee"
@@ -117,10 +123,8 @@ def near_attention(
     requests, heads, _ = q_THD.shape
     out_THD = torch.empty(requests, heads, v.dim, dtype=q_THD.dtype, device=q_THD.device)
     group = heads // k.heads
-    far_values, far_lse, strides = None, None, (0, 0, 0, 0)
-    if far:
-        far_values, far_lse = far
-        strides = *far_values.stride()[:2], *far_lse.stride()
+    far_values, far_lse = far or (None, None)
+    strides = (*far.values_THD.stride()[:2], *far.lse_HT.stride()) if far else (0,) * 4
     near_kernel[requests, k.heads](
         q_THD, k_plane, v_plane, batch.page_table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD,
         far_values, far_lse, out_THD, params.scale, params.softcap or 0.0,

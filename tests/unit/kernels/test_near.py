@@ -1,0 +1,75 @@
+"""The kernel that attends over exact pages and joins far tokens, against its definition, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed here", allow_module_level=True)
+
+from nibble import formats
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.near import naive
+from nibble.kernels.near import triton as fast
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+from nibble.model_spec import Phase
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+TOLERANCE = 2e-2 if DEVICE == "cuda" else 1e-5
+LENS = (5, 64, 0, 130, 200, 1)
+pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
+
+
+def pages(heads: int, dim: int, page: int, seed: int) -> Paged:
+    values = torch.randn(64, page, heads, dim, generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE, DTYPE
+    )
+    values[0] = 1e6  # nobody sees it
+    plain = formats.plain("bfloat16" if DTYPE is torch.bfloat16 else "float32")
+    return Paged(plain, dim, (values.transpose(1, 2),), torch.ones((), device=DEVICE))
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page", "extra"),
+    [
+        (4, 2, 32, 16, {}),
+        (8, 1, 64, 64, {"softcap": 5.0}),
+        (6, 2, 80, 16, {"sinks": True}),
+        (40, 2, 64, 32, {"mean": True}),
+    ],
+)
+@pytest.mark.parametrize("window", [1, 64, 100])
+def test_it_is_the_definition(
+    heads: int, kv_heads: int, dim: int, page: int, extra: dict[str, float], window: int, far: bool
+) -> None:
+    random = torch.Generator().manual_seed(7)
+    k, v = pages(kv_heads, dim, page, 1), pages(kv_heads, dim, page, 2)
+    table = torch.stack([torch.randperm(63, generator=random)[: -(-256 // page)] + 1 for _ in LENS])
+    # Nobody sees what lies before the window.
+    for row, length in zip(table, LENS, strict=True):
+        row[: max(length - window, 0) // page] = 0
+        row[-(-length // page) :] = 0
+    q = torch.randn(len(LENS), heads, dim, generator=random).to(DEVICE, DTYPE)
+    counts = [1] * len(LENS)
+    batch = AttentionBatch.from_lens(Phase.DECODE, 0, counts, LENS, table.int().to(DEVICE))
+    sinks = torch.randn(heads, generator=random).to(DEVICE) if extra.get("sinks") else None
+    params = AttentionParams(dim**-0.5, window, extra.get("softcap"), sinks)
+    mean = torch.randn(kv_heads, dim, generator=random).to(DEVICE) if extra.get("mean") else None
+    part = None
+    if far:
+        lse = torch.randn(heads, len(LENS), generator=random)
+        # These see no far token.
+        lse[:, 0], lse[:, 2] = -torch.inf, -torch.inf
+        values = torch.randn(len(LENS), heads, dim, generator=random).masked_fill(
+            lse.T.isneginf()[..., None], 0
+        )
+        part = PartialAttention(values.to(DEVICE), lse.to(DEVICE))
+    expected = naive.near_attention(q, k, v, batch, params, part, mean)
+    out = fast.near_attention(q, k, v, batch, params, part, mean)
+    assert not out.isnan().any() and (out[2] == 0).all()
+    assert (out.float() - expected.float()).abs().max() < TOLERANCE
