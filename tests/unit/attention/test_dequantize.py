@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nibble import LLM
-from nibble.attention import layer as staging
+from nibble.attention import staging
 from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import StepStates
 from nibble.attention.planner.explain import as_dict, as_text, staging_costs

@@ -201,7 +201,7 @@ class StepMemory:
         together.
         """
         longest = page_size * cdiv(self.context, page_size)
-        # cut_parts() in attention/layer.py cuts a batch into parts, but never a request.
+        # cut_parts() in attention/staging.py cuts a batch into parts, but never a request.
         tokens = min(self.spec.max_running * longest, max(MAX_STAGED_TOKENS, longest))
         widest = max(entry.stream.values for entry in layer.streams)
         return tokens * (layer.bytes_in(formats.plain(self.dtype).name) + 4 * widest)
