@@ -142,7 +142,7 @@ def _print_report(report: Report) -> None:
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> None:
-    """Print a table. texts: columns of words; those between the first and the others are figures."""
+    """Print a table. texts: columns of words, the first and the last ones; those between are figures."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

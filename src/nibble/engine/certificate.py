@@ -49,11 +49,14 @@ class Subject:
 
     def differences(self, here: Subject) -> Iterator[str]:
         """Yield what makes this one, of a certificate, another than `here`, whose scales may be unknown yet."""
-        if self.weights != here.weights:
+        # Weights that are not here may be any.
+        if self.weights != here.weights or not here.weights:
             fingerprints = f"fingerprint {self.weights}, and here {here.weights or 'unknown'}"
             yield f"it is of other weights or another config.json ({fingerprints})"
-        if self.schemes != here.schemes:
+        if self.scheme != here.scheme:
             yield f"it is of the scheme {self.scheme}, and here it is {here.scheme}"
+        elif self.schemes != here.schemes:
+            yield f"what {self.scheme} means has changed since"
         if self.layout != here.layout:
             yield (
                 f"it is of the layout {self.layout} ({self.pages}), and here it is {here.layout} ({here.pages})"
@@ -190,8 +193,8 @@ class Certificate:
             "kl_p99": figures.kl_p99,
             "perplexity_ratio": figures.perplexity_ratio,
             "top1": figures.top1,
-            "recall": dict(figures.recall),
-            "yardstick_recall": dict(figures.yardstick_recall),
+            "recall": {str(length): share for length, share in figures.recall.items()},
+            "yardstick_recall": {str(length): share for length, share in figures.yardstick_recall.items()},
         }
 
     def as_json(self) -> str:
@@ -209,11 +212,13 @@ class Certificate:
                 raise ConfigError(f"{path} has the schema {schema}, and this version reads {SCHEMA}")
             subject = Subject(**facts.pop("subject"))
             figures = _figures(facts.pop("figures"))
-            return cls(
-                subject=subject, figures=figures, path=path, **facts | {"notes": tuple(facts["notes"])}
-            )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            notes = {"notes": tuple(facts["notes"])}
+            certificate = cls(subject=subject, figures=figures, path=path, **facts | notes)
+            # What it says of itself needs most of its fields.
+            certificate.summary()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"{path} is no certificate: {type(error).__name__}: {error}") from error
+        return certificate
 
 
 def _figures(facts: Mapping[str, Any]) -> Figures:

@@ -72,7 +72,7 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
     schemes = repr(spec.scheme_by_layer(cache_plan.model_spec.layers))
     return Subject(
         model=Path(config.model).name,
-        scheme=spec.scheme.name + (f"@{config.kv_layers}" if config.kv_layers else ""),
+        scheme=_scheme_name(config),
         weights=_weights(local_folder(config.model)),
         schemes=hashlib.sha256(schemes.encode()).hexdigest()[:16],
         layout="+".join(store.fingerprint for store in plan.stores),
@@ -101,10 +101,14 @@ def _weights(folder: Path | None) -> str:
         return ""
 
 
+def _scheme_name(config: Config) -> str:
+    """Return the scheme as `nibble certify` takes it."""
+    return config.kv_format + (f"@{config.kv_layers}" if config.kv_layers else "")
+
+
 def command_for(config: Config) -> str:
     """Return the command that would make a certificate of what `config` serves."""
-    scheme = config.kv_format + (f"@{config.kv_layers}" if config.kv_layers else "")
-    words = ["nibble", "certify", config.model, scheme]
+    words = ["nibble", "certify", config.model, _scheme_name(config)]
     for entry in fields(config):
         value = getattr(config, entry.name)
         if entry.name in UNSAID or value == default_of(entry):
@@ -145,6 +149,9 @@ def file_name(subject: Subject) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._+-]+', '-', text)}-{subject.key}"
 
 
+NONE_YET = "there is none yet"
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """What there is for a plan: a certificate, or why there is none."""
@@ -166,18 +173,23 @@ def look_up(cache_plan: CachePlan, scales: KVScales | None) -> Lookup | None:
         return None
     certificates, broken = _stored(cache_plan.config.model)
     if not certificates:
-        return Lookup(None, f"there is none yet{broken}")
+        return Lookup(None, f"{NONE_YET}{broken}")
     here = subject_of(cache_plan, scales)
     differences = {id(one): list(one.subject.differences(here)) for one in certificates}
     if holding := [one for one in certificates if not differences[id(one)]]:
         return Lookup(max(holding, key=_date))
-    near = [
-        one for one in certificates if here.weights == one.subject.weights or here.model == one.subject.model
-    ]
+    # Certificates of other schemes are nobody's mistake.
+    near = [one for one in certificates if _is_near(one.subject, here)]
     if not near:
-        return Lookup(None, f"there is none yet{broken}")
+        return Lookup(None, f"{NONE_YET}{broken}")
     nearest = min(near, key=lambda one: len(differences[id(one)]))
     return Lookup(None, f"{nearest.path} does not count: {'; '.join(differences[id(nearest)])}")
+
+
+def _is_near(subject: Subject, here: Subject) -> bool:
+    """Whether a certificate is of the same scheme of the same model, or was before something changed."""
+    is_same_model = subject.weights == here.weights or subject.model == here.model
+    return is_same_model and (subject.schemes == here.schemes or subject.scheme == here.scheme)
 
 
 def _date(certificate: Certificate) -> str:
@@ -215,7 +227,7 @@ def require(cache_plan: CachePlan, scales: KVScales | None) -> Certificate | Non
         return None
     if not config.quality:
         return lookup.certificate
-    subject = f"{config.model} with a cache in {config.kv_format}"
+    subject = f"{config.model} with a cache in {_scheme_name(config)}"
     bounds = ", ".join(f"{name}={value:g}" for name, value in config.quality.items())
     if (certificate := lookup.certificate) is None:
         raise ConfigError(
@@ -236,4 +248,5 @@ def status(cache_plan: CachePlan, lookup: Lookup) -> str:
     """Return one line on what `lookup` says of a plan: the certificate's, or how to make one."""
     if lookup.certificate:
         return lookup.certificate.line
-    return f"not certified ({lookup.why}): {command_for(cache_plan.config)}"
+    why = "" if lookup.why == NONE_YET else f" ({lookup.why})"
+    return f"not certified{why}: {command_for(cache_plan.config)}"

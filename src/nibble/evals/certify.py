@@ -20,6 +20,7 @@ from nibble.engine import certificate_lookup
 from nibble.engine.certificate import Certificate, Figures, format_length, percent
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.errors import ConfigError
+from nibble.evals.perplexity import BUILTIN
 from nibble.evals.report import CERTIFIED, Entry, Report, SchemeResult, Sizes, markdown_table
 from nibble.evals.run import MEASURED, Progress, evaluate
 from nibble.formats import scheme as schemes
@@ -111,7 +112,7 @@ def certificate_of(plan: EnginePlan, report: Report, command: str) -> Certificat
         measured=dict(report.measured),
         environment=dict(report.environment) | _environment(plan),
         command=command,
-        notes=tuple(_notes(result, report.measured)),
+        notes=tuple(_notes(yardstick, result, report.measured)),
     )
 
 
@@ -144,9 +145,13 @@ def _environment(plan: EnginePlan) -> dict[str, str]:
     }
 
 
-def _notes(result: SchemeResult, measured: Mapping[str, Any]) -> Iterator[str]:
+def _notes(yardstick: SchemeResult, result: SchemeResult, measured: Mapping[str, Any]) -> Iterator[str]:
     """Yield what weakens the figures."""
-    yield from measured.get("notes", ())
+    if measured["text"] == BUILTIN:
+        yield (
+            "The text is the short one that comes with Nibble, on which a start measures KV scales too: name one of "
+            "yours with --text FILE for figures that say more."
+        )
     if measured["scored"] < FEW_TOKENS:
         yield f"Only {measured['scored']:,} tokens were scored: KL and perplexity of other text may differ."
     if result.recall and measured["recall_cases"] < FEW_CASES:
@@ -154,6 +159,8 @@ def _notes(result: SchemeResult, measured: Mapping[str, Any]) -> Iterator[str]:
         yield f"Recall is of {measured['recall_cases']} questions a length, so one answer is {share}."
     if not result.recall:
         yield "Recall was not measured."
+    if silent := [format_length(length) for length, share in yardstick.recall.items() if not share]:
+        yield f"{yardstick.name} itself answers no recall question at {', '.join(silent)}: recall there says nothing."
     if result.scales == MEASURED:
         yield (
             "KV scales were measured as a start does it. Where a start measures others (on another machine, by another "
@@ -203,10 +210,10 @@ def as_markdown(certificate: Certificate) -> str:
     parts = [
         f"# {subject.model} with a KV cache in {subject.scheme}",
         f"{certificate.line[0].upper()}{certificate.line[1:]}.",
-        "\n".join(markdown_table(header(certificate), rows(certificate))),
+        "\n".join(markdown_table(header(certificate), rows(certificate), texts=2)),
         *([f"What to know:\n\n{notes}"] if notes else []),
         "## When it counts\n\nOnly while all of these are the same:",
-        "\n".join(markdown_table(("what", "value"), _subject_rows(certificate))),
+        "\n".join(markdown_table(("what", "value"), _subject_rows(certificate), texts=2)),
         *_layers(certificate.figures.attention_error),
         "## How it was measured\n\n"
         f"{measured['scored']:,} tokens of {measured['text']} (SHA-256 {measured['text_sha256']}...) in windows of "

@@ -47,10 +47,8 @@ CALIBRATION_TOKENS = 4096
 LEAST_CALIBRATION = 1024
 
 
-BUILTIN_NOTE = (
-    "The text is the short one that comes with Nibble, on which a start measures KV scales too: "
-    "name one of yours with --text FILE for figures that say more."
-)
+BUILTIN = "built-in"
+"""The name of the text that comes with Nibble."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,6 @@ class Text:
 
     name: str
     content: str
-    note: str = ""
-    """What to know of figures that were measured on it."""
 
 
 def read_text(path: Path | None, model: str, *, builtin: bool = False) -> Text:
@@ -81,7 +77,7 @@ def read_text(path: Path | None, model: str, *, builtin: bool = False) -> Text:
         except OSError as error:
             raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
         if not path.exists() and builtin:
-            return Text("built-in", "\n".join(builtin_texts()), BUILTIN_NOTE)
+            return Text(BUILTIN, "\n".join(builtin_texts()))
         if not path.exists():
             raise ConfigError(
                 f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"

@@ -340,11 +340,17 @@ def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
     return f"{value:{sign}.4g}{error}"
 
 
-def markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the lines of a table."""
+def markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]], texts: int = 1) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        header: The titles of its columns.
+        rows: The cells.
+        texts: Columns of words, the first and the last ones; those between are figures.
+    """
     yield f"| {' | '.join(header)} |"
-    # Numbers stand on the right, the name of the scheme on the left.
-    yield "|---|" + "---:|" * (len(header) - 1)
+    # Figures stand on the right, words on the left.
+    yield "|---|" + "---:|" * (len(header) - texts) + "---|" * (texts - 1)
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -317,5 +317,4 @@ class _Evaluation:
             "window": max(len(window.ids) for window in self.windows),
             "bytes_per_text_token": round(self.parts.bytes_per_token, 4),
             "recall_lengths": sorted(self.cases),
-            "notes": [self.text.note] if self.text.note else [],
         }
