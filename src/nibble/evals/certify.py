@@ -67,7 +67,7 @@ def certify(
     path = folder / f"{certificate_lookup.file_name(certificate.subject)}.json"
     files.write_atomic(path, certificate.as_json())
     files.write_atomic(path.with_suffix(".md"), as_markdown(certificate))
-    return replace(certificate, path=path)
+    return Certificate.read(path)
 
 
 def _command(config: Config, sizes: Sizes, text: Path | None) -> str:
