@@ -86,6 +86,9 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
     tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
     scales = resolve_scales(engine_plan, source) if source.origin is not Origin.MEASURED else None
+    if config.require_quality:
+        # Its fingerprint is taken of the weights.
+        download(model)
     certificate_lookup.require(engine_plan, scales)
     if scales is not None:
         return EngineParts(engine_plan, tokenizer, defaults, source, scales=scales)

@@ -25,7 +25,7 @@ from nibble.engine.plan import CachePlan
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 from nibble.models.fingerprint import fingerprint
-from nibble.models.hub import cached_folder, local_folder
+from nibble.models.hub import cached_folder, hub_name, local_folder
 from nibble.spec import CacheSpec
 
 FOLDER, FOLDER_VARIABLE = "certificates", "NIBBLE_CERTIFICATES"
@@ -108,7 +108,7 @@ def _scheme_name(config: Config) -> str:
 
 def command_for(config: Config) -> str:
     """Return the command that would make a certificate of what `config` serves."""
-    words = ["nibble", "certify", config.model, _scheme_name(config)]
+    words = ["nibble", "certify", hub_name(config.model), _scheme_name(config)]
     for entry in fields(config):
         value = getattr(config, entry.name)
         if entry.name in UNSAID or value == default_of(entry):

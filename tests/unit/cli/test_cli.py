@@ -276,7 +276,11 @@ def test_exit_codes(error: BaseException, code: int) -> None:
         (("certify", "MODEL", "nvfp5"), 2, "did you mean 'nvfp4'?"),
         (("certify", "MODEL", "bf16"), 2, "a cache in bf16 is not quantised"),
         (("serve", "MODEL", "--require-quality", "kl"), 2, "kl must be a number, as 0.01"),
-        (("plan", "MODEL", "--kv-format", "nvfp4", "--require-quality", "kl=1"), 2, "there is none yet"),
+        (
+            ("generate", "x", "--model", "MODEL", "--kv-format", "nvfp4", "--require-quality", "kl=1"),
+            2,
+            "there is none yet",
+        ),
         (("calibrate", "MODEL", "--text", "/nowhere.txt"), 2, "the text /nowhere.txt does not exist; name a"),
         (("calibrate", "MODEL", "--text", "SHORT"), 2, "at least 64 tokens"),
     ],
