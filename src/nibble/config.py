@@ -239,7 +239,8 @@ def parse_settings(text: str) -> dict[str, Any]:
 def _parse_setting(name: str, text: str, annotation: str) -> Any:
     """Return the value of a field with this annotation."""
     kind, _, optional = annotation.partition(" | ")
-    if optional and text == "none":
+    # `none` is a text of its own where texts are taken.
+    if optional and kind != "str" and text == "none":
         return None
     try:
         return _PARSERS[kind](text)

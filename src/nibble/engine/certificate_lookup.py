@@ -108,16 +108,16 @@ def _scheme_name(config: Config) -> str:
 
 def command_for(config: Config) -> str:
     """Return the command that would make a certificate of what `config` serves."""
-    words = ["nibble", "certify", hub_name(config.model), _scheme_name(config)]
+    arguments = ["nibble", "certify", hub_name(config.model), _scheme_name(config)]
     for entry in fields(config):
         value = getattr(config, entry.name)
         if entry.name in UNSAID or value == default_of(entry):
             continue
         name = entry.name.replace("_", "-")
-        words += (
+        arguments += (
             [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}={value}"]
         )
-    return shlex.join(words)
+    return shlex.join(arguments)
 
 
 # --- where they lie ---------------------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ def command_for(config: Config) -> str:
 
 def folders(model: str) -> tuple[Path, ...]:
     """Return where certificates of a model may lie: beside it, and in the user's folder."""
-    beside = local_folder(model)
-    return (*([beside / FOLDER] if beside else []), user_folder())
+    own = local_folder(model)
+    return (*([own / FOLDER] if own else []), user_folder())
 
 
 def user_folder() -> Path:

@@ -72,14 +72,16 @@ def certify(
 
 def _command(config: Config, sizes: Sizes, text: Path | None) -> str:
     """Return how to measure the same again."""
-    words = [certificate_lookup.command_for(config)]
+    arguments = [certificate_lookup.command_for(config)]
     for entry in fields(Sizes):
         value, name = getattr(sizes, entry.name), entry.name.replace("_", "-")
         if value == getattr(CERTIFIED, entry.name):
             continue
         values = value if isinstance(value, tuple) else (value,)
-        words += [f"--{name}"] if value is True else [f"--{name}={shlex.quote(str(one))}" for one in values]
-    return " ".join((*words, *([f"--text={shlex.quote(str(text))}"] if text else [])))
+        arguments += (
+            [f"--{name}"] if value is True else [f"--{name}={shlex.quote(str(one))}" for one in values]
+        )
+    return " ".join((*arguments, *([f"--text={shlex.quote(str(text))}"] if text else [])))
 
 
 def _writable_folder(folder: Path) -> Path:

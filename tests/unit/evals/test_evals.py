@@ -292,15 +292,25 @@ def test_entries() -> None:
 
 
 def test_options_of_one_scheme() -> None:
-    entry = Entry.parse("nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,decode_backend=none")
-    assert entry == Entry(
-        "nvfp4", "0,-1=fp8_e4m3", "kv-scales=one,page_size=32,tuned=off,decode_backend=none"
+    entry = Entry.parse(
+        "nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
     )
-    assert entry.name == "nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,decode_backend=none"
-    base = Config(model="m", kv_layers="1=bf16", page_size=16, decode_backend="sdpa", max_running=3)
+    assert entry == Entry(
+        "nvfp4", "0,-1=fp8_e4m3", "kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
+    )
+    assert (
+        entry.name
+        == "nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
+    )
+    base = Config(model="m", kv_layers="1=bf16", page_size=16, token_budget=8, max_running=3)
     found = entry.config(base)
     assert (found.kv_format, found.kv_layers, found.kv_scales) == ("nvfp4", "0,-1=fp8_e4m3", "one")
-    assert (found.page_size, found.tuned, found.decode_backend) == (32, False, None)
+    assert (found.page_size, found.tuned, found.token_budget, found.decode_backend) == (
+        32,
+        False,
+        None,
+        "none",
+    )
     assert found.max_running == 3
 
 
