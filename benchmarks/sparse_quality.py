@@ -93,7 +93,9 @@ def tight(made: dict[str, Any]) -> dict[str, Any]:
 def measure(todo: Plan, scheme: str, attention: str) -> Result:
     llm = LLM(**config(todo, scheme, attention))
     tier, plan = llm.engine.runner.tier, llm.plan
-    parts = split_text(read_text(None, todo.model), todo.tokens, llm.tokenizer.encode, llm.tokenizer.decode)
+    parts = split_text(
+        read_text(None, todo.model).content, todo.tokens, llm.tokenizer.encode, llm.tokenizer.decode
+    )
     perplexity = Perplexity()
     for window in windows(parts.scored, todo.window):
         perplexity.add(llm.logits(window.ids), window)

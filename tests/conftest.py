@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["NIBBLE_CERTIFICATES"] = "/nowhere/certificates"
 os.environ["NIBBLE_TUNED"] = "/nowhere/tuned"  # what this machine's user measured is no business of tests
 if os.environ.get("NIBBLE_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

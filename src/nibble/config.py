@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
@@ -141,6 +141,11 @@ class Config:
         "Relative error of a layer's attention from which to warn; left out: twice what its format makes of the same "
         "rows.",
     )
+    require_quality: str = option(
+        "",
+        "Refuse to start without a certificate (`nibble certify`) of this very cache with at most kl=0.01,kl_p99=0.2 "
+        "(nats), ppl=1.006 (times BF16's), and at least top1=0.98 (same top tokens), recall=0.97 (of BF16's).",
+    )
     seed: int = option(0, "Seed of requests that name none.")
     generation_config: str = option(
         "auto",
@@ -173,7 +178,7 @@ class Config:
             raise ConfigError(
                 f"gpu_memory_utilization is a share of the memory, above 0 and up to 1, not {share}"
             )
-        _ = self.kv_memory_bytes, self.offload  # both raise where the text is malformed
+        _ = self.kv_memory_bytes, self.offload, self.quality  # all raise where the text is malformed
         self._check_watch()
 
     def _check_watch(self) -> None:
@@ -203,12 +208,26 @@ class Config:
             self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=None
         )
 
+    @property
+    def quality(self) -> Mapping[str, float]:
+        """The bounds that a certificate must hold, by the names of QUALITY; none where nothing is required."""
+        return parse_quality(self.require_quality)
+
     def backend_for(self, decode: bool) -> str:
         """Return the backend of DECODE and VERIFY (decode=True), or of PREFILL and EXTEND; `auto` is any."""
         return (self.decode_backend if decode else self.prefill_backend) or self.attention_backend
 
 
 _TYPES = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+_SWITCH = {"on": True, "true": True, "off": False, "false": False}
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": lambda text: _SWITCH[text.lower()],
+}
+_SETTINGS = re.compile(r",(?=\s*[a-z][a-z_-]*=)")
+"""Commas between settings; a value may have commas too."""
 _TITLES = {"str": "a text", "int": "an integer", "float": "a number", "bool": "True or False"}
 
 
@@ -227,6 +246,29 @@ def _fits(annotation: str, value: Any) -> bool:
     """Whether `value` is of the type that a field is annotated with."""
     kind, _, optional = annotation.partition(" | ")
     return bool(optional and value is None) or _is(kind, value)
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return values of Config as `kv_scales=one,page_size=32` has them, each in its field's type; raise ConfigError."""
+    items = [item.partition("=") for item in _SETTINGS.split(text)]
+    settings = {name.strip().replace("-", "_"): value.strip() for name, _, value in items}
+    if len(settings) < len(items):
+        raise ConfigError(f"{text!r} says something twice")
+    _check_names("option", settings, Config, ConfigError)
+    kinds = {option.name: str(option.type) for option in fields(Config)}
+    return {name: _parse_setting(name, value, kinds[name]) for name, value in settings.items()}
+
+
+def _parse_setting(name: str, text: str, annotation: str) -> Any:
+    """Return the value of a field with this annotation."""
+    kind, _, optional = annotation.partition(" | ")
+    # `none` is a text of its own where texts are taken.
+    if optional and kind != "str" and text == "none":
+        return None
+    try:
+        return _PARSERS[kind](text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} must be {_expected(annotation)}, not {text!r}") from None
 
 
 def configured(**values: Any) -> Config:
@@ -289,6 +331,32 @@ class OffloadSpec:
             host_memory=parse_bytes(host_memory) if host_memory else None,
             host_format=settings.get("host_format"),
         )
+
+
+QUALITY = {"kl": math.inf, "kl_p99": math.inf, "ppl": math.inf, "top1": 1.0, "recall": 1.0}
+"""What a certificate may be asked for -> its largest bound."""
+MOST = frozenset({"kl", "kl_p99", "ppl"})
+"""Figures whose bound is the most that is allowed; of the others it is the least."""
+
+
+def parse_quality(text: str) -> dict[str, float]:
+    """Return bounds by name, as `kl=0.01,recall=0.97` has them; none for an empty text. Raise ConfigError."""
+    items = [item.partition("=") for item in filter(None, map(str.strip, text.split(",")))]
+    bounds: dict[str, float] = {}
+    for name, _, value in ((name.strip(), equals, value.strip()) for name, equals, value in items):
+        if name not in QUALITY:
+            raise ConfigError(unknown("figure of require_quality", name, QUALITY))
+        if name in bounds:
+            raise ConfigError(f"require_quality says {name} twice: {text!r}")
+        try:
+            bounds[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"require_quality {name} must be a number, as 0.01, not {value!r}") from None
+        # Written this way round, the comparison is false for NaN too.
+        if not 0 <= bounds[name] <= QUALITY[name]:
+            span = "a share from 0 to 1" if QUALITY[name] == 1 else "0 or more"
+            raise ConfigError(f"require_quality {name} is {span}, not {value}")
+    return bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ class ConfigOptions(TypedDict, total=False):
     graphs: bool
     watch_fidelity: float
     fidelity_alert: float | None
+    require_quality: str
     seed: int
     generation_config: str | os.PathLike[str]
 

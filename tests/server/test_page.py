@@ -51,6 +51,10 @@ TIER = {
     "host_bytes_per_token": 9,
     "host_format": ["a"],
 }
+CERTIFICATE: dict[str, Any] = {
+    "line": "certified 2026-11-23 on NVIDIA H200 (SM90): KL 0.004", "yardstick": "bf16", "kl": 0.004, "kl_p99": 0.05,
+    "perplexity_ratio": 1.003, "top1": 0.98, "recall": {"8192": 0.97}, "yardstick_recall": {"8192": 1.0},
+}  # fmt: skip
 TIER_STATS = {
     "tier_frames": 64.0, "tier_free": 4.0, "tier_idle": 10.0, "tier_hot": 34.0,
     "tier_spilled": 2.0, "tier_saved": 7.0, "tier_loaded": 1.0, "tier_dropped": 6.0,
@@ -250,6 +254,26 @@ def test_the_picture_and_the_plan(browser: Any) -> None:
         page.locator("#plan summary").click()
         page.wait_for_selector("#notes li")
         assert "torch_ref" in page.locator("#routes").text_content()
+        assert "was not measured" in page.locator("#quality-note").text_content()
+        assert not page.locator("#quality").is_visible()
+
+
+@pytest.mark.slow
+def test_what_was_certified(browser: Any) -> None:
+    engine = FakeEngine()
+    app = page_app(engine)
+    assert engine.ready
+    about = {**engine.ready.about, "certificate": CERTIFICATE}
+    engine.ready = wire.Ready(64, 256, about)
+    with listening(app) as url:
+        page = browser.new_page()
+        page.goto(url)
+        page.wait_for_selector("#figures tr")
+        assert page.locator("#quality-note").text_content() == CERTIFICATE["line"]
+        text = page.locator("#figures").text_content()
+        for piece in ("0.0040", "1.003 times", "98 %", "Recall at 8,192 tokens", "bf16 has 100 %"):
+            assert piece in text
+        page.close()
 
 
 @pytest.mark.slow

@@ -230,6 +230,7 @@ def takes(
     without: Iterable[str] = (),
     idle: Iterable[str] = (),
     unset: bool = False,
+    usual: Any = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a parameter of a command, a dict of values, by one option for each field of a dataclass.
 
@@ -240,6 +241,7 @@ def takes(
         without: fields that the command sets itself.
         idle: fields that change nothing here: taken, so that options can be copied between commands, and not shown.
         unset: leave out of the dict what the command line leaves out.
+        usual: an object of the class with the values that the help shows for what is left out; its defaults.
     """
     # A field's own type is a string, because annotations are not evaluated.
     hints = get_type_hints(kind)
@@ -255,7 +257,8 @@ def takes(
 
         options = [_keyword(CONFIG_FILE, ConfigFileOption, None)] if kind is Config else []
         options += [
-            _option(entry, hints[entry.name], panel, unset, hidden=entry.name in idle) for entry in entries
+            _option(entry, hints[entry.name], panel, unset, usual, hidden=entry.name in idle)
+            for entry in entries
         ]
         add_parameters(expanded, function, options, without=parameter)
         return expanded
@@ -263,9 +266,12 @@ def takes(
     return decorate
 
 
-def _option(entry: Field[Any], hint: Any, panel: str, unset: bool, hidden: bool) -> inspect.Parameter:
-    """Return the parameter that typer turns into an option."""
-    usual = None if entry.default in (MISSING, ()) else entry.default
+def _option(
+    entry: Field[Any], hint: Any, panel: str, unset: bool, values: Any, *, hidden: bool
+) -> inspect.Parameter:
+    """Return the parameter that typer turns into an option. values: has those that it shows; None: the defaults."""
+    default = getattr(values, entry.name) if values else entry.default
+    usual = None if default in (MISSING, ()) else default
     # With `unset` None says that an option was left out, and the help still shows the usual value.
     default, kind = None if unset else usual, _display_type(hint)
     kind = kind | None if default is None else kind

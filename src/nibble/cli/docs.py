@@ -79,7 +79,13 @@ class OptionEntry:
         """Return the option as a row of a Markdown table."""
         names = ", ".join(f"`{name}`" for name in self.names)
         default = self.info.show_default if isinstance(self.info.show_default, str) else self.default
-        default = "" if default in (None, False, "") else "on" if default is True else f"`{default}`"
+        default = (
+            ""
+            if default in (None, False, "", inspect.Parameter.empty)
+            else "on"
+            if default is True
+            else f"`{default}`"
+        )
         # A bar would end the cell.
         text = " ".join((self.info.help or "").split()).replace("|", "/")
         return f"| {names} | {self.kind} | {default} | {text} |"

@@ -1,11 +1,16 @@
 """`nibble eval`: what each cache scheme costs in quality, as a table, JSON and a plot.
 
+`nibble certify`: the same of the one that is served, written down for starts to find.
+
 `nibble calibrate`: KV scales for every scheme, measured on a text, in a file.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +22,7 @@ from nibble.cli.command import OUTPUT, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries, read_text
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
-from nibble.evals.report import QUICK, Report, Sizes, require_matplotlib, write_plot
+from nibble.evals.report import CERTIFIED, QUICK, Entry, Report, Sizes, require_matplotlib, write_plot
 from nibble.files import check_writable
 from nibble.models.hub import local_folder
 
@@ -25,13 +30,16 @@ SET_HERE = ("model", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "p
 """Fields of Config that are no options of these commands: schemes are measured one after the other."""
 WIDEST = 1000
 """Characters of a table."""
-IDLE = ("watch_fidelity", "fidelity_alert", "chat_template", "generation_config")
+IDLE = ("watch_fidelity", "fidelity_alert", "require_quality", "chat_template", "generation_config")
 """Fields of Config that change no measurement."""
 EAGER = {"compile": False, "graphs": False}
 """Fields with which scales are measured: compiling would take longer than the few steps."""
 SchemesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SCHEME", help="Schemes, as nvfp4+rot or nvfp4@0,-1=fp8_e4m3; all, if left out."),
+    typer.Argument(
+        metavar="SCHEME",
+        help="Schemes, as nvfp4+rot, nvfp4@0,-1=fp8_e4m3 or nvfp4:OPTION=VALUE,...; all, if left out.",
+    ),
 ]
 TextOption = Annotated[
     Path | None, typer.Option(help="Text to score, unseen by the model; else the model folder's heldout.txt.")
@@ -68,12 +76,14 @@ def evaluate(
     all of it through the engine as it serves. Without schemes, all are measured, and some combinations;
     those that the model cannot take are listed with the reason. Scales that the checkpoint lacks are
     measured once, on text that is not scored. With --tasks, lm-eval's tasks are run too, and compared
-    question by question (docs/evaluation.md).
+    question by question (docs/evaluation.md). A scheme may have options of its own, which go before those of the
+    command: nvfp4:kv_scales=one,page_size=32.
 
     Examples:
         nibble eval --quick
         nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
         nibble eval --markdown eval.md --plot eval.svg --json > eval.json
+        nibble eval demo nvfp4 nvfp4:kv_scales=one --recall-cases 100 --seed 7
         nibble eval ./my-model nvfp4 k8v4 --text wiki.txt
         nibble eval ./my-model nvfp4 k8v4 --tasks gsm8k,arc_easy --limit 500
         nibble eval ./my-model k8v4 --tasks ./mine.yaml --apply-chat-template
@@ -81,11 +91,6 @@ def evaluate(
     sizes = replace(QUICK if quick else Sizes(), **evaluation)
     served = Config(model=model, **config)
     quiet_libraries(model)
-    if sizes.tasks:
-        # lm-eval's own bars would break this one.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from nibble.evals import run
 
     # A missing package or folder is reported before hours of measuring, not after them.
@@ -93,13 +98,7 @@ def evaluate(
         require_matplotlib()
     for path in filter(None, (markdown, plot)):
         check_writable(path, "the report")
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err(), transient=True) as bar:
-        task = bar.add_task("planning", total=None)
-
-        def advance(what: str, tokens: int, total: int) -> None:
-            bar.update(task, description=what, advance=tokens, total=total)
-
+    with _progress(sizes) as advance:
         report = run.evaluate(served, schemes or (), sizes, text, advance)
     if as_json:
         print_json(report.as_dict())
@@ -111,27 +110,109 @@ def evaluate(
         write_plot(report, plot)
 
 
-def _print_report(report: Report) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+@contextmanager
+def _progress(sizes: Sizes) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar; the value takes what is being measured, how many more tokens are done, and how many there are."""
+    if sizes.tasks:
+        # lm-eval's own bars would break this one.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    table, rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)), list(report.rows())
-    for index, title in enumerate(report.header()):
-        # A title may break between its words, never within one, and figures never.
-        longest = max(map(len, (*title.split(), *(row[index] for row in rows))))
-        table.add_column(title, justify="right" if index else "left", width=longest)
-    for row in rows:
-        table.add_row(*row)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err(), transient=True) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def advance(what: str, tokens: int, total: int) -> None:
+            bar.update(task, description=what, advance=tokens, total=total)
+
+        yield advance
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+
     console = Console(highlight=False)
-    # The table may be wider than the terminal: a number that is cut off is a wrong number.
-    Console(width=WIDEST, highlight=False).print(table)
+    _print_table(report.header(), list(report.rows()))
     console.print(report.caption(), style="dim", markup=False)
     for scheme, title, difference, errors in report.differences():
         note = f", {errors} standard errors" if errors else ""
         console.print(f"{scheme}: {title} {difference} from {report.yardstick}{note}", markup=False)
     for name, reason in report.skipped.items():
         console.print(f"skipped {name}: {reason.splitlines()[0]}", style="dim", markup=False)
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> None:
+    """Print a table. texts: columns of words, the first and the last ones; those between are figures."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, title in enumerate(header):
+        # A title may break between its words, never within one, and figures never.
+        longest = max(map(len, (*title.split(), *(row[index] for row in rows))))
+        is_text = index == 0 or index > len(header) - texts
+        table.add_column(title, justify="left" if is_text else "right", width=longest)
+    for row in rows:
+        table.add_row(*row)
+    # The table may be wider than the terminal: a number that is cut off is a wrong number.
+    Console(width=WIDEST, highlight=False).print(table)
+
+
+SchemeArgument = Annotated[
+    str, typer.Argument(metavar="SCHEME", help="The scheme, as --kv-format takes it, or SCHEME@LAYERS.")
+]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder to write to; else certificates/ in the model's folder if that is yours, or in the cache folder.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+@takes("config", Config, "Model and cache", without=SET_HERE, idle=IDLE)
+@takes("evaluation", Sizes, "What is measured", unset=True, usual=CERTIFIED)
+def certify(
+    model: ModelArgument,
+    scheme: SchemeArgument,
+    text: TextOption = None,
+    out: FolderOption = None,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+    evaluation: Options,
+) -> None:
+    """Measure what a cache costs in quality, and write a certificate that starts find.
+
+    The figures are those of `nibble eval`: KL, perplexity, top-1, recall by length and attention error, against
+    BF16's cache, through the engine as it serves. Give the options that `serve` will get: a certificate counts for
+    this very model, layout, KV scales and cache options, and for no other. It is written as JSON and as Markdown.
+    `serve` and `plan` show it, and --require-quality kl=0.01,recall=0.97 refuses to start without one that holds
+    (docs/evaluation.md). Without a text of the model's own, the built-in one is scored, which is short.
+
+    Examples:
+        nibble certify demo nvfp4
+        nibble certify demo nvfp4+kmean+rot --kv-scales calibrate
+        nibble certify ./my-model nvfp4@0,-1=fp8_e4m3 --text wiki.txt
+        nibble certify ./my-model k8v4 --tasks gsm8k --limit 500 --out ./certs
+    """
+    entry, sizes = Entry.parse(scheme), replace(CERTIFIED, **evaluation)
+    served = entry.config(Config(model=model, **config))
+    quiet_libraries(model)
+    from nibble.evals.certify import certify as measure
+    from nibble.evals.certify import header, rows
+
+    with _progress(sizes) as advance:
+        certificate = measure(served, sizes, text, out, advance)
+    if as_json:
+        print_json({"path": str(certificate.path), **json.loads(certificate.as_json())})
+        return
+    _print_table(header(certificate), list(rows(certificate)), texts=2)
+    for note in (*certificate.figures.sinks, *certificate.notes):
+        err().print(f"note: {note}", markup=False, style="dim")
+    print(certificate.line)
+    print(f"wrote {certificate.path}, and the same in Markdown beside it")
 
 
 SampleOption = Annotated[

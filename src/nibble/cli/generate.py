@@ -89,7 +89,10 @@ def generate(
     sampling(**params)  # refused before anything is imported
     base = Config(model=model, **config)
     entries = _cache_entries(base, compare, also or ())
-    caches = [base if entry == Entry.of(base) else entry.config(base) for entry in entries]
+    caches = [entry.config(base) for entry in entries]
+    if compare:
+        # Options of the cache are those of the others.
+        caches[0] = entries[0].yardstick(base)
     terminal.quiet_libraries(model)
     from nibble.engine.build import preflight
 
@@ -101,7 +104,10 @@ def generate(
         _print_stream(_load(caches[0]), texts[0], sampling_params)
         return
     # One engine after the other: the weights are not in memory twice.
-    runs = [_generate_batch(cache, texts, sampling_params) for cache in caches]
+    runs = [
+        _generate_batch(entry.name, cache, texts, sampling_params)
+        for entry, cache in zip(entries, caches, strict=True)
+    ]
     if as_json:
         print_json({"model": model, "runs": [run.facts for run in runs]})
     elif len(runs) > 1:
@@ -161,20 +167,19 @@ def _format_cost(llm: LLM, tokens: int, seconds: float) -> str:
     return "\n".join((f"{size}; {tokens} tokens, {rate:.1f} tokens/s", *notes))
 
 
-def _generate_batch(config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
+def _generate_batch(scheme: str, config: Config, texts: Sequence[str], params: SamplingParams) -> Run:
     # The next cache needs this one's memory.
     with _load(config) as llm:
         started = time.perf_counter()
         outputs = llm.generate(texts, params)
-        return _run_of(llm, outputs, time.perf_counter() - started)
+        return _run_of(scheme, llm, outputs, time.perf_counter() - started)
 
 
-def _run_of(llm: LLM, outputs: Sequence[Output], seconds: float) -> Run:
+def _run_of(scheme: str, llm: LLM, outputs: Sequence[Output], seconds: float) -> Run:
     answers = [answer for output in outputs for answer in output.completions]
     if failed := next((answer.error for answer in answers if answer.error), None):
         raise NibbleError(failed)
     tokens, layout = sum(len(answer.token_ids) for answer in answers), llm.plan.layout
-    scheme = Entry.of(llm.config).name
     facts = {
         "scheme": scheme,
         "bytes_per_token": layout.bytes_per_token,

@@ -23,6 +23,7 @@ COMMANDS += (
     Command("tune", bench.tune),
     Command("formats", plan.formats),
     Command("eval", evaluate.evaluate),
+    Command("certify", evaluate.certify),
     Command("calibrate", evaluate.calibrate),
     Command("docs", docs.docs),
 )

@@ -18,6 +18,7 @@ from nibble.attention.planner.options import PlanRequest
 from nibble.cli.command import REFUSED, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, print_json, quiet_libraries
 from nibble.config import Config
+from nibble.engine import certificate_lookup
 from nibble.engine.plan import CachePlan, as_text, plan_cache, plan_memory
 from nibble.engine.scale_source import find_source
 from nibble.errors import CapacityError, Unsupported
@@ -159,23 +160,30 @@ def plan(
         print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
     budget, problem = _memory(cache_plan)
+    certified = certificate_lookup.look_up(cache_plan, source.scales)
     request = _plan_request(cache_plan) if explain else None
     cells = explanation.cells(request, cache_plan.plan) if request else ()
     if as_json:
         scales = {"origin": str(source.origin), "summary": source.summary(hub_name(model))}
-        facts = {"model": model, "hardware": asdict(cache_plan.hardware), "kv_scales": scales}
+        facts: dict[str, Any] = {"model": model, "hardware": asdict(cache_plan.hardware), "kv_scales": scales}
         facts |= explanation.as_dict(cache_plan.plan, budget) | (
             {"does_not_fit": str(problem)} if problem else {}
+        )
+        facts["certificate"] = (
+            certified.certificate.summary() if certified and certified.certificate else None
         )
         print_json(facts | ({"cells": explanation.as_dicts(cells)} if request else {}))
     else:
         print(as_text(cache_plan, budget))
         print(source.summary(hub_name(model)))
+        if certified:
+            print(certificate_lookup.status(cache_plan, certified))
         if request:
             print("\n".join(explanation.as_lines(cells, request)))
     # What does not fit has routes all the same, which are said before the error.
     if problem:
         raise problem
+    certificate_lookup.require(cache_plan, source.scales)
 
 
 def _memory(cache_plan: CachePlan) -> tuple[MemoryPlan | None, CapacityError | None]:

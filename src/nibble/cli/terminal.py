@@ -72,9 +72,10 @@ def read_text(path: Path, what: str) -> str:
 
 
 def print_startup(llm: LLM) -> None:
-    """Print sampling defaults, where KV scales come from, notes of the start, and how long it took, part by part."""
+    """Print sampling defaults, KV scales, the certificate, notes of the start, and how long it took, part by part."""
     startup, defaults = llm.engine.startup, llm.engine.sampling_defaults.summary
-    lines = (defaults, startup.kv_scales, *startup.notes, f"ready in {startup.summary}")
+    certified = llm.certificate.line if llm.certificate else ""
+    lines = (defaults, startup.kv_scales, certified, *startup.notes, f"ready in {startup.summary}")
     for line in filter(None, lines):
         err().print(line, style="dim")
 

@@ -25,14 +25,15 @@ from nibble.cache.pool import PagedPool
 from nibble.cache.residency import Residency
 from nibble.cache.scales import KVScales
 from nibble.config import Config, SamplingParams
-from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, start_tokens
+from nibble.engine import certificate_lookup
+from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
 from nibble.engine.model_runner import ModelRunner, PageTables, adapters
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
-from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
+from nibble.engine.scale_source import GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
@@ -86,8 +87,12 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
     defaults = sampling_defaults(model, config.generation_config)
     tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
-    if source.origin is not Origin.MEASURED:
-        scales = resolve_scales(engine_plan, source)
+    scales = resolve_scales(engine_plan, source) if source.origin is not Origin.MEASURED else None
+    if config.require_quality:
+        # Its fingerprint is taken of the weights.
+        download(model)
+    certificate_lookup.require(engine_plan, scales)
+    if scales is not None:
         return EngineParts(engine_plan, tokenizer, defaults, source, scales=scales)
     if tokenizer is None:
         raise ScaleError("calibration reads text, and this checkpoint has no tokenizer; use --kv-scales FILE")
@@ -144,6 +149,8 @@ def build(
     engine_plan = parts.plan
     startup.notes += filter(None, [engine_plan.warning])
     model, scales = _load(parts, startup, meter)
+    # Again, because scales that were measured now are another matter than those that were to be measured.
+    startup.certificate = certificate_lookup.require(engine_plan, scales)
     plan, budget, device = engine_plan.plan, engine_plan.budget, engine_plan.hardware.device
     with explain_out_of_memory(budget):
         pool = PagedPool(plan.layout, budget.pages, scales, device, frames=budget.frames, poison=poison)
@@ -185,9 +192,7 @@ def _measure(parts: EngineParts, model: nn.Module) -> KVScales:
     engine_plan = parts.plan
     assert parts.texts is not None and parts.tokenizer is not None
     prompts = [parts.tokenizer.encode(text) for text in parts.texts]
-    # Who asks for a measurement gets a thorough one; a start that nobody asked to measure should take seconds.
-    is_auto = parts.source is not GIVEN_TEXTS and engine_plan.config.kv_scales == AUTO
-    most = start_tokens(engine_plan.hardware.device) if is_auto else CALIBRATION_TOKENS
+    most = CALIBRATION_TOKENS if parts.source is GIVEN_TEXTS else tokens_of_start(engine_plan)
     scales = measure_scales(engine_plan, model, prompts, engine_plan.budget.step_tokens, most)
     for store in engine_plan.plan.stores:
         kv_scales.require(store, scales)

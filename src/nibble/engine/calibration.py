@@ -43,6 +43,7 @@ from nibble.cache.scales import E4M3_MAX, KVScales, LayerScales, StreamScale
 from nibble.engine.model_runner import ModelRunner, PageTables, adapters
 from nibble.engine.plan import CachePlan
 from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.scale_source import AUTO
 from nibble.errors import ScaleError, WeightError
 from nibble.formats import transforms as transform
 from nibble.kernels import cdiv
@@ -79,6 +80,13 @@ def builtin_texts() -> Sequence[str]:
 def start_tokens(device: str) -> int:
     """Return how many tokens are measured at a start that nobody asked to measure."""
     return START_TOKENS_CPU if device == "cpu" else CALIBRATION_TOKENS
+
+
+def tokens_of_start(cache_plan: CachePlan) -> int:
+    """Return how many tokens of the built-in text a start with this plan measures."""
+    # Who asks for a measurement gets a thorough one; a start that nobody asked to measure should take seconds.
+    is_auto = cache_plan.config.kv_scales == AUTO
+    return start_tokens(cache_plan.hardware.device) if is_auto else CALIBRATION_TOKENS
 
 
 def measure_scales(

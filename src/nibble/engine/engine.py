@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nibble.config import SamplingParams
+from nibble.engine.certificate import Certificate
 from nibble.engine.model_runner import ModelRunner, to_device
 from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request, truncated
 from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
@@ -84,6 +85,8 @@ class StartupReport:
     """What users should know."""
     kv_scales: str = ""
     """Where KV scales come from, in a line."""
+    certificate: Certificate | None = None
+    """What this cache was measured to cost in quality, if it was."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -22,7 +22,8 @@ from nibble.cache.scales import KVScales
 from nibble.config import SamplingParams, configured
 from nibble.engine.answers import Collector, Encoded, encode, priorities_of, sampling_params_of
 from nibble.engine.build import build, run_prompt
-from nibble.engine.calibration import measure_scales
+from nibble.engine.calibration import CALIBRATION_TOKENS, measure_scales
+from nibble.engine.certificate import Certificate
 from nibble.engine.engine import Engine
 from nibble.engine.error_monitor import ErrorMonitor
 from nibble.engine.plan import PrintablePlan
@@ -147,6 +148,11 @@ class LLM:
     def error_monitor(self) -> ErrorMonitor | None:
         """Return the error monitor, where `watch_fidelity` asked for one; its `summary` says what it measured."""
         return self.engine.runner.error_monitor
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return what `nibble certify` measured of this very cache, if it did; its `line` is a summary."""
+        return self.engine.startup.certificate
 
     @property
     def startup(self) -> Mapping[str, float]:
@@ -347,8 +353,19 @@ class LLM:
             manager = self.engine.scheduler.manager
             return torch.cat(run_prompt(self.engine.runner, manager, ids, self.budget.step_tokens))
 
-    def measure_scales(self, texts: Sequence[str], save: str | Path | None = None) -> KVScales:
-        """Measure KV scales for every scheme on texts, and write them to the JSON file `save`, if given.
+    def measure_scales(
+        self,
+        texts: Sequence[str],
+        save: str | Path | None = None,
+        *,
+        max_tokens: int = CALIBRATION_TOKENS,
+    ) -> KVScales:
+        """Measure KV scales for every scheme on texts.
+
+        Args:
+            texts: one or many.
+            save: a JSON file to write them to.
+            max_tokens: how many tokens of the texts are used at most.
 
         Raises:
             ScaleError: the texts are none, or too short.
@@ -358,7 +375,9 @@ class LLM:
             save = check_writable(save, "KV scales", kv_scales.file_size(self.plan.layout))
         ids = [self.tokenizer.encode(text) for text in as_texts(texts)]
         with self.engine.exclusive():
-            scales = measure_scales(self._engine_plan, self.engine.runner.model, ids, self.budget.step_tokens)
+            scales = measure_scales(
+                self._engine_plan, self.engine.runner.model, ids, self.budget.step_tokens, max_tokens
+            )
         if save is not None:
             kv_scales.save(scales, Path(save))
         return scales

@@ -48,19 +48,43 @@ CALIBRATION_TOKENS = 4096
 LEAST_CALIBRATION = 1024
 
 
-def read_text(path: Path | None, model: str) -> str:
-    """Return the text of `path`, or the heldout.txt of the model's folder; raise ConfigError."""
+BUILTIN = "built-in"
+"""The name of the text that comes with Nibble."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text to score."""
+
+    name: str
+    content: str
+
+
+def read_text(path: Path | None, model: str, *, builtin: bool = False) -> Text:
+    """Return the text to score.
+
+    Args:
+        path: Of a file; None: heldout.txt in the model's folder.
+        model: Whose folder that is.
+        builtin: Take the text that comes with Nibble where the model has none.
+
+    Raises:
+        ConfigError: There is no text, or it cannot be read.
+        WeightError: The model's folder is not there.
+    """
     if path is None:
         try:
             path = download(model) / HELDOUT
         except OSError as error:
             raise WeightError(f"cannot find the checkpoint of {model!r}: {error}") from error
+        if not path.exists() and builtin:
+            return Text(BUILTIN, "\n".join(builtin_texts()))
         if not path.exists():
             raise ConfigError(
                 f"{model!r} brings no {HELDOUT} to score; name a text that it was not trained on with --text FILE"
             )
     try:
-        return path.read_text(encoding="utf-8")
+        return Text(path.name, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {path}: {error}") from error
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nibble.config import Config, option
+from nibble.config import Config, default_of, option, parse_settings
+from nibble.engine.certificate import format_length
 from nibble.errors import ConfigError
 
 RECALL_LENGTHS = (1024, 2048, 4096, 8192)
-LAYERS_MARK = "@"
+LAYERS_MARK, OPTIONS_MARK = "@", ":"
 YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
 LEAST = {
@@ -92,41 +93,71 @@ class Sizes:
 
 QUICK = Sizes(tokens=2048, recall_cases=4, recall_lengths=(1024,), attention_tokens=256)
 """A first impression, in about an eighth of the time."""
+CERTIFIED = Sizes(tokens=16384, recall_cases=32)
+"""What a certificate takes: more, since others rely on it."""
+
+
+OF_ALL_SCHEMES = {"model", "revision", "download_dir", "kv_format", "kv_layers", "require_quality"}
+"""Fields of Config that no entry has for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One scheme to measure, written as SCHEME or SCHEME@LAYERS: `nvfp4+rot`, `nvfp4@0,-1=fp8_e4m3`."""
+    """One scheme to measure: SCHEME, with layers as SCHEME@LAYERS, and options of its own as SCHEME:NAME=VALUE,...
+
+    `nvfp4+rot`, `nvfp4@0,-1=fp8_e4m3`, `nvfp4:kv_scales=one,page_size=32`.
+    """
 
     kv_format: str
     kv_layers: str = ""
+    options: str = ""
+    """Other fields of Config for this scheme alone."""
+
+    def __post_init__(self) -> None:
+        for name in parse_settings(self.options) if self.options else ():
+            if name in OF_ALL_SCHEMES:
+                raise ConfigError(
+                    f"{name} is no option of a single scheme; {self.kv_format!r} may have others of the cache"
+                )
 
     @classmethod
     def parse(cls, text: str) -> Entry:
         """Parse an entry's name; the layers follow --kv-layers."""
-        scheme, mark, layers = text.partition(LAYERS_MARK)
-        if not scheme.strip() or (mark and not layers.strip()):
+        head, colon, options = text.partition(OPTIONS_MARK)
+        scheme, mark, layers = head.partition(LAYERS_MARK)
+        if not scheme.strip() or (mark and not layers.strip()) or (colon and not options.strip()):
             raise ConfigError(
-                f"cannot read {text!r} as a scheme; write it as nvfp4 or nvfp4{LAYERS_MARK}0,-1=fp8_e4m3"
+                f"cannot read {text!r} as a scheme; write it as nvfp4, nvfp4{LAYERS_MARK}0,-1=fp8_e4m3 or "
+                f"nvfp4{OPTIONS_MARK}kv_scales=one"
             )
-        return cls(scheme.strip(), layers.strip())
+        return cls(scheme.strip(), layers.strip(), options.strip())
 
     @classmethod
     def of(cls, config: Config) -> Entry:
         """Return what a config serves."""
         return cls(config.kv_format, config.kv_layers)
 
-    def config(self, base: Config) -> Config:
-        """Return `base` with this cache, of which all is said by the entry."""
-        kv_format, kv_layers = self.kv_format, self.kv_layers
-        return replace(
-            base, kv_format=kv_format, kv_layers=kv_layers, kv_encoder="auto", kv_transforms="auto"
-        )
-
     @property
     def name(self) -> str:
         """Return the entry as it is written on the command line."""
-        return f"{self.kv_format}{LAYERS_MARK}{self.kv_layers}" if self.kv_layers else self.kv_format
+        layers = f"{LAYERS_MARK}{self.kv_layers}" if self.kv_layers else ""
+        return f"{self.kv_format}{layers}" + (f"{OPTIONS_MARK}{self.options}" if self.options else "")
+
+    def config(self, base: Config) -> Config:
+        """Return `base` with this scheme and its options."""
+        options = parse_settings(self.options) if self.options else {}
+        return replace(base, kv_format=self.kv_format, kv_layers=self.kv_layers, **options)
+
+    def yardstick(self, base: Config) -> Config:
+        """Return `base` with this scheme and its options, and nothing else that `base` says of what is stored."""
+        usual = {
+            entry.name: default_of(entry)
+            for entry in fields(Config)
+            if entry.name.startswith("kv_") and entry.name not in {"kv_memory", "kv_scales"}
+        }
+        # A host tier may store other bytes than the device.
+        host_format = base.offload and base.offload.host_format
+        return self.config(replace(base, hisparse="on" if host_format else base.hisparse, **usual))
 
 
 COMBINATIONS = ("nvfp4+rot", "nvfp4+kmean+rot", "nvfp4@0,-1=fp8_e4m3")
@@ -173,10 +204,14 @@ class SchemeResult:
     name: str
     kv_format: str
     kv_layers: str
+    options: str
+    """Options of this scheme alone."""
     bytes_per_token: int
     ratio: float
     """Bytes of the yardstick over those of the scheme."""
     scales: str
+    scale_version: str
+    """Which KV scales it had."""
     perplexity: float
     bits_per_byte: float
     top1: float
@@ -188,6 +223,8 @@ class SchemeResult:
     attention_error: tuple[float, ...] = ()
     """Relative, by layer."""
     tasks: tuple[TaskScore, ...] = ()
+    sinks: tuple[str, ...] = ()
+    """What calibration said of values beyond the scales: attention sinks that are clipped."""
     seconds: float = 0.0
     """What measuring took."""
 
@@ -221,7 +258,7 @@ class Report:
 
     def header(self) -> tuple[str, ...]:
         """Return the columns of the table."""
-        recall = tuple(f"recall {_format_length(length)}" for length in self.lengths)
+        recall = tuple(f"recall {format_length(length)}" for length in self.lengths)
         fixed = ("scheme", "bytes/token", "x fewer", "perplexity", "top-1", "KL")
         return (*fixed, *recall, "attention error", *self.task_titles)
 
@@ -244,7 +281,7 @@ class Report:
 
     def as_markdown(self) -> str:
         """Return the table, how it was measured, the attention error by layer, and what was skipped."""
-        table = _markdown_table(self.header(), self.rows())
+        table = markdown_table(self.header(), self.rows())
         return "\n".join(
             (*table, "", self.caption(), *self._differences(), *self._layers(), *self._skipped())
         )
@@ -281,7 +318,7 @@ class Report:
         rows = tuple(self.differences())
         if rows:
             yield f"\nDifference from {self.yardstick} over the same questions:\n"
-            yield from _markdown_table(("scheme", "task", "difference", "standard errors"), iter(rows))
+            yield from markdown_table(("scheme", "task", "difference", "standard errors"), iter(rows))
 
     def _layers(self) -> Iterator[str]:
         results = [result for result in self.results if result.attention_error]
@@ -289,7 +326,7 @@ class Report:
             yield "\nAttention error by layer:\n"
             header = ("scheme", *(f"layer {layer}" for layer in range(len(results[0].attention_error))))
             rows = ((r.name, *(f"{error:.2%}" for error in r.attention_error)) for r in results)
-            yield from _markdown_table(header, rows)
+            yield from markdown_table(header, rows)
 
     def _skipped(self) -> Iterator[str]:
         if self.skipped:
@@ -303,14 +340,17 @@ def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
     return f"{value:{sign}.4g}{error}"
 
 
-def _format_length(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+def markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]], texts: int = 1) -> Iterator[str]:
+    """Yield the lines of a table.
 
-
-def _markdown_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    Args:
+        header: The titles of its columns.
+        rows: The cells.
+        texts: Columns of words, the first and the last ones; those between are figures.
+    """
     yield f"| {' | '.join(header)} |"
-    # Numbers stand on the right, the name of the scheme on the left.
-    yield "|---|" + "---:|" * (len(header) - 1)
+    # Figures stand on the right, words on the left.
+    yield "|---|" + "---:|" * (len(header) - texts) + "---|" * (texts - 1)
     yield from (f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -23,12 +23,13 @@ from nibble import formats
 from nibble.attention.planner.resolve import require_runnable
 from nibble.cache.scales import KVScales
 from nibble.config import Config
+from nibble.engine.calibration import builtin_texts, tokens_of_start
 from nibble.engine.llm import LLM
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.scale_source import AUTO, CALIBRATE, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError
 from nibble.evals import perplexity, recall, tasks
-from nibble.evals.perplexity import Agreement, Parts, Perplexity, Prediction, Window
+from nibble.evals.perplexity import Agreement, Parts, Perplexity, Prediction, Text, Window
 from nibble.evals.report import COMBINATIONS, Entry, Report, SchemeResult, Sizes, TaskScore, parse_entries
 from nibble.evals.tasks import TaskResult
 from nibble.formats import scheme as schemes
@@ -78,6 +79,8 @@ def evaluate(
     sizes: Sizes,
     path: Path | None = None,
     progress: Progress | None = None,
+    *,
+    as_started: bool = False,
 ) -> Report:
     """Return the report on some schemes.
 
@@ -89,23 +92,28 @@ def evaluate(
         sizes: What is measured.
         path: The text to score.
         progress: Is called as tokens are done.
+        as_started: Measure the scales that a start would measure, and where the model has no text to score, score the
+            one that comes with Nibble.
     """
-    content = perplexity.read_text(path, config.model)
+    # What is measured has no certificate yet.
+    config = replace(config, require_quality="")
+    text = perplexity.read_text(path, config.model, builtin=as_started)
     tasks.check(sizes, config.model)
     # Every scheme is planned before the first engine starts: a refusal must not come after an hour.
     candidates, skipped = candidates_of(config, parse_entries(names), Entry.parse(sizes.yardstick))
     with tempfile.TemporaryDirectory() as temporary:
-        run = _Evaluation(sizes, content, candidates, progress, Path(temporary) / "kv_scales.json")
+        file = Path(temporary) / "kv_scales.json"
+        run = _Evaluation(sizes, text, candidates, progress, file, as_started)
         results = tuple(map(run.measure, candidates))
     where = environment(candidates[0].plan)
-    return Report(config.model, sizes.yardstick, results, skipped, run.measured(path), where)
+    return Report(config.model, sizes.yardstick, results, skipped, run.measured(), where)
 
 
 def candidates_of(
     config: Config, entries: Sequence[Entry], yardstick: Entry
 ) -> tuple[tuple[Candidate, ...], dict[str, str]]:
     """Return what can be measured, the yardstick first, and what cannot, with the reason."""
-    candidates, skipped = [_plan_candidate(config, yardstick)], {}
+    candidates, skipped = [_plan_candidate(yardstick.yardstick(config), yardstick)], {}
     if candidates[0].kv_scales == MEASURED:
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"
@@ -113,7 +121,7 @@ def candidates_of(
     for entry in entries or default_entries(candidates[0].plan.model_spec):
         if entry != yardstick:
             try:
-                candidates.append(_plan_candidate(config, entry))
+                candidates.append(_plan_candidate(entry.config(config), entry))
             except NibbleError as error:
                 if entries:
                     raise
@@ -122,8 +130,8 @@ def candidates_of(
 
 
 def _plan_candidate(config: Config, entry: Entry) -> Candidate:
-    """Plan a scheme. `auto` takes the checkpoint's scales where they suffice, else what will be measured."""
-    plan = plan_engine(entry.config(config))
+    """Plan a scheme's config. `auto` takes the checkpoint's scales where they suffice, else what will be measured."""
+    plan = plan_engine(config)
     require_runnable(plan.plan)
     source = find_source(plan, download)
     if source.origin is Origin.MEASURED:
@@ -151,13 +159,14 @@ def environment(plan: EnginePlan) -> dict[str, str]:
 
 @dataclass
 class _Evaluation:
-    """What is shared by all schemes; the fields after `scales_file` are filled by the first, the yardstick."""
+    """What is shared by all schemes; the fields after `as_started` are filled by the first, the yardstick."""
 
     sizes: Sizes
-    content: str
+    text: Text
     candidates: Sequence[Candidate]
     progress: Progress | None
     scales_file: Path
+    as_started: bool
     parts: Parts = field(init=False)
     windows: tuple[Window, ...] = ()
     cases: Mapping[int, Sequence[recall.RecallCase]] = field(default_factory=dict)
@@ -175,6 +184,7 @@ class _Evaluation:
         # The first candidate is the yardstick, and its engine prepares what all schemes share.
         if not self.windows:
             self._prepare(llm)
+        kv_scales = _scales_from(candidate.plan, scales)
         perplexity, agreement = self._measure_text(llm, candidate)
         accuracies = {length: self._measure_recall(llm, candidate, length) for length in self.cases}
         scores = self._measure_tasks(llm, candidate)
@@ -184,9 +194,11 @@ class _Evaluation:
             name=candidate.entry.name,
             kv_format=candidate.entry.kv_format,
             kv_layers=candidate.entry.kv_layers,
+            options=candidate.entry.options,
             bytes_per_token=candidate.bytes_per_token,
             ratio=self.candidates[0].bytes_per_token / candidate.bytes_per_token,
             scales=candidate.kv_scales,
+            scale_version=kv_scales.version,
             perplexity=perplexity.value,
             bits_per_byte=perplexity.bits_per_byte(self.parts.bytes_per_token),
             top1=agreement.top1,
@@ -195,6 +207,7 @@ class _Evaluation:
             recall=accuracies,
             attention_error=self.errors.get(candidate.entry.name, ()),
             tasks=scores,
+            sinks=kv_scales.notes,
             seconds=round(time.perf_counter() - started, 2),
         )
 
@@ -206,7 +219,7 @@ class _Evaluation:
         """Draw text and questions, and do what the yardstick does for all schemes."""
         tokenizer, model_spec = llm.tokenizer, self.candidates[0].plan.model_spec
         self.parts = perplexity.split_text(
-            self.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode
+            self.text.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode
         )
         # Logits are float32: 4 bytes each.
         affordable = max(LEAST_WINDOW, LOGIT_BYTES // (4 * model_spec.vocab_size))
@@ -218,8 +231,7 @@ class _Evaluation:
         self.windows = perplexity.windows(self.parts.scored, size, self.sizes.stride)
         self.cases = self._draw_questions(llm, model_spec.max_context)
         # Now, because the errors by layer and all later engines read the file.
-        if any(candidate.kv_scales == MEASURED for candidate in self.candidates):
-            llm.measure_scales([self.parts.calibration], save=self.scales_file)
+        self._measure_scales(llm)
         ids = self.parts.scored[: min(self.sizes.attention_tokens, model_spec.max_context)]
         if ids:
             self._advance(self.candidates[0], "attention error", 0)
@@ -231,6 +243,14 @@ class _Evaluation:
             self.errors = perplexity.attention_errors(
                 llm.engine.runner.model, ids, yardstick, schemes_by_name
             )
+
+    def _measure_scales(self, llm: LLM) -> None:
+        """Write the scales that candidates need and do not have to the file that their engines read."""
+        plans = [candidate.plan for candidate in self.candidates if candidate.kv_scales == MEASURED]
+        if plans and self.as_started:
+            llm.measure_scales(builtin_texts(), self.scales_file, max_tokens=tokens_of_start(plans[0]))
+        elif plans:
+            llm.measure_scales([self.parts.calibration], self.scales_file)
 
     def _draw_questions(self, llm: LLM, max_context: int) -> dict[int, list[recall.RecallCase]]:
         if not self.sizes.recall_cases:
@@ -288,10 +308,10 @@ class _Evaluation:
         self.task_results = self.task_results or results
         return tasks.scores(results, self.task_results)
 
-    def measured(self, path: Path | None) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """Return how much was measured, and on what."""
         return asdict(self.sizes) | {
-            "text": path.name if path else perplexity.HELDOUT,
+            "text": self.text.name,
             "text_sha256": self.parts.digest,
             "scored": sum(window.scored for window in self.windows),
             "window": max(len(window.ids) for window in self.windows),

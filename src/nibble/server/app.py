@@ -75,7 +75,9 @@ class Api:
         entry = {"object": "model", "created": self._created, "owned_by": "nibble"}
         sizes = {"max_model_len": ready and ready.max_context, "vocab_size": ready and ready.vocab_size}
         defaults = {"default_sampling_params": dict(self._sampling_defaults().values)}
-        return {"object": "list", "data": [{"id": name} | entry | sizes | defaults for name in self.names]}
+        quality = {"certificate": ready.about.get("certificate") if ready else None}
+        facts = entry | sizes | defaults | quality
+        return {"object": "list", "data": [{"id": name} | facts for name in self.names]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Return the model's entry in the list."""

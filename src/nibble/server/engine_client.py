@@ -339,14 +339,7 @@ class ProcessClient:
             self.stats = event.numbers
         elif isinstance(event, wire.Ready):
             self.ready = event
-            log_event("engine ready", **plan_summary(event.about))
-            defaults = event.sampling_defaults
-            facts: dict[str, Any] = {"source": defaults.source or "none", **defaults.values}
-            log_event("sampling defaults", **facts)
-            for warning in event.about.get("warnings", ()):
-                log_event("engine note", logging.WARNING, note=warning)
-            for cost in decode_costs(event.about):
-                log_event("decode is staged", logging.WARNING, **cost)
+            _log_start(event)
             self._has_served = True
             await self._set_state(State.READY)
         elif isinstance(event, wire.Failed):
@@ -356,3 +349,17 @@ class ProcessClient:
         async with self._state_changed:
             self.state = state
             self._state_changed.notify_all()
+
+
+def _log_start(ready: wire.Ready) -> None:
+    """Log what the engine serves with, and what users should know of it."""
+    log_event("engine ready", **plan_summary(ready.about))
+    defaults = ready.sampling_defaults
+    if certificate := ready.about.get("certificate"):
+        log_event("certificate", quality=certificate["line"])
+    facts: dict[str, Any] = {"source": defaults.source or "none", **defaults.values}
+    log_event("sampling defaults", **facts)
+    for warning in ready.about.get("warnings", ()):
+        log_event("engine note", logging.WARNING, note=warning)
+    for cost in decode_costs(ready.about):
+        log_event("decode is staged", logging.WARNING, **cost)

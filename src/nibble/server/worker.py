@@ -251,6 +251,7 @@ def ready_message(llm: LLM) -> Ready:
         **as_dict(llm.plan, llm.budget),
         "startup": dict(llm.startup),
         "kv_scales": llm.engine.startup.kv_scales,
+        "certificate": llm.certificate.summary() if llm.certificate else None,
         "warnings": [note for note in llm.engine.startup.notes if note not in staged],
     }
     return Ready(scheduler.limit, llm.engine.vocab_size, plan, llm.engine.sampling_defaults)

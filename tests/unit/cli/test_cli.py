@@ -122,6 +122,8 @@ def test_starting_is_light() -> None:
         ("plan", Config, {"model", "seed", *plan.IDLE}),
         ("eval", Sizes, set()),
         ("eval", Config, {*evaluate.SET_HERE, *evaluate.IDLE}),
+        ("certify", Sizes, set()),
+        ("certify", Config, {*evaluate.SET_HERE, *evaluate.IDLE}),
     ],
 )
 def test_every_field_is_an_option_with_its_doc_as_help(name: str, kind: type, without: set[str]) -> None:
@@ -270,6 +272,15 @@ def test_exit_codes(error: BaseException, code: int) -> None:
         (("chat", "MODEL"), 2, "no chat template"),
         (("eval", "MODEL", "nvfp5"), 2, "did you mean 'nvfp4'?"),
         (("eval", "MODEL", "--window", "8", "--stride", "8"), 2, "stride 8 must be smaller"),
+        (("eval", "MODEL", "nvfp4:page_sze=3"), 2, "did you mean 'page_size'?"),
+        (("certify", "MODEL", "nvfp5"), 2, "did you mean 'nvfp4'?"),
+        (("certify", "MODEL", "bf16"), 2, "a cache in bf16 is not quantised"),
+        (("serve", "MODEL", "--require-quality", "kl"), 2, "kl must be a number, as 0.01"),
+        (
+            ("generate", "x", "--model", "MODEL", "--kv-format", "nvfp4", "--require-quality", "kl=1"),
+            2,
+            "there is none yet",
+        ),
         (("calibrate", "MODEL", "--text", "/nowhere.txt"), 2, "the text /nowhere.txt does not exist; name a"),
         (("calibrate", "MODEL", "--text", "SHORT"), 2, "at least 64 tokens"),
     ],
@@ -624,6 +635,41 @@ def test_eval(model: str, tmp_path: Path) -> None:
     assert "fp8_e4m3" in result.stdout and "perplexity" in result.stdout
     assert page.read_text().startswith("| scheme |") and picture.read_bytes().startswith(b"\x89PNG")
     assert [entry["name"] for entry in data(*words)["results"]] == ["bf16", "fp8_e4m3"]
+
+
+def test_certify_then_serve(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIBBLE_CERTIFICATES", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text("some words to score, " * 40)
+    few = ("--tokens", "64", "--recall-cases", "0", "--attention-tokens", "0", "--text", str(text), *ONE)
+    cache = ("mxfp4@0=fp8_e4m3", "--kv-scales", "one", "--out", str(tmp_path))
+    plan = ("plan", model, "--kv-format", "mxfp4", "--kv-layers", "0=fp8_e4m3", "--kv-scales", "one")
+    before = run(*plan)
+    last = before.stdout.splitlines()[-1]
+    assert last == f"not certified: nibble certify {model} mxfp4@0=fp8_e4m3 --kv-scales=one"
+    assert data(*plan)["certificate"] is None
+    result = run("certify", model, *cache, *few)
+    assert result.exit_code == 0, result.output
+    assert (
+        "KL, mean" in result.stdout
+        and "certified " in result.stdout
+        and "note: Only 63 tokens" in result.stderr
+    )
+    found = data("certify", model, *cache, *few)
+    assert Path(found["path"]).parent == tmp_path and found["schema"] == "nibble-certificate-1"
+    assert found["subject"]["scheme"] == "mxfp4@0=fp8_e4m3" and found["command"].startswith("nibble certify ")
+    kl = found["figures"]["kl"]
+    assert (
+        run(*plan).stdout.splitlines()[-1].startswith(f"certified {found['environment']['date']} on CPU: KL ")
+    )
+    assert data(*plan)["certificate"]["kl"] == kl
+    result = run(*plan, "--require-quality", f"kl={kl / 2:.6f}")
+    assert result.exit_code == 2 and "does not keep the bounds of --require-quality" in result.stderr
+    words = ("generate", "def f", "--model", model, *plan[2:], "--max-tokens", "2", "--require-quality")
+    result = run(*words, f"kl={kl + 1:.6f}")
+    assert result.exit_code == 0 and "certified " in result.stderr
+    result = run(*words, "recall=0.9")
+    assert result.exit_code == 2 and "recall was not measured" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--markdown", "--plot"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,9 +286,83 @@ def test_entries() -> None:
     assert Entry.parse("nvfp4@0,-1=fp8_e4m3") == Entry("nvfp4", "0,-1=fp8_e4m3")
     assert Entry.parse("nvfp4@0,-1=fp8_e4m3").name == "nvfp4@0,-1=fp8_e4m3"
     assert parse_entries(["bf16", "nvfp4", "bf16"]) == (Entry("bf16"), Entry("nvfp4"))
-    for text in ("", "@0=bf16", "nvfp4@"):
+    for text in ("", "@0=bf16", "nvfp4@", "nvfp4:", ":kv_scales=one"):
         with pytest.raises(ConfigError, match="write it as"):
             Entry.parse(text)
+
+
+def test_options_of_one_scheme() -> None:
+    entry = Entry.parse(
+        "nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
+    )
+    assert entry == Entry(
+        "nvfp4", "0,-1=fp8_e4m3", "kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
+    )
+    assert (
+        entry.name
+        == "nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
+    )
+    base = Config(model="m", kv_layers="1=bf16", page_size=16, token_budget=8, max_running=3)
+    found = entry.config(base)
+    assert (found.kv_format, found.kv_layers, found.kv_scales) == ("nvfp4", "0,-1=fp8_e4m3", "one")
+    assert (found.page_size, found.tuned, found.token_budget, found.decode_backend) == (
+        32,
+        False,
+        None,
+        "none",
+    )
+    assert found.max_running == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nvfp4:page_sizes=3", "did you mean 'page_size'"),
+        ("nvfp4:page_size=big", "page_size must be an integer or None, not 'big'"),
+        ("nvfp4:tuned=perhaps", "tuned must be True or False"),
+        ("nvfp4:page_size=1,page-size=2", "says something twice"),
+        ("nvfp4:kv_layers=0=bf16", "kv_layers is no option of a single scheme"),
+        ("nvfp4:model=demo", "model is no option of a single scheme"),
+    ],
+)
+def test_malformed_options_of_one_scheme(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Entry.parse(text)
+
+
+def test_a_yardstick_has_no_options_of_other_caches() -> None:
+    base = Config(model="m", kv_layers="0=fp8_e4m3", kv_memory="1GiB", hisparse="on,host_format=nvfp4_ds_mla")
+    found = Entry.parse("bf16").yardstick(base)
+    assert (found.kv_format, found.kv_layers, found.hisparse, found.kv_memory) == ("bf16", "", "on", "1GiB")
+    same = Entry.parse("bf16").yardstick(replace(base, hisparse="on,buffer=4096"))
+    assert same.hisparse == "on,buffer=4096"
+
+
+def test_schemes_with_options_are_measured_apart(model: str) -> None:
+    names = ("nvfp4", "nvfp4:kv_scales=one")
+    found = evaluate(Config(model=model), names, replace(SMALL, recall_cases=0)).results[1:]
+    assert [result.name for result in found] == list(names)
+    assert [result.options for result in found] == ["", "kv_scales=one"]
+    assert found[0].scale_version != found[1].scale_version and found[0].kl != found[1].kl
+
+
+def test_questions_follow_the_seed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are asked for, at each length, other ones for another seed."""
+    asked: list[list[str]] = []
+
+    def grade(llm: LLM, cases: list[RecallCase]) -> list[bool]:
+        asked.append([case.prompt for case in cases])
+        return [True] * len(cases)
+
+    monkeypatch.setattr(ask, "grade", grade)
+    for seed in (0, 11):
+        sizes = replace(
+            SMALL, tokens=40, recall_cases=100, recall_lengths=(192, 256), attention_tokens=0, seed=seed
+        )
+        (result,) = evaluate(Config(model=model), ["fp32"], sizes).results
+        assert result.recall == {192: 1.0, 256: 1.0}
+    assert [len(prompts) for prompts in asked] == [100] * 4
+    assert not set(asked[0]) & set(asked[2]) and not set(asked[1]) & set(asked[3])
 
 
 def test_default_entries_leave_out_formats_for_tests() -> None:

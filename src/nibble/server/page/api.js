@@ -70,12 +70,13 @@ export async function* events(response) {
   }
 }
 
-export const served = { model: null };
+export const served = { model: null, certificate: null };
 
 export async function connect() {
   const list = (await (await ask("v1/models")).json()).data;
   $("model").textContent = served.model = list[0].id;
   document.title = `${served.model} – Nibble`;
+  served.certificate = list[0].certificate;
   // What is left empty is the model's own.
   const defaults = { temperature: 1, top_p: 1, ...list[0].default_sampling_params };
   for (const name of ["temperature", "top_p"]) $(name).placeholder = defaults[name];

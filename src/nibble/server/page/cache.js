@@ -108,9 +108,28 @@ function picture(view, rates) {
   $("bytes-note").hidden = !view.bytes_per_token;
   $("bytes-note").textContent = `All layers: ${whole(view.bytes_per_token)} bytes per token; ` +
     `${whole(view.bytes_per_token_16bit)} in 16 bits, ${short(ratio)} times as many.`;
+  quality(served.certificate, ratio);
   $("tier").hidden = !view.host;
   if (view.host) tier(view.host);
   drawGrids();
+}
+
+// What `nibble certify` measured of this cache. ratio: 1 where it is not quantised.
+function quality(certificate, ratio) {
+  $("quality").hidden = !certificate;
+  $("quality-note").textContent = certificate?.line ?? (ratio > 1
+    ? "What this cache costs in quality was not measured: nibble certify does it, and nibble plan says how."
+    : "This cache is not quantised.");
+  if (!certificate) return;
+  const { kl, kl_p99, perplexity_ratio, top1, recall, yardstick, yardstick_recall } = certificate;
+  rows("figures", [
+    ["KL, mean", kl.toPrecision(2), `nats from ${yardstick}'s predictions, per token; 0.01 is hard to notice`],
+    ["KL, 99th percentile", kl_p99.toPrecision(2), "one token in a hundred is further off"],
+    ["Perplexity", `${perplexity_ratio.toFixed(3)} times`, `that of ${yardstick}`],
+    ["Same top token", percent(top1), `how often the likeliest next token is ${yardstick}'s`],
+    ...Object.entries(recall).map(([tokens, share]) => [`Recall at ${whole(tokens)} tokens`, percent(share),
+      `exact answers to look-ups; ${yardstick} has ${percent(yardstick_recall[tokens] ?? 0)}`]),
+  ], 1);
 }
 
 function tier(host) {
