@@ -4,12 +4,13 @@ Every format is a scheme of its own name.
 
     nvfp4            both streams in nvfp4
     k8v4             a name of MIXED
+    nvfp4:fp8_e4m3   K in nvfp4, V in fp8_e4m3
     nvfp4+kmean+rot  with transforms of K (formats/transforms.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nibble import formats
@@ -20,6 +21,9 @@ from nibble.model_spec import INDEX, Stream
 
 MIXED = {"k8v4": {"k": "fp8_e4m3", "v": "nvfp4"}}
 """Schemes that give streams different formats: scheme -> stream -> format."""
+
+PAIR = ":"
+"""Between the formats of K and of V, in the name of a scheme that MIXED has no name for."""
 
 COMPANIONS = {INDEX: "index_fp8"}
 """Streams that every quantised scheme stores in a format of their own."""
@@ -56,7 +60,8 @@ class Scheme:
 
     def format_of(self, stream: Stream) -> KVFormat:
         """Return the format of `stream`."""
-        name = MIXED[self.base][stream.name] if self.base in MIXED else self.base
+        by_stream = mixed(self.base)
+        name = by_stream[stream.name] if by_stream else self.base
         # An unquantised scheme keeps index keys unquantised too.
         if stream.name in COMPANIONS and formats.get(name).plain is None:
             name = COMPANIONS[stream.name]
@@ -64,7 +69,8 @@ class Scheme:
 
     def refuses(self, stream: Stream) -> str | None:
         """Return why `stream` cannot be stored in this scheme, or None."""
-        if self.base in MIXED and stream.name not in MIXED[self.base]:
+        by_stream = mixed(self.base)
+        if by_stream and stream.name not in by_stream:
             return f"{self.base} has no format for the stream {stream.name!r}"
         return self.format_of(stream).refuses(stream)
 
@@ -72,6 +78,24 @@ class Scheme:
 def names() -> tuple[str, ...]:
     """Return the names of all schemes without transforms: the formats, then the mixed ones."""
     return (*(name for name in formats.names() if name not in COMPANIONS.values()), *MIXED)
+
+
+def mixed(base: str) -> Mapping[str, str]:
+    """Return the formats by stream of a scheme that gives streams different ones; nothing for the others."""
+    if PAIR in base:
+        return dict(zip(("k", "v"), base.split(PAIR), strict=True))
+    return MIXED.get(base, {})
+
+
+def compose(by_stream: Mapping[str, str], transforms: Iterable[str] = ()) -> Scheme:
+    """Return the scheme that stores streams in these formats; raise ConfigError where there is none.
+
+    Args:
+        by_stream: A format for `k` and one for `v`, or one for a latent.
+        transforms: Of K.
+    """
+    base = PAIR.join(by_stream[name] for name in sorted(by_stream))
+    return parse("+".join((base, *transforms)))
 
 
 def fitting(*streams: Stream) -> tuple[str, ...]:
@@ -87,11 +111,7 @@ def bytes_per_token(name: str, streams: Iterable[Stream]) -> int:
 def parse(text: str) -> Scheme:
     """Return the scheme that `nvfp4`, `k8v4`, `nvfp4+rot`... names, or raise ConfigError with the nearest name."""
     base, *transforms = text.strip().lower().split("+")
-    base = ALIASES.get(base, base)
-    if base in UNSERVED:
-        raise ConfigError(f"KV format {base!r} is not served: {UNSERVED[base]}")
-    if base not in names():
-        raise ConfigError(unknown("KV format", base, names()))
+    base = _base(base)
     for name in transforms:
         # Only for its error: an unknown transform is refused before any other check.
         transform.get(name)
@@ -100,3 +120,22 @@ def parse(text: str) -> Scheme:
     # In the order of application, whatever the order of the text: one meaning has one name.
     ordered = tuple(sorted(transforms, key=transform.names().index))
     return Scheme("+".join((base, *ordered)), base, ordered)
+
+
+def _base(text: str) -> str:
+    """Return the base that `nvfp4` or `nvfp4:fp8_e4m3` means, or raise ConfigError."""
+    if PAIR not in text:
+        base = ALIASES.get(text, text)
+        if base in UNSERVED:
+            raise ConfigError(f"KV format {base!r} is not served: {UNSERVED[base]}")
+        if base not in names():
+            raise ConfigError(unknown("KV format", base, names()))
+        return base
+    pair = [_base(part.strip()) for part in text.split(PAIR)]
+    if len(pair) != 2 or any(part in MIXED for part in pair):
+        raise ConfigError(f"cannot read {text!r} as formats of K and of V; write it as nvfp4{PAIR}fp8_e4m3")
+    if pair[0] == pair[1]:
+        return pair[0]
+    # One meaning has one name.
+    usual = {tuple(by_stream.values()): name for name, by_stream in MIXED.items()}
+    return usual.get((pair[0], pair[1]), PAIR.join(pair))
