@@ -17,6 +17,7 @@ Shape suffixes: T tokens of a window, S scored tokens, V vocabulary, H query hea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,10 +29,10 @@ from nibble.attention.layer import StepContext
 from nibble.attention.planner.options import ROUTED
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.support import BackendInfo, SchemeGroup
+from nibble.attention.planner.support import BackendInfo
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.errors import ConfigError, NibbleError
+from nibble.errors import ConfigError
 from nibble.evals.perplexity import Prediction, Window, observed_logits, prompt_context
 from nibble.evals.solver import Choice, Option, frontier, least_cost, least_loss
 from nibble.formats import scheme as schemes
@@ -40,7 +41,7 @@ from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from nibble.models import hook
-from nibble.spec import LayerRule
+from nibble.spec import CacheSpec, LayerRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class Target:
     model_spec: ModelSpec
     hardware: Hardware
     backends: Mapping[str, BackendInfo]
+
+    @property
+    def plain(self) -> str:
+        """Return the format that stores the compute dtype unchanged."""
+        return formats.plain(CacheSpec.from_config(self.config).compute_dtype(self.hardware)).name
 
     def plan(self, rest: str, layers: Iterable[int], scheme: Scheme) -> Plan:
         """Return the plan with `scheme` in some layers and the scheme `rest` in the others; raise ConfigError."""
@@ -66,20 +72,14 @@ class Target:
         """Return why a layer group cannot be served in `scheme`, by a kernel where there is a GPU; None if it can."""
         layers = self.owners(group)
         try:
-            plan = self.plan(_unquantised(self.config, self.hardware), layers, scheme)
+            plan = self.plan(self.plain, layers, scheme)
         except ConfigError as error:
             return str(error).splitlines()[0]
         for phase in () if self.hardware.is_cpu else ROUTED:
             route = plan.route(layers[0], phase)
             if route.row.gathers and route.backend != self.config.backend_for(phase.decodes):
-                return f"no kernel reads it for {phase} on {self.hardware}: {route.backend} gathers pages in plain torch"
+                return f"no kernel reads it for {phase} on {self.hardware}, only {route.backend}, which gathers pages"
         return None
-
-
-def _unquantised(config: Config, hardware: Hardware) -> str:
-    """Return the name of the format that counts as unquantised: 16 bits, in the compute dtype where that has as many."""
-    usual = formats.plain("bfloat16").name
-    return formats.plain(config.dtype).name if config.dtype == "float16" and not hardware.is_cpu else usual
 
 
 # Candidates
@@ -179,18 +179,18 @@ class Measurement:
     model: nn.Module
     target: Target
     """This machine, as serving on it is planned."""
-    plain: str
-    """The format that holds the compute dtype unchanged."""
     scales_of: Callable[[Plan], KVScales]
 
     @cached_property
     def exact(self) -> Plan:
         """The plan of an unquantised cache."""
-        return self.target.plan(self.plain, range(self.target.model_spec.layers), schemes.parse(self.plain))
+        plain = schemes.parse(self.target.plain)
+        return self.target.plan(plain.name, range(self.target.model_spec.layers), plain)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan with a candidate in all layers of its group; raise ConfigError."""
-        return self.target.plan(self.plain, self.target.owners(candidate.group), candidate.scheme(self.plain))
+        target, plain = self.target, self.target.plain
+        return target.plan(plain, target.owners(candidate.group), candidate.scheme(plain))
 
     def losses(
         self, trials: Sequence[Candidate], windows: Sequence[Window], progress: Progress | None = None
@@ -216,7 +216,11 @@ class Measurement:
                 context = prompt_context(plan, self.scales_of(plan), len(window.ids), device)
                 for layer in self.target.owners(trial.group):
                     if progress:
-                        progress(f"layer {layer}: {trial.stream.name} in {trial.name}", done, len(keys) * len(windows))
+                        progress(
+                            f"layer {layer}: {trial.stream.name} in {trial.name}",
+                            done,
+                            len(keys) * len(windows),
+                        )
                     observer = _Trial(_fresh(exact), _fresh(context), layer, outputs)
                     rows_SV = self._rows(window, observer)
                     nats[layer, trial] += float(prediction.kl(rows_SV).double().sum())
@@ -321,7 +325,10 @@ class Search:
     def front(self) -> tuple[Choice, ...]:
         """The choices of which none is better in both bytes and KL."""
         return frontier(
-            [[Option(entry.bytes_per_token, entry.loss) for entry in options] for options in self.parts.values()]
+            [
+                [Option(entry.bytes_per_token, entry.loss) for entry in options]
+                for options in self.parts.values()
+            ]
         )
 
     @property
@@ -345,7 +352,7 @@ class Search:
         return self._assignment(choice)
 
     def within_kl(self, most: float) -> Assignment:
-        """Return the smallest assignment with a predicted KL of at most `most`; raise ConfigError where all have more."""
+        """Return the smallest assignment whose predicted KL is at most `most`; raise ConfigError where all have more."""
         choice = least_cost(self.front, most)
         if choice is None:
             raise ConfigError(
@@ -362,8 +369,8 @@ class Search:
                 losses = {x.name: self._loss(group, layer, x, scheme) for x in stored_streams(group)}
                 if None in losses.values():
                     return None
-                found_losses = {name: loss for name, loss in losses.items() if loss is not None}
-                layers[layer] = Assigned(scheme, cost_of(group, scheme), found_losses)
+                measured = {name: loss for name, loss in losses.items() if loss is not None}
+                layers[layer] = Assigned(scheme, cost_of(group, scheme), measured)
         return Assignment(layers, self.values)
 
     def _loss(self, group: LayerGroup, layer: int, stream: Stream, scheme: Scheme) -> float | None:
@@ -379,7 +386,7 @@ class Search:
     def _options(self, group: LayerGroup, layer: int) -> Iterator[Assigned]:
         """Yield the pairs of the best candidates for K and V, of each format, that can be served together."""
         best = [self._best(group, layer, stream) for stream in stored_streams(group)]
-        for combination in _product(best):
+        for combination in itertools.product(*best):
             by_stream = {candidate.stream.name: candidate.format for candidate in combination}
             transforms = tuple(name for candidate in combination for name in candidate.transforms)
             scheme = schemes.compose(by_stream, transforms)
@@ -408,9 +415,3 @@ class Search:
     @cached_property
     def _reasons(self) -> dict[tuple[LayerGroup, Scheme], str | None]:
         return {}
-
-
-def _product(lists: Sequence[Sequence[Candidate]]) -> Iterator[tuple[Candidate, ...]]:
-    import itertools
-
-    return itertools.product(*lists)

@@ -74,9 +74,13 @@ def _undominated(choices: list[Choice]) -> list[Choice]:
 
 def least_loss(front: Sequence[Choice], cost: float) -> Choice | None:
     """Return the choice of the least loss that costs at most `cost`, None where all cost more."""
-    return max((choice for choice in front if choice.cost <= cost), key=lambda choice: choice.cost, default=None)
+    return max(
+        (choice for choice in front if choice.cost <= cost), key=lambda choice: choice.cost, default=None
+    )
 
 
 def least_cost(front: Sequence[Choice], loss: float) -> Choice | None:
     """Return the choice of the least cost that loses at most `loss`, None where all lose more."""
-    return min((choice for choice in front if choice.loss <= loss), key=lambda choice: choice.cost, default=None)
+    return min(
+        (choice for choice in front if choice.loss <= loss), key=lambda choice: choice.cost, default=None
+    )

@@ -28,6 +28,9 @@ PAIR = ":"
 COMPANIONS = {INDEX: "index_fp8"}
 """Streams that every quantised scheme stores in a format of their own."""
 
+TUNED = ("bf16", "fp8_e4m3", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "nvfp4_ds_mla_fp8rope")
+"""Formats that `nibble tune-precision` tries if none are named."""
+
 ALIASES = {
     "auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "fp8": "fp8_e4m3",
     "fp4_mx_block16": "fp4_mx16", "fp4_e2m1": "fp4_mx16",

@@ -109,7 +109,9 @@ def load(path: str | Path) -> SchemeFile:
     return SchemeFile(str(path), by_layer, provenance=content.get("provenance") or {})
 
 
-def save(path: Path, layers: Mapping[int, Scheme], streams: Mapping[int, Iterable[Stream]], **provenance: Any) -> None:
+def save(
+    path: Path, layers: Mapping[int, Scheme], streams: Mapping[int, Iterable[Stream]], **provenance: Any
+) -> None:
     """Write a file in our form.
 
     Args:
@@ -144,7 +146,9 @@ def _parse_layer(entry: Any, where: str) -> Scheme:
     """Return the scheme of one layer's entry; raise ConfigError that begins with `where`."""
     if not isinstance(entry, dict) or tuple(sorted(entry)) not in STREAMS:
         forms = " or ".join(" and ".join(names) for names in STREAMS)
-        raise ConfigError(f"{where}: a layer has {forms}, not {', '.join(sorted(entry)) if entry else 'nothing'}")
+        raise ConfigError(
+            f"{where}: a layer has {forms}, not {', '.join(sorted(entry)) if entry else 'nothing'}"
+        )
     by_stream = {name: _parse_format(entry[name], f"{where}, {name}") for name in entry}
     transforms = {name: tuple(entry[name].get("transforms") or ()) for name in entry}
     if wrong := [name for name in transforms if transforms[name] and name != "k"]:
@@ -188,7 +192,9 @@ def modelopt_algos(entry: Mapping[str, Any], where: str) -> dict[int, str]:
     """
     version, by_name = entry.get("kv_cache_schema_version", MODELOPT_SCHEMA), entry[MODELOPT_LAYERS]
     if version != MODELOPT_SCHEMA:
-        raise ConfigError(f"{where}: {MODELOPT_LAYERS} is of schema {version}, and Nibble reads {MODELOPT_SCHEMA}")
+        raise ConfigError(
+            f"{where}: {MODELOPT_LAYERS} is of schema {version}, and Nibble reads {MODELOPT_SCHEMA}"
+        )
     if not isinstance(by_name, dict):
         raise ConfigError(f"{where}: {MODELOPT_LAYERS} must be an object with an entry for each layer")
     algos: dict[int, str] = {}
