@@ -6,7 +6,7 @@ Everything that plans, prices or refuses reads this value; only `from_config` re
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from nibble.config import Config, OffloadSpec
@@ -74,6 +74,23 @@ def _parse_span(item: str, where: str) -> tuple[int, int]:
     return low, high
 
 
+def _schemes(config: Config, file: SchemeFile | None) -> tuple[Scheme, tuple[LayerRule, ...]]:
+    """Return the scheme and the rules, with what their texts leave to `kv_encoder` and `kv_transforms`.
+
+    A file leaves no transforms to the options. A rule of `kv_layers` wins over it.
+    """
+    transforms = schemes.parse_transforms(config.kv_transforms)
+
+    def complete(scheme: Scheme) -> Scheme:
+        return scheme.encoded_by(config.kv_encoder).transformed_by(transforms)
+
+    parsed = map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))
+    rules = tuple(replace(rule, scheme=complete(rule.scheme)) for rule in (*_rules_of(file), *parsed))
+    scheme = complete(file.usual if file else schemes.parse(config.kv_format))
+    schemes.check_encoder(config.kv_encoder, (scheme, *(rule.scheme for rule in rules)))
+    return scheme, rules
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
     """What is requested of a cache and of attention over it."""
@@ -111,12 +128,11 @@ class CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
         prefill, decode = config.backend_for(False), config.backend_for(True)
         file = scheme_file.load(config.kv_format) if scheme_file.is_file(config.kv_format) else None
-        rules = tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";"))))
+        scheme, rules = _schemes(config, file)
         return cls(
-            scheme=file.usual if file else schemes.parse(config.kv_format),
+            scheme=scheme,
             scheme_file=file,
-            # A rule of kv_layers wins over the file.
-            layer_rules=(*_rules_of(file), *rules),
+            layer_rules=rules,
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
             packing=config.packing,

@@ -104,7 +104,7 @@ def test_the_record_of_fp8_rotary_values_is_flash_mlas() -> None:
 @pytest.mark.parametrize("kv_format", scheme.fitting(*LATENTS))
 def test_every_packing_holds_the_same(kv_format: str) -> None:
     fmt = scheme.parse(kv_format)
-    entries = tuple(StreamLayout(stream, fmt.format_of(stream).name) for stream in LATENTS)
+    entries = tuple(StreamLayout.of(stream, fmt.format_of(stream)) for stream in LATENTS)
     x, index = latents(40), latents(40, LATENTS[1])
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:40]
     seen = []

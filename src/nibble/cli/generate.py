@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +89,7 @@ def generate(
     sampling(**params)  # refused before anything is imported
     base = Config(model=model, **config)
     entries = _cache_entries(base, compare, also or ())
-    caches = [replace(base, kv_format=entry.kv_format, kv_layers=entry.kv_layers) for entry in entries]
+    caches = [base if entry == Entry.of(base) else entry.config(base) for entry in entries]
     terminal.quiet_libraries(model)
     from nibble.engine.build import preflight
 

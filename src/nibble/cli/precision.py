@@ -19,7 +19,16 @@ from nibble.files import check_writable, write_atomic
 from nibble.formats import scheme_file
 from nibble.hardware import lookup_gpu
 
-SET_HERE = ("model", "kv_format", "kv_layers", "hisparse", "prefix_cache", "seed")
+SET_HERE = (
+    "model",
+    "kv_format",
+    "kv_layers",
+    "kv_encoder",
+    "kv_transforms",
+    "hisparse",
+    "prefix_cache",
+    "seed",
+)
 """Fields of Config that are no options of this command."""
 IDLE = ("watch_fidelity", "fidelity_alert", "chat_template", "generation_config", "compile", "graphs")
 """Fields of Config that change no measurement."""

@@ -61,7 +61,13 @@ class Target:
     def plan(self, rest: str, layers: Iterable[int], scheme: Scheme) -> Plan:
         """Return the plan with `scheme` in some layers and the scheme `rest` in the others; raise ConfigError."""
         rule = LayerRule.of(layers, scheme).text
-        config = replace(self.config, kv_format=rest, kv_layers=rule, hisparse="")
+        cache = {
+            "kv_format": rest,
+            "kv_layers": rule,
+            "kv_encoder": schemes.AUTO,
+            "kv_transforms": schemes.AUTO,
+        }
+        config = replace(self.config, hisparse="", **cache)
         return resolve(config, self.model_spec, self.hardware, self.backends)
 
     def owners(self, group: LayerGroup) -> tuple[int, ...]:
@@ -93,16 +99,18 @@ class Candidate:
     stream: Stream
     format: str
     transforms: tuple[str, ...] = ()
+    encoder: str = schemes.AUTO
 
     @property
     def name(self) -> str:
-        """Return the format with its transforms."""
-        return "+".join((self.format, *self.transforms))
+        """Return the format with its encoder and transforms."""
+        encoder = () if self.encoder == schemes.AUTO else (self.encoder,)
+        return "+".join(("_".join((self.format, *encoder)), *self.transforms))
 
     def scheme(self, plain: str) -> Scheme:
         """Return the scheme that stores the stream so, and others unquantised in the format `plain`."""
         streams = {stream.name: plain for stream in stored_streams(self.group)}
-        return schemes.compose(streams | {self.stream.name: self.format}, self.transforms)
+        return schemes.compose(streams | {self.stream.name: self.format}, self.transforms, self.encoder)
 
 
 def stored_streams(group: LayerGroup) -> tuple[Stream, ...]:
@@ -110,19 +118,18 @@ def stored_streams(group: LayerGroup) -> tuple[Stream, ...]:
     return tuple(stream for stream in group.streams if stream.name not in schemes.COMPANIONS)
 
 
-def candidates(group: LayerGroup, names: Iterable[str]) -> Iterator[Candidate]:
+def candidates(group: LayerGroup, tried: Iterable[Scheme]) -> Iterator[Candidate]:
     """Yield what may store the streams of a group.
 
     Args:
         group: The layers.
-        names: Formats; those that cannot store a stream are left out for it.
+        tried: Formats with encoders, as schemes; those that cannot store a stream are left out for it.
     """
     for stream in stored_streams(group):
-        for name in names:
-            if formats.get(name).bound(stream).refuses(stream) or schemes.parse(name).refuses(stream):
-                continue
-            for transforms in _transforms(group, stream, name):
-                yield Candidate(group, stream, name, transforms)
+        for scheme in tried:
+            if not scheme.refuses(stream):
+                for transforms in _transforms(group, stream, scheme.base):
+                    yield Candidate(group, stream, scheme.base, transforms, scheme.encoder)
 
 
 def _transforms(group: LayerGroup, stream: Stream, name: str) -> list[tuple[str, ...]]:
@@ -361,24 +368,6 @@ class Search:
             )
         return self._assignment(choice)
 
-    def uniform(self, scheme: Scheme) -> Assignment | None:
-        """Return one scheme in all layers, as these measurements have it; None where a layer was not measured so."""
-        layers: dict[int, Assigned] = {}
-        for group in self.target.model_spec.groups:
-            for layer in self.target.owners(group):
-                losses = {x.name: self._loss(group, layer, x, scheme) for x in stored_streams(group)}
-                if None in losses.values():
-                    return None
-                measured = {name: loss for name, loss in losses.items() if loss is not None}
-                layers[layer] = Assigned(scheme, cost_of(group, scheme), measured)
-        return Assignment(layers, self.values)
-
-    def _loss(self, group: LayerGroup, layer: int, stream: Stream, scheme: Scheme) -> float | None:
-        if scheme.refuses(stream):
-            return None
-        transforms = scheme.transforms if stream.name == "k" else ()
-        return self.losses.get((layer, Candidate(group, stream, scheme.format_of(stream).name, transforms)))
-
     def _assignment(self, choice: Choice) -> Assignment:
         pairs = zip(self.parts.items(), choice.indices, strict=True)
         return Assignment({layer: options[index] for (layer, options), index in pairs}, self.values)
@@ -389,19 +378,23 @@ class Search:
         for combination in itertools.product(*best):
             by_stream = {candidate.stream.name: candidate.format for candidate in combination}
             transforms = tuple(name for candidate in combination for name in candidate.transforms)
-            scheme = schemes.compose(by_stream, transforms)
+            encoders = {x.encoder for x in combination if len(formats.get(x.format).encoders) > 1}
+            # A scheme has one encoder for all of its streams.
+            if len(encoders) > 1:
+                continue
+            scheme = schemes.compose(by_stream, transforms, *encoders)
             if self._refuses(group, scheme) is None:
                 losses = {x.stream.name: self.losses[layer, x] for x in combination}
                 yield Assigned(scheme, cost_of(group, scheme), losses)
 
     def _best(self, group: LayerGroup, layer: int, stream: Stream) -> list[Candidate]:
-        """Return the candidate of each format that loses least: its transforms change no bytes and no route."""
-        best: dict[str, Candidate] = {}
+        """Return the candidate of each format and encoder that loses least: transforms change no bytes and no route."""
+        best: dict[tuple[str, str], Candidate] = {}
         for (at, candidate), loss in self.losses.items():
             if at == layer and candidate.group == group and candidate.stream == stream:
-                rival = best.get(candidate.format)
-                if rival is None or loss < self.losses[layer, rival]:
-                    best[candidate.format] = candidate
+                rival = best.setdefault((candidate.format, candidate.encoder), candidate)
+                if loss < self.losses[layer, rival]:
+                    best[candidate.format, candidate.encoder] = candidate
         return list(best.values())
 
     def _refuses(self, group: LayerGroup, scheme: Scheme) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,13 @@ class Entry:
     def of(cls, config: Config) -> Entry:
         """Return what a config serves."""
         return cls(config.kv_format, config.kv_layers)
+
+    def config(self, base: Config) -> Config:
+        """Return `base` with this cache, of which all is said by the entry."""
+        kv_format, kv_layers = self.kv_format, self.kv_layers
+        return replace(
+            base, kv_format=kv_format, kv_layers=kv_layers, kv_encoder="auto", kv_transforms="auto"
+        )
 
     @property
     def name(self) -> str:

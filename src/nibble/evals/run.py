@@ -123,7 +123,7 @@ def candidates_of(
 
 def _plan_candidate(config: Config, entry: Entry) -> Candidate:
     """Plan a scheme. `auto` takes the checkpoint's scales where they suffice, else what will be measured."""
-    plan = plan_engine(replace(config, kv_format=entry.kv_format, kv_layers=entry.kv_layers))
+    plan = plan_engine(entry.config(config))
     require_runnable(plan.plan)
     source = find_source(plan, download)
     if source.origin is Origin.MEASURED:

@@ -3,11 +3,16 @@
     {
       "schema": "nibble-kv-scheme-1",
       "layers": {
-        "0": {"k": {"format": "nvfp4", "transforms": ["kmean", "rot"]}, "v": {"format": "nvfp4"}},
+        "0": {
+          "k": {"format": "nvfp4", "encoder": "sweep", "transforms": ["kmean", "rot"]},
+          "v": {"format": "nvfp4", "encoder": "sweep"}
+        },
         "1": {"latent": {"format": "fp8_e4m3"}}
       },
       "provenance": {"model": "...", "text": "...", "figures": {...}}
     }
+
+An `encoder` that is left out is the default, or that of --kv-encoder. Both streams of a layer have the same.
 
 `provenance` says where the choice comes from; nothing depends on it. Index keys of sparse attention have one format,
 so a file does not name them.
@@ -48,6 +53,8 @@ MODELOPT_SCHEMES = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4", "FP8_K_NVFP4_V": "k8v4"
 _MODELOPT_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 STREAMS = (("k", "v"), (LATENT,))
 """The streams that a layer of a file may have."""
+SETTINGS = ("format", "encoder", "transforms")
+"""What a file says of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +134,14 @@ def save(
 
 def _entry(scheme: Scheme, streams: Iterable[Stream]) -> dict[str, Any]:
     names = [stream for stream in streams if stream.name not in schemes.COMPANIONS]
-    return {
-        stream.name: {
-            "format": scheme.format_of(stream).name,
-            **({"transforms": list(scheme.transforms)} if scheme.transforms and stream.name == "k" else {}),
-        }
-        for stream in names
-    }
+    return {stream.name: _stream_entry(scheme, stream) for stream in names}
+
+
+def _stream_entry(scheme: Scheme, stream: Stream) -> dict[str, Any]:
+    codec = scheme.format_of(stream)
+    encoder = {"encoder": codec.encoder} if codec.encoder else {}
+    transforms = {"transforms": list(scheme.transforms)} if scheme.transforms and stream.name == "k" else {}
+    return {"format": codec.name, **encoder, **transforms}
 
 
 def _layer(key: str, path: str) -> int:
@@ -153,20 +161,32 @@ def _parse_layer(entry: Any, where: str) -> Scheme:
     transforms = {name: tuple(entry[name].get("transforms") or ()) for name in entry}
     if wrong := [name for name in transforms if transforms[name] and name != "k"]:
         raise ConfigError(f"{where}, {wrong[0]}: transforms are of k alone; leave them out")
+    encoders = {entry[name]["encoder"] for name in entry if entry[name].get("encoder")}
+    if len(encoders) > 1:
+        raise ConfigError(
+            f"{where}: k and v have the encoders {' and '.join(sorted(encoders))}; give them the same"
+        )
     try:
-        return schemes.compose(by_stream, transforms.get("k", ()))
+        return schemes.compose(by_stream, transforms.get("k", ()), *encoders)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
 def _parse_format(entry: Any, where: str) -> str:
+    """Return the format of one stream's entry, whose encoder it has; raise ConfigError that begins with `where`."""
     if not isinstance(entry, dict) or not isinstance(entry.get("format"), str):
         raise ConfigError(f'{where}: write it as {{"format": NAME}}')
-    if beyond := sorted(entry.keys() - {"format", "transforms"}):
-        raise ConfigError(f"{where}: {unknown('setting', beyond[0], ('format', 'transforms'))}")
-    if entry["format"] not in formats.names() or entry["format"] in schemes.COMPANIONS.values():
-        raise ConfigError(f"{where}: {unknown('KV format', entry['format'], formats.names())}")
-    return str(entry["format"])
+    if beyond := sorted(entry.keys() - set(SETTINGS)):
+        raise ConfigError(f"{where}: {unknown('setting', beyond[0], SETTINGS)}")
+    name, encoder, transforms = entry["format"], entry.get("encoder"), entry.get("transforms") or []
+    usable = [name for name in formats.names() if name not in schemes.COMPANIONS.values()]
+    if name not in usable:
+        raise ConfigError(f"{where}: {unknown('KV format', name, usable)}")
+    if encoder and encoder not in formats.get(name).encoders:
+        raise ConfigError(f"{where}: {unknown(f'encoder of {name}', encoder, formats.get(name).encoders)}")
+    if not isinstance(transforms, list) or not all(isinstance(x, str) for x in transforms):
+        raise ConfigError(f"{where}: transforms are a list of names, not {transforms!r}")
+    return str(name)
 
 
 # ModelOpt's form

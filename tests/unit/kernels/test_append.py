@@ -53,7 +53,7 @@ def values(seed: int, tokens: int = 7, heads: int = HEADS, dim: int = DIM) -> Te
 def pool(kv_format: str, packing: str, dims: tuple[int, int] = (DIM, DIM), heads: int = HEADS) -> PagedPool:
     chosen = scheme.parse(kv_format)
     streams = [Stream(name, heads, dim) for name, dim in zip("kv", dims, strict=True)]
-    entries = tuple(StreamLayout(stream, chosen.format_of(stream).name) for stream in streams)
+    entries = tuple(StreamLayout.of(stream, chosen.format_of(stream)) for stream in streams)
     layout = CacheLayout((LayerLayout(0, entries, chosen.transforms),), PAGE, packing)
     mean = torch.randn(heads, dims[0], generator=torch.Generator().manual_seed(9)).tolist()
     amax = {

@@ -69,7 +69,8 @@ MAX_E2M1 = tl.constexpr(0x40C00000)  # 6.0
 MAX_E4M3 = tl.constexpr(0x43E00000)  # 448.0
 MAX_E5M2 = tl.constexpr(0x47600000)  # 57344.0
 NAN_FP8 = tl.constexpr(0x7F)
-TWO_126 = tl.constexpr(2.0**126)
+MOST_UNITS = tl.constexpr(0x45C00000)  # 6144.0
+TWO_22, TWO_23, TWO_120, TWO_126 = (tl.constexpr(2.0**n) for n in (22, 23, 120, 126))
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 """The interpreter has no PTX: there the same bits are moved by plain operations."""
 
@@ -119,6 +120,27 @@ def round_bits(bits, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.c
     # what now stands in the low bits counts steps, and the exponent says how large they are
     code = bits_of(lifted) + (bits_of(lifted) >> SHIFT)
     return lifted - lift, code & 0x7F
+
+
+@triton.jit
+def whole_units(x):
+    """Round magnitudes to whole numbers, at most MOST_UNITS; see least_error() in formats/base.py."""
+    # Compared as integers, which makes MOST_UNITS of NaN. From 2^23 on float32 has no room behind the point.
+    return (float_of(tl.minimum(bits_of(x), MOST_UNITS)) + TWO_23) - TWO_23
+
+
+@triton.jit
+def squared_error(units_RBS, step_RB1):
+    """Return the squared error [R, B, 1] of blocks in whole units whose scale is so many of them, 0 included.
+
+    The sum is exact below 2^24, whatever its order and whatever is fused: all of its terms are whole numbers. How the
+    quotient is rounded does not matter, since codes of the same error are all that it can decide between.
+    """
+    t = tl.minimum(units_RBS * (1.0 / tl.maximum(step_RB1, 1.0)), 6.0)
+    # From this power of two on float32 has the spacing that E2M1 has at t: adding it rounds.
+    lift = float_of(bits_of(tl.maximum(t, 1.0)) & INF_BITS) * TWO_22
+    error = units_RBS - step_RB1 * ((t + lift) - lift)
+    return tl.sum(error * error, 2, keep_dims=True)
 
 
 @triton.jit
