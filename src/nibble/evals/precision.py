@@ -61,13 +61,15 @@ class Target:
     def plan(self, rest: str, layers: Iterable[int], scheme: Scheme) -> Plan:
         """Return the plan with `scheme` in some layers and the scheme `rest` in the others; raise ConfigError."""
         rule = LayerRule.of(layers, scheme).text
-        cache = {
-            "kv_format": rest,
-            "kv_layers": rule,
-            "kv_encoder": schemes.AUTO,
-            "kv_transforms": schemes.AUTO,
-        }
-        config = replace(self.config, hisparse="", **cache)
+        config = replace(
+            self.config,
+            kv_format=rest,
+            kv_layers=rule,
+            # Schemes here say all of it themselves.
+            kv_encoder=schemes.AUTO,
+            kv_transforms=schemes.AUTO,
+            hisparse="",
+        )
         return resolve(config, self.model_spec, self.hardware, self.backends)
 
     def owners(self, group: LayerGroup) -> tuple[int, ...]:
@@ -388,7 +390,7 @@ class Search:
                 yield Assigned(scheme, cost_of(group, scheme), losses)
 
     def _best(self, group: LayerGroup, layer: int, stream: Stream) -> list[Candidate]:
-        """Return the candidate of each format and encoder that loses least: transforms change no bytes and no route."""
+        """Return the candidate of each format and encoder that loses least; transforms change no bytes and no route."""
         best: dict[tuple[str, str], Candidate] = {}
         for (at, candidate), loss in self.losses.items():
             if at == layer and candidate.group == group and candidate.stream == stream:

@@ -116,15 +116,13 @@ def _plain(config: Config) -> str:
 def _trials(target: Target, goal: Goal) -> list[Candidate]:
     """Return what is tried in each layer group; raise ConfigError for an unknown format."""
     names = tuple(filter(None, map(str.strip, goal.candidates.split(",")))) or schemes.TUNED
-    bases = [schemes.parse(name).base for name in names]
-    if mixed := [base for base in bases if schemes.mixed(base)]:
+    tried = tuple(dict.fromkeys(map(schemes.parse, names)))
+    if wrong := [scheme.name for scheme in tried if schemes.mixed(scheme.base) or "+" in scheme.name]:
         raise ConfigError(
-            f"{mixed[0]} is a pair of formats: K and V are measured apart, and put together as they are best; name "
-            "formats in --candidates"
+            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as they are "
+            "best; name formats in --candidates, as nvfp4,nvfp4_amax"
         )
-    trials = [
-        trial for group in target.model_spec.groups for trial in candidates(group, dict.fromkeys(bases))
-    ]
+    trials = [trial for group in target.model_spec.groups for trial in candidates(group, tried)]
     for group in target.model_spec.groups:
         for stream in stored_streams(group):
             if not any(trial.group == group and trial.stream == stream for trial in trials):
