@@ -41,6 +41,8 @@ from nibble.formats import scheme as schemes
 from nibble.formats.scheme import Scheme
 from nibble.model_spec import LATENT, Stream
 
+FILE_NAME = "kv_scheme.json"
+"""A file of this name in a model's folder is what `--kv-format auto` means."""
 SCHEMA = "nibble-kv-scheme-1"
 MODELOPT_SCHEMA = 1
 MODELOPT_LAYERS = "kv_cache_quantized_layers"
