@@ -361,7 +361,7 @@ class Search:
         return self._assignment(choice)
 
     def within_kl(self, most: float) -> Assignment:
-        """Return the smallest assignment whose predicted KL is at most `most`; raise ConfigError where all have more."""
+        """Return the smallest assignment whose predicted KL is at most `most`; raise ConfigError if none has."""
         choice = least_cost(self.front, most)
         if choice is None:
             raise ConfigError(

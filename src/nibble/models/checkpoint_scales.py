@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nibble import formats
 from nibble.cache import scales
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
-from nibble import formats
 from nibble.errors import ScaleError, WeightError
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file
