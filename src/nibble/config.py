@@ -63,7 +63,10 @@ class Config:
         None, "Template of conversations: a file, or the text of one in Jinja; the model's own if left out."
     )
     kv_format: str = option(
-        "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
+        "bf16",
+        "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms, `K:V` names two formats. Or a "
+        "JSON file with one for each layer, of `nibble tune-precision` or ModelOpt; auto: the checkpoint's own such "
+        "file, else bf16.",
     )
     kv_layers: str = option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
     kv_window: int | None = option(

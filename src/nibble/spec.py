@@ -12,7 +12,9 @@ from itertools import chain
 from nibble.config import Config, OffloadSpec
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
+from nibble.formats import scheme_file
 from nibble.formats.scheme import Scheme
+from nibble.formats.scheme_file import SchemeFile
 from nibble.hardware import Hardware
 
 AUTO = "auto"
@@ -37,6 +39,12 @@ class LayerRule:
         # The scheme is checked here, layers only against a model (indices).
         scheme = schemes.parse(name)
         return cls(text, tuple(_parse_span(item.strip(), where) for item in where.split(",")), scheme)
+
+    @classmethod
+    def of(cls, layers: Iterable[int], scheme: Scheme) -> LayerRule:
+        """Return the rule that gives `layers` the scheme."""
+        spans = tuple((layer, layer) for layer in sorted(layers))
+        return cls(f"{','.join(str(layer) for layer, _ in spans)}={scheme.name}", spans, scheme)
 
     def renamed(self, name: str) -> LayerRule:
         """Return the rule for the same layers with the scheme `name`."""
@@ -73,16 +81,19 @@ def _window(requested: int | None, used: Iterable[Scheme]) -> int:
     return requested or 0
 
 
-def _schemes(config: Config) -> tuple[Scheme, tuple[LayerRule, ...]]:
-    """Return the scheme and the rules, with what their texts leave to `kv_encoder` and `kv_transforms`."""
+def _schemes(config: Config, file: SchemeFile | None) -> tuple[Scheme, tuple[LayerRule, ...]]:
+    """Return the scheme and the rules, with what their texts leave to `kv_encoder` and `kv_transforms`.
+
+    A file leaves no transforms to the options. A rule of `kv_layers` wins over it.
+    """
     transforms = schemes.parse_transforms(config.kv_transforms)
 
     def complete(scheme: Scheme) -> Scheme:
         return scheme.encoded_by(config.kv_encoder).transformed_by(transforms)
 
     parsed = map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))
-    rules = tuple(replace(rule, scheme=complete(rule.scheme)) for rule in parsed)
-    scheme = complete(schemes.parse(config.kv_format))
+    rules = tuple(replace(rule, scheme=complete(rule.scheme)) for rule in (*_rules_of(file), *parsed))
+    scheme = complete(file.usual if file else schemes.parse(config.kv_format))
     schemes.check_encoder(config.kv_encoder, (scheme, *(rule.scheme for rule in rules)))
     return scheme, rules
 
@@ -93,6 +104,8 @@ class CacheSpec:
 
     scheme: Scheme
     """The scheme of all layers without a rule."""
+    scheme_file: SchemeFile | None
+    """The file that `scheme` and the first rules come from, if kv_format names one."""
     layer_rules: tuple[LayerRule, ...]
     """Other schemes for some layers; a later rule wins."""
     dtype: str | None
@@ -123,9 +136,11 @@ class CacheSpec:
     def from_config(cls, config: Config) -> CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
         prefill, decode = config.backend_for(False), config.backend_for(True)
-        scheme, rules = _schemes(config)
+        file = scheme_file.load(config.kv_format) if scheme_file.is_file(config.kv_format) else None
+        scheme, rules = _schemes(config, file)
         return cls(
             scheme=scheme,
+            scheme_file=file,
             layer_rules=rules,
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
@@ -151,7 +166,9 @@ class CacheSpec:
         return tuple(dict.fromkeys((self.scheme, *(rule.scheme for rule in self.layer_rules))))
 
     def scheme_by_layer(self, layers: int) -> tuple[Scheme, ...]:
-        """Return the scheme of each of `layers` layers; raise ConfigError for a rule about others."""
+        """Return the scheme of each of `layers` layers; raise ConfigError for a rule or a file about others."""
+        if self.scheme_file:
+            self.scheme_file.check(layers)
         result = [self.scheme] * layers
         for rule in self.layer_rules:
             for layer in rule.indices(layers):
@@ -166,3 +183,12 @@ class CacheSpec:
     def backend_for(self, decode: bool) -> str | None:
         """Return the backend requested for DECODE and VERIFY, or for PREFILL and EXTEND; None for any."""
         return self.decode_backend if decode else self.prefill_backend
+
+
+def _rules_of(file: SchemeFile | None) -> Iterator[LayerRule]:
+    """Yield the rules that a file amounts to, one for each scheme but the usual one."""
+    by_scheme: dict[Scheme, list[int]] = {}
+    for layer, scheme in file.layers.items() if file else ():
+        if file and scheme != file.usual:
+            by_scheme.setdefault(scheme, []).append(layer)
+    yield from (LayerRule.of(layers, scheme) for scheme, layers in by_scheme.items())

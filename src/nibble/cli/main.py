@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import nibble
-from nibble.cli import bench, docs, evaluate, generate, plan, serve
+from nibble.cli import bench, docs, evaluate, generate, plan, precision, serve
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, Command, command, unwrap
 from nibble.errors import PLAN, set_caller
 
@@ -25,6 +25,7 @@ COMMANDS += (
     Command("eval", evaluate.evaluate),
     Command("certify", evaluate.certify),
     Command("calibrate", evaluate.calibrate),
+    Command("tune-precision", precision.tune_precision),
     Command("docs", docs.docs),
 )
 

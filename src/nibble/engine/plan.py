@@ -14,12 +14,13 @@ from nibble.attention.planner.resolve import attempt, find_smaller, resolve
 from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
 from nibble.errors import CapacityError, ConfigError
+from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, probe
 from nibble.model_spec import ModelSpec
 from nibble.models import quantization
-from nibble.models.hub import locate_config, pinned
+from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinned
 from nibble.models.observations import observe_model
-from nibble.spec import CacheSpec
+from nibble.spec import AUTO, CacheSpec
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def plan_cache(
     """
     here = hardware is None
     table = _backends(here)
-    config = pinned(config)
+    config, formats_note = _own_formats(pinned(config))
     hardware = _share(hardware or probe(config.device), config.gpu_memory_utilization)
     spec = CacheSpec.from_config(config)
     dtype = spec.compute_dtype(hardware)
@@ -137,8 +138,23 @@ def plan_cache(
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
     cache_plan = CachePlan(config, hardware, model_spec, plan, times.warning, here, declared)
-    notes = (source_note, *weight_notes, *_caveats(cache_plan, table), *plan.notes)
+    notes = (source_note, formats_note, *weight_notes, *_caveats(cache_plan, table), *plan.notes)
     return replace(cache_plan, plan=replace(plan, notes=tuple(filter(None, notes))))
+
+
+def _own_formats(config: Config) -> tuple[Config, str]:
+    """Return the config with the KV formats that the checkpoint names by layer, if kv_format is `auto`, and a note."""
+    if config.kv_format not in {AUTO, schemes.ALIASES[AUTO]}:
+        return config, ""
+    folder = local_folder(config.model)
+    path = own_kv_formats(folder) if folder else None
+    if path is None:
+        return config, ""
+    if config.kv_format == AUTO:
+        return replace(
+            config, kv_format=str(path)
+        ), f"KV formats: the checkpoint's own, by layer, of {path.name}"
+    return config, f"the checkpoint names KV formats by layer, in {path.name}; --kv-format auto takes them"
 
 
 def _caveats(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> Iterator[str]:

@@ -274,8 +274,8 @@ class Shadow(hook.Observer):
         self, yardstick: Scheme, schemes: Mapping[str, Scheme], tokens: int, device: torch.device
     ) -> None:
         super().__init__()
-        self._baseline = _prompt_context(*yardstick, tokens, device)
-        self._schemes = {name: _prompt_context(*scheme, tokens, device) for name, scheme in schemes.items()}
+        self._baseline = prompt_context(*yardstick, tokens, device)
+        self._schemes = {name: prompt_context(*scheme, tokens, device) for name, scheme in schemes.items()}
         self.errors: dict[str, dict[int, float]] = {name: {} for name in schemes}
 
     def observe(self, call: hook.Call) -> Tensor:
@@ -293,7 +293,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
-def _prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
+def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.device) -> StepContext:
     """Return a step that computes one whole prompt, on pages in order, so that slot t holds token t."""
     pages = cdiv(tokens, plan.page_size)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
@@ -309,6 +309,29 @@ def _prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.dev
 
 
 @torch.inference_mode()
+def observed_logits(
+    model: nn.Module, ids: Sequence[int], observer: hook.Observer, keep: Tensor | int = 0
+) -> Tensor:
+    """Return logits [T, V] of a prompt whose attention is what `observer` says.
+
+    Args:
+        model: with Nibble's attention.
+        ids: the prompt.
+        observer: attends in each layer's place.
+        keep: rows whose logits are computed; 0 for all.
+    """
+    tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    logits: Tensor = model(
+        input_ids=tokens,
+        position_ids=torch.arange(len(ids), device=tokens.device)[None],
+        attention_mask=attention_mask_for(model, tokens, observer),
+        use_cache=False,
+        logits_to_keep=keep,
+        **{hook.CONTEXT: observer},
+    ).logits
+    return logits[0]
+
+
 def attention_errors(
     model: nn.Module, ids: Sequence[int], yardstick: Scheme, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[float, ...]]:
@@ -322,18 +345,8 @@ def attention_errors(
     """
     device = next(model.parameters()).device
     shadow = Shadow(yardstick, schemes, len(ids), device)
-    positions = torch.arange(len(ids), device=device)[None]
-    tokens = torch.tensor([list(ids)], device=device)
-    last = torch.tensor([len(ids) - 1], device=device)
-    model(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=attention_mask_for(model, tokens, shadow),
-        use_cache=False,
-        # Nobody reads the logits, so only one row of them is computed.
-        logits_to_keep=last,
-        **{hook.CONTEXT: shadow},
-    )
+    # Nobody reads the logits, so only one row of them is computed.
+    observed_logits(model, ids, shadow, keep=torch.tensor([len(ids) - 1], device=device))
     return {
         name: tuple(error for _, error in sorted(errors.items())) for name, errors in shadow.errors.items()
     }

@@ -4,6 +4,7 @@ Every format is a scheme of its own name.
 
     nvfp4            both streams in nvfp4
     k8v4             a name of MIXED
+    nvfp4:fp8_e4m3   K in nvfp4, V in fp8_e4m3
     nvfp4_amax       with another encoder than the default (formats/base.py)
     nvfp4+kmean+rot  with transforms of K (formats/transforms.py)
     nvfp4+none       with none, whatever the default
@@ -11,7 +12,7 @@ Every format is a scheme of its own name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from nibble import formats
@@ -28,8 +29,14 @@ NO_TRANSFORMS = "none"
 MIXED = {"k8v4": {"k": "fp8_e4m3", "v": "nvfp4"}}
 """Schemes that give streams different formats: scheme -> stream -> format."""
 
+PAIR = ":"
+"""Between the formats of K and of V, in the name of a scheme that MIXED has no name for."""
+
 COMPANIONS = {INDEX: "index_fp8"}
 """Streams that every quantised scheme stores in a format of their own."""
+
+TUNED = ("bf16", "fp8_e4m3", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "nvfp4_ds_mla_fp8rope")
+"""Formats that `nibble tune-precision` tries if none are named."""
 
 ALIASES = {
     "auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "fp8": "fp8_e4m3",
@@ -64,7 +71,7 @@ class Scheme:
     @property
     def formats(self) -> tuple[KVFormat, ...]:
         """Return the formats of what attention reads, each once."""
-        names = MIXED[self.base].values() if self.base in MIXED else (self.base,)
+        names = mixed(self.base).values() or (self.base,)
         return tuple(formats.get(name).encoded_by(self.encoder) for name in dict.fromkeys(names))
 
     @property
@@ -89,7 +96,8 @@ class Scheme:
 
     def format_of(self, stream: Stream) -> KVFormat:
         """Return the format of `stream`."""
-        name = MIXED[self.base][stream.name] if self.base in MIXED else self.base
+        by_stream = mixed(self.base)
+        name = by_stream[stream.name] if by_stream else self.base
         # An unquantised scheme keeps index keys unquantised too.
         if stream.name in COMPANIONS and formats.get(name).plain is None:
             name = COMPANIONS[stream.name]
@@ -97,7 +105,8 @@ class Scheme:
 
     def refuses(self, stream: Stream) -> str | None:
         """Return why `stream` cannot be stored in this scheme, or None."""
-        if self.base in MIXED and stream.name not in MIXED[self.base]:
+        by_stream = mixed(self.base)
+        if by_stream and stream.name not in by_stream:
             return f"{self.base} has no format for the stream {stream.name!r}"
         return self.format_of(stream).refuses(stream)
 
@@ -105,6 +114,28 @@ class Scheme:
 def names() -> tuple[str, ...]:
     """Return the names of all schemes without transforms: the formats, then the mixed ones."""
     return (*(name for name in formats.names() if name not in COMPANIONS.values()), *MIXED)
+
+
+def mixed(base: str) -> Mapping[str, str]:
+    """Return the formats by stream of a scheme that gives streams different ones; nothing for the others."""
+    if PAIR in base:
+        return dict(zip(("k", "v"), base.split(PAIR), strict=True))
+    return MIXED.get(base, {})
+
+
+def compose(by_stream: Mapping[str, str], transforms: Iterable[str] = (), encoder: str = AUTO) -> Scheme:
+    """Return the scheme that stores streams so, whatever the default transforms; raise ConfigError if there is none.
+
+    Args:
+        by_stream: A format for `k` and one for `v`, or one for a latent.
+        transforms: Of K.
+        encoder: Of the formats that have it.
+    """
+    base = PAIR.join(by_stream[name] for name in sorted(by_stream))
+    named = tuple(transforms)
+    if not named and "k" in by_stream and formats.get(by_stream["k"]).plain is None:
+        named = (NO_TRANSFORMS,)
+    return parse("+".join((base if encoder == AUTO else f"{base}_{encoder}", *named)))
 
 
 def fitting(*streams: Stream) -> tuple[str, ...]:
@@ -168,19 +199,42 @@ def parse(text: str) -> Scheme:
     if name in UNSERVED:
         raise ConfigError(f"KV format {name!r} is not served: {UNSERVED[name]}")
     base, encoder = _split_encoder(name)
-    if base not in names():
-        raise ConfigError(unknown("KV format", name, names()))
+    if base is None:
+        raise ConfigError(_unknown(name))
     transforms = parse_transforms(rest) if plus else ()
     if transforms is None:
         raise ConfigError(unknown("transform", AUTO, transform.names()))
     named = transforms or (NO_TRANSFORMS,) if plus else ()
+    name = base if encoder == AUTO else f"{base}_{encoder}"
     return Scheme("+".join((name, *named)), base, transforms, encoder)
 
 
-def _split_encoder(name: str) -> tuple[str, str]:
-    """Return the scheme and the encoder of `nvfp4_amax`; AUTO where it names none that the scheme has."""
-    base, _, encoder = name.rpartition("_")
-    base = ALIASES.get(base, base)
-    if base in names() and any(encoder in fmt.encoders for fmt in Scheme(base, base).formats):
+def _split_encoder(name: str) -> tuple[str | None, str]:
+    """Return the base and the encoder of `nvfp4_amax`; AUTO where it names none that the scheme has."""
+    text, _, encoder = name.rpartition("_")
+    base = _base(text)
+    if base and any(encoder in fmt.encoders for fmt in Scheme(base, base).formats):
         return base, encoder
-    return name, AUTO
+    return _base(name), AUTO
+
+
+def _base(text: str) -> str | None:
+    """Return the base that `nvfp4` or `fp8:nvfp4` means, None for another text."""
+    if PAIR not in text:
+        base = ALIASES.get(text, text)
+        return base if base in names() else None
+    pair = [_base(part.strip()) for part in text.split(PAIR, 1)]
+    k, v = pair
+    if k is None or v is None or k in MIXED or v in MIXED or PAIR in v:
+        return None
+    # One meaning has one name.
+    usual = {tuple(by_stream.values()): name for name, by_stream in MIXED.items()}
+    return k if k == v else usual.get((k, v), PAIR.join((k, v)))
+
+
+def _unknown(name: str) -> str:
+    """Return the message for a name of no scheme."""
+    if PAIR not in name:
+        return unknown("KV format", name, names())
+    usable = ", ".join(name for name in names() if name not in MIXED)
+    return f"cannot read {name!r} as formats of K and of V; write it as K{PAIR}V, of {usable}"

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nibble import formats
 from nibble.cache import scales
 from nibble.cache.scales import KVScales, LayerScales, StreamScale
 from nibble.errors import ScaleError, WeightError
+from nibble.formats import scheme as schemes
+from nibble.formats import scheme_file
 from nibble.formats.base import E2M1_MAX
 from nibble.models.hub import modelopt_entry, read_json
 
@@ -34,6 +37,8 @@ _OTHER_PARTS = re.compile(r"(?:^|\.)(?:mtp|vision|visual|audio)")
 _SCALE_LIMITS = {"FP8": scales.E4M3_MAX, "NVFP4": E2M1_MAX * scales.E4M3_MAX, "INT8": 127.0}
 """Limit of the scales (the largest magnitude of the format), by the format that a checkpoint declares."""
 Value = float | tuple[float, ...]
+LimitOf = Callable[[int, str], float]
+"""Returns the limit of a scale by its layer and stream."""
 _ANY = 1.0
 """Stands for a value that is not read."""
 
@@ -64,7 +69,7 @@ def has_weights(folder: Path) -> bool:
 def outline_scales(names: Iterable[str]) -> KVScales:
     """Return which scales tensors of these names are, in place of their values 1."""
     entries = ((match, _ANY) for name in names if (match := _match(name)))
-    return _assemble("the checkpoint", entries, scales.E4M3_MAX)
+    return _assemble("the checkpoint", entries, lambda layer, stream: scales.E4M3_MAX)
 
 
 def read_scales(folder: Path) -> KVScales:
@@ -76,7 +81,7 @@ def read_scales(folder: Path) -> KVScales:
     """
     # In a fixed order: if two tensors scale one stream, the same one wins on every machine.
     values = (entry for file in _files(folder) for entry in _scales_of(file))
-    return _assemble(f"the checkpoint {folder.name}", values, _scale_limit(folder))
+    return _assemble(f"the checkpoint {folder.name}", values, _limits(folder))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -98,12 +103,13 @@ def _broken(file: Path, error: Exception) -> WeightError:
     return WeightError(f"the weight file {file} is broken or cut short ({error}); download it again")
 
 
-def _assemble(source: str, entries: Iterable[tuple[re.Match[str], Value]], limit: float) -> KVScales:
+def _assemble(source: str, entries: Iterable[tuple[re.Match[str], Value]], limit_of: LimitOf) -> KVScales:
     layers: dict[int, dict[str, StreamScale]] = {}
     for match, value in entries:
         stream = match["stream"] or match["of"]
         for name in ("k", "v") if stream == "kv" else (stream,):
-            layers.setdefault(int(match["layer"]), {})[name] = StreamScale(value, limit)
+            layer = int(match["layer"])
+            layers.setdefault(layer, {})[name] = StreamScale(value, limit_of(layer, name))
     return KVScales(source, {layer: LayerScales(entry) for layer, entry in layers.items()})
 
 
@@ -147,12 +153,29 @@ def _read_scale(name: str, tensors: Any) -> Value:
     return scalars[0] if len(scalars) == 1 else scalars
 
 
-def _scale_limit(folder: Path) -> float:
-    """Return the limit of the checkpoint's scales: 448 for FP8, 6 * 448 for NVFP4."""
-    quant, algo = read_json(folder / "config.json").get("quantization_config") or {}, "kv_cache_quant_algo"
+def _limits(folder: Path) -> LimitOf:
+    """Return what gives the limit of a checkpoint's scales: 448 for FP8, 6 * 448 for NVFP4."""
+    quant, own = read_json(folder / "config.json").get("quantization_config") or {}, modelopt_entry(folder)
+    if by_layer := scheme_file.modelopt_layers(own) or scheme_file.modelopt_layers(quant):
+        return _limits_by_layer(by_layer, folder)
+    algo = scheme_file.MODELOPT_ALGO
     # Checkpoints that declare nothing have FP8 scales: the other kinds always declare theirs.
-    scheme = quant.get("kv_cache_scheme") or quant.get(algo) or modelopt_entry(folder).get(algo) or "FP8"
-    return _SCALE_LIMITS[_declared_format(scheme)]
+    scheme = quant.get("kv_cache_scheme") or quant.get(algo) or own.get(algo) or "FP8"
+    limit = _SCALE_LIMITS[_declared_format(scheme)]
+    return lambda layer, stream: limit
+
+
+def _limits_by_layer(entry: Mapping[str, Any], folder: Path) -> LimitOf:
+    """Return the same for an entry that names formats by layer; of layers without one, FP8's."""
+    algos = scheme_file.modelopt_algos(entry, str(folder))
+
+    def limit_of(layer: int, stream: str) -> float:
+        if layer not in algos:
+            return scales.E4M3_MAX
+        scheme = schemes.parse(scheme_file.MODELOPT_SCHEMES[algos[layer]])
+        return formats.get(schemes.mixed(scheme.base).get(stream, scheme.base)).max_value or scales.E4M3_MAX
+
+    return limit_of
 
 
 def _declared_format(scheme: Any) -> str:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import nibble
 from nibble.config import BUNDLED, Config
 from nibble.errors import ConfigError, WeightError
+from nibble.formats import scheme_file
 
 MODELOPT_FILE = "hf_quant_config.json"
 """File of a checkpoint in which ModelOpt says what it has quantised."""
@@ -243,6 +244,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise WeightError(
             f"{path} is not a JSON object ({error}); download or save the checkpoint again"
         ) from error
+
+
+def own_kv_formats(folder: Path) -> Path | None:
+    """Return the file of a checkpoint that names KV formats by layer, None where it has none. Raise WeightError.
+
+    That is what `nibble tune-precision` has written there, else what ModelOpt has.
+    """
+    if (own := folder / scheme_file.FILE_NAME).exists():
+        return own
+    paths = (folder / MODELOPT_FILE, folder / "config.json")
+    return next((path for path in paths if scheme_file.modelopt_layers(read_json(path)) is not None), None)
 
 
 def modelopt_entry(folder: Path) -> dict[str, Any]:

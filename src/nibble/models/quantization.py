@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.errors import ConfigError, WeightError
+from nibble.formats.scheme_file import MIXED_PRECISION, modelopt_layers
 from nibble.hardware import Hardware, format_bytes
 from nibble.kernels import import_problem
 from nibble.model_spec import StoredWeights
@@ -198,10 +199,18 @@ _ALGORITHMS = {
 """ModelOpt's names of algorithms."""
 
 
+def modelopt_algorithm(entry: Mapping[str, Any]) -> Any:
+    """Return the weights' algorithm that ModelOpt declares, None where it names KV formats by layer and no weights."""
+    algorithm = entry.get("quant_algo")
+    by_layer = entry.get("quantized_layers") or entry.get("config_groups")
+    # Such an entry says MIXED_PRECISION so that engines look for the map of layers.
+    return None if algorithm == MIXED_PRECISION and modelopt_layers(entry) and not by_layer else algorithm
+
+
 def _read_modelopt(config: Mapping[str, Any]) -> Quantization | None:
     """Return what ModelOpt says, in config.json or its own file; in its older form nested."""
     entry = {**config, **(config.get("quantization") or {})}
-    algorithm = entry.get("quant_algo")
+    algorithm = modelopt_algorithm(entry)
     if algorithm in NO_ALGORITHM:
         return None
     ignored = _names(entry.get("exclude_modules"), entry.get("ignore"))

@@ -34,7 +34,7 @@ from nibble.models.hub import (
     read_json,
     unreachable,
 )
-from nibble.models.quantization import MODELOPT, NO_ALGORITHM
+from nibble.models.quantization import MODELOPT, NO_ALGORITHM, modelopt_algorithm
 from nibble.models.towers import ALIASES, model_class, nested_text, text_config_of, use_class
 
 _DRAFT = "it is a draft model, which attends over the keys and values of another model"
@@ -220,10 +220,10 @@ def _check_weights(config: PretrainedConfig, path: Path | None, planned: bool) -
 
 def _modelopt_algo(quant: dict[str, Any], path: Path | None) -> Any:
     """Return the weights' algorithm that ModelOpt declares in config.json or hf_quant_config.json, None if none."""
-    algo = None
+    entry: dict[str, Any] = {}
     if quant.get("quant_method") == MODELOPT:
-        algo = quant.get("quant_algo") or (quant.get("quantization") or {}).get("quant_algo")
-    return modelopt_entry(path).get("quant_algo", algo) if path else algo
+        entry = {**(quant.get("quantization") or {}), **{name: x for name, x in quant.items() if x}}
+    return modelopt_algorithm({**entry, **(modelopt_entry(path) if path else {})})
 
 
 MaskRule = Callable[[Any, Any, Any, Any], Any]

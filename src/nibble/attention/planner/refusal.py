@@ -256,7 +256,7 @@ def _distance(old: str, new: str) -> float:
 
 def _share(name: str) -> float:
     """Return the bytes of a scheme for each value of streams that it can store."""
-    streams = HEADS if name in schemes.fitting(*HEADS) else LATENTS
+    streams = LATENTS if any(map(schemes.parse(name).refuses, HEADS)) else HEADS
     return schemes.bytes_per_token(name, streams) / sum(stream.values for stream in streams)
 
 

@@ -1,0 +1,234 @@
+"""One run of `nibble tune-precision`: measure on the end of a text, choose, write the file, verify on the beginning.
+
+Between both lies what scales are measured on, where a checkpoint has none. So no token is used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from nibble import formats
+from nibble.attention import backends
+from nibble.attention.planner.plan import Plan
+from nibble.cache.scales import KVScales
+from nibble.config import Config
+from nibble.engine.llm import LLM
+from nibble.engine.plan import EnginePlan, plan_engine
+from nibble.engine.scale_source import Origin, find_source, resolve_scales
+from nibble.errors import ConfigError
+from nibble.evals import perplexity, run
+from nibble.evals.perplexity import CALIBRATION_TOKENS
+from nibble.evals.precision import (
+    Assignment,
+    Candidate,
+    Measurement,
+    Progress,
+    Search,
+    Target,
+    candidates,
+    stored_streams,
+)
+from nibble.evals.precision_report import Goal, LayerChoice, Outcome
+from nibble.evals.report import SchemeResult, Sizes
+from nibble.formats import scheme as schemes
+from nibble.formats import scheme_file
+from nibble.formats.scheme import Scheme
+from nibble.hardware import Hardware
+from nibble.model_spec import Stream
+from nibble.models.checkpoint import download
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The parts of a text."""
+
+    searched: tuple[int, ...]
+    """Token ids that candidates are measured on."""
+    calibration: str
+    name: str
+    digest: str
+
+
+def tune(
+    config: Config,
+    goal: Goal,
+    out: Path,
+    *,
+    text: Path | None = None,
+    hardware: Hardware | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Outcome:
+    """Choose a scheme for each layer, write it to a file, and measure it as a whole.
+
+    Args:
+        config: How the model is served, but for the scheme.
+        goal: What is searched for.
+        out: The file.
+        text: To measure on; the model's heldout.txt if left out.
+        hardware: Another machine that the scheme is for; None for this one. Everything is measured on this one.
+        command: What was typed, for the file.
+        progress: Is called as passes are done.
+
+    Raises:
+        ConfigError: The goal cannot be reached, or the text is too short.
+    """
+    content = perplexity.read_text(text, config.model)
+    plan = plan_engine(replace(config, kv_format=_plain(config), kv_layers=""))
+    here = Target(config, plan.model_spec, plan.hardware, backends.available_backends())
+    there = here if hardware is None else replace(here, hardware=hardware, backends=backends.all_backends())
+    trials = _trials(here, goal)
+    # Compiling would take longer than the few steps.
+    llm = LLM(**asdict(replace(plan.config, compile=False, graphs=False)))
+    try:
+        parts = _split(llm, content, goal, text)
+        measurement = Measurement(llm.engine.runner.model, here, _scales(llm, plan, parts.calibration))
+        windows = perplexity.windows(parts.searched, min(goal.window, plan.model_spec.max_context))
+        search = Search(there, measurement.losses(trials, windows, progress))
+    finally:
+        llm.close()
+    assignment = _solve(search, goal)
+    measured = {
+        "text": parts.name,
+        "text_sha256": parts.digest,
+        "tokens": sum(window.scored for window in windows),
+        "window": max(len(window.ids) for window in windows),
+        "verify_tokens": goal.verify_tokens,
+    }
+    environment = {**run.environment(plan), "for": str(there.hardware), "command": command}
+    outcome = _outcome(search, assignment, str(out), measured, environment)
+    _save(outcome, there, assignment, out)
+    if goal.verify_tokens:
+        outcome = _verified(outcome, config, goal, text)
+        _save(outcome, there, assignment, out)
+    return outcome
+
+
+def _plain(config: Config) -> str:
+    """Return the format that stores the compute dtype of this machine unchanged."""
+    plan = plan_engine(replace(config, kv_layers=""))
+    return formats.plain(plan.plan.dtype).name
+
+
+def _trials(target: Target, goal: Goal) -> list[Candidate]:
+    """Return what is tried in each layer group; raise ConfigError for an unknown format."""
+    names = tuple(filter(None, map(str.strip, goal.candidates.split(",")))) or schemes.TUNED
+    tried = tuple(dict.fromkeys(map(schemes.parse, names)))
+    if wrong := [scheme.name for scheme in tried if schemes.mixed(scheme.base) or "+" in scheme.name]:
+        raise ConfigError(
+            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as they are "
+            "best; name formats in --candidates, as nvfp4,nvfp4_amax"
+        )
+    trials = [trial for group in target.model_spec.groups for trial in candidates(group, tried)]
+    for group in target.model_spec.groups:
+        for stream in stored_streams(group):
+            if not any(trial.group == group and trial.stream == stream for trial in trials):
+                raise ConfigError(
+                    f"no candidate can store {stream.name} of group {group.name}; formats that fit: "
+                    f"{', '.join(schemes.fitting(*group.streams))}"
+                )
+    return trials
+
+
+def _split(llm: LLM, content: str, goal: Goal, path: Path | None) -> _Text:
+    """Cut a text into what is verified, what scales are measured on, and what is searched; raise ConfigError."""
+    parts = perplexity.split_text(
+        content, goal.verify_tokens or 1, llm.tokenizer.encode, llm.tokenizer.decode
+    )
+    ids = llm.tokenizer.encode(content)
+    least = goal.verify_tokens + CALIBRATION_TOKENS + goal.tokens
+    if len(ids) < least:
+        raise ConfigError(
+            f"the text has {len(ids):,} tokens, and {least:,} are needed: {goal.tokens:,} to search, "
+            f"{CALIBRATION_TOKENS:,} for scales and {goal.verify_tokens:,} to verify; name a longer one with --text, "
+            "or use fewer with --tokens and --verify-tokens"
+        )
+    name = path.name if path else perplexity.HELDOUT
+    return _Text(tuple(ids[-goal.tokens :]), parts.calibration, name, parts.digest)
+
+
+def _scales(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan], KVScales]:
+    """Return what gives a plan the KV scales that serving it would use."""
+
+    @cache
+    def measured() -> KVScales:
+        return llm.measure_scales([calibration])
+
+    def scales_of(candidate: Plan) -> KVScales:
+        cache_plan = replace(plan, plan=candidate)
+        source = find_source(cache_plan, download)
+        return measured() if source.origin is Origin.MEASURED else resolve_scales(cache_plan, source)
+
+    return scales_of
+
+
+def _solve(search: Search, goal: Goal) -> Assignment:
+    if goal.bits is not None:
+        return search.within_bits(goal.bits)
+    assert goal.max_kl is not None
+    return search.within_kl(goal.max_kl)
+
+
+def _outcome(
+    search: Search,
+    assignment: Assignment,
+    path: str,
+    measured: Mapping[str, object],
+    environment: Mapping[str, str],
+) -> Outcome:
+    layers = []
+    streams = _streams(search.target)
+    for layer, entry in sorted(assignment.layers.items()):
+        stored = {x.name: entry.scheme.format_of(x).name for x in streams[layer] if x.name in entry.losses}
+        layers.append(
+            LayerChoice(layer, entry.scheme.name, stored, entry.bytes_per_token, dict(entry.losses))
+        )
+    sensitivity: dict[str, dict[str, tuple[float, ...]]] = {}
+    for (_, trial), loss in sorted(search.losses.items(), key=lambda item: item[0][0]):
+        by_name = sensitivity.setdefault(trial.stream.name, {})
+        by_name[trial.name] = (*by_name.get(trial.name, ()), loss)
+    return Outcome(
+        model=search.target.config.model,
+        path=path,
+        layers=tuple(layers),
+        bits=assignment.bits,
+        bytes_per_token=assignment.bytes_per_token,
+        predicted_kl=assignment.loss,
+        sensitivity=sensitivity,
+        skipped=search.skipped,
+        measured=measured,
+        environment=environment,
+    )
+
+
+def _streams(target: Target) -> dict[int, tuple[Stream, ...]]:
+    """Return what each layer caches."""
+    return {layer: group.streams for group in target.model_spec.groups for layer in group.layers}
+
+
+def by_layer(target: Target, assignment: Assignment) -> dict[int, Scheme]:
+    """Return the scheme of every layer: of one that reads another's pages, that layer's."""
+    owner = target.model_spec.owner
+    return {layer: assignment.layers[owner[layer]].scheme for layer in range(target.model_spec.layers)}
+
+
+def _save(outcome: Outcome, target: Target, assignment: Assignment, out: Path) -> None:
+    facts = {name: value for name, value in outcome.as_dict().items() if name not in {"path", "layers"}}
+    scheme_file.save(out, by_layer(target, assignment), _streams(target), **facts)
+
+
+def _verified(outcome: Outcome, config: Config, goal: Goal, text: Path | None) -> Outcome:
+    """Return the outcome with the scheme measured as a whole, through the engine as it serves."""
+    sizes = Sizes(tokens=goal.verify_tokens, recall_cases=0, attention_tokens=0)
+    report = run.evaluate(config, (outcome.path, *goal.compare), sizes, text)
+    notes = list(outcome.notes)
+    result: SchemeResult = next(entry for entry in report.results if entry.name == outcome.path)
+    if goal.max_kl is not None and result.kl > goal.max_kl:
+        notes.append(
+            f"measured as a whole the KL is {result.kl:.5f}, more than --max-kl {goal.max_kl:g}: effects of layers add "
+            "up otherwise here, or the text is harder; ask for less"
+        )
+    return replace(outcome, verified=report.results, notes=tuple(notes))
