@@ -36,6 +36,7 @@ from nibble.cache.hot_buffer import HotBuffers, PendingFetch
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.errors import BackendError, NibbleError
 from nibble.kernels import cdiv, indexer
+from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.offload import resident_slots
@@ -89,6 +90,23 @@ class AttentionBackend:
         none. Values are float32, or in the query's dtype. The arguments are those of `forward`.
         """
         raise NotImplementedError
+
+    def forward_merged(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
+        other: PartialAttention,
+    ) -> Tensor:  # fmt: skip
+        """Attend as `forward` does, over these keys and over those of `other`.
+
+        Args:
+            q_THD: the batch's rows.
+            view: the layer's pages.
+            batch: the requests.
+            params: what the layer asks for. Sinks count once: here or in `other`.
+            state: what `prepare` returned for this batch and kind of layer.
+            other: attention of the same rows over other keys.
+        """
+        own = self.forward_partial(q_THD, view, batch, params, state)
+        return merge_lse(own, other, q_THD.dtype).values_THD
 
     def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         """Prepare and run one layer, for callers that have no step.
