@@ -35,7 +35,7 @@ from nibble.kernels import indexer, near
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.near.naive import with_mean
+from nibble.kernels.near.naive import without_mean
 from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, Phase
@@ -87,6 +87,23 @@ class AttentionBackend:
         none. Values are float32, or in the query's dtype. The arguments are those of `forward`.
         """
         raise NotImplementedError
+
+    def forward_merged(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Any,
+        other: PartialAttention,
+    ) -> Tensor:  # fmt: skip
+        """Attend as `forward` does, over these keys and over those of `other`.
+
+        Args:
+            q_THD: the batch's rows.
+            view: the layer's pages.
+            batch: the requests.
+            params: what the layer asks for. Sinks count once: here or in `other`.
+            state: what `prepare` returned for this batch and kind of layer.
+            other: attention of the same rows over other keys.
+        """
+        own = self.forward_partial(q_THD, view, batch, params, state)
+        return merge_lse(own, other, q_THD.dtype).values_THD
 
     def attend(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         """Prepare and run one layer, for callers that have no step.
@@ -188,6 +205,30 @@ class PreparedBatch:
             return outputs[0]
         values, lse = zip(*outputs, strict=True)
         return PartialAttention(torch.cat(values), torch.cat(lse, 1))
+
+    def attend_merged(
+        self,
+        q_THD: Tensor,
+        view: KVView,
+        params: AttentionParams,
+        other: PartialAttention,
+        topk_slots_TK: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention over these keys and those of `other` [T, H, Dv].
+
+        Args:
+            q_THD: the batch's rows.
+            view: the layer's pages.
+            params: what the layer asks for.
+            other: attention of the same rows over other keys.
+            topk_slots_TK: where the tokens that this batch has chosen lie in the pool.
+        """
+        outputs = []
+        for part, call in zip(self.parts, self._calls(q_THD, view, params, topk_slots_TK), strict=True):
+            rows = slice(part.batch.start, part.batch.stop)
+            theirs = PartialAttention(other.values_THD[rows], other.lse_HT[:, rows])
+            outputs.append(self._backend.forward_merged(*call, theirs))
+        return _concatenate(outputs)
 
     def _calls(
         self, q_THD: Tensor, view: KVView, params: AttentionParams, topk_slots_TK: Tensor | None
@@ -410,31 +451,24 @@ class _WindowedLayer:
             near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
             asked = replace(asked, topk_indices_TK=choice.near_TW)
             far_asked = replace(params, topk_indices_TK=choice.far_TK)
-        far, route = None, ctx.plan.route(self.layer, self.batch.phase)
-        if parts.far and far_asked:
-            far = self._part(route, parts.far, stored_q_THD, view, far_asked, topk_slots_TK)
-        pages, mean_HD = exact.view(owner, parts, streams), view.k_mean_HD
-        if near_slots_TW is None and "v" in pages.streams and near.serves(q_THD, self.batch):
+        far_mean_HD = view.k_mean_HD if parts.far and far_asked else None
+        pages = exact.view(owner, parts, streams)
+        if near_slots_TW is None and near.serves(q_THD, self.batch, pages.streams):
             k, v = pages.streams["k"].paged, pages.streams["v"].paged
-            return near.near_attention(q_THD, k, v, parts.near.batch, asked, far, mean_HD)
-        near_route = ctx.plan.near_route(self.layer, self.batch.phase)
-        exactly = self._part(near_route, parts.near.batch, q_THD, pages, asked, near_slots_TW)
-        if far is None:
-            return exactly.values_THD.to(q_THD.dtype)
-        far = with_mean(far, q_THD, mean_HD, params.scale)
-        return merge_lse(exactly, far, q_THD.dtype).values_THD
+            part = near.near_attention(q_THD, k, v, parts.near.batch, asked, far_mean_HD)
+        else:
+            route = ctx.plan.near_route(self.layer, self.batch.phase)
+            prepared = self._prepared(route, parts.near.batch, asked)
+            part = prepared.attend_partially(q_THD, pages, asked, near_slots_TW)
+            part = without_mean(part, q_THD, far_mean_HD, params.scale)
+        if parts.far is None or far_asked is None:
+            return part.values_THD.to(q_THD.dtype)
+        route = ctx.plan.route(self.layer, self.batch.phase)
+        prepared = self._prepared(route, parts.far, far_asked)
+        return prepared.attend_merged(stored_q_THD, view, far_asked, part, topk_slots_TK)
 
-    def _part(
-        self,
-        route: Route,
-        batch: AttentionBatch,
-        q_THD: Tensor,
-        view: KVView,
-        params: AttentionParams,
-        topk_slots_TK: Tensor | None,
-    ) -> PartialAttention:
-        prepared = self.ctx.states.lookup(route, self.ctx.backends, view.page_size, batch, params)
-        return prepared.attend_partially(q_THD, view, params, topk_slots_TK)
+    def _prepared(self, route: Route, batch: AttentionBatch, params: AttentionParams) -> PreparedBatch:
+        return self.ctx.states.lookup(route, self.ctx.backends, self.ctx.pool.layout.page_size, batch, params)
 
 
 def _split_choice(

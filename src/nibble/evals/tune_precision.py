@@ -76,7 +76,7 @@ def tune(
     Raises:
         ConfigError: The goal cannot be reached, or the text is too short.
     """
-    content = perplexity.read_text(text, config.model)
+    content = perplexity.read_text(text, config.model).content
     plan = plan_engine(replace(config, kv_format=_plain(config), kv_layers=""))
     here = Target(config, plan.model_spec, plan.hardware, backends.available_backends())
     there = here if hardware is None else replace(here, hardware=hardware, backends=backends.all_backends())
@@ -119,8 +119,8 @@ def _trials(target: Target, goal: Goal) -> list[Candidate]:
     tried = tuple(dict.fromkeys(map(schemes.parse, names)))
     if wrong := [scheme.name for scheme in tried if schemes.mixed(scheme.base) or "+" in scheme.name]:
         raise ConfigError(
-            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as they are "
-            "best; name formats in --candidates, as nvfp4,nvfp4_amax"
+            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as they "
+            "are best; name formats in --candidates, as nvfp4,nvfp4_amax"
         )
     trials = [trial for group in target.model_spec.groups for trial in candidates(group, tried)]
     for group in target.model_spec.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_compiles_for_every_gpu(arch: int) -> None:
 @pytest.mark.parametrize(("dim", "page", "columns"), [(64, 16, 8), (256, 128, 16)])
 def test_compiles_for_every_format(name: str, dim: int, page: int, columns: int) -> None:
     assert compiling.cubin(SOURCE, 90, variant(name, 90, dim, page, columns).macros)
+
+
+@pytest.mark.parametrize("what", ["lse", "join"])
+@pytest.mark.parametrize(
+    ("name", "arch", "dim", "columns"),
+    [("nvfp4", 90, 128, 8), ("fp8_e4m3", 80, 256, 16), ("bf16", 120, 64, 16)],
+)
+def test_compiles_for_attention_over_two_sources(
+    what: str, name: str, arch: int, dim: int, columns: int
+) -> None:
+    plain = variant(name, arch, dim, columns=columns)
+    code = compiling.cubin(SOURCE, arch, replace(plain, **{what: True}).macros)
+    assert code.startswith(compiling.ELF) and code != compiling.cubin(SOURCE, arch, plain.macros)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

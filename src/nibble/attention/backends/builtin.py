@@ -113,6 +113,7 @@ DECODE_FACTS: dict[str, Any] = {
     "page": PAGES,
     "dim": {64, 128, 256},
     "dtype": HALF_DTYPES,
+    "lse": True,
 }
 CUDA = BackendInfo(
     name="cuda",
@@ -182,6 +183,7 @@ SDPA = BackendInfo(
             window=NEVER,
             softcap=NEVER,
             sinks=NEVER,
+            lse=True,
             workspace=PREFILL_WORKSPACE,
             source="tests/conformance",
             measured=Measurement(
@@ -214,6 +216,7 @@ FLEX_ATTENTION = BackendInfo(
             format={"fp32", "bf16", "fp16"},
             packing={"nhd", "hnd"},
             arch=GPUS | {0},
+            lse=True,
             gathers=True,
             workspace=FLEX_COPIES * MAX_STAGED_TOKENS,
             source="vLLM attention_backends.md: FLEX_ATTENTION, any page and head size; sinks by the log-sum-exp",

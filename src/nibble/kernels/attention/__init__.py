@@ -108,17 +108,50 @@ def prefill_attention(
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
+def partial_prefill_attention(
+    q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[QueryBlock], params: AttentionParams
+) -> PartialAttention:
+    """Return what prefill_attention returns, in float32, with its log-sum-exp.
+
+    Args:
+        q_THD: Queries, request after request. There may be more of a request than it has stored tokens: the first of
+            them then see none.
+        k: Pages of the keys.
+        v: Pages of the values.
+        blocks: From plan_blocks, in order.
+        params: The scale; there is no window, no capping and no sinks.
+    """
+    parts = [_partial_block(q_THD[block.rows], k, v, block.plan, params) for block in blocks]
+    values_THD = torch.cat([part.values_THD.float() for part in parts])
+    return PartialAttention(values_THD, torch.cat([part.lse_HT for part in parts], 1))
+
+
 def _block(
     q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | AttentionBatch, params: AttentionParams
 ) -> Tensor:
     if isinstance(plan, AttentionBatch):
         return _short(q_THD, k, v, plan, params)
-    total = _tile(q_THD, k, v, plan[0], params.scale)
-    for tile in plan[1:]:
+    return _tiles(q_THD, k, v, plan, params.scale, q_THD.dtype).values_THD
+
+
+def _partial_block(
+    q_THD: Tensor, k: Paged, v: Paged, plan: tuple[KeyTile, ...] | AttentionBatch, params: AttentionParams
+) -> PartialAttention:
+    if isinstance(plan, AttentionBatch):
+        return _partial_short(q_THD, k, v, plan, params)
+    return _tiles(q_THD, k, v, plan, params.scale, torch.float32)
+
+
+def _tiles(
+    q_THD: Tensor, k: Paged, v: Paged, tiles: tuple[KeyTile, ...], scale: float, dtype: torch.dtype
+) -> PartialAttention:
+    """Return attention over all tiles. dtype: of merged values; those of one tile have the query's."""
+    total = _tile(q_THD, k, v, tiles[0], scale)
+    for tile in tiles[1:]:
         # Merged parts stay in float32, and only the last merge rounds.
-        dtype = q_THD.dtype if tile is plan[-1] else torch.float32
-        total = merge_lse(total, _tile(q_THD, k, v, tile, params.scale), dtype)
-    return total.values_THD
+        rounded = dtype if tile is tiles[-1] else torch.float32
+        total = merge_lse(total, _tile(q_THD, k, v, tile, scale), rounded)
+    return total
 
 
 def _tile(q_THD: Tensor, k: Paged, v: Paged, tile: KeyTile, scale: float) -> PartialAttention:
@@ -148,6 +181,14 @@ def _short(q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: Att
     return paged_attention(q_THD, k, v, batch, params, max(batch.seq_lens))
 
 
+def _partial_short(
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams
+) -> PartialAttention:
+    from nibble.kernels.attention.triton import partial_attention
+
+    return partial_attention(q_THD, k, v, batch, params, max(batch.seq_lens))
+
+
 # ---- how requests are cut --------------------------------------------------------------------------------------------
 
 
@@ -168,7 +209,8 @@ def plan_blocks(
     """Cut the queries of requests into blocks.
 
     Args:
-        query_lens: New tokens of each request, the last of its tokens.
+        query_lens: New tokens of each request, the last of its tokens. Where there are more than are stored, the first
+            of them see none.
         seq_lens: Stored tokens of each.
         page_table_BN: Int32 pages of each.
         page_size: Tokens of a page.
@@ -193,8 +235,17 @@ def plan_blocks(
 def _rows(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[int]) -> Iterator[_Rows]:
     row = 0
     for i, (query_len, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        end = length - query_len
-        for count in _cut(query_len, sizes):
+        counts, end = [*_cut(min(query_len, length), sizes)], max(length - query_len, 0)
+        blind = query_len - sum(counts)  # rows before the first stored token
+        if blind and (not counts or counts[0] not in sizes):
+            # The kernel for short parts knows what each row sees. A request has no two of them in a row.
+            yield _Rows(i, row, query_len, length, True)
+            row += query_len
+            continue
+        if blind:
+            yield _Rows(i, row, blind, 0, True)
+            row += blind
+        for count in counts:
             end += count
             # Only what is left after the cut has another size, and that is short.
             yield _Rows(i, row, count, end, count not in sizes)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nibble.errors import BackendError
 from nibble.kernels import cdiv, gpu_of
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
 from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
@@ -49,6 +50,10 @@ class Variant:
     page: int
     bf16: bool
     softcap: bool
+    lse: bool = False
+    """Whether the log-sum-exp is stored too, and values are float32."""
+    join: bool = False
+    """Whether attention over other keys is merged into the output."""
 
     @property
     def macros(self) -> dict[str, str | int]:
@@ -63,6 +68,8 @@ class Variant:
             "PAGE": self.page,
             "Q_BF16": int(self.bf16),
             "SOFTCAP": int(self.softcap),
+            "LSE": int(self.lse),
+            "JOIN": int(self.join),
         }
 
     def shared_bytes(self, batch: int) -> int:
@@ -111,7 +118,16 @@ def warps_of_block(key: Format, value: Format, dim: int, columns: int, shared: i
 
 @cache
 def variant_of(
-    k_format: str, v_format: str, dim: int, page: int, columns: int, bf16: bool, softcap: bool, shared: int
+    k_format: str,
+    v_format: str,
+    dim: int,
+    page: int,
+    columns: int,
+    bf16: bool,
+    softcap: bool,
+    shared: int,
+    lse: bool = False,
+    join: bool = False,
 ) -> Variant:
     """Return the variant that serves a call.
 
@@ -124,10 +140,12 @@ def variant_of(
         bf16: Queries are bfloat16, not float16.
         softcap: Scores are capped.
         shared: Bytes of shared memory that a block can have.
+        lse: The log-sum-exp is stored too.
+        join: Attention over other keys is merged into the output.
     """
     key, value, wide = FORMATS[k_format], FORMATS[v_format], 8 if columns <= 8 else 16
     warps = warps_of_block(key, value, dim, wide, shared)
-    return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap)
+    return Variant(dim, key, value, wide, tokens_of_tile(key), warps, page, bf16, softcap, lse, join)
 
 
 @cache
@@ -172,6 +190,49 @@ class Decode:
         Raises:
             BackendError: The batch is larger than the kernel can count, or its requests have too many query rows.
         """
+        return self._launch(q_THD, k, v, batch, params, torch.empty_like(q_THD))
+
+    def partial(
+        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams
+    ) -> PartialAttention:
+        """Compute the same in float32, with its log-sum-exp. Arguments and errors are those of a call.
+
+        Args:
+            q_THD: Queries, bfloat16 or float16, contiguous.
+            k: Pages of the keys.
+            v: Pages of the values.
+            batch: The pages and lengths of requests.
+            params: Scale, window, capping and sinks.
+        """
+        out_THD = torch.empty_like(q_THD, dtype=torch.float32)
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        return PartialAttention(self._launch(q_THD, k, v, batch, params, out_THD, lse_TH=lse_TH), lse_TH.T)
+
+    def merged(
+        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
+        other: PartialAttention,
+    ) -> Tensor:  # fmt: skip
+        """Compute the same, merged with attention over other keys. Errors are those of a call.
+
+        Args:
+            q_THD: Queries, bfloat16 or float16, contiguous.
+            k: Pages of the keys.
+            v: Pages of the values.
+            batch: The pages and lengths of requests.
+            params: Scale, window, capping and sinks.
+            other: Attention of the same queries over other keys.
+
+        Returns:
+            Attention over all keys [T, H, D] in the dtype of q_THD.
+        """
+        # The kernel reads both in one order, in which Nibble's other kernels write them.
+        parts = other.values_THD.float().contiguous(), other.lse_HT.T.contiguous()
+        return self._launch(q_THD, k, v, batch, params, torch.empty_like(q_THD), join=parts)
+
+    def _launch(
+        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams, out_THD: Tensor, *,
+        lse_TH: Tensor | None = None, join: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
         (_, heads, dim), requests, queries = q_THD.shape, len(batch.seq_lens_B), max(batch.query_lens)
         columns = queries * heads // k.heads
         if columns > COLUMNS:
@@ -182,24 +243,27 @@ class Decode:
             )
         bf16, softcap = q_THD.dtype is torch.bfloat16, params.softcap is not None
         variant = variant_of(
-            k.format.name, v.format.name, dim, k.page_size, columns, bf16, softcap, self.gpu.memory
-        )
-        out = torch.empty_like(q_THD)
+            k.format.name, v.format.name, dim, k.page_size, columns, bf16, softcap, self.gpu.memory,
+            lse_TH is not None, bool(join),
+        )  # fmt: skip
         # A null pointer tells the kernel that there is no such argument.
         pointers = (
-            q_THD, out, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,
+            q_THD, out_THD, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,
             None if queries == 1 else batch.cu_seqlens_q_B1, batch.page_table_BN, k.scale, v.scale,
             None if params.sinks_H is None else params.sinks_H.float(), self._workspace(variant), self._counters,
         )  # fmt: skip
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
         sizes = requests, batch.page_table_BN.stride(0), k.heads, heads // k.heads, params.window or 0
         per_head = (int(pages.scale.dim() > 0) for pages in (k, v))
-        arguments = (*addresses, params.scale, params.softcap or 0.0, *sizes, *per_head)
+        # Only variants that read or write more than the output have these.
+        others = [tensor.data_ptr() for tensor in (*join, lse_TH) if tensor is not None]
+        arguments = (*addresses, params.scale, params.softcap or 0.0, *sizes, *per_head, *others)
         kernel = _kernel(variant, self.gpu.arch, self.device.index or 0)
+        types = _TYPES + (POINTER,) * len(others)
         kernel.launch(
-            self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), _TYPES, arguments
+            self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), types, arguments
         )
-        return out
+        return out_THD
 
 
 def _values_and_scales(pages: Paged) -> tuple[Tensor, Tensor | None]:

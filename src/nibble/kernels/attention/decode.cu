@@ -9,6 +9,8 @@
 //   WARPS                   warps of a block
 //   Q_BF16                  1: queries and output are bfloat16; 0: float16
 //   SOFTCAP                 1: scores are capped
+//   LSE                     1: the log-sum-exp is stored too, and values in float32
+//   JOIN                    1: attention over other keys is merged into the output
 //   PAGE                    slots of a page: 16, 32, 64 or 128
 // Kernel: decode(...), a grid of one block per multiprocessor, 32 * WARPS threads, dynamic shared memory as
 // cuda.py says.
@@ -41,6 +43,7 @@
 #include "decode_mma.cuh"
 #include "decode_merge.cuh"
 
+static_assert(!(LSE && JOIN), "what is merged already is not a part");
 constexpr int THREADS = 32 * WARPS;
 // Of shared memory: a tile of keys and one of values.
 constexpr int WARP_BYTES = tile_bytes(KF) + tile_bytes(VF);
@@ -64,33 +67,61 @@ DEVICE void clear_unwritten(u8* values, int num_tokens, int lane) {
   __syncwarp();
 }
 
-// Requests of no tokens have outputs of zeros. thread: threadIdx.x, which is read in the kernel, as its
+// Requests of no tokens have outputs of zeros, or what they have from other keys. thread: threadIdx.x, which is read in the kernel, as its
 // launch bounds tell the compiler there how large it can be.
-DEVICE void clear_empty_requests(const Batch& batch, u16* out, int batch_size, u32 thread) {
+DEVICE void clear_empty_requests(const Batch& batch, const Output& output, int batch_size, u32 thread) {
   for (int request = blockIdx.x; request < batch_size; request += gridDim.x) {
     if (batch.seq_lens[request] <= 0) {
       const int heads = batch.kv_heads, group = batch.group_size;
-      for (int i = thread; i < batch.num_queries(request) * heads * group * D / 2; i += THREADS) {
-        ((u32*)(out + (u64)batch.first_row(request) * heads * group * D))[i] = 0;
+#if LSE || JOIN
+      const int first_row = batch.first_row(request), columns = batch.num_queries(request) * group;
+      for (int i = thread; i < heads * columns * (D / 4); i += THREADS) {
+        const int head = i / (D / 4) / columns, column = i / (D / 4) % columns;
+        const float2 f = output.factors(first_row, head, column, LOWEST, 0);
+        const int dim = i % (D / 4) * 4;
+        *(OutputQuad*)(output.row(first_row, head, column) + dim) =
+            output.quad(make_float4(0, 0, 0, 0), f, first_row, head, column, dim);
+#if LSE
+        if (i % (D / 4) == 0) output.store_lse(first_row, head, column, LOWEST, 0);
+#endif
       }
+#else
+      for (int i = thread; i < batch.num_queries(request) * heads * group * D / 2; i += THREADS) {
+        ((u32*)(output.out + (u64)batch.first_row(request) * heads * group * D))[i] = 0;
+      }
+#endif
     }
   }
 }
 
 // --- kernel
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode(const u16* q_ptr, u16* out_ptr, const u8* k, const u8* k_scales, const u8* v, const u8* v_scales,
+    decode(const u16* q_ptr, OutputValue* out_ptr, const u8* k, const u8* k_scales, const u8* v, const u8* v_scales,
            const int* seq_lens, const int* cu_seqlens_q, const int* page_table, const float* k_scale,
            const float* v_scale, const float* sinks, u8* workspace, int* counters, float softmax_scale,
            float softcap, int batch_size, int page_table_stride, int kv_heads, int group_size, int window,
-           int k_scale_stride, int v_scale_stride) {
+           int k_scale_stride, int v_scale_stride
+#if LSE
+           , float* lse
+#endif
+#if JOIN
+           , const float* other, const float* other_lse
+#endif
+           ) {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   u64* barriers = (u64*)(smem + WARPS * WARP_BYTES);
   int* cu_tiles = (int*)(barriers + 2 * WARPS);
   __shared__ int warp_sums[WARPS];
   Batch batch{seq_lens, cu_seqlens_q, page_table, cu_tiles, page_table_stride, kv_heads, group_size, window};
-  Output output{out_ptr, v_scale, sinks, v_scale_stride, group_size, kv_heads};
+  Output output{out_ptr, v_scale, sinks, v_scale_stride, group_size, kv_heads
+#if LSE
+                , lse
+#endif
+#if JOIN
+                , other, other_lse
+#endif
+  };
   u8 *const key_tile = smem + warp * WARP_BYTES, *const value_tile = key_tile + tile_bytes(KF);
   const u32 key_barrier = shared_address(barriers + 2 * warp), value_barrier = key_barrier + 8;
   // The workspace holds a partial result of each warp, for one that it stores before its end, and two of each
@@ -233,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  clear_empty_requests(batch, out_ptr, batch_size, threadIdx.x);
+  clear_empty_requests(batch, output, batch_size, threadIdx.x);
 
   // --- merge
   // What several warps have of a (request, head) is merged here, each column by one warp. What several blocks

@@ -45,22 +45,80 @@ DEVICE float2 load_uncached(const float2* p) {
   return x;
 }
 
+#if LSE
+using OutputValue = float;
+using OutputQuad = float4;
+#else
+using OutputValue = u16;
+using OutputQuad = uint2;
+#endif
+
 struct Output {
-  u16* out;
+  OutputValue* out;
   const float *v_scale, *sinks;
   int v_scale_stride, group_size, kv_heads;
+#if LSE
+  float* lse;  // of each query head, a natural logarithm
+#endif
+#if JOIN
+  const float *other, *other_lse;  // attention over other keys, laid out as the output, and its log-sum-exps
+#endif
+
+  // The logit of a column's sink, as an exponent of 2.
+  DEVICE float sink(int head, int column) const {
+    return sinks[head * group_size + column % group_size] * LOG2E;
+  }
 
   // The factor that normalises a column.
   DEVICE float normalizer(int head, int column, float m, float l) const {
-    if (sinks) l += ex2(sinks[head * group_size + column % group_size] * LOG2E - m);
+    if (sinks) l += ex2(sink(head, column) - m);
     // Not an IEEE division, which would be many instructions more to fetch.
     return l > 0 ? __fdividef(v_scale[head * v_scale_stride] * decode_factor(VF, false), l) : 0.f;
   }
 
-  DEVICE u16* row(int first_row, int head, int column) const {
+  DEVICE OutputValue* row(int first_row, int head, int column) const {
     u64 query_head = (u64)(first_row + column / group_size) * kv_heads * group_size + head * group_size;
     return out + (query_head + column % group_size) * D;
   }
+
+  // What a column's O, and what it has from other keys, is to be multiplied by.
+  DEVICE float2 factors(int first_row, int head, int column, float m, float l) const {
+#if JOIN
+    // The other part is one more partial result, whose sum is 1. Of no keys, m is LOWEST and l is 0.
+    const float other_m = other_lse[(row(first_row, head, column) - out) / D] * LOG2E, top = fmaxf(m, other_m);
+    const float rescale = ex2(m - top), weight = ex2(other_m - top);
+    l = l * rescale + weight;
+    const float own = normalizer(head, column, top, l) * rescale;
+    if (sinks) l += ex2(sink(head, column) - top);
+    return make_float2(own, l > 0 ? __fdividef(weight, l) : 0.f);
+#else
+    return make_float2(normalizer(head, column, m, l), 0.f);
+#endif
+  }
+
+  // Four dims of a row as they are stored. O: x; f: from factors().
+  DEVICE OutputQuad quad(const float4& x, float2 f, int first_row, int head, int column, int dim) const {
+#if JOIN
+    const float4 y = *(const float4*)(other + (row(first_row, head, column) - out) + dim);
+    return make_uint2(pack_output(x.x * f.x + y.x * f.y, x.y * f.x + y.y * f.y),
+                      pack_output(x.z * f.x + y.z * f.y, x.w * f.x + y.w * f.y));
+#elif LSE
+    return make_float4(x.x * f.x, x.y * f.x, x.z * f.x, x.w * f.x);
+#else
+    return make_uint2(pack_output(x.x * f.x, x.y * f.x), pack_output(x.z * f.x, x.w * f.x));
+#endif
+  }
+
+#if LSE
+  DEVICE void store_lse(int first_row, int head, int column, float m, float l) const {
+    float x = l > 0 ? m + lg2(l) : minus_infinity();
+    if (sinks) {
+      const float y = sink(head, column), top = fmaxf(fmaxf(x, y), LOWEST);
+      x = top + lg2(ex2(x - top) + ex2(y - top));
+    }
+    lse[(row(first_row, head, column) - out) / D] = x / LOG2E;
+  }
+#endif
 };
 
 // Store what a warp has of a (request, head): to the output if that is all of it, else as a partial result.
@@ -77,13 +135,17 @@ DEVICE void store_accumulator(Accumulator& acc, u8* partial, bool is_all, Output
       const int column = 8 * n + 2 * c + e;
       if (column >= columns) continue;
       if (is_all) {
-        const float f = output.normalizer(head, column, acc.m[n][e], sum);
-        u32* out = (u32*)(output.row(first_row, head, column) + g * (D / 8));
+        const float2 f = output.factors(first_row, head, column, acc.m[n][e], sum);
+        OutputValue* out = output.row(first_row, head, column) + g * (D / 8);
 #pragma unroll
         for (int t = 0; t < D / 16; t += 2) {
-          *(uint2*)(out + t) = make_uint2(pack_output(acc.o[n][t][e] * f, acc.o[n][t][e + 2] * f),
-                                          pack_output(acc.o[n][t + 1][e] * f, acc.o[n][t + 1][e + 2] * f));
+          const float4 o =
+              make_float4(acc.o[n][t][e], acc.o[n][t][e + 2], acc.o[n][t + 1][e], acc.o[n][t + 1][e + 2]);
+          *(OutputQuad*)(out + 2 * t) = output.quad(o, f, first_row, head, column, g * (D / 8) + 2 * t);
         }
+#if LSE
+        if (g == 0) output.store_lse(first_row, head, column, acc.m[n][e], sum);
+#endif
       } else {
 #pragma unroll
         for (int i = 0; i < QUADS; i++) {
@@ -137,7 +199,7 @@ DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, 
     }
   }
   // --- store
-  const float f = to ? 1.f : output.normalizer(head, column, m, l);
+  const float2 f = to ? make_float2(1.f, 0.f) : output.factors(first_row, head, column, m, l);
 #pragma unroll
   for (int i = 0; i < QUADS_PER_LANE; i++) {
     const int quad = lane / 8 + 4 * i;
@@ -145,9 +207,13 @@ DEVICE void merge_partials(Partials from, u8* to, Output output, int first_row, 
     if (to) {
       *partial_quad(to, n, e, quad, fragment) = o[i];
     } else {
-      *(uint2*)(output.row(first_row, head, column) + lane % 8 * (D / 8) + 4 * quad) =
-          make_uint2(pack_output(o[i].x * f, o[i].y * f), pack_output(o[i].z * f, o[i].w * f));
+      const int dim = lane % 8 * (D / 8) + 4 * quad;
+      *(OutputQuad*)(output.row(first_row, head, column) + dim) =
+          output.quad(o[i], f, first_row, head, column, dim);
     }
   }
   if (to && lane == 0) *partial_stats(to, column) = make_float2(m, l);
+#if LSE
+  if (!to && lane == 0) output.store_lse(first_row, head, column, m, l);
+#endif
 }

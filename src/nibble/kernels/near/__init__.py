@@ -1,6 +1,8 @@
-"""near: attention of decode steps over exact pages, which hold the newest tokens, joined with that over the rest."""
+"""near: attention of decode steps over exact pages, which hold the newest tokens in the compute dtype."""
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 from torch import Tensor
 
@@ -12,9 +14,15 @@ from nibble.model_spec import Phase
 __all__ = ["near_attention", "serves"]
 
 
-def serves(q_THD: Tensor, batch: AttentionBatch) -> bool:
-    """Return whether there is a kernel for these queries; backends serve the others, and parts are merged after it."""
-    return q_THD.is_cuda and batch.phase is Phase.DECODE and triton_present()
+def serves(q_THD: Tensor, batch: AttentionBatch, streams: Container[str]) -> bool:
+    """Return whether there is a kernel for these queries and streams; a backend serves others.
+
+    Args:
+        q_THD: Queries.
+        batch: Their requests.
+        streams: The names of what is cached.
+    """
+    return "v" in streams and q_THD.is_cuda and batch.phase is Phase.DECODE and triton_present()
 
 
 def near_attention(
@@ -23,20 +31,9 @@ def near_attention(
     v: Paged,
     batch: AttentionBatch,
     params: AttentionParams,
-    far: PartialAttention | None,
     k_mean_HD: Tensor | None = None,
-) -> Tensor:
-    """Return attention over near and far tokens [T, H, D] in the query's dtype, zeros for padding.
-
-    Args:
-        q_THD: Queries, one of each request.
-        k: Exact pages of the keys.
-        v: Exact pages of the values.
-        batch: The requests, over exact pages.
-        params: The scale, capping, sinks, and as window what is near; no further tokens are read here.
-        far: Attention over far tokens; None where there are none.
-        k_mean_HD: What was subtracted from far keys before they were stored, if anything was.
-    """
+) -> PartialAttention:
+    """Return attention over near tokens, in float32; see naive.py for the arguments."""
     from nibble.kernels.near import triton as fast
 
-    return fast.near_attention(q_THD, k, v, batch, params, far, k_mean_HD)
+    return fast.near_attention(q_THD, k, v, batch, params, k_mean_HD)

@@ -1,7 +1,7 @@
-"""Attention of decode steps over exact pages, joined with attention over far tokens: one launch, in Triton.
+"""Attention of decode steps over exact pages in one launch, in Triton.
 
 An exact page holds keys and values as the model made them. There are few near tokens, so a program takes all of a
-request's for one KV head, and joins what it finds with the far part. Lengths are read on the device.
+request's for one KV head. Lengths are read on the device.
 
 Shape suffixes: T requests (a token each), H query heads, M query heads of a KV head, padded, D values of a head, N keys
 of a tile. Names in capitals are constants of a kernel.
@@ -31,13 +31,13 @@ def _load_tile(rows, offset_N, keep_N, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def near_kernel(
-    q, k, v, table, seq_lens, sinks, k_mean, far, far_lse, out, scale, softcap,
+    q, k, v, table, seq_lens, sinks, k_mean, values, lse, scale, softcap,
     q_stride_T, q_stride_H, k_stride_P, k_stride_H, k_stride_S, v_stride_P, v_stride_H, v_stride_S, table_stride,
-    far_stride_T, far_stride_H, lse_stride_H, lse_stride_T,
+    lse_stride_T,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     PAGE: tl.constexpr, M: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a request's near tokens, and join the far part. Grid: requests, KV heads."""
+    """Attend over a request's near tokens. Grid: requests, KV heads."""
     request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row_M = tl.arange(0, M)
     head_M = kv_head * GROUP + row_M
@@ -79,24 +79,18 @@ def near_kernel(
         total_M = total_M * rescale_M + tl.exp(sink_M - new_M)
         sums_MD *= rescale_M[:, None]
         peak_M = new_M
-    # --- join the far part
-    if far is not None:
-        lse_M = tl.load(far_lse + head_M * lse_stride_H + request * lse_stride_T, mask=live_M, other=-1e30)
-        if k_mean is not None:
-            # Scores of far keys lack what their mean would add.
-            mean_D = tl.load(k_mean + kv_head * K_DIM + k_D, mask=k_D < K_DIM, other=0.0)
-            lse_M += tl.sum(q_MD.to(tl.float32) * mean_D[None, :], 1) * scale
-        new_M = tl.maximum(peak_M, lse_M)
-        rescale_M, far_M = tl.exp(peak_M - new_M), tl.exp(lse_M - new_M)
-        far_at = far + request * far_stride_T + head_M[:, None] * far_stride_H + v_D[None, :]
-        far_MD = tl.load(far_at, mask=live_M[:, None] & (v_D < V_DIM)[None, :], other=0.0).to(tl.float32)
-        total_M = total_M * rescale_M + far_M
-        sums_MD = sums_MD * rescale_M[:, None] + far_MD * far_M[:, None]
     # --- store; padding has no tokens at all
-    out_MD = tl.where(stop > 0, sums_MD / tl.maximum(total_M, 1e-30)[:, None], 0.0)
-    heads: tl.constexpr = GROUP
-    out_at = out + (request * tl.num_programs(1) * heads + head_M)[:, None] * V_DIM + v_D[None, :]
-    tl.store(out_at, out_MD.to(out.dtype.element_ty), mask=live_M[:, None] & (v_D < V_DIM)[None, :])
+    keep_M = live_M & (stop > 0)
+    total_M = tl.where(keep_M, total_M, 1.0)
+    lse_M = peak_M + tl.log(total_M)
+    if k_mean is not None:
+        # Scores of far keys lack what their mean would add; so that both compare, those of near ones lack it too.
+        mean_D = tl.load(k_mean + kv_head * K_DIM + k_D, mask=k_D < K_DIM, other=0.0)
+        lse_M -= tl.sum(q_MD.to(tl.float32) * mean_D[None, :], 1) * scale
+    tl.store(lse + request * lse_stride_T + head_M, tl.where(keep_M, lse_M, float("-inf")), mask=live_M)
+    values_MD = tl.where(keep_M[:, None], sums_MD / total_M[:, None], 0.0)
+    values_at = values + (request * lse_stride_T + head_M)[:, None] * V_DIM + v_D[None, :]
+    tl.store(values_at, values_MD, mask=live_M[:, None] & (v_D < V_DIM)[None, :])
 
 
 def near_attention(
@@ -105,32 +99,20 @@ def near_attention(
     v: Paged,
     batch: AttentionBatch,
     params: AttentionParams,
-    far: PartialAttention | None,
-    k_mean_HD: Tensor | None,
-) -> Tensor:
-    """Attend over near tokens and join far ones; see naive.py. Each request has one new token.
-
-    Args:
-        q_THD: Queries.
-        k: Exact pages of the keys.
-        v: Exact pages of the values.
-        batch: The requests.
-        params: The scale, window, capping and sinks.
-        far: Attention over far tokens, if there are any.
-        k_mean_HD: What far keys lack.
-    """
+    k_mean_HD: Tensor | None = None,
+) -> PartialAttention:
+    """Attend over near tokens in one launch; see naive.py for the arguments."""
     (k_plane,), (v_plane,) = k.planes_PHS, v.planes_PHS
     requests, heads, _ = q_THD.shape
-    out_THD = torch.empty(requests, heads, v.dim, dtype=q_THD.dtype, device=q_THD.device)
-    group = heads // k.heads
-    far_values, far_lse = far or (None, None)
-    strides = (*far.values_THD.stride()[:2], *far.lse_HT.stride()) if far else (0,) * 4
+    values_THD = torch.empty(requests, heads, v.dim, dtype=torch.float32, device=q_THD.device)
+    lse_TH = torch.empty(requests, heads, dtype=torch.float32, device=q_THD.device)
+    group, table_BN = heads // k.heads, batch.page_table_BN
     near_kernel[requests, k.heads](
-        q_THD, k_plane, v_plane, batch.page_table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD,
-        far_values, far_lse, out_THD, params.scale, params.softcap or 0.0,
-        *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], batch.page_table_BN.stride(0), *strides,
+        q_THD, k_plane, v_plane, table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD, lse_TH,
+        params.scale, params.softcap or 0.0,
+        *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], table_BN.stride(0), lse_TH.stride(0),
         WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
         M=max(MMA_ROWS, next_power_of_2(group)), K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim),
         N=KEYS,
     )  # fmt: skip
-    return out_THD
+    return PartialAttention(values_THD, lse_TH.T)

@@ -282,6 +282,16 @@ class SDPA(AttentionBackend):
         k, v = view.streams["k"].paged, view.streams["v"].paged
         return attention.prefill_attention(q_THD, k, v, state, params)
 
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _QueryBlocks
+    ) -> PartialAttention:
+        """Attend by the fused kernels -> float32 values."""
+        assert (
+            state is not None
+        )  # torch's function returns no log-sum-exp, and rows with masks do not promise it
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        return attention.partial_prefill_attention(q_THD, k, v, state, params)
+
 
 def _masked(q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Tensor:
     """Attend request by request, with a mask."""
@@ -365,19 +375,29 @@ class FlexAttention(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _Parts
     ) -> Tensor:
         """Attend part by part."""
-        outputs = [_attend_part(q_THD[part.rows], view, part, params) for part in state]
+        with_lse = params.sinks_H is not None  # which are added by it
+        outputs = [_attend_part(q_THD[part.rows], view, part, params, with_lse)[0] for part in state]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _Parts
+    ) -> PartialAttention:
+        """Attend part by part -> values in the query's dtype."""
+        outputs = [_attend_part(q_THD[part.rows], view, part, params, True) for part in state]
+        values_THD, lse_TH = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+        # What torch leaves of a query that sees nothing depends on its kernel.
+        return PartialAttention(values_THD.masked_fill(lse_TH.isneginf()[..., None], 0.0), lse_TH.T)
 
 
 def _parts(batch: AttentionBatch, page_size: int, window: int | None) -> Iterator[_Part]:
     """Yield neighbours that fit into MAX_STAGED_TOKENS padded stored tokens, and prompts of more than a block alone."""
     row, first, device = 0, 0, batch.page_table_BN.device
-    step = max(1, MAX_STAGED_TOKENS // _round_up(max(batch.seq_lens)))
+    step = max(1, MAX_STAGED_TOKENS // _round_up(max(*batch.seq_lens, 1)))
     alone = [i if count > BLOCK else -1 - i // step for i, count in enumerate(batch.query_lens)]
     for _, group in groupby(alone):
         requests = slice(first, first + len(tuple(group)))
         counts, lens = batch.query_lens[requests], batch.seq_lens[requests]
-        most, length, row_T = max(counts), _round_up(max(lens)), None
+        most, length, row_T = max(counts), _round_up(max(*lens, 1)), None
         if min(counts) < most:
             places = [torch.arange(i * most, i * most + count) for i, count in enumerate(counts)]
             row_T = torch.cat(places).to(device)
@@ -439,7 +459,10 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
     )
 
 
-def _attend_part(q_THD: Tensor, view: KVView, part: _Part, params: AttentionParams) -> Tensor:
+def _attend_part(
+    q_THD: Tensor, view: KVView, part: _Part, params: AttentionParams, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return values [T, H, D], and log-sum-exps [T, H] if they are wanted."""
     k_BGLD, v_BGLD = (_gather(view, name, part, q_THD.dtype) for name in "kv")
     q_BnHD = _pad_queries(q_THD, part)
     output: Any = _kernel(q_THD.is_cuda)(
@@ -450,16 +473,18 @@ def _attend_part(q_THD: Tensor, view: KVView, part: _Part, params: AttentionPara
         block_mask=part.mask,
         scale=params.scale,
         enable_gqa=True,
-        return_lse=params.sinks_H is not None,
+        return_lse=with_lse,
         kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
     )
+    out_BHnD, lse_BHn = output if with_lse else (output, q_BnHD.new_zeros(1, 1, 1))
     if params.sinks_H is not None:
-        out_BHnD, lse_BHn = output
         # Sinks only add to the softmax's sum.
-        share_BHn = torch.sigmoid(lse_BHn - params.sinks_H.float()[:, None])
-        output = (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
-    out_THD = output.transpose(1, 2).flatten(0, 1)
-    return out_THD if part.row_T is None else out_THD[part.row_T]
+        sinks_H1 = params.sinks_H.float()[:, None]
+        share_BHn = torch.sigmoid(lse_BHn - sinks_H1)
+        out_BHnD = (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
+        lse_BHn = torch.logaddexp(lse_BHn.float(), sinks_H1)
+    out_THD, lse_TH = (x.transpose(1, 2).flatten(0, 1) for x in (out_BHnD, lse_BHn))
+    return (out_THD, lse_TH) if part.row_T is None else (out_THD[part.row_T], lse_TH[part.row_T])
 
 
 def _options(rows: int) -> dict[str, bool]:

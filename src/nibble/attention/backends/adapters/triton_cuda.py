@@ -71,8 +71,26 @@ class Cuda(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
     ) -> Tensor:
         """Call the kernel over pages in their own bytes."""
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        return self._decoder(q_THD)(q_THD.contiguous(), k, v, batch, params)
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> PartialAttention:
+        """Call the kernel that stores the log-sum-exp too -> float32 values."""
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        return self._decoder(q_THD).partial(q_THD.contiguous(), k, v, batch, params)
+
+    def forward_merged(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None,
+        other: PartialAttention,
+    ) -> Tensor:  # fmt: skip
+        """Call the kernel that merges as it stores: no launch for merging."""
+        k, v = view.streams["k"].paged, view.streams["v"].paged
+        return self._decoder(q_THD).merged(q_THD.contiguous(), k, v, batch, params, other)
+
+    def _decoder(self, q_THD: Tensor) -> Any:
         # Its counters and workspace lie on the queries' device, which only a call tells.
         if self._decode is None:
             self._decode = self._kernels.Decode(q_THD.device)
-        k, v = view.streams["k"].paged, view.streams["v"].paged
-        return self._decode(q_THD.contiguous(), k, v, batch, params)
+        return self._decode
