@@ -40,7 +40,7 @@ class Subject:
     """The version of the KV scales; empty where none are needed."""
     dtype: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Other options of Config that change answers, where they differ from their defaults."""
+    """What else changes answers: options that differ from their defaults, and what was decided of others."""
 
     @property
     def key(self) -> str:

@@ -15,8 +15,10 @@ import re
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from nibble import formats
+from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import BUNDLED, Config, default_of
@@ -45,6 +47,17 @@ WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 """Fields of Config that change no next-token distribution, but by rounding. All others count, new ones too."""
+UNCOUNTED = ELSEWHERE | WITHOUT_EFFECT
+SPEC_ELSEWHERE = frozenset(
+    {
+        "scheme", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend", "allow_staging",
+        "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
+        "watches_fidelity",
+    }
+)  # fmt: skip
+"""Fields of CacheSpec that other items of a subject stand for, or that change no distribution. All others count."""
+PLAN_ELSEWHERE = frozenset({"layout", "groups", "owner", "dtype", "notes", "tier"})
+"""The same of Plan."""
 UNSAID = frozenset(
     {
         "model", "kv_format", "kv_layers", "chat_template", "kv_memory", "max_running", "prefix_cache",
@@ -70,6 +83,9 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
     config, plan = cache_plan.config, cache_plan.plan
     spec = CacheSpec.from_config(config)
     schemes = repr(spec.scheme_by_layer(cache_plan.model_spec.layers))
+    usual = {entry.name: default_of(entry) for entry in fields(Config)}
+    # What was left to Nibble counts as it was decided: another version may decide otherwise.
+    decided = _others(spec, SPEC_ELSEWHERE) | _others(plan, PLAN_ELSEWHERE)
     return Subject(
         model=Path(config.model).name,
         scheme=_scheme_name(config),
@@ -79,13 +95,14 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         pages=f"pages of {plan.page_size} tokens, {plan.layout.packing}",
         scales=_version(cache_plan, scales),
         dtype=plan.dtype,
-        options={
-            entry.name: getattr(config, entry.name)
-            for entry in fields(config)
-            if entry.name not in ELSEWHERE | WITHOUT_EFFECT
-            and getattr(config, entry.name) != default_of(entry)
-        },
+        options={name: value for name, value in _others(config, UNCOUNTED).items() if value != usual[name]}
+        | {name: str(value) for name, value in decided.items()},
     )
+
+
+def _others(facts: Config | CacheSpec | Plan, without: frozenset[str]) -> dict[str, Any]:
+    """Return the fields of a dataclass but for some."""
+    return {entry.name: getattr(facts, entry.name) for entry in fields(facts) if entry.name not in without}
 
 
 def _version(cache_plan: CachePlan, scales: KVScales | None) -> str:

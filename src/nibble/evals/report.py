@@ -204,14 +204,10 @@ class SchemeResult:
     name: str
     kv_format: str
     kv_layers: str
-    options: str
-    """Options of this scheme alone."""
     bytes_per_token: int
     ratio: float
     """Bytes of the yardstick over those of the scheme."""
     scales: str
-    scale_version: str
-    """Which KV scales it had."""
     perplexity: float
     bits_per_byte: float
     top1: float
@@ -223,6 +219,10 @@ class SchemeResult:
     attention_error: tuple[float, ...] = ()
     """Relative, by layer."""
     tasks: tuple[TaskScore, ...] = ()
+    options: str = ""
+    """Options of this scheme alone."""
+    scale_version: str = ""
+    """Which KV scales it had."""
     sinks: tuple[str, ...] = ()
     """What calibration said of values beyond the scales: attention sinks that are clipped."""
     seconds: float = 0.0

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from nibble import LLM
+from nibble.attention.planner.plan import Plan
 from nibble.config import BUNDLED, Config, parse_quality
 from nibble.engine import certificate_lookup as lookup
 from nibble.engine.certificate import SCHEMA, UNKNOWN_SCALES, Certificate, Figures, Subject
 from nibble.engine.plan import plan_engine
 from nibble.errors import PYTHON, ConfigError, set_caller
+from nibble.spec import CacheSpec
 from tiny import save_tiny
 
 FIGURES = Figures(
@@ -308,6 +310,18 @@ def test_every_option_that_does_not_count_is_one() -> None:
     for group in (lookup.ELSEWHERE, lookup.WITHOUT_EFFECT, lookup.UNSAID):
         assert group <= names
     assert not lookup.ELSEWHERE & lookup.WITHOUT_EFFECT
+    assert {entry.name for entry in fields(CacheSpec)} >= lookup.SPEC_ELSEWHERE
+    assert {entry.name for entry in fields(Plan)} >= lookup.PLAN_ELSEWHERE
+
+
+def test_what_a_plan_decides_counts_as_it_was_decided(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later version may decide otherwise what the same command leaves to it. Any field that is not named counts."""
+    monkeypatch.setattr(lookup, "SPEC_ELSEWHERE", lookup.SPEC_ELSEWHERE - {"max_running"})
+    write(config(model))
+    with served(config(model)) as llm:
+        assert llm.certificate
+    with pytest.raises(ConfigError, match="it is of max_running 256, and here it is 3"):
+        served(config(model, max_running=3, require_quality="kl=9"))
 
 
 def test_where_a_new_one_is_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
