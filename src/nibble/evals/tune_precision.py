@@ -121,7 +121,7 @@ def _trials(target: Target, goal: Goal) -> list[Candidate]:
     tried = tuple(dict.fromkeys(map(schemes.parse, names)))
     if wrong := [scheme.name for scheme in tried if schemes.mixed(scheme.base) or "+" in scheme.name]:
         raise ConfigError(
-            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as they are "
+            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as is "
             "best; name formats in --candidates, as nvfp4,nvfp4_amax"
         )
     trials = [trial for group in target.model_spec.groups for trial in candidates(group, tried)]

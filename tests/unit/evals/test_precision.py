@@ -113,6 +113,37 @@ def test_what_the_text_is_cut_into_and_progress(config: Config) -> None:
     assert whole[0, trial] == pytest.approx(kl(config.model, "0=fp32:nvfp4", ids, 64), rel=2e-3)
 
 
+SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320,
+    "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8,
+}  # fmt: skip
+"""Layers 4 and 5 read the pages of layers 2 and 3; three in six have windows."""
+
+
+def test_layers_that_share_kv(tmp_path: Path) -> None:
+    """Whoever reads a layer's pages reads the candidate; and no layer reads what a candidate before it has left."""
+    model = checkpoint(tmp_path / "shared", "gemma3n_text", **SHARED)
+    config = Config(model=model, kv_scales="one")
+    llm, here = LLM(model, kv_format="fp32"), target(replace(config, kv_format="fp32"))
+    ids = llm.tokenizer.encode(TEXT)[:48]
+    measurement = Measurement(
+        llm.engine.runner.model, here, tune_precision.scales_for(llm, plan_engine(config), "")
+    )
+    tried = [schemes.parse("fp8_e4m3")]
+    trials = [x for group in here.model_spec.groups for x in candidates(group, tried) if x.name == "fp8_e4m3"]
+    measured = measurement.losses([x for x in trials if x.stream.name == "v"], windows(ids, 48))
+    assert sorted(layer for layer, _ in measured) == [0, 1, 2, 3]
+    for (layer, _), loss in measured.items():
+        assert loss == pytest.approx(kl(model, f"{layer}=fp32:fp8_e4m3", ids, 48), rel=5e-3), layer
+    goal = replace(GOAL, candidates="fp8_e4m3,nvfp4", tokens=64)
+    outcome = tune_precision.tune(config, goal, tmp_path / "kv_scheme.json")
+    file = scheme_file.load(outcome.path)
+    assert [file.layers[layer] for layer in (4, 5)] == [file.layers[layer] for layer in (2, 3)]
+    plan = plan_engine(replace(config, kv_format=outcome.path)).plan
+    assert plan.layout.bytes_per_token == outcome.bytes_per_token
+
+
 @pytest.mark.parametrize(("family", "changes"), [("deepseek_v3", MLA), ("glm_moe_dsa", SPARSE)])
 def test_latents(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     model = checkpoint(tmp_path / family, family, num_hidden_layers=3, **changes)
@@ -210,7 +241,9 @@ def test_what_cannot_be_reached(config: Config) -> None:
         ConfigError, match=r"a budget of 4 bits is too small: .* 4.500 bits .*--budget 4.500bits"
     ):
         found.within_bits(4.0)
-    with pytest.raises(ConfigError, match="too small: the best assignment of these candidates has 4.5 nats"):
+    with pytest.raises(
+        ConfigError, match=r"too small: the best assignment of these candidates has 4\.5 nats"
+    ):
         search(config, k={"fp8_e4m3": 1.0}, v={"fp8_e4m3": 0.5}).within_kl(1.0)
 
 

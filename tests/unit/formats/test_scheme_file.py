@@ -194,11 +194,12 @@ class TestFiles:
             CacheSpec.from_config(Config(model="m", kv_format=str(tmp_path / "none.json")))
 
 
-class TestModelOpt:
-    LAYERS = {0: "fp8_e4m3", 1: "bf16", 2: "nvfp4", 3: "k8v4"}
+LAYERS = {0: "fp8_e4m3", 1: "bf16", 2: "nvfp4", 3: "k8v4"}
 
+
+class TestModelOpt:
     def test_round_trip(self, tmp_path: Path) -> None:
-        by_layer = {layer: schemes.parse(name) for layer, name in self.LAYERS.items()}
+        by_layer = {layer: schemes.parse(name) for layer, name in LAYERS.items()}
         content = scheme_file.as_modelopt(by_layer, {"name": "nibble", "version": "1"})
         assert content["quantization"] == {
             "quant_algo": "MIXED_PRECISION",
@@ -214,7 +215,7 @@ class TestModelOpt:
         spec = CacheSpec.from_config(
             Config(model="m", kv_format=write(tmp_path / "hf_quant_config.json", content))
         )
-        assert [scheme.name for scheme in spec.scheme_by_layer(4)] == list(self.LAYERS.values())
+        assert [scheme.name for scheme in spec.scheme_by_layer(4)] == list(LAYERS.values())
 
     def test_a_uniform_map_says_its_algorithm(self) -> None:
         content = scheme_file.as_modelopt(dict.fromkeys(range(2), schemes.parse("nvfp4+rot")), {})
