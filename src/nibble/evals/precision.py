@@ -30,9 +30,10 @@ from nibble.attention.planner.options import ROUTED
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo
+from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config
-from nibble.errors import ConfigError
+from nibble.errors import ConfigError, ScaleError
 from nibble.evals.perplexity import Prediction, Window, observed_logits, prompt_context
 from nibble.evals.solver import Choice, Option, frontier, least_cost, least_loss
 from nibble.formats import scheme as schemes
@@ -200,6 +201,17 @@ class Measurement:
         """Return the plan with a candidate in all layers of its group; raise ConfigError."""
         target, plain = self.target, self.target.plain
         return target.plan(plain, target.owners(candidate.group), candidate.scheme(plain))
+
+    def without_scales(self, trials: Iterable[Candidate]) -> dict[Candidate, str]:
+        """Return the candidates whose KV scales are not there, with the reason: `one` and files may have no means."""
+        reasons = {}
+        for trial in trials:
+            plan = self.plan(trial)
+            try:
+                kv_scales.require(plan.layout, self.scales_of(plan))
+            except ScaleError as error:
+                reasons[trial] = str(error)
+        return reasons
 
     def losses(
         self, trials: Sequence[Candidate], windows: Sequence[Window], progress: Progress | None = None

@@ -85,9 +85,11 @@ def tune(
     llm = LLM(**asdict(replace(plan.config, compile=False, graphs=False)))
     try:
         parts = _split(llm, content, goal, text)
-        measurement = Measurement(llm.engine.runner.model, here, _scales(llm, plan, parts.calibration))
+        measurement = Measurement(llm.engine.runner.model, here, scales_for(llm, plan, parts.calibration))
         windows = perplexity.windows(parts.searched, min(goal.window, plan.model_spec.max_context))
-        search = Search(there, measurement.losses(trials, windows, progress))
+        dropped = measurement.without_scales(trials)
+        losses = measurement.losses([x for x in trials if x not in dropped], windows, progress)
+        search = Search(there, losses, {f"{x.stream.name} in {x.name}": why for x, why in dropped.items()})
     finally:
         llm.close()
     assignment = _solve(search, goal)
@@ -119,8 +121,8 @@ def _trials(target: Target, goal: Goal) -> list[Candidate]:
     tried = tuple(dict.fromkeys(map(schemes.parse, names)))
     if wrong := [scheme.name for scheme in tried if schemes.mixed(scheme.base) or "+" in scheme.name]:
         raise ConfigError(
-            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as they "
-            "are best; name formats in --candidates, as nvfp4,nvfp4_amax"
+            f"{wrong[0]} is no format: K and V are measured apart, K under all transforms, and put together as is "
+            "best; name formats in --candidates, as nvfp4,nvfp4_amax"
         )
     trials = [trial for group in target.model_spec.groups for trial in candidates(group, tried)]
     for group in target.model_spec.groups:
@@ -150,7 +152,7 @@ def _split(llm: LLM, content: str, goal: Goal, path: Path | None) -> _Text:
     return _Text(tuple(ids[-goal.tokens :]), parts.calibration, name, parts.digest)
 
 
-def _scales(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan], KVScales]:
+def scales_for(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan], KVScales]:
     """Return what gives a plan the KV scales that serving it would use."""
 
     @cache

@@ -223,10 +223,10 @@ def _base(text: str) -> str | None:
     if PAIR not in text:
         base = ALIASES.get(text, text)
         return base if base in names() else None
-    pair = [_base(part.strip()) for part in text.split(PAIR, 1)]
-    k, v = pair
-    if k is None or v is None or k in MIXED or v in MIXED or PAIR in v:
+    parts = [ALIASES.get(part.strip(), part.strip()) for part in text.split(PAIR)]
+    if len(parts) != 2 or not all(part in names() and part not in MIXED for part in parts):
         return None
+    k, v = parts
     # One meaning has one name.
     usual = {tuple(by_stream.values()): name for name, by_stream in MIXED.items()}
     return k if k == v else usual.get((k, v), PAIR.join((k, v)))

@@ -344,6 +344,28 @@ def modelopt(algo: str | None, **more: Any) -> dict[str, Any]:
     }
 
 
+BY_LAYER = {
+    "quantized_layers": {},
+    "kv_cache_quant_algo": "MIXED_PRECISION",
+    "kv_cache_quantized_layers": {"model.layers.1.self_attn": {"quant_algo": "FP8"}},
+    "kv_cache_schema_version": 1,
+}
+"""What ModelOpt says of KV formats by layer."""
+
+
+def test_auto_takes_what_modelopt_says_of_each_layer(folder: Path) -> None:
+    entry = {"quant_algo": "MIXED_PRECISION", **BY_LAYER}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": entry}))
+    plan = LLM(str(folder), kv_format="auto", kv_scales="one").plan
+    assert {layer: group.scheme for group in plan.groups for layer in group.layers} == {
+        0: "bf16", 1: "fp8_e4m3", 2: "bf16"
+    }  # fmt: skip
+    weights = {**entry, "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}}}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": weights}))
+    with pytest.raises(ConfigError, match="MIXED_PRECISION weights written by ModelOpt"):
+        serve(folder)
+
+
 @pytest.mark.usefixtures("no_weights")
 class TestQuantisedWeights:
     @pytest.mark.parametrize("algo", ["FP8", "NVFP4", "W4A8_AWQ", "MIXED_PRECISION"])
@@ -381,6 +403,7 @@ class TestQuantisedWeights:
         modelopt(None),
         modelopt("NONE"),
         {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}},
+        modelopt("MIXED_PRECISION", **BY_LAYER),
     ],
 )
 def test_a_config_that_quantises_the_cache_only_is_served(

@@ -145,6 +145,20 @@ class TestDeclaredFormats:
         )
         assert read_scales(put(tmp_path, named("k_scale", "v_scale"))).layers[0].streams["k"].limit == limit
 
+    @pytest.mark.parametrize("name", ["hf_quant_config.json", "config.json"])
+    def test_by_layer(self, tmp_path: Path, name: str) -> None:
+        algos = {0: "NVFP4", 1: "FP8_K_NVFP4_V", 2: "FP8"}
+        by_name = {f"model.layers.{layer}.self_attn": {"quant_algo": algo} for layer, algo in algos.items()}
+        entry = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": by_name}
+        place = "quantization" if name.startswith("hf") else "quantization_config"
+        (tmp_path / name).write_text(json.dumps({place: entry}))
+        tensors = {
+            ATTENTION.format(i) + x: torch.tensor([0.01]) for i in range(4) for x in ("k_scale", "v_scale")
+        }
+        layers = read_scales(put(tmp_path, tensors)).layers
+        limits = [(layers[i].streams["k"].limit, layers[i].streams["v"].limit) for i in range(4)]
+        assert limits == [(NVFP4, NVFP4), (FP8, NVFP4), (FP8, FP8), (FP8, FP8)]
+
     def test_an_unknown_one_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "hf_quant_config.json").write_text(
             '{"quantization": {"kv_cache_quant_algo": "NVFP4_AFFINE"}}'
