@@ -131,8 +131,8 @@ def check_encoder(encoder: str, schemes: tuple[Scheme, ...]) -> None:
     if not has_encoder(encoder, schemes):
         used = dict.fromkeys(fmt.name for scheme in schemes for fmt in scheme.formats)
         raise ConfigError(
-            f"the KV encoder {encoder} is for {', '.join(by_encoder[encoder])}, and this cache is in {', '.join(used)}; "
-            "use another --kv-format, or leave --kv-encoder out"
+            f"the KV encoder {encoder} is for {', '.join(by_encoder[encoder])}, and this cache is in "
+            f"{', '.join(used)}; use another --kv-format, or leave --kv-encoder out"
         )
 
 

@@ -124,7 +124,7 @@ def round_bits(bits, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.c
 
 @triton.jit
 def whole_units(x):
-    """Round magnitudes to whole numbers, at most MOST_UNITS, and return them times 2^-63, as squared_error() needs them.
+    """Round magnitudes to whole numbers, at most MOST_UNITS, and return them times 2^-63, for squared_error().
 
     See least_error() in formats/base.py.
     """
