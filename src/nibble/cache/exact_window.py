@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from nibble.cache.lease import Lease
+from nibble.cache.lease import Lease, Place
 from nibble.cache.snapshots import SnapshotPages
 from nibble.errors import OutOfPages
 from nibble.kernels import cdiv
@@ -80,6 +80,12 @@ class WindowStats:
     replayed_tokens: int = 0
 
 
+Group = tuple[int, Place]
+"""Snapshots that one lease kept at one place: its number, and the place."""
+TURN_ENDS = (Place.PROMPT_END, Place.ANSWER_END)
+"""Where the next turn of a conversation may go on."""
+
+
 class WindowBooks:
     """The books of all exact pages. The manager calls them as pages of a lease change.
 
@@ -94,7 +100,7 @@ class WindowBooks:
         self.window, self.page_size = window, page_size
         self.num_copies = window.num_copies(page_size)
         """Pages of a snapshot."""
-        self.snapshots = SnapshotPages(window.num_pages, window.max_idle)
+        self.snapshots = SnapshotPages[Group](window.num_pages, window.max_idle)
         self._stats = WindowStats(window.num_pages)
 
     @property
@@ -125,18 +131,19 @@ class WindowBooks:
         if boundary is not None:
             self._hold(lease, range(max(boundary - self.num_copies, 0), boundary))
             lease.num_stored_tokens, lease.clean_from = boundary * size, 0
+            self._note_use(lease, boundary)
         elif rebuild > previous:
             self._hold(lease, range(0))
             lease.num_stored_tokens, lease.clean_from = rebuild, self.window.clean_from(rebuild)
         if lease.num_stored_tokens > previous or not was_replaying:
             lease.resumed_at = lease.num_stored_tokens
         # There is no snapshot where a replay ends, and others that branch there will want one.
-        lease.snapshot_boundaries.discard(lease.replay_until // size)
+        lease.snapshot_boundaries.pop(lease.replay_until // size, None)
         lease.replay_until = end * size
         if lease.is_replaying:
-            lease.snapshot_boundaries.add(end)
+            lease.snapshot_boundaries[end] = Place.BRANCH
 
-    def keep_snapshot(self, lease: Lease, boundary: int) -> None:
+    def keep_snapshot(self, lease: Lease, boundary: int, place: Place) -> None:
         """Keep a snapshot once `lease` passes `boundary`, if all copies for it are held or still to be computed."""
         size = self.page_size
         if boundary * size <= lease.num_stored_tokens:
@@ -144,7 +151,10 @@ class WindowBooks:
         computed = max(lease.num_reserved_tokens, lease.num_stored_tokens)
         places = range(max(boundary - self.num_copies, 0), boundary)
         if all(i in lease.exact_pages or i * size >= computed for i in places):
-            lease.snapshot_boundaries.add(boundary)
+            # Where prefixes branch, more than the next turn will go on.
+            lease.snapshot_boundaries[boundary] = (
+                Place.BRANCH if lease.snapshot_boundaries.get(boundary) is Place.BRANCH else place
+            )
 
     def check_room(self, lease: Lease, upto: int) -> None:
         """Raise OutOfPages unless the exact pages that `lease` needs for `upto` tokens can be had."""
@@ -164,7 +174,7 @@ class WindowBooks:
             if len(missing) <= self.snapshots.num_available:
                 self._allocate(lease, missing)
             else:
-                lease.snapshot_boundaries.discard(boundary)
+                del lease.snapshot_boundaries[boundary]
         if lease.num_shared_pages and not lease.has_begun:
             self._stats.snapshot_hits += not lease.is_replaying
             self._stats.snapshot_misses += lease.is_replaying
@@ -177,19 +187,18 @@ class WindowBooks:
         stored, pending = lease.num_stored_tokens, lease.snapshot_boundaries
         self._stats.replayed_tokens += max(min(stored, lease.replay_until) - previous, 0)
         full = stored // self.page_size
-        passed = {boundary for boundary in pending if boundary <= full}
-        pending -= passed
-        for boundary in passed:
-            self._attach(lease, boundary)
+        for boundary in [boundary for boundary in pending if boundary <= full]:
+            self._attach(lease, boundary, pending.pop(boundary))
         # Only what is committed counts: a step in flight may read the copies before its first token.
         old = [i for i in lease.exact_pages if i < full - self.num_copies and not self._is_pending(lease, i)]
         self.snapshots.release([lease.exact_pages.pop(i) for i in old])
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, is_preempted: bool) -> None:
         """Keep a snapshot at the last full page, and give back all exact pages."""
-        self._attach(lease, lease.num_stored_tokens // self.page_size)
+        place = Place.PREEMPTION if is_preempted else Place.ANSWER_END
+        self._attach(lease, lease.num_stored_tokens // self.page_size, place)
         self._hold(lease, range(0))
-        lease.snapshot_boundaries = set()
+        lease.snapshot_boundaries.clear()
 
     def check_integrity(self, leases: Collection[Lease], is_node: Sequence[bool]) -> None:
         """Assert that the books balance, and that each lease holds the copies that its window covers.
@@ -239,12 +248,28 @@ class WindowBooks:
         """Return whether a snapshot to come has a copy of the page at `place`."""
         return any(b - self.num_copies <= place < b for b in lease.snapshot_boundaries)
 
-    def _attach(self, lease: Lease, boundary: int) -> None:
+    def _attach(self, lease: Lease, boundary: int, place: Place) -> None:
         """Keep a snapshot at `boundary`, if the tree has the pages before it and all copies are right."""
         if boundary > lease.num_shared_pages:
             return
         places = range(max(boundary - self.num_copies, 0), boundary)
         missing = [i for i in places if self.snapshots.value_of(lease.pages[i]) is None]
-        if all(i in lease.exact_pages and i * self.page_size >= lease.clean_from for i in missing):
-            for i in missing:
-                self.snapshots.attach(lease.pages[i], lease.exact_pages[i])
+        if not all(i in lease.exact_pages and i * self.page_size >= lease.clean_from for i in missing):
+            return
+        group = None if place is Place.BRANCH else (lease.number, place)
+        for i in missing:
+            self.snapshots.attach(lease.pages[i], lease.exact_pages[i], group)
+        # A conversation most often goes on as it did a turn ago.
+        if lease.resumed_place in TURN_ENDS and place in TURN_ENDS and place is not lease.resumed_place:
+            self.snapshots.expire((lease.number, place))
+
+    def _note_use(self, lease: Lease, boundary: int) -> None:
+        """Note that `lease` goes on from a snapshot: of those of one turn the next uses one, and only once."""
+        group = self.snapshots.group_of(lease.exact_pages[boundary - 1])
+        if group is None:
+            return
+        number, place = group
+        if place in TURN_ENDS:
+            lease.resumed_place = place
+        for other in TURN_ENDS if place in TURN_ENDS else (place,):
+            self.snapshots.expire((number, other))

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from nibble.cache.radix_cache import Node
+
+
+class Place(Enum):
+    """What is at the boundary of a snapshot, which says by whom it will be read."""
+
+    BRANCH = "branch"
+    """Several requests go on from here, each in its own way."""
+    PROMPT_END = "prompt end"
+    """The next turn of a conversation goes on from here where its template rewrites the answer."""
+    ANSWER_END = "answer end"
+    """The next turn goes on from here where the answer is part of its prompt as it was generated."""
+    PREEMPTION = "preemption"
+    """The request itself will go on from here."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,8 +64,12 @@ class Lease:
     """Tokens that pages held before they were to be computed: they are not written to pages again."""
     clean_from: int = 0
     """The first token whose exact copy is right in all layers."""
-    snapshot_boundaries: set[int] = field(default_factory=set)
-    """Page boundaries to come at which a snapshot is kept."""
+    snapshot_boundaries: dict[int, Place] = field(default_factory=dict)
+    """Page boundaries to come at which a snapshot is kept, and what is there."""
+    number: int = 0
+    """Counts leases, so that snapshots of the same one are known."""
+    resumed_place: Place = Place.BRANCH
+    """What was at the snapshot after which computation went on."""
 
     @property
     def resident_pages(self) -> list[int]:

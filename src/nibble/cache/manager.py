@@ -10,12 +10,13 @@ Pages are numbers and tokens are plain integers here. These rules make sharing s
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nibble.cache.exact_window import ExactWindow, WindowBooks, WindowStats
-from nibble.cache.lease import Lease
+from nibble.cache.lease import Lease, Place
 from nibble.cache.radix_cache import Key, PageAllocator, RadixCache
 from nibble.cache.residency import Residency, TierStats
 from nibble.errors import OutOfPages
@@ -77,6 +78,7 @@ class CacheManager:
         )
         self._stats = CacheStats(num_pages)
         self._num_releases = 0
+        self._lease_numbers = itertools.count()
 
     @property
     def num_tokens(self) -> int:
@@ -175,7 +177,7 @@ class CacheManager:
                 )
             if self._window:
                 self._window.check_lease_room(len(self.leases))
-        lease = Lease(namespace, is_sharing=sharing)
+        lease = Lease(namespace, is_sharing=sharing, number=next(self._lease_numbers))
         # Before the lease is in the books: this raises if the prefix does not fit onto the device.
         self._adopt(lease, prefix)
         self.leases.add(lease)
@@ -222,13 +224,18 @@ class CacheManager:
             return None
         return lease.pages[lease.replay_until // self.page_size - 1]
 
-    def keep_snapshot(self, lease: Lease, tokens: int) -> None:
+    def keep_snapshot(self, lease: Lease, tokens: int, place: Place) -> None:
         """With an exact window, keep a snapshot at the page boundary before `tokens` once `lease` passes it.
 
         Nothing is kept where it has passed that already, or where exact pages are short then.
+
+        Args:
+            lease: an open lease.
+            tokens: leading tokens of its request.
+            place: what is there.
         """
         if self._window and lease.is_sharing:
-            self._window.keep_snapshot(lease, tokens // self.page_size)
+            self._window.keep_snapshot(lease, tokens // self.page_size, place)
 
     def reserve(self, lease: Lease, upto: int) -> None:
         """Allocate pages until `lease` has room for `upto` tokens, and exact pages for the newest of them.
@@ -269,15 +276,15 @@ class CacheManager:
         if self._window:
             self._window.commit(lease, previous)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, is_preempted: bool = False) -> None:
         """Close `lease`; its pages are free unless other leases or the tree hold them.
 
-        With an exact window, a snapshot at its last full page stays.
+        With an exact window, a snapshot at its last full page stays. is_preempted: the request will come back.
         """
         self.leases.remove(lease)
         if self._window:
             # While the tree has the pages of this lease.
-            self._window.release(lease)
+            self._window.release(lease, is_preempted)
         if self.residency:
             # The residency comes first: a page must have no users there when the allocator frees it.
             # In reverse, so that the beginning of a prefix is evicted last.

@@ -8,24 +8,38 @@ is: the manager attaches exact copies of recent tokens, and recurrent states cou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 from nibble.cache.radix_cache import PageAllocator
 from nibble.errors import OutOfPages
 
+Group = TypeVar("Group", bound=Hashable)
+"""What an owner names several snapshots by."""
 
-class SnapshotPages:
+
+class SnapshotPages(Generic[Group]):
     """Value pages 0 to num_pages - 1: free, held by users, attached to a page of the tree, or both.
 
     An attachment is one user of its value page. A value page without other users is idle: it is evicted, the longest
-    idle first, where more than `max_idle` are idle or where no page is free.
+    idle first, where more than `max_idle` are idle or where no page is free. What expire() names comes before that.
 
     Args:
         num_pages: value pages of the pool, at least 1.
         max_idle: most value pages that only the tree holds.
     """
 
-    __slots__ = ("_allocator", "_idle", "_nodes", "_values", "max_idle", "num_evicted")
+    __slots__ = (
+        "_allocator",
+        "_expired",
+        "_groups",
+        "_idle",
+        "_nodes",
+        "_pages_by_group",
+        "_values",
+        "max_idle",
+        "num_evicted",
+    )
 
     def __init__(self, num_pages: int, max_idle: int) -> None:
         assert max_idle >= 0, f"at most {max_idle} idle pages"
@@ -34,7 +48,10 @@ class SnapshotPages:
         self._allocator = PageAllocator(num_pages)
         self._values: dict[int, int] = {}
         self._nodes: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
+        self._groups: dict[int, Group] = {}
+        self._pages_by_group: dict[Group, set[int]] = {}
+        self._expired: set[int] = set()
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
 
     def __len__(self) -> int:
         return len(self._values)
@@ -85,10 +102,17 @@ class SnapshotPages:
             self._allocator.release((page,))
             if page in self._nodes and self._allocator.ref_count(page) == 1:
                 self._idle[page] = None
+                if page in self._expired:
+                    self._idle.move_to_end(page, last=False)
         self._evict(self.num_idle - self.max_idle)
 
-    def attach(self, node_page: int, page: int) -> bool:
+    def attach(self, node_page: int, page: int, group: Group | None = None) -> bool:
         """Attach a value page, which has a user, to a page of the tree; an older attachment stays.
+
+        Args:
+            node_page: the page of the tree.
+            page: the value page.
+            group: what expire() will name it by.
 
         Returns:
             Whether it is attached now.
@@ -98,7 +122,21 @@ class SnapshotPages:
             return False
         self._allocator.retain((page,))
         self._values[node_page], self._nodes[page] = page, node_page
+        if group is not None:
+            self._groups[page] = group
+            self._pages_by_group.setdefault(group, set()).add(page)
         return True
+
+    def expire(self, group: Group) -> None:
+        """Evict what is attached in `group` before all others, once it is idle."""
+        for page in self._pages_by_group.get(group, ()):
+            self._expired.add(page)
+            if page in self._idle:
+                self._idle.move_to_end(page, last=False)
+
+    def group_of(self, page: int) -> Group | None:
+        """Return the group of an attached value page, None if it has none."""
+        return self._groups.get(page)
 
     def value_of(self, node_page: int) -> int | None:
         """Return the value page that is attached to a page of the tree, None if there is none."""
@@ -110,6 +148,11 @@ class SnapshotPages:
         if page is not None:
             del self._nodes[page]
             self._idle.pop(page, None)
+            self._expired.discard(page)
+            if (group := self._groups.pop(page, None)) is not None:
+                self._pages_by_group[group].discard(page)
+                if not self._pages_by_group[group]:
+                    del self._pages_by_group[group]
             self._allocator.release((page,))
 
     def clear(self) -> None:
@@ -125,6 +168,9 @@ class SnapshotPages:
             is_node: of each page that can be in the tree, whether it is.
         """
         assert {page: node for node, page in self._values.items()} == self._nodes, "values and nodes differ"
+        grouped = {page: group for group, pages in self._pages_by_group.items() for page in pages}
+        assert grouped == self._groups, "groups differ"
+        assert self._expired | set(self._groups) <= set(self._nodes), "a value is detached, but in a group"
         strays = [node for node in self._values if not is_node[node]]
         assert not strays, f"values are attached to pages {strays}, which are not in the tree"
         self._allocator.check_integrity([n + (page in self._nodes) for page, n in enumerate(num_users)])

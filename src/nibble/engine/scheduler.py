@@ -23,7 +23,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
-from nibble.cache.lease import Lease
+from nibble.cache.lease import Lease, Place
 from nibble.cache.manager import CacheManager, CacheStats
 from nibble.cache.radix_cache import Key
 from nibble.engine.request import Batch, FinishReason, Logprob, Request, ScheduledRequest, State
@@ -32,6 +32,11 @@ from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 SLICES = 8
 """Slices of a budget. One is reserved for prompts, so that decodes cannot shut them out; and every prompt of a step
 gets at least one, because chunks of a few tokens help nobody.
+"""
+
+PROMPT_TAIL = 8
+"""Last tokens of a prompt that its snapshot leaves out: a chat template may write another header of the answer in the
+next turn. To compute one page again is little; without a snapshot before the change it would be the whole window.
 """
 
 _order = attrgetter("priority", "arrival")
@@ -272,9 +277,9 @@ class Scheduler:
                     return False
             else:
                 self._count_hit(request, request.lease.num_hit_tokens)
-                # The next turn of a conversation goes on from here, where its template rewrites the answer. The last
-                # token of a prompt is always computed, so the same prompt would need this boundary, too.
-                self.manager.keep_snapshot(request.lease, len(request.prompt_token_ids) - 1)
+                self.manager.keep_snapshot(
+                    request.lease, len(request.prompt_token_ids) - PROMPT_TAIL, Place.PROMPT_END
+                )
                 return True
 
     def _num_pages_to_come(self, request: Request) -> int:
@@ -386,7 +391,7 @@ class Scheduler:
         ours, theirs = request.token_ids, leader.token_ids
         while end < request.num_reusable_tokens and ours[end : end + size] == theirs[end : end + size]:
             end += size
-        self.manager.keep_snapshot(leader.lease, min(end, request.num_reusable_tokens))
+        self.manager.keep_snapshot(leader.lease, min(end, request.num_reusable_tokens), Place.BRANCH)
 
     # Pages
 
@@ -429,7 +434,7 @@ class Scheduler:
         """Take a request out of its queue and close its lease."""
         if request.state is State.RUNNING:
             self.running.remove(request)
-            self.manager.release(request.lease)
+            self.manager.release(request.lease, is_preempted=state is State.WAITING)
         else:
             self.waiting.remove(request)
         request.in_flight, request.state = None, state
