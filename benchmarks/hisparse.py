@@ -42,7 +42,7 @@ from nibble import LLM, SamplingParams
 from nibble.attention.planner.memory import HOT_SLOT_BYTES
 from nibble.attention.planner.resolve import HOT_BUFFER_FACTOR
 from nibble.cache.hot_buffer import HotBuffers
-from nibble.engine.model_runner import PackedInts
+from nibble.engine.page_tables import PackedInts
 from nibble.engine.request import Delta
 from nibble.formats import scheme as schemes
 from nibble.kernels.offload import copy_tokens

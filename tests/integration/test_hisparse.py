@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
+from nibble.attention.planner import memory as memory_plan
+from nibble.attention.planner.memory import SNAPSHOT_SHARE
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
@@ -49,10 +51,13 @@ def llm(model: Path, hisparse: str = "", **options: Any) -> LLM:
 
 def tight(model: Path, hisparse: str = "buffer=32", requests: int = 2, **options: Any) -> LLM:
     """An engine whose device has room for about so many requests of the longest kind, hot buffers aside."""
-    layout = plan_engine(Config(**asked_for(model, **options))).plan.layout
+    planned = plan_engine(Config(**asked_for(model, **options)))
+    layout, exact = planned.plan.layout, planned.budget.exact
     tokens = requests * CONTEXT + 8 * 80
     index = 8 * CONTEXT * (layout.bytes_per_token - layout.without_index.bytes_per_token)
     memory = tokens * layout.without_index.bytes_per_token + index
+    if exact:
+        memory = int((memory + exact.bytes - exact.snapshots * exact.bytes_per_page) / (1 - SNAPSHOT_SHARE))
     return llm(model, hisparse, kv_memory=str(memory), **options)
 
 
@@ -67,11 +72,18 @@ def answers(engine: LLM, asked: list[list[int]], tokens: int = 40) -> list[tuple
     return [output.completions[0].token_ids for output in found]
 
 
-@pytest.mark.parametrize("kv_format", scheme.fitting(*LATENTS))
-def test_the_answers_are_those_without_it(model: Path, kv_format: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_format", "window"),
+    [*((name, 0) for name in scheme.fitting(*LATENTS)), ("nvfp4_ds_mla", 20), ("nvfp4", 7)],
+)
+def test_the_answers_are_those_without_it(
+    model: Path, kv_format: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Windows of as many requests as run without: the device is to have too little for their other tokens.
+    monkeypatch.setattr(memory_plan, "EXACT_SHARE", 0.9)
     asked = prompts(6)
-    expected = answers(llm(model, kv_format=kv_format), asked)
-    hot = tight(model, kv_format=kv_format)
+    expected = answers(llm(model, kv_format=kv_format, kv_window=window), asked)
+    hot = tight(model, kv_format=kv_format, kv_window=window)
     assert answers(hot, asked) == expected
     tier = hot.engine.runner.tier
     assert tier and tier.residency.stats.spilled >= 2 and tier.residency.stats.dropped > 20

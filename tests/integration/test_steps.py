@@ -17,7 +17,7 @@ from nibble.attention.planner.resolve import resolve
 from nibble.cache.manager import CacheManager
 from nibble.config import Config, SamplingParams
 from nibble.engine.engine import StartupReport
-from nibble.engine.model_runner import PackedInts, PageTables
+from nibble.engine.page_tables import PackedInts, PageTables
 from nibble.engine.plan import plan_engine
 from nibble.engine.request import Request
 from nibble.engine.sampler import Sampler, uniforms

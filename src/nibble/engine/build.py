@@ -29,7 +29,8 @@ from nibble.engine import certificate_lookup
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, tokens_of_start
 from nibble.engine.engine import Engine, StartupReport, check_request
 from nibble.engine.error_monitor import ErrorMonitor, ReferenceRows
-from nibble.engine.model_runner import ModelRunner, PageTables, adapters
+from nibble.engine.model_runner import ModelRunner, adapters
+from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
-from nibble.engine.model_runner import ModelRunner, to_device
+from nibble.engine.model_runner import ModelRunner
+from nibble.engine.page_tables import to_device
 from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request, truncated
 from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler

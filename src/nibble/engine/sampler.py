@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nibble.config import SamplingParams
-from nibble.engine.model_runner import to_device
+from nibble.engine.page_tables import to_device
 from nibble.engine.request import Logprob, Request
 
 INVALID_TOKEN = -1

@@ -1,0 +1,165 @@
+"""What the device remembers of open leases between steps, and the integers that a step sends there.
+
+Shape suffixes: R rows of the tables, one for each open lease and one for padding, N pages of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from nibble.cache.lease import Lease
+from nibble.kernels import ALIGNED
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a list of numbers as a tensor; the host does not wait until it has arrived.
+
+    Args:
+        values: the numbers.
+        dtype: of the tensor.
+        device: where it is to be.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    # The host can go on during a copy only if that reads from pinned memory.
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class PackedInts:
+    """All small integers of a step, one list after another, which go to the device in one copy."""
+
+    def __init__(self) -> None:
+        self._ints: list[int] = []
+
+    def add(self, values: Iterable[int]) -> slice:
+        """Append a list, and return where it lies."""
+        # Triton compiles a kernel anew for pointers that are not on a grid of 16 bytes.
+        self._ints += (0,) * (-len(self._ints) % ALIGNED)
+        start = len(self._ints)
+        self._ints += values
+        return slice(start, len(self._ints))
+
+    def send(self, device: torch.device) -> Tensor:
+        """Return all integers as one int64 tensor on the device."""
+        return to_device(self._ints, torch.int64, device)
+
+
+class PageTables:
+    """What the device remembers of open leases between steps: page ids, and the token that each sampled last.
+
+    Args:
+        rows: most leases that are open at a time.
+        width: most pages of a lease.
+        device: where the tables lie.
+        empty_page: with an exact window, the exact page that stands for one that is not kept.
+    """
+
+    def __init__(
+        self, rows: int, width: int, device: torch.device | str, empty_page: int | None = None
+    ) -> None:
+        self.table_RN = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        """Page ids. A step sends only those that are new."""
+        self.latest_R = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """The token sampled last: the next step takes it from here before the host knows it."""
+        self.device = self.table_RN.device
+        self.padding_row = rows
+        """The row of no lease; it pads steps that have too few requests."""
+        self._rows: dict[Lease, int] = {}
+        self._num_filled = [0] * rows
+        self._free = list(range(rows - 1, -1, -1))
+        self._new_places: list[int] = []
+        self._new_pages: list[int] = []
+        self.exact: ExactTable | None = None
+        """The exact pages of leases, with an exact window."""
+        if empty_page is not None:
+            self.exact = ExactTable(self.table_RN, empty_page)
+
+    def row(self, lease: Lease) -> int:
+        """Return the row of `lease`, and note its new pages for take_updates()."""
+        row = self._rows.get(lease)
+        if row is None:
+            row = self._rows[lease] = self._allocate_row()
+        num_filled, pages = self._num_filled[row], lease.pages
+        if num_filled < len(pages):
+            first = row * self.table_RN.shape[1]
+            self._new_places += range(first + num_filled, first + len(pages))
+            self._new_pages += pages[num_filled:]
+            self._num_filled[row] = len(pages)
+        if self.exact:
+            self.exact.update(row, lease)
+        return row
+
+    def take_updates(self) -> tuple[list[int], list[int]]:
+        """Return places in the flat table and page ids that the device does not have yet, each once."""
+        updates = self._new_places, self._new_pages
+        self._new_places, self._new_pages = [], []
+        return updates
+
+    def apply(self, places: Tensor, pages: Tensor) -> None:
+        """Write new page ids into the table."""
+        self.table_RN.view(-1).index_copy_(0, places, pages)
+
+    def _allocate_row(self) -> int:
+        if not self._free:
+            # A lease without pages was released.
+            for lease in [lease for lease in self._rows if not lease.pages]:
+                self._free.append(self._rows.pop(lease))
+        row = self._free.pop()
+        self._num_filled[row] = 0
+        if self.exact:
+            self.exact.reset(row)
+        return row
+
+
+class ExactTable:
+    """Which exact page holds each page of a lease, on the device.
+
+    Args:
+        table_RN: the page table beside it.
+        empty_page: stands for a page that is not kept.
+    """
+
+    def __init__(self, table_RN: Tensor, empty_page: int) -> None:
+        self.table_RN = torch.full_like(table_RN, empty_page)
+        self._empty_page = empty_page
+        # What the device knows of each row: exact pages by page.
+        self._known: dict[int, dict[int, int]] = {}
+        self._new_rows: list[int] = []
+        self._new_places: list[int] = []
+        self._new_pages: list[int] = []
+
+    def reset(self, row: int) -> None:
+        """Note that another lease has the row."""
+        self._known[row] = {}
+        self._new_rows.append(row)
+
+    def update(self, row: int, lease: Lease) -> None:
+        """Note the exact pages of `lease` that the device does not know."""
+        known = self._known[row]
+        if known == lease.exact_pages:
+            return
+        first = row * self.table_RN.shape[1]
+        for page, exact_page in lease.exact_pages.items():
+            if known.get(page) != exact_page:
+                self._new_places.append(first + page)
+                self._new_pages.append(exact_page)
+        self._known[row] = dict(lease.exact_pages)
+
+    def add_updates(self, packed: PackedInts) -> tuple[slice, slice, slice]:
+        """Add what the device does not know to the integers of a step; return where it lies."""
+        # Rows first: a new lease's pages come after its row is empty.
+        updates = self._new_rows, self._new_places, self._new_pages
+        self._new_rows, self._new_places, self._new_pages = [], [], []
+        rows, places, pages = map(packed.add, updates)
+        return rows, places, pages
+
+    def apply(self, sent: Tensor, updates: tuple[slice, slice, slice]) -> None:
+        """Write what was added into the table."""
+        rows, places, pages = updates
+        if rows.start < rows.stop:
+            self.table_RN.index_fill_(0, sent[rows], self._empty_page)
+        if places.start < places.stop:
+            self.table_RN.view(-1).index_copy_(0, sent[places], sent[pages].int())
