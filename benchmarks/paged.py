@@ -144,7 +144,7 @@ def make_cache(
         read = sum(lens) * heads.bytes_per_token(scheme)
         layers = min(max(-(-gpu.L2_TIMES * gpu.l2_bytes() // read), 1), gpu.CALLS)
     chosen = schemes.parse(scheme)
-    streams = tuple(StreamLayout(stream, chosen.format_of(stream).name) for stream in heads.streams)
+    streams = tuple(StreamLayout.of(stream, chosen.format_of(stream)) for stream in heads.streams)
     layout = CacheLayout(
         tuple(LayerLayout(i, streams, chosen.transforms) for i in range(layers)), page_size, packing
     )

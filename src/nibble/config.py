@@ -64,6 +64,14 @@ class Config:
         "bf16", "KV cache scheme: `nibble formats` lists them; `+rot`, `+kmean` add transforms."
     )
     kv_layers: str = option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
+    kv_encoder: str = option(
+        "auto",
+        "How block scales of 4-bit formats are chosen; any reader reads all: auto (sweep), sweep (the least error), "
+        "4over6 (NVFP4: the better of two), or amax (the bytes of other engines' appends).",
+    )
+    kv_transforms: str = option(
+        "auto", "Transforms of K for schemes that name none, as `kmean+rot`; auto and none: none."
+    )
     kv_scales: str = option(
         "auto",
         "Global KV scales: auto (the checkpoint's, else kv_scales.json beside it, else measured at the start), a JSON "

@@ -20,6 +20,8 @@ class ConfigOptions(TypedDict, total=False):
     chat_template: str | os.PathLike[str] | None
     kv_format: str
     kv_layers: str
+    kv_encoder: str
+    kv_transforms: str
     kv_scales: str | os.PathLike[str]
     page_size: int | None
     packing: str | None

@@ -6,7 +6,7 @@ Everything that plans, prices or refuses reads this value; only `from_config` re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from nibble.config import Config, OffloadSpec
@@ -66,6 +66,20 @@ def _parse_span(item: str, where: str) -> tuple[int, int]:
     return low, high
 
 
+def _schemes(config: Config) -> tuple[Scheme, tuple[LayerRule, ...]]:
+    """Return the scheme and the rules, with what their texts leave to `kv_encoder` and `kv_transforms`."""
+    transforms = schemes.parse_transforms(config.kv_transforms)
+
+    def complete(scheme: Scheme) -> Scheme:
+        return scheme.encoded_by(config.kv_encoder).transformed_by(transforms)
+
+    parsed = map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))
+    rules = tuple(replace(rule, scheme=complete(rule.scheme)) for rule in parsed)
+    scheme = complete(schemes.parse(config.kv_format))
+    schemes.check_encoder(config.kv_encoder, (scheme, *(rule.scheme for rule in rules)))
+    return scheme, rules
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
     """What is requested of a cache and of attention over it."""
@@ -100,9 +114,10 @@ class CacheSpec:
     def from_config(cls, config: Config) -> CacheSpec:
         """Parse the options of `config`; raise ConfigError for an unknown scheme or a malformed rule."""
         prefill, decode = config.backend_for(False), config.backend_for(True)
+        scheme, rules = _schemes(config)
         return cls(
-            scheme=schemes.parse(config.kv_format),
-            layer_rules=tuple(map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))),
+            scheme=scheme,
+            layer_rules=rules,
             dtype=None if config.dtype == AUTO else config.dtype,
             page_size=config.page_size,
             packing=config.packing,

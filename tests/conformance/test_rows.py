@@ -124,7 +124,7 @@ def streams(shape: Shape) -> tuple[Stream, ...]:
 
 def layout(kv_format: str, packing: str, shape: Shape) -> CacheLayout:
     chosen = scheme.parse(kv_format)
-    entries = tuple(StreamLayout(stream, chosen.format_of(stream).name) for stream in streams(shape))
+    entries = tuple(StreamLayout.of(stream, chosen.format_of(stream)) for stream in streams(shape))
     return CacheLayout((LayerLayout(0, entries, chosen.transforms),), shape.page, packing)
 
 

@@ -131,15 +131,26 @@ INDEX_PACKING = "nhd"
 
 @dataclass(frozen=True, slots=True)
 class StreamLayout:
-    """One stream of one layer, and the name of the format that stores it."""
+    """One stream of one layer, and the names of the format that stores it and of its encoder."""
 
     stream: Stream
     format: str
+    encoder: str = ""
+    """One that the format lacks means its default."""
+
+    @classmethod
+    def of(cls, stream: Stream, format: KVFormat) -> StreamLayout:
+        """Return the layout of `stream` in a format, with the encoder that it goes by."""
+        return cls(stream, format.name, format.encoder)
+
+    def __post_init__(self) -> None:
+        # Of what means the same there is one form, and so one fingerprint.
+        object.__setattr__(self, "encoder", formats.get(self.format).encoded_by(self.encoder).encoder)
 
     @property
     def codec(self) -> KVFormat:
         """Return the format, bound to the stream."""
-        return formats.get(self.format).bound(self.stream)
+        return formats.get(self.format).encoded_by(self.encoder).bound(self.stream)
 
     @property
     def bytes_per_token(self) -> int:

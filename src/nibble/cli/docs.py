@@ -30,6 +30,7 @@ from nibble.cli.terminal import print_json
 from nibble.formats import KVFormat
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
+from nibble.formats.base import ENCODERS
 from nibble.hardware import CPU_ARCH, GPUS
 from nibble.model_spec import HEADS, LATENTS, Phase, Stream
 
@@ -335,8 +336,15 @@ def formats_table() -> str:
         "\n## Index keys of sparse attention\n",
         "Of 128 values. Unquantised schemes keep them unquantised.\n",
         *_size_table(LATENTS[1:], schemes.COMPANIONS.values()),
+        "\n## Encoders\n",
+        "How block scales are chosen, by `--kv-encoder`, or behind a scheme, as in `nvfp4_amax`. Bytes are as many, "
+        "and every reader reads them. The first one that a format has is its default.\n",
+        *(
+            f"- `{name}` ({', '.join(having)}): {ENCODERS[name]}"
+            for name, having in schemes.encoders().items()
+        ),
         "\n## Transforms\n",
-        "Written behind a scheme, as in `+rot`; they cost no bytes.\n",
+        "Written behind a scheme, as in `+rot`, or set by `--kv-transforms`; they cost no bytes.\n",
         *(f"- `{name}`: {transform.get(name).summary}" for name in transform.names()),
         "\n## The formats' own words, with what zeros, infinities and NaN do\n",
         *_format_prose(),

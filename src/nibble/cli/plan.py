@@ -24,6 +24,7 @@ from nibble.engine.scale_source import find_source
 from nibble.errors import CapacityError, Unsupported
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms
+from nibble.formats.base import ENCODERS
 from nibble.hardware import lookup_gpu
 from nibble.model_spec import HEADS, LATENTS, Stream
 from nibble.models.hub import hub_name, local_folder
@@ -46,6 +47,10 @@ def formats(as_json: JsonOption = False) -> None:
             {"of": of, "name": name, **_scheme_facts(name, streams)}
             for of, streams in (("kv", HEADS), ("latent", LATENTS[:1]))
             for name in schemes.fitting(*streams)
+        ],
+        "encoders": [
+            {"name": name, "formats": having, "summary": ENCODERS[name]}
+            for name, having in schemes.encoders().items()
         ],
         "transforms": [{"name": n, "summary": transforms.get(n).summary} for n in transforms.names()],
     }
@@ -91,6 +96,9 @@ def _print_formats(facts: dict[str, Any]) -> None:
                 table.add_row(row["name"], size, ratio, scales, row["summary"])
         console.print(table)
         console.print(f"Bytes per token of {what}.")
+    console.print("How 4-bit formats choose block scales, --kv-encoder:")
+    for row in facts["encoders"]:
+        console.print(f"  {row['name']:<7} {row['summary']}")
     console.print("Written behind a scheme, for K and V:")
     for row in facts["transforms"]:
         console.print(f"  +{row['name']:<6} {row['summary']}")

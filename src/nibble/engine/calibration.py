@@ -115,7 +115,14 @@ def measure_scales(
         raise ScaleError(f"calibration needs at least {MIN_TOKENS} tokens of text, and got {num_tokens}")
     plain_format = formats.plain(cache_plan.plan.dtype).name
     # Ranges are the model's own only if the cache that they are measured over rounds nothing.
-    config = replace(cache_plan.config, kv_format=plain_format, kv_layers="", hisparse="")
+    config = replace(
+        cache_plan.config,
+        kv_format=plain_format,
+        kv_layers="",
+        kv_encoder="auto",
+        kv_transforms="none",
+        hisparse="",
+    )
     plan = resolve(config, cache_plan.model_spec, cache_plan.hardware, backends.available_backends())
     lengths = [cdiv(len(piece), plan.page_size) for piece in pieces]
     pool = PagedPool(plan.layout, sum(lengths), kv_scales.NONE, cache_plan.hardware.device)

@@ -187,7 +187,7 @@ def make_fixture(
     if group.top_k:
         raise ConfigError("sparse attention is not timed: its indexer chooses what it reads")
     rng = torch.Generator(device).manual_seed(SEED)
-    entries = tuple(StreamLayout(stream, part.scheme.format_of(stream).name) for stream in group.streams)
+    entries = tuple(StreamLayout.of(stream, part.scheme.format_of(stream)) for stream in group.streams)
     size = sum(entry.bytes_per_token for entry in entries)
     # With a window, the first new token reaches back the furthest.
     num_attended = min(workload.stored, workload.new + group.window) if group.window else workload.stored

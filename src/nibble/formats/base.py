@@ -4,7 +4,13 @@ Formats share two things here. E2M1, the 4-bit float of all FP4 formats: codes 0
 bit 3 is the sign (OCP Microscaling Formats (MX) v1.0, section 5.3.3); scales belong to the formats. And tables from
 bytes to values: on a CPU a look-up is several times faster than a conversion.
 
-Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes (D / 2 of E2M1).
+A 4-bit format has one layout, and several encoders, which choose its block scales; all readers read what any of them
+wrote. `amax` fits the largest magnitude of a block, as the sources of the formats say. `sweep`, the default, takes the
+best of a few scales around that one, by squared error. It looks at the block alone, so bytes stay a function of the
+token.
+
+Shape suffixes: T tokens, H heads, D values of a head, B blocks of a head, P bytes of packed codes (D / 2 of E2M1),
+C candidate scales, N blocks of all heads, S values of a block.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
@@ -85,6 +92,19 @@ class KVFormat(ABC):
     """Largest magnitude that a global scale of 1 can store. None where the format needs no global scale."""
     plain: ClassVar[str | None] = None
     """The compute dtype that it stores unchanged, None for a quantised format."""
+    encoders: ClassVar[tuple[str, ...]] = ("",)
+    """Ways to choose its block scales, the default first. A format with a single way has no name for it."""
+    encoder = ""
+    """The way that `encode` goes, one of `encoders`."""
+
+    def encoded_by(self, encoder: str) -> KVFormat:
+        """Return the format that goes the way `encoder`; itself if it has no such way."""
+        if encoder == self.encoder or encoder not in self.encoders:
+            return self
+        # A copy: the registered format goes the default way.
+        other = copy(self)
+        other.encoder = encoder
+        return other
 
     def bound(self, stream: Stream) -> KVFormat:
         """Return the format that encodes `stream`: itself, unless it must know more of it than its values show."""
@@ -128,6 +148,13 @@ class KVFormat(ABC):
         """Return the bytes that one token of `stream` takes, the sum over the planes."""
         return sum(plane.bytes_per_token for plane in self.planes(stream))
 
+
+ENCODERS = {
+    "sweep": "of a few scales around amax's, the one with the least squared error",
+    "amax": "the scale that fits the largest magnitude of a block, byte for byte as other engines append",
+    "4over6": "of the scales that make 6 and 4 of the largest magnitude, the one with the less squared error",
+}
+"""What encoders do."""
 
 E2M1_MAX = 6.0
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -174,6 +201,44 @@ def pack_e2m1(x_D: Tensor, negative_D: Tensor, ties_away: bool = False) -> Tenso
     # Callers differ in whether -0.0 has a sign, so they say what is negative.
     codes_D += negative_D.to(torch.int32) << 3
     return (codes_D[..., 0::2] + (codes_D[..., 1::2] << 4)).to(torch.uint8)
+
+
+MOST_UNITS = 6144.0
+"""What magnitudes are cut off at when errors are compared: 6 times the largest scale of the recipe, and a bit."""
+_PIECE = 1 << 16
+"""Blocks that are compared at a time, which bounds the memory that it takes."""
+_EXPONENT = 0x7F800000
+"""The bits of a float32's exponent."""
+
+
+def least_error(x_NS: Tensor, steps_NC: Tensor) -> Tensor:
+    """Return int64 [N]: which candidate scale stores a block with the least squared error, the first of equal ones.
+
+    Every machine finds the same, whatever the order of its sums, with fused multiply-add or without: magnitudes are
+    rounded once, to whole units, and all that follows is whole numbers, which float32 holds exactly below 2^24. A sum
+    that is larger may be off, but never falls below that; so callers choose units in which the first candidate's sum
+    is below 2^24. The quotient that finds a code may be rounded in any way: a code can differ only midway between two,
+    which are equally far.
+
+    Args:
+        x_NS: float32 magnitudes of blocks, in units; NaN counts as MOST_UNITS.
+        steps_NC: float32 candidate scales in units: multiples of 4, or 0, which stores zeros.
+    """
+    import torch
+
+    if len(x_NS) > _PIECE:
+        pieces = zip(x_NS.split(_PIECE), steps_NC.split(_PIECE), strict=True)
+        return torch.cat([least_error(x, steps) for x, steps in pieces])
+    z_N1S = x_NS.clamp(max=MOST_UNITS).nan_to_num_(MOST_UNITS).round_().unsqueeze(1)
+    steps_NC1 = steps_NC.unsqueeze(-1)
+    # The scale 0 makes zeros of all codes.
+    t_NCS = (z_N1S / steps_NC1.clamp(min=1.0)).clamp_(max=E2M1_MAX)
+    # A power of two from which on float32 has the spacing that E2M1 has at t: adding it rounds.
+    lift_NCS = (
+        t_NCS.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32).mul_(2.0**22)
+    )
+    values_NCS = t_NCS.add_(lift_NCS).sub_(lift_NCS)
+    return values_NCS.mul_(steps_NC1).sub_(z_N1S).square_().sum(-1).argmin(-1)
 
 
 def unpack_e2m1(packed_P: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class _Latent(KVFormat):
 
     def encode(self, x_THD: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         values = x_THD.shape[-1] - self.rope
-        proper = self.proper.encode(x_THD[..., :values], scale)
+        proper = self.proper.encoded_by(self.encoder).encode(x_THD[..., :values], scale)
         if not self.rope:
             return proper
         (rotary,) = self.rotary.encode(x_THD[..., values:], scale.new_ones(()))
@@ -125,6 +125,7 @@ class NVFP4DsMla(_Latent):
     summary = "latents of MLA: NVFP4, rotary values in BF16"
     source = "vLLM's and SGLang's nvfp4_ds_mla; the block format is NVIDIA NVFP4"
     block, max_value, proper = NVFP4.block, NVFP4.max_value, NVFP4()
+    encoders, encoder = NVFP4.encoders, NVFP4.encoder
 
 
 class NVFP4DsMlaFP8Rope(_Latent):
@@ -134,6 +135,7 @@ class NVFP4DsMlaFP8Rope(_Latent):
     summary = "latents of MLA: NVFP4 without a global scale, rotary values in E4M3"
     source = "FlashMLA's nvfp4.fp8rope, sparse decoding on SM100"
     block, proper, rotary, rope_plane = NVFP4.block, NVFP4(), E4M3(), 1
+    encoders, encoder = NVFP4.encoders, NVFP4.encoder
 
 
 FORMATS = (FP8DsMla(), NVFP4DsMla(), NVFP4DsMlaFP8Rope())

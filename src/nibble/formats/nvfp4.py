@@ -4,23 +4,53 @@ x = e2m1 * block_scale * global. block_scale = amax_block / (6 * global), rounde
 saturating at 448); values are multiplied by the reciprocal of the ROUNDED scale and rounded to nearest, ties to
 even, as FlashInfer's paged append does, byte for byte. Checkpoints store global = amax / (6 * 448).
 
-A block whose scale rounds to zero decodes to zeros. Infinities saturate. A NaN makes the scale of its block NaN:
-the damage is seen, and stays within those 16 values.
+That is the encoder `amax`. The others try several scales and take the one with the least squared error, the first of
+equal ones; with it, values are rounded likewise:
+
+- sweep: the E4M3 codes amax's + (0, -1, 1, 4, 5), up to 448. These five of all neighbours win nearly always: one or two
+  codes further up the largest value of a block rounds to 6 still, with more error; 4 and 5 codes up it becomes 4.
+- 4over6: amax_block / (6 * global) and amax_block / (4 * global), both rounded to E4M3 (vLLM's nvfp4_4over6).
+
+Errors are compared in units of global * 2^(e - 16), where e is the exponent field of amax's code, at least 1: its scale
+has 512 to 960 of them, fewer where it is subnormal. Magnitudes are multiplied by 1 / global times 2^(16 - e) and
+rounded to whole units; the rest is exact (least_error() in formats/base.py).
+
+A block whose scale rounds to zero decodes to zeros; if not all of it is zero, `sweep` finds a scale above 0. Infinities
+saturate, and a block whose scale does keeps 448. A NaN makes the scale of its block NaN: the damage is seen, and stays
+within those 16 values.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
-from nibble.formats.base import E2M1_MAX, KVFormat, Plane, pack_e2m1, to_float, torch_dtype, unpack_e2m1
+from nibble.formats.base import (
+    E2M1_MAX,
+    KVFormat,
+    Plane,
+    float_table,
+    least_error,
+    pack_e2m1,
+    raw,
+    to_float,
+    torch_dtype,
+    unpack_e2m1,
+)
 from nibble.model_spec import Stream
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BLOCK = 16
 SCALE_MAX = 448.0
+MAX_CODE, NAN_CODE = 126, 127
+"""E4M3 codes of 448 and of NaN."""
+MOST_FACTOR = 2.0**127
+OFFSETS = (0, -1, 1, 4, 5)
+"""Candidates of `sweep`, counted in codes from amax's; benchmarks/encoder_candidates.py has what others gain."""
 
 
 class NVFP4(KVFormat):
@@ -31,6 +61,7 @@ class NVFP4(KVFormat):
     source = "NVIDIA NVFP4; FlashInfer's nvfp4 paged KV append; ModelOpt and compressed-tensors checkpoints"
     block = BLOCK
     max_value = E2M1_MAX * SCALE_MAX
+    encoders, encoder = ("sweep", "amax", "4over6"), "sweep"
 
     def planes(self, stream: Stream) -> tuple[Plane, ...]:
         """Return the planes of packed codes and of E4M3 block scales."""
@@ -44,8 +75,7 @@ class NVFP4(KVFormat):
         x = x_THD.float().unflatten(-1, (-1, BLOCK))
         # The scale is per block here, one dimension more than per value: [H, 1] becomes [H, 1, 1].
         scale = scale.unsqueeze(-1) if scale.dim() else scale
-        ideal = x.abs().amax(-1, keepdim=True) / (E2M1_MAX * scale)
-        rounded = ideal.clamp_(max=SCALE_MAX).to(torch_dtype("float8_e4m3fn"))
+        rounded = _block_scales(x.abs(), scale, self.encoder)
         # Of the rounded scale, because decoding multiplies by that one.
         inverse = (rounded.float() * scale).reciprocal_()
         # A block whose scale is zero is stored as (signed) zeros.
@@ -60,6 +90,58 @@ class NVFP4(KVFormat):
         values = unpack_e2m1(data).unflatten(-1, (-1, BLOCK))
         # Both scales first: that is one product per block in place of one per value.
         return values.mul_((to_float(block_scale) * scale).unsqueeze(-1)).flatten(-2)
+
+
+def _block_scales(magnitude: Tensor, scale: Tensor, encoder: str) -> Tensor:
+    """Return E4M3 scales [..., B, 1] of blocks of magnitudes [..., B, S] under global scales."""
+    import torch
+
+    amax = magnitude.amax(-1, keepdim=True)
+    fitted = _fitted(amax, scale, E2M1_MAX)
+    if encoder == "sweep":
+        return _best(magnitude, scale, _neighbours(scale.device)[raw(fitted).int()])
+    if encoder == "4over6":
+        return _best(magnitude, scale, raw(torch.stack((fitted, _fitted(amax, scale, 4.0)), -1)))
+    return fitted
+
+
+def _fitted(amax: Tensor, scale: Tensor, largest: float) -> Tensor:
+    """Return E4M3 block scales that make the value `largest` of the largest magnitude."""
+    return (amax / (largest * scale)).clamp_(max=SCALE_MAX).to(torch_dtype("float8_e4m3fn"))
+
+
+@functools.cache
+def _neighbours(device: torch.device) -> Tensor:
+    """Return uint8 [128, C]: for each E4M3 code the candidates of `sweep`."""
+    import torch
+
+    codes = torch.arange(NAN_CODE + 1).unsqueeze(-1)
+    around = (codes + torch.tensor(OFFSETS)).clamp(0, MAX_CODE)
+    # A scale that saturates is kept, since a smaller one would cut off more; so is NaN.
+    return torch.where(codes < MAX_CODE, around, codes).byte().to(device)
+
+
+@functools.cache
+def _units(device: torch.device) -> Tensor:
+    """Return float32 [128]: for each E4M3 code how many units make the global scale, 2^(16 - e)."""
+    import torch
+
+    return torch.exp2(16.0 - (torch.arange(NAN_CODE + 1) >> 3).clamp(min=1)).to(device)
+
+
+def _best(magnitude: Tensor, scale: Tensor, codes_C: Tensor) -> Tensor:
+    """Return which of candidates [..., B, 1, C] store magnitudes [..., B, S] with the least error, [..., B, 1]."""
+    index_C = codes_C.int()
+    units = _units(scale.device)[index_C[..., 0]]
+    steps_C = float_table(torch_dtype("float8_e4m3fn"), scale.device)[index_C] * units.unsqueeze(-1)
+    # Bounded, so that zeros stay zeros under the smallest global scales.
+    counts = magnitude * (scale.reciprocal() * units).clamp_(max=MOST_FACTOR)
+    best = least_error(counts.flatten(0, -2), steps_C.flatten(0, -2))
+    return (
+        codes_C.gather(-1, best.view(units.shape).unsqueeze(-1))
+        .squeeze(-1)
+        .view(torch_dtype("float8_e4m3fn"))
+    )
 
 
 FORMATS = (NVFP4(),)

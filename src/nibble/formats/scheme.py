@@ -1,22 +1,29 @@
-"""Schemes: a format for each stream, by name, with transforms. What `--kv-format` takes.
+"""Schemes: a format for each stream, by name, with its encoder and transforms. What `--kv-format` takes.
 
 Every format is a scheme of its own name.
 
     nvfp4            both streams in nvfp4
     k8v4             a name of MIXED
+    nvfp4_amax       with another encoder than the default (formats/base.py)
     nvfp4+kmean+rot  with transforms of K (formats/transforms.py)
+    nvfp4+none       with none, whatever the default
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nibble import formats
 from nibble.errors import ConfigError, unknown
 from nibble.formats import KVFormat
 from nibble.formats import transforms as transform
 from nibble.model_spec import INDEX, Stream
+
+AUTO = "auto"
+"""The encoder of schemes that leave it to their formats."""
+NO_TRANSFORMS = "none"
+"""In place of transforms: none, whatever is the default."""
 
 MIXED = {"k8v4": {"k": "fp8_e4m3", "v": "nvfp4"}}
 """Schemes that give streams different formats: scheme -> stream -> format."""
@@ -31,8 +38,6 @@ ALIASES = {
 """What other engines call our schemes."""
 
 UNSERVED = {
-    "nvfp4_4over6": "it is vLLM's way to write NVFP4, with 4 or 6 as the largest value of a block, whichever fits; "
-    "the layout is that of nvfp4, which takes 6: --kv-format nvfp4",
     "fp8_per_token_head": "its scales are of a token and a head; --kv-format fp8_e4m3 has one of a layer or a head, "
     "measured by --kv-scales calibrate",
     "int8_per_token_head": "of 8 bits there is --kv-format fp8_e4m3",
@@ -53,6 +58,29 @@ class Scheme:
     """The name without transforms."""
     transforms: tuple[str, ...] = ()
     """In the order in which they are applied."""
+    encoder: str = AUTO
+    """Of the formats that have it; the others, and AUTO, go by their default."""
+
+    @property
+    def formats(self) -> tuple[KVFormat, ...]:
+        """Return the formats of what attention reads, each once."""
+        names = MIXED[self.base].values() if self.base in MIXED else (self.base,)
+        return tuple(formats.get(name).encoded_by(self.encoder) for name in dict.fromkeys(names))
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Return the encoders that the formats go by, each once; none where no format has a choice."""
+        return tuple(dict.fromkeys(fmt.encoder for fmt in self.formats if fmt.encoder))
+
+    def encoded_by(self, encoder: str) -> Scheme:
+        """Return the scheme with an encoder, unless its text names one."""
+        return self if self.encoder != AUTO else replace(self, encoder=encoder)
+
+    def transformed_by(self, transforms: tuple[str, ...] | None) -> Scheme:
+        """Return the scheme with transforms, unless they are None or its text names some, or NO_TRANSFORMS."""
+        if not transforms or "+" in self.name:
+            return self
+        return replace(self, name="+".join((self.name, *transforms)), transforms=transforms)
 
     def format_of(self, stream: Stream) -> KVFormat:
         """Return the format of `stream`."""
@@ -60,7 +88,7 @@ class Scheme:
         # An unquantised scheme keeps index keys unquantised too.
         if stream.name in COMPANIONS and formats.get(name).plain is None:
             name = COMPANIONS[stream.name]
-        return formats.get(name).bound(stream)
+        return formats.get(name).encoded_by(self.encoder).bound(stream)
 
     def refuses(self, stream: Stream) -> str | None:
         """Return why `stream` cannot be stored in this scheme, or None."""
@@ -84,19 +112,70 @@ def bytes_per_token(name: str, streams: Iterable[Stream]) -> int:
     return sum(parse(name).format_of(stream).bytes_per_token(stream) for stream in streams)
 
 
-def parse(text: str) -> Scheme:
-    """Return the scheme that `nvfp4`, `k8v4`, `nvfp4+rot`... names, or raise ConfigError with the nearest name."""
-    base, *transforms = text.strip().lower().split("+")
-    base = ALIASES.get(base, base)
-    if base in UNSERVED:
-        raise ConfigError(f"KV format {base!r} is not served: {UNSERVED[base]}")
-    if base not in names():
-        raise ConfigError(unknown("KV format", base, names()))
-    for name in transforms:
+def encoders() -> dict[str, tuple[str, ...]]:
+    """Return all encoders, each with the formats that have it."""
+    named = [(encoder, name) for name in formats.names() for encoder in formats.get(name).encoders if encoder]
+    return {encoder: tuple(name for other, name in named if other == encoder) for encoder, _ in named}
+
+
+def has_encoder(encoder: str, schemes: Iterable[Scheme]) -> bool:
+    """Return whether any format of these schemes has an encoder, or it is left to them."""
+    return encoder == AUTO or any(encoder in fmt.encoders for scheme in schemes for fmt in scheme.formats)
+
+
+def check_encoder(encoder: str, schemes: tuple[Scheme, ...]) -> None:
+    """Raise ConfigError for an encoder that there is not, or that no format of these schemes has."""
+    by_encoder = encoders()
+    if encoder != AUTO and encoder not in by_encoder:
+        raise ConfigError(unknown("KV encoder", encoder, (AUTO, *by_encoder)))
+    if not has_encoder(encoder, schemes):
+        used = dict.fromkeys(fmt.name for scheme in schemes for fmt in scheme.formats)
+        raise ConfigError(
+            f"the KV encoder {encoder} is for {', '.join(by_encoder[encoder])}, and this cache is in "
+            f"{', '.join(used)}; use another --kv-format, or leave --kv-encoder out"
+        )
+
+
+def parse_transforms(text: str) -> tuple[str, ...] | None:
+    """Return the transforms that `kmean+rot` or `none` names, in the order of application; None for `auto`.
+
+    Raises:
+        ConfigError: A name is unknown, or there twice.
+    """
+    if (text := text.strip().lower()) == AUTO:
+        return None
+    names = text.removeprefix("+").split("+")
+    if names == [NO_TRANSFORMS]:
+        return ()
+    for name in names:
         # Only for its error: an unknown transform is refused before any other check.
         transform.get(name)
-    if len(set(transforms)) != len(transforms):
+    if len(set(names)) != len(names):
         raise ConfigError(f"{text!r} names a transform twice")
-    # In the order of application, whatever the order of the text: one meaning has one name.
-    ordered = tuple(sorted(transforms, key=transform.names().index))
-    return Scheme("+".join((base, *ordered)), base, ordered)
+    # Whatever the order of the text: one meaning has one name.
+    return tuple(sorted(names, key=transform.names().index))
+
+
+def parse(text: str) -> Scheme:
+    """Return the scheme that `nvfp4`, `k8v4`, `nvfp4+rot`... names, or raise ConfigError with the nearest name."""
+    name, plus, rest = text.strip().lower().partition("+")
+    name = ALIASES.get(name, name)
+    if name in UNSERVED:
+        raise ConfigError(f"KV format {name!r} is not served: {UNSERVED[name]}")
+    base, encoder = _split_encoder(name)
+    if base not in names():
+        raise ConfigError(unknown("KV format", name, names()))
+    transforms = parse_transforms(rest) if plus else ()
+    if transforms is None:
+        raise ConfigError(unknown("transform", AUTO, transform.names()))
+    named = transforms or (NO_TRANSFORMS,) if plus else ()
+    return Scheme("+".join((name, *named)), base, transforms, encoder)
+
+
+def _split_encoder(name: str) -> tuple[str, str]:
+    """Return the scheme and the encoder of `nvfp4_amax`; AUTO where it names none that the scheme has."""
+    base, _, encoder = name.rpartition("_")
+    base = ALIASES.get(base, base)
+    if base in names() and any(encoder in fmt.encoders for fmt in Scheme(base, base).formats):
+        return base, encoder
+    return name, AUTO

@@ -53,8 +53,8 @@ IGNORED = frozenset({"cache_position", "use_cache", "return_dict"})
 """Keywords that change nothing in what is computed."""
 HONOURED = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep"})
 OPTIONS = (
-    "kv_format", "kv_layers", "kv_scales", "kv_memory", "page_size", "attention_backend", "prefill_backend",
-    "decode_backend", "allow_staging", "max_context", "tuned",
+    "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_scales", "kv_memory", "page_size",
+    "attention_backend", "prefill_backend", "decode_backend", "allow_staging", "max_context", "tuned",
 )  # fmt: skip
 """Fields of Config about a cache alone; all other fields are about an engine, or facts of the model."""
 
@@ -76,8 +76,8 @@ class NibbleCache(Cache):  # type: ignore[misc]
         kv_format: the scheme; None: the engine's default.
         kv_memory: bytes for pages, as "2GiB", allocated at once; None: the cache grows as it fills.
         calibrate: texts, or lists of token ids, to measure KV scales on.
-        options: kv_layers, kv_scales, page_size, attention_backend, prefill_backend, decode_backend, allow_staging,
-            max_context and tuned, as in nibble.Config.
+        options: kv_layers, kv_encoder, kv_transforms, kv_scales, page_size, attention_backend, prefill_backend,
+            decode_backend, allow_staging, max_context and tuned, as in nibble.Config.
 
     Raises:
         ConfigError: the model or the scheme cannot be had (Unsupported), or KV scales are missing (ScaleError).

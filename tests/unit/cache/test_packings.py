@@ -19,7 +19,7 @@ def test_block_scales_of_v_are_interleaved_as_trtllm_has_them(kv_format: str) ->
     reshape(P, H, T / 4, 4, 4, S / 4).permute(0, 1, 2, 4, 5, 3); K's stay in order, and so do all values."""
     streams = (Stream("k", 2, 128), Stream("v", 2, 128))
     chosen = scheme.parse(kv_format)
-    entries = tuple(StreamLayout(stream, chosen.format_of(stream).name) for stream in streams)
+    entries = tuple(StreamLayout.of(stream, chosen.format_of(stream)) for stream in streams)
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:50]
     x = {s.name: torch.randn(50, 2, 128, generator=torch.Generator().manual_seed(2)) for s in streams}
     pools = {}

@@ -20,7 +20,7 @@ from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
-from nibble.cache.layout import CacheLayout, LayerLayout
+from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.hardware import format_bytes
 from nibble.model_spec import LayerGroup, Phase
 
@@ -265,12 +265,14 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "chunk": group.group.chunk,
         "top_k": group.group.top_k or None,
         "scheme": group.scheme,
-        "streams": {
-            entry.stream.name: {"format": entry.format, "bytes_per_token": entry.bytes_per_token}
-            for entry in (stored.streams if stored else ())
-        },
+        "streams": {entry.stream.name: _stream(entry) for entry in (stored.streams if stored else ())},
         "routes": {str(route.phase): _route(route) for route in group.routes},
     }
+
+
+def _stream(entry: StreamLayout) -> dict[str, Any]:
+    encoder = {"encoder": entry.encoder} if entry.encoder else {}
+    return {"format": entry.format, **encoder, "bytes_per_token": entry.bytes_per_token}
 
 
 def _route(route: Route) -> dict[str, Any]:
@@ -318,6 +320,10 @@ def _bytes(plan: Plan) -> Iterator[str]:
             count = sum(entry.layer in group.layers for entry in layout.layers)
             total = f"{stored.bytes_per_token:,} bytes a token, {count} layers"
             yield f"  {group}: {' + '.join(streams)} = {total}"
+    entries = (entry for layer in layout.layers for entry in layer.streams)
+    encoders = dict.fromkeys(f"{x.format} by {x.encoder}" for x in entries if x.encoder)
+    if encoders:
+        yield f"  block scales: {', '.join(encoders)}"
     baseline = baseline_bytes(layout)
     saving = f"{baseline:,} in 16 bits: {baseline / layout.bytes_per_token:.2f} x fewer"
     yield f"  all layers: {layout.bytes_per_token:,} bytes a token, {saving}"

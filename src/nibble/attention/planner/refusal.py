@@ -242,7 +242,7 @@ def _scheme_edits(spec: CacheSpec) -> Iterator[Iterator[Edit]]:
     for old in spec.schemes:
         # A transform may be what is refused, and not the format.
         if old.transforms:
-            yield iter([_rename(old, old.base)])
+            yield iter([_rename(old, old.name.partition("+")[0])])
         other_names = (name for name in schemes.names() if name != old.base)
         for name in sorted(other_names, key=lambda name: _distance(old.base, name)):
             yield iter([_rename(old, "+".join((name, *old.transforms)))])
@@ -263,8 +263,11 @@ def _share(name: str) -> float:
 def _rename(old: schemes.Scheme, new: str) -> Edit:
     def edit(config: Config) -> Config:
         spec = CacheSpec.from_config(config)
-        rules = (rule.renamed(new) if rule.scheme == old else rule for rule in spec.layer_rules)
+        rules = tuple(rule.renamed(new) if rule.scheme == old else rule for rule in spec.layer_rules)
         kv_format = new if spec.scheme == old else config.kv_format
-        return replace(config, kv_format=kv_format, kv_layers=";".join(rule.text for rule in rules))
+        used = (schemes.parse(kv_format), *(rule.scheme for rule in rules))
+        encoder = config.kv_encoder if schemes.has_encoder(config.kv_encoder, used) else schemes.AUTO
+        kv_layers = ";".join(rule.text for rule in rules)
+        return replace(config, kv_format=kv_format, kv_layers=kv_layers, kv_encoder=encoder)
 
     return edit

@@ -240,7 +240,7 @@ class SchemeGroup:
     def stored_layer(self, layer: int) -> LayerLayout:
         """Return what a layer of this part stores."""
         scheme = self.scheme
-        streams = (StreamLayout(stream, scheme.format_of(stream).name) for stream in self.group.streams)
+        streams = (StreamLayout.of(stream, scheme.format_of(stream)) for stream in self.group.streams)
         return LayerLayout(layer, tuple(streams), scheme.transforms)
 
     def need(

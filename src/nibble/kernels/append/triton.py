@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from nibble.kernels import cdiv, next_power_of_2
 from nibble.kernels.append.naive import Target
@@ -117,7 +118,7 @@ class HeadsAppend:
         # The size of the blocks of a head that are rotated, 0 for none.
         rotation = k.dim & -k.dim if any(transform.rotates for transform in targets["k"].transforms) else 0
         self._constants = (
-            ENCODERS[k.format.name], ENCODERS[v.format.name], _widths(k), _widths(v), k.dim, v.dim,
+            _encoder(k), _encoder(v), _widths(k), _widths(v), k.dim, v.dim,
             rotation, k.heads, k.page_size, _heads_first(k), rows,
         )  # fmt: skip
 
@@ -148,7 +149,7 @@ class HeadsAppend:
 
 def _serves(pages: Paged) -> bool:
     return (
-        pages.format.name in ENCODERS
+        pages.format.encoder in ENCODERS.get(pages.format.name, ())
         and pages.dim % 16 == 0
         and not pages.interleave
         # Rows lie side by side, in one order or the other: a column of records does not.
@@ -156,6 +157,10 @@ def _serves(pages: Paged) -> bool:
         # Rows are counted in 32 bits.
         and all(prod(plane.shape[:3]) < 1 << 31 for plane in pages.planes_PHS)
     )
+
+
+def _encoder(pages: Paged) -> JITFunction:
+    return ENCODERS[pages.format.name][pages.format.encoder]
 
 
 def _readable(x_THD: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ CODECS: dict[str, Codec] = {
 }
 """What kernels know of each format."""
 
-ENCODERS = {n: c.encode for n, c in CODECS.items() if c.encode is not None}
-"""How heads are written: gives a format its fused append."""
+ENCODERS = {n: c.encoders for n, c in CODECS.items() if c.encoders is not None}
+"""How heads are written, by encoder: gives a format its fused append."""
 ROW_ENCODERS = {n: c.row for n, c in CODECS.items() if c.row is not None}
 """How latents and index keys are written, a row by itself: gives a format their fused append and recoding copies."""
 DECODERS = {n: c.decoder for n, c in CODECS.items() if c.decoder is not None}

@@ -18,6 +18,7 @@ Shape suffixes: R rows, D values of a row, B blocks of a row, W values of a plan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,11 +75,15 @@ class IndexDecoder:
     """Whether a key is 8-bit floats that indexer/gluon_sm90.py can convert."""
 
 
+Encoders = Mapping[str, JITFunction]
+"""The encoders of a format by their names in formats; one that has no name goes by the empty text."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowEncoder:
     """How values of one row (a latent, an index key) become stored bytes."""
 
-    encode: JITFunction
+    encoders: Encoders
     block: int = 1
     """Values that share a scale; 0 where a whole row does."""
     rope_apart: bool = False
@@ -129,8 +134,8 @@ class CudaLatent:
 class Codec:
     """What kernels know of one format; None where they do not serve it."""
 
-    encode: JITFunction | None = None
-    """Writes heads."""
+    encoders: Encoders | None = None
+    """Write heads."""
     decoder: Decoder | None = None
     """Reads heads."""
     row: RowEncoder | None = None

@@ -100,17 +100,17 @@ DECODER = base.Decoder(decode, float_scale, parts=2, block=128, fold=256.0)
 
 CODECS = {
     "fp8_ds_mla": base.Codec(
-        row=base.RowEncoder(encode, 128, rope_apart=True),
+        row=base.RowEncoder({"": encode}, 128, rope_apart=True),
         latent=base.LatentDecoder(DECODER, rope_apart=True),
         cuda_latent=_cuda_fp8(warpgroups=2, pitch=544),
     ),
     "nvfp4_ds_mla": base.Codec(
-        row=base.RowEncoder(nvfp4.encode, 16, rope_apart=True),
+        row=base.RowEncoder(nvfp4.ENCODERS, 16, rope_apart=True),
         latent=base.LatentDecoder(nvfp4.LATENT_DECODER, rope_apart=True),
         cuda_latent=_cuda_fp4(warpgroups=2, depth=2),
     ),
     "index_fp8": base.Codec(
-        row=base.RowEncoder(encode_index, 0),
+        row=base.RowEncoder({"": encode_index}, 0),
         index=base.IndexDecoder(base.Decoder(decode_index, parts=2), scaled=True, bytes=True),
     ),
 }

@@ -45,7 +45,8 @@ def decode_e5m2(items, scale, DTYPE: tl.constexpr):
 
 
 def _codec(encode: JITFunction, decoder: Decoder, cuda: str) -> Codec:
-    return Codec(encode, decoder, RowEncoder(encode), LatentDecoder(decoder), cuda=CudaFormat(cuda, 8))
+    encoders = {"": encode}
+    return Codec(encoders, decoder, RowEncoder(encoders), LatentDecoder(decoder), cuda=CudaFormat(cuda, 8))
 
 
 CODECS = {

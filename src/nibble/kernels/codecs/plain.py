@@ -24,7 +24,8 @@ DECODER = Decoder(decode)
 
 
 def _codec(cuda: CudaFormat | None = None) -> Codec:
-    return Codec(encode, DECODER, RowEncoder(encode), LatentDecoder(DECODER), IndexDecoder(DECODER), cuda)
+    encoders = {"": encode}
+    return Codec(encoders, DECODER, RowEncoder(encoders), LatentDecoder(DECODER), IndexDecoder(DECODER), cuda)
 
 
 CODECS = {

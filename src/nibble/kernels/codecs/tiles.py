@@ -432,7 +432,7 @@ class Span(NamedTuple):
 def serves_rows(pages: Paged) -> bool:
     """Return whether there is an encoder for rows of these pages."""
     encoder = ROW_ENCODERS.get(pages.format.name)
-    if encoder is None or pages.heads != 1:
+    if encoder is None or pages.format.encoder not in encoder.encoders or pages.heads != 1:
         return False
     if pages.planes_PHS[0].shape[0] * pages.page_size >= 1 << 31:  # slots are unsigned numbers of 32 bits
         return False
@@ -492,7 +492,7 @@ def span(pages: Paged, scale: Tensor, first: int, count: int) -> Span:
     if first >= rank:
         encode, parts = plain.encode, [planes[-1][..., first - rank : first - rank + count]]
     else:
-        encode, parts = encoder.encode, []
+        encode, parts = encoder.encoders[pages.format.encoder], []
         for plane in planes[: 2 if encoder.rope_apart else None]:
             items = plane.shape[3]
             parts.append(plane[..., first * items // rank : (first + count) * items // rank])
