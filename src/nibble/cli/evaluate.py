@@ -26,7 +26,7 @@ from nibble.evals.report import CERTIFIED, QUICK, Entry, Report, Sizes, require_
 from nibble.files import check_writable
 from nibble.models.hub import local_folder
 
-SET_HERE = ("model", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "prefix_cache", "seed")
+SET_HERE = ("model", "kv_format", "kv_layers", "prefix_cache", "seed")
 """Fields of Config that are no options of these commands: schemes are measured one after the other."""
 WIDEST = 1000
 """Characters of a table."""

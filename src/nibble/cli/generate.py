@@ -89,10 +89,8 @@ def generate(
     sampling(**params)  # refused before anything is imported
     base = Config(model=model, **config)
     entries = _cache_entries(base, compare, also or ())
-    caches = [entry.config(base) for entry in entries]
-    if compare:
-        # Options of the cache are those of the others.
-        caches[0] = entries[0].yardstick(base)
+    # Options of the cache are those of --kv-format's.
+    caches = [base if entry == Entry.of(base) else entry.alone(base) for entry in entries]
     terminal.quiet_libraries(model)
     from nibble.engine.build import preflight
 

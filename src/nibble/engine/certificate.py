@@ -28,10 +28,9 @@ class Subject:
 
     model: str
     scheme: str
+    """As it was written; the layout says what it means."""
     weights: str
     """The fingerprint of config and weights; empty where they are not here."""
-    schemes: str
-    """A digest of each layer's scheme, as parsed."""
     layout: str
     """The fingerprints of what is stored, on the device and on the host."""
     pages: str
@@ -53,14 +52,9 @@ class Subject:
         if self.weights != here.weights or not here.weights:
             fingerprints = f"fingerprint {self.weights}, and here {here.weights or 'unknown'}"
             yield f"it is of other weights or another config.json ({fingerprints})"
-        if self.scheme != here.scheme:
-            yield f"it is of the scheme {self.scheme}, and here it is {here.scheme}"
-        elif self.schemes != here.schemes:
-            yield f"what {self.scheme} means has changed since"
         if self.layout != here.layout:
-            yield (
-                f"it is of the layout {self.layout} ({self.pages}), and here it is {here.layout} ({here.pages})"
-            )
+            mine, other = f"{self.scheme}, {self.pages}", f"{here.scheme}, {here.pages}"
+            yield f"it is of the layout {self.layout} ({mine}), and here it is {here.layout} ({other})"
         if here.scales not in {self.scales, UNKNOWN_SCALES}:
             versions = f"version {self.scales or 'none'}, and here {here.scales or 'none'}"
             yield f"it is of other KV scales ({versions}; a file of `nibble calibrate` would keep them)"

@@ -9,7 +9,6 @@ They lie beside the model, in certificates/, or in $NIBBLE_CERTIFICATES, else ce
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shlex
@@ -33,8 +32,8 @@ from nibble.spec import CacheSpec
 FOLDER, FOLDER_VARIABLE = "certificates", "NIBBLE_CERTIFICATES"
 ELSEWHERE = frozenset(
     {
-        "model", "revision", "download_dir", "kv_format", "kv_layers", "kv_scales", "page_size", "packing", "dtype",
-        "hisparse",
+        "model", "revision", "download_dir", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_scales",
+        "page_size", "packing", "dtype", "hisparse",
     }
 )  # fmt: skip
 """Fields of Config that other items of a subject stand for."""
@@ -82,7 +81,6 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
     """
     config, plan = cache_plan.config, cache_plan.plan
     spec = CacheSpec.from_config(config)
-    schemes = repr(spec.scheme_by_layer(cache_plan.model_spec.layers))
     usual = {entry.name: default_of(entry) for entry in fields(Config)}
     # What was left to Nibble counts as it was decided: another version may decide otherwise.
     decided = _others(spec, SPEC_ELSEWHERE) | _others(plan, PLAN_ELSEWHERE)
@@ -90,7 +88,6 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         model=Path(config.model).name,
         scheme=_scheme_name(config),
         weights=_weights(local_folder(config.model)),
-        schemes=hashlib.sha256(schemes.encode()).hexdigest()[:16],
         layout="+".join(store.fingerprint for store in plan.stores),
         pages=f"pages of {plan.page_size} tokens, {plan.layout.packing}",
         scales=_version(cache_plan, scales),
@@ -206,7 +203,7 @@ def look_up(cache_plan: CachePlan, scales: KVScales | None) -> Lookup | None:
 def _is_near(subject: Subject, here: Subject) -> bool:
     """Whether a certificate is of the same scheme of the same model, or was before something changed."""
     is_same_model = subject.weights == here.weights or subject.model == here.model
-    return is_same_model and (subject.schemes == here.schemes or subject.scheme == here.scheme)
+    return is_same_model and (subject.layout == here.layout or subject.scheme == here.scheme)
 
 
 def _date(certificate: Certificate) -> str:

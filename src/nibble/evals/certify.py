@@ -231,8 +231,7 @@ def as_markdown(certificate: Certificate) -> str:
 def _subject_rows(certificate: Certificate) -> Iterator[tuple[str, str]]:
     subject = certificate.subject
     yield "config and weights", subject.weights
-    yield "scheme of each layer", f"{subject.scheme} ({subject.schemes})"
-    yield "cache layout", f"{subject.layout} ({subject.pages})"
+    yield "cache layout", f"{subject.layout} ({subject.scheme}, {subject.pages})"
     yield "KV scales", subject.scales or "none needed"
     yield "compute dtype", subject.dtype
     yield from ((name, str(value)) for name, value in subject.options.items())

@@ -148,7 +148,7 @@ class Entry:
         options = parse_settings(self.options) if self.options else {}
         return replace(base, kv_format=self.kv_format, kv_layers=self.kv_layers, **options)
 
-    def yardstick(self, base: Config) -> Config:
+    def alone(self, base: Config) -> Config:
         """Return `base` with this scheme and its options, and nothing else that `base` says of what is stored."""
         usual = {
             entry.name: default_of(entry)

@@ -113,7 +113,7 @@ def candidates_of(
     config: Config, entries: Sequence[Entry], yardstick: Entry
 ) -> tuple[tuple[Candidate, ...], dict[str, str]]:
     """Return what can be measured, the yardstick first, and what cannot, with the reason."""
-    candidates, skipped = [_plan_candidate(yardstick.yardstick(config), yardstick)], {}
+    candidates, skipped = [_plan_candidate(yardstick.alone(config), yardstick)], {}
     if candidates[0].kv_scales == MEASURED:
         raise ConfigError(
             f"the yardstick {yardstick.name} needs KV scales itself; name them with --kv-scales FILE"

@@ -332,9 +332,9 @@ def test_malformed_options_of_one_scheme(text: str, message: str) -> None:
 
 def test_a_yardstick_has_no_options_of_other_caches() -> None:
     base = Config(model="m", kv_layers="0=fp8_e4m3", kv_memory="1GiB", hisparse="on,host_format=nvfp4_ds_mla")
-    found = Entry.parse("bf16").yardstick(base)
+    found = Entry.parse("bf16").alone(base)
     assert (found.kv_format, found.kv_layers, found.hisparse, found.kv_memory) == ("bf16", "", "on", "1GiB")
-    same = Entry.parse("bf16").yardstick(replace(base, hisparse="on,buffer=4096"))
+    same = Entry.parse("bf16").alone(replace(base, hisparse="on,buffer=4096"))
     assert same.hisparse == "on,buffer=4096"
 
 
