@@ -8,6 +8,8 @@ its own quantising append, into the same pools (pages of 64 and of 16, the bette
 128 values. Each time is the median replay of a CUDA graph of 32 calls, one for each layer of a cache, divided by 32:
 every layer has tokens and pages of its own. Gate: what is read back from the pool is what the format's definition says.
 
+`nvfp4` sweeps block scales; `nvfp4_amax` does not, and nor does FlashInfer's append, which is compared with it.
+
 TB/s counts bytes of K and V read in bf16 and bytes stored.
 """
 
@@ -26,12 +28,18 @@ from torch import Tensor
 
 import gpu
 
-FORMATS = ("bf16", "nvfp4", "mxfp4", "fp4_mx16", "fp8_e4m3", "k8v4", "nvfp4+rot")
+FORMATS = (
+    "bf16", "nvfp4_amax", "nvfp4", "nvfp4_4over6", "mxfp4_amax", "mxfp4", "fp4_mx16_amax", "fp4_mx16", "fp8_e4m3",
+    "k8v4", "nvfp4_amax+rot", "nvfp4+rot",
+)  # fmt: skip
+"""A name alone has the default encoder, which sweeps block scales."""
 HEADS, TINY_HEADS = Heads(), Heads(4, 2, 32)
 NIBBLE = "Nibble"
 STEPS = (((40,) * 64, 1), ((8192,), 8192))
 """Stored tokens of each request after a step, and how many of them are new."""
 TINY = (((30,) * 3, 1), ((90,), 90))
+LAYERS, STEP_US = 32, 250_000.0
+"""Layers of Llama-3.1-8B, and the time of a step of 8,192 tokens of a prompt: 32,000 tokens/s on one H200."""
 GATE = 1e-3
 """Share of values read back that may differ from the definition: those on the edge of a rounding."""
 
@@ -126,14 +134,28 @@ def fastest(found: Sequence[Cell], tokens: int, fmt: str, *kernels: str) -> Cell
 
 
 def aims(found: Sequence[Cell]) -> list[Aim]:
-    """K9, against Nibble's own bf16 append and against the fastest."""
+    """K9, against Nibble's own bf16 append and against the fastest; K10 and K11, what a sweep costs."""
     lines = []
     for rival, kernels in (("its own bf16", (NIBBLE,)), ("the fastest bf16", (NIBBLE, peers.TENSOR_CORES))):
         for tokens in (64, 8192):
-            ours, theirs = fastest(found, tokens, "nvfp4", NIBBLE), fastest(found, tokens, "bf16", *kernels)
+            ours, theirs = (
+                fastest(found, tokens, "nvfp4_amax", NIBBLE),
+                fastest(found, tokens, "bf16", *kernels),
+            )
             value = ratio(ours.us, theirs.us) if ours and theirs else None
-            what = f"time of Nibble's nvfp4 append / {rival} append, {tokens} tokens"
+            what = f"time of Nibble's nvfp4_amax append / {rival} append, {tokens} tokens"
             lines.append(Aim("K9", what, 1.3, 1.0, value, least=False))
+    few, plain = (fastest(found, 64, fmt, NIBBLE) for fmt in ("nvfp4", "nvfp4_amax"))
+    value = ratio(few.us, plain.us) if few and plain else None
+    lines.append(
+        Aim(
+            "K10", "time of the nvfp4 append with a sweep / without, 64 tokens", 1.25, 1.1, value, least=False
+        )
+    )
+    many = fastest(found, 8192, "nvfp4", NIBBLE)
+    value = many.us * LAYERS / STEP_US if many else None
+    what = f"{LAYERS} appends of nvfp4 of 8192 tokens / a prompt's step of {STEP_US / 1000:.0f} ms"
+    lines.append(Aim("K11", what, 0.015, 0.01, value, least=False))
     return lines
 
 

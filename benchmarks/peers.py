@@ -142,8 +142,8 @@ def _prefill(cached: Cache, new: int, backend: str) -> Attention:
     return lambda q_THD, layer: wrapper.run(q_THD, **_planes(cached, layer))
 
 
-APPENDS = ("bf16", "nvfp4")
-"""Schemes that FlashInfer has an append for."""
+APPENDS = ("bf16", "nvfp4_amax")
+"""Schemes that FlashInfer has an append for. Its nvfp4 fits scales to the largest magnitude of a block."""
 
 
 def append(cached: Cache, new: int) -> Callable[[Tensor, Tensor, int], object]:

@@ -16,17 +16,27 @@ from nibble.formats import KVFormat, scheme
 from nibble.formats.base import pack_e2m1
 from nibble.model_spec import HEADS, Stream
 
-ALL = [formats.get(name) for name in scheme.fitting(*HEADS) if name in formats.names()]
+ALL = [
+    formats.get(name).encoded_by(encoder)
+    for name in scheme.fitting(*HEADS)
+    if name in formats.names()
+    for encoder in formats.get(name).encoders
+]
 QUANTISED = [fmt for fmt in ALL if fmt.plain is None]
 STEP = {"fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3, "bf16": 2**-8, "fp16": 2**-11, "fp32": 0.0}
 """Largest relative rounding error of a normal number."""
 
-ids = {"ids": lambda fmt: fmt.name}
+ids = {"ids": lambda fmt: "_".join(filter(None, (fmt.name, fmt.encoder)))}
 arrays = hnp.arrays(
     "float32",
     st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([32, 64, 96])),
     elements=st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, -0.0, 1e-30, -1e-30, 2.0**-140]),
 )
+
+
+def recipe(name: str) -> KVFormat:
+    """The format as other engines append it."""
+    return formats.get(name).encoded_by("amax")
 
 
 def scale_for(fmt: KVFormat, x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +208,7 @@ def nvfp4_reference(block: list[float], scale: float) -> tuple[int, list[int]]:
     st.lists(st.floats(-300, 300, width=32), min_size=16, max_size=16), st.sampled_from([1.0, 0.037, 2.5e-3])
 )
 def test_nvfp4_bytes_follow_the_formula(block: list[float], scale: float) -> None:
-    data, scales = formats.get("nvfp4").encode(torch.tensor(block).view(1, 1, 16), torch.tensor(scale))
+    data, scales = recipe("nvfp4").encode(torch.tensor(block).view(1, 1, 16), torch.tensor(scale))
     stored, codes = nvfp4_reference(block, scale)
     assert int(scales.view(torch.uint8)) == stored
     assert torch.stack((data & 15, data >> 4), -1).flatten().tolist() == codes
@@ -208,11 +218,11 @@ def test_known_bytes() -> None:
     """A block written out by hand: what a kernel or a checkpoint tool of the ecosystem stores for it."""
     ramp = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0.25])
     codes = bytes([0x10, 0x32, 0x54, 0x76, 0xA9, 0xCB, 0xED, 0x0F])
-    data, scale = formats.get("nvfp4").encode(ramp.view(1, 1, 16), torch.tensor(1.0))
+    data, scale = recipe("nvfp4").encode(ramp.view(1, 1, 16), torch.tensor(1.0))
     assert bytes(data.flatten().tolist()) == codes and int(scale.view(torch.uint8)) == 0x38  # 1.0 in E4M3
-    data, scale = formats.get("fp4_mx16").encode(ramp.view(1, 1, 16), torch.tensor(1.0))
+    data, scale = recipe("fp4_mx16").encode(ramp.view(1, 1, 16), torch.tensor(1.0))
     assert bytes(data.flatten().tolist()) == codes[:-1] + b"\x1f" and int(scale) == 127  # .25 is a tie: away
-    data, scale = formats.get("mxfp4").encode(ramp.repeat(2).view(1, 1, 32), torch.tensor(1.0))
+    data, scale = recipe("mxfp4").encode(ramp.repeat(2).view(1, 1, 32), torch.tensor(1.0))
     assert bytes(data.flatten().tolist()) == codes * 2 and int(scale) == 127
 
 
@@ -221,8 +231,8 @@ def test_power_of_two_scales_follow_their_formulas(amax: float) -> None:
     x = torch.zeros(1, 1, 32)
     x[0, 0, 7] = -amax
     exponent = math.frexp(amax)[1] - 1
-    assert int(formats.get("mxfp4").encode(x, torch.tensor(1.0))[1]) == exponent - 2 + 127
-    stored = int(formats.get("fp4_mx16").encode(x, torch.tensor(1.0))[1][0, 0, 0])
+    assert int(recipe("mxfp4").encode(x, torch.tensor(1.0))[1]) == exponent - 2 + 127
+    stored = int(recipe("fp4_mx16").encode(x, torch.tensor(1.0))[1][0, 0, 0])
     exact = math.ceil(math.log2(max(amax / 6, 1e-10)))
     assert stored - 127 in {exact, exact - 1, exact + 1}
     assert 2.0 ** (stored - 127) * 6 >= amax * (1 - 1e-5)

@@ -79,7 +79,9 @@ def test_the_record_of_fp8_rotary_values_is_flash_mlas() -> None:
     the record of vllm-project/FlashMLA's pull request 18, built here from its description."""
     x = latents(70)
     x[5, 0, 512] = 1e6  # saturates
-    layout = CacheLayout((LayerLayout(0, (StreamLayout(SHAPE, "nvfp4_ds_mla_fp8rope"),)),), 64, "record")
+    layout = CacheLayout(
+        (LayerLayout(0, (StreamLayout(SHAPE, "nvfp4_ds_mla_fp8rope", "amax"),)),), 64, "record"
+    )
     pool = PagedPool(layout, 2, ONE)
     pool.write(0, {LATENT: x}, torch.arange(70))
     data = pool.view(0).streams[LATENT].planes[0]

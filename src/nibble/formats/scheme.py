@@ -156,14 +156,14 @@ def has_encoder(encoder: str, schemes: Iterable[Scheme]) -> bool:
 
 def check_encoder(encoder: str, schemes: tuple[Scheme, ...]) -> None:
     """Raise ConfigError for an encoder that there is not, or that no format of these schemes has."""
-    known = encoders()
-    if encoder != AUTO and encoder not in known:
-        raise ConfigError(unknown("KV encoder", encoder, (AUTO, *known)))
+    by_encoder = encoders()
+    if encoder != AUTO and encoder not in by_encoder:
+        raise ConfigError(unknown("KV encoder", encoder, (AUTO, *by_encoder)))
     if not has_encoder(encoder, schemes):
         used = dict.fromkeys(fmt.name for scheme in schemes for fmt in scheme.formats)
         raise ConfigError(
-            f"the KV encoder {encoder} is for {', '.join(known[encoder])}, and this cache is in {', '.join(used)}; "
-            "use another --kv-format, or leave --kv-encoder out"
+            f"the KV encoder {encoder} is for {', '.join(by_encoder[encoder])}, and this cache is in "
+            f"{', '.join(used)}; use another --kv-format, or leave --kv-encoder out"
         )
 
 

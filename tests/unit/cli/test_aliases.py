@@ -76,7 +76,7 @@ def test_flags_in_other_words(words: str, meant: str) -> None:
         ("m --hisparse-config", "must be a JSON object"),
         ("m --calculate-kv-scales", "--kv-scales calibrate"),
         ("m --enable-lora", "LoRA is not served"),
-        ("m --kv-cache-dtype nvfp4_4over6", "KV format 'nvfp4_4over6' is not served: .*--kv-format nvfp4"),
+        ("m --kv-cache-dtype int8", "KV format 'int8' is not served: .*--kv-format fp8_e4m3"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "serve"])

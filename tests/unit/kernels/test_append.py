@@ -91,8 +91,12 @@ def compare(kv_format: str, packing: str, streams: dict[str, Tensor], slots: lis
 SLOTS = [6, 13, 0, 19, 7, 12, 3]
 
 
+ENCODED = tuple(f"{n}_{e}" for e, names in scheme.encoders().items() for n in names if n in ENCODERS)
+"""Formats by each of their encoders."""
+
+
 @pytest.mark.parametrize("packing", ["nhd", "hnd"])
-@pytest.mark.parametrize("kv_format", scheme.fitting(*ONE_HEAD))
+@pytest.mark.parametrize("kv_format", (*scheme.fitting(*ONE_HEAD), *ENCODED))
 def test_bytes_are_those_of_the_format(kv_format: str, packing: str) -> None:
     compare(kv_format, packing, {"k": values(1), "v": values(2)}, SLOTS)
 
@@ -190,5 +194,32 @@ def test_what_the_kernel_cannot_take_is_left_to_the_reference() -> None:
     assert pool("nvfp4", "hnd").is_capturable == (DEVICE == "cuda")
 
 
-def test_every_format_has_an_encoder() -> None:
+def test_every_format_has_its_encoders() -> None:
     assert ENCODERS.keys() == set(scheme.fitting(*ONE_HEAD)) & set(formats.names())
+    assert all(encoders.keys() == set(formats.get(name).encoders) for name, encoders in ENCODERS.items())
+
+
+def hard(case: int) -> Tensor:
+    """Blocks among whose scales there is no clear winner, or which test the ends of what scales can be."""
+    rng = torch.Generator().manual_seed(case)
+    if case == 0:  # of every magnitude, subnormal scales and saturating ones included
+        return torch.randn(64, HEADS, DIM, generator=rng) * torch.logspace(-8, 5, 64).view(-1, 1, 1)
+    if case == 1:  # few different values, so that many errors are equal
+        return torch.randint(-48, 49, (64, HEADS, DIM), generator=rng) / 8.0
+    if case == 2:  # one loud value in a block
+        x = torch.randn(64, HEADS, DIM, generator=rng)
+        x[..., ::16] *= torch.rand(64, HEADS, DIM // 16, generator=rng) * 20
+        return x
+    # any bits at all, NaN and infinities among them; those that a GPU would not keep as they are are left out
+    bits = torch.randint(-(1 << 31), 1 << 31, (64, HEADS, DIM), generator=rng).int()
+    return bits.view(torch.float32).bfloat16().float().nan_to_num(nan=1.0)
+
+
+@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("kv_format", ENCODED)
+def test_encoders_agree_with_the_definition_on_hard_blocks(
+    kv_format: str, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PAGES", 16)
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+    compare(kv_format, "hnd", {"k": hard(case), "v": hard(case).flip(0)}, slots)

@@ -44,9 +44,10 @@ class Case:
     packing: str = "nhd"
     name: str = LATENT
     dtype: torch.dtype = torch.bfloat16
+    encoder: str = ""
 
     def __str__(self) -> str:
-        return f"{self.format}-{self.rank}+{self.rope}-{self.packing}-{str(self.dtype)[6:]}"
+        return f"{self.format}-{self.rank}+{self.rope}-{self.packing}-{str(self.dtype)[6:]}{self.encoder}"
 
     @property
     def stream(self) -> Stream:
@@ -61,6 +62,7 @@ CASES = [
     *(Case(name, packing=packing) for name in LATENTS for packing in packings.names()),
     *filter(accepted, (Case(name, *shape) for name in LATENTS for shape in SHAPES[1:])),
     *filter(accepted, (Case(name, 128, 32, "record", dtype=torch.float16) for name in LATENTS)),
+    *(Case(name, encoder=other) for name in LATENTS for other in formats.get(name).encoders[1:]),
     *(Case("index_fp8", dim, 0, packing, INDEX) for dim in (128, 96) for packing in packings.names()),
 ]
 
@@ -86,7 +88,7 @@ def values(case: Case, seed: int = 3) -> Tensor:
 
 def pages(case: Case, scale: float = 0.02) -> Paged:
     """Poisoned pages."""
-    fmt = formats.get(case.format).bound(case.stream)
+    fmt = formats.get(case.format).encoded_by(case.encoder).bound(case.stream)
     packing = packings.get(case.packing)
     planes = packing.allocate(fmt.planes(case.stream), PAGES, PAGE, torch.device(DEVICE))
     for plane in planes:

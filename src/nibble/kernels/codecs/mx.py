@@ -60,7 +60,10 @@ def _sweep(x_RD, BLOCK: tl.constexpr, TIES_AWAY: tl.constexpr):
     low = tl.minimum(tl.maximum(_floor(amax), 0), MAX_E8M0)
     scaled = floats.float_of(floats.magnitude(x_RBS)) * _inverse(low)
     units_RBS, step = floats.whole_units(scaled * UNITS), tl.full(amax.shape, UNITS, tl.float32)
-    error, other = floats.squared_error(units_RBS, step), floats.squared_error(units_RBS, 2 * step)
+    error, other = (
+        floats.squared_error(units_RBS, step, True),
+        floats.squared_error(units_RBS, 2 * step, False),
+    )
     # Beyond the largest there is none; _encode() sees to that.
     return _encode(x_RBS, amax, tl.where(other < error, low + 1, low), TIES_AWAY)
 

@@ -34,9 +34,9 @@ def _scale_of(codes):
 
 
 @triton.jit
-def _better(units_RBS, units, code, error, candidate):
+def _better(units_RBS, units, code, error, candidate, SATURATES: tl.constexpr):
     """Return the better of two scales with its error: a candidate wins by a smaller one."""
-    other = floats.squared_error(units_RBS, _scale_of(candidate) * units)
+    other = floats.squared_error(units_RBS, _scale_of(candidate) * units, SATURATES)
     return tl.where(other < error, candidate, code), tl.minimum(other, error)
 
 
@@ -57,17 +57,17 @@ def _sweep(x_RBS, code, largest_RB1, scale_RB1, ENCODER: tl.constexpr):
     factor = tl.minimum(inverse * units, MOST_FACTOR)
     units_RBS = floats.whole_units(floats.float_of(floats.magnitude(x_RBS)) * factor)
     # --- candidates
-    best, error = code, floats.squared_error(units_RBS, _scale_of(code) * units)
+    best, error = code, floats.squared_error(units_RBS, _scale_of(code) * units, True)
     if ENCODER == "4over6":
         ideal = floats.magnitude(tl.div_rn(largest_RB1, 4.0 * scale_RB1))
         _, candidate = floats.round_bits(ideal, floats.MAX_E4M3, 3, -6)
-        best, error = _better(units_RBS, units, best, error, candidate)
+        best, error = _better(units_RBS, units, best, error, candidate, False)
     else:
         # A scale that saturates is kept, since a smaller one would cut off more.
         least = tl.where(code == MAX_CODE, MAX_CODE, 0)
         for i in tl.static_range(1, CANDIDATES):
             candidate = tl.maximum(tl.minimum(code + _offset(i), MAX_CODE), least)
-            best, error = _better(units_RBS, units, best, error, candidate)
+            best, error = _better(units_RBS, units, best, error, candidate, _offset(i) < 0)
     return best
 
 

@@ -70,7 +70,7 @@ MAX_E4M3 = tl.constexpr(0x43E00000)  # 448.0
 MAX_E5M2 = tl.constexpr(0x47600000)  # 57344.0
 NAN_FP8 = tl.constexpr(0x7F)
 MOST_UNITS = tl.constexpr(0x45C00000)  # 6144.0
-TWO_22, TWO_23, TWO_120, TWO_126 = (tl.constexpr(2.0**n) for n in (22, 23, 120, 126))
+TWO_23, TWO_63, TWO_120, TWO_126 = (tl.constexpr(2.0**n) for n in (23, 63, 120, 126))
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 """The interpreter has no PTX: there the same bits are moved by plain operations."""
 
@@ -124,22 +124,32 @@ def round_bits(bits, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.c
 
 @triton.jit
 def whole_units(x):
-    """Round magnitudes to whole numbers, at most MOST_UNITS; see least_error() in formats/base.py."""
+    """Round magnitudes to whole numbers, at most MOST_UNITS, and return them times 2^-63, for squared_error().
+
+    See least_error() in formats/base.py.
+    """
     # Compared as integers, which makes MOST_UNITS of NaN. From 2^23 on float32 has no room behind the point.
-    return (float_of(tl.minimum(bits_of(x), MOST_UNITS)) + TWO_23) - TWO_23
+    return ((float_of(tl.minimum(bits_of(x), MOST_UNITS)) + TWO_23) - TWO_23) * (1 / TWO_63)
 
 
 @triton.jit
-def squared_error(units_RBS, step_RB1):
-    """Return the squared error [R, B, 1] of blocks in whole units whose scale is so many of them, 0 included.
+def squared_error(units_RBS, step_RB1, SATURATES: tl.constexpr):
+    """Return the squared error of blocks under a scale, times 2^-126.
 
-    The sum is exact below 2^24, whatever its order and whatever is fused: all of its terms are whole numbers. How the
-    quotient is rounded does not matter, since codes of the same error are all that it can decide between.
+    But for powers of two all is whole numbers, so a sum is exact as long as 24 bits hold it, whatever its order and
+    whatever is fused. How a quotient is rounded does not matter: it can only decide between codes of the same error.
+
+    Args:
+        units_RBS: From whole_units().
+        step_RB1: The scale in units, 0 included.
+        SATURATES: Whether quotients of 7 and more may occur, which E2M1 would round to 8.
     """
-    t = tl.minimum(units_RBS * (1.0 / tl.maximum(step_RB1, 1.0)), 6.0)
-    # From this power of two on float32 has the spacing that E2M1 has at t: adding it rounds.
-    lift = float_of(bits_of(tl.maximum(t, 1.0)) & INF_BITS) * TWO_22
-    error = units_RBS - step_RB1 * ((t + lift) - lift)
+    # Quotients times 2^-126: their exponents are those of E2M1, subnormal ones too, so the upper ten bits are codes.
+    t = bits_of(units_RBS * (1 / TWO_63 / tl.maximum(step_RB1, 1.0)))
+    code = (t + 0x200000) & -0x400000
+    if SATURATES:
+        code = tl.minimum(code, 7 << 22)
+    error = units_RBS - float_of(code) * (step_RB1 * TWO_63)
     return tl.sum(error * error, 2, keep_dims=True)
 
 
