@@ -100,7 +100,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
     @property
-    def chosen(self) -> SchemeResult | None:
+    def whole(self) -> SchemeResult | None:
         """Return what was measured of the chosen scheme as a whole."""
         return next((entry for entry in self.verified if entry.name == self.path), None)
 
@@ -120,7 +120,7 @@ class Outcome:
         """Return the outcome in a line."""
         size = f"{self.bits:.3f} bits a value, {self.bytes_per_token:,} bytes a token"
         line = f"{size}; KL predicted {self.predicted_kl:.5f}"
-        return f"{line}, measured {self.chosen.kl:.5f} on other text" if self.chosen else line
+        return f"{line}, measured {self.whole.kl:.5f} on other text" if self.whole else line
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it."""

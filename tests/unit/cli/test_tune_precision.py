@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,24 @@ def test_help() -> None:
     for option in ("--budget", "--max-kl", "--candidates", "--verify-tokens", "--modelopt", "--gpu", "--out"):
         assert option in result.stdout
     assert "--kv-layers" not in result.stdout
+
+
+@pytest.mark.parametrize("layer", ["0", "1"])
+def test_a_file_that_cannot_be_stored(model: str, tmp_path: Path, layer: str) -> None:
+    """What works instead is spelled out, whether most layers are in the scheme that is refused or one is."""
+    usual = {"k": {"format": "nvfp4"}, "v": {"format": "nvfp4"}}
+    wrong = {"k": {"format": "nvfp4_ds_mla"}, "v": {"format": "nvfp4"}}
+    path = tmp_path / "s.json"
+    path.write_text(
+        json.dumps({"schema": "nibble-kv-scheme-1", "layers": {"0": usual, "1": usual, layer: wrong}})
+    )
+    result = run("plan", model, "--kv-format", str(path), "--gpu", "h200")
+    assert result.exit_code == USAGE
+    assert f"layers {layer}" in result.stderr
+    _, mark, command = result.stderr.partition("what works: nibble ")
+    assert mark
+    assert "s.json" not in command
+    assert run(*shlex.split(command)).exit_code == 0
 
 
 def test_a_bad_file(model: str, tmp_path: Path) -> None:

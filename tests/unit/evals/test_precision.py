@@ -276,15 +276,15 @@ def test_its_bytes_are_those_of_the_plan(model: str, outcome: Outcome) -> None:
     values = sum(entry.stream.values for layer in plan.layout.layers for entry in layer.streams)
     assert outcome.bits == pytest.approx(8 * plan.layout.bytes_per_token / values)
     assert outcome.bits <= 5.5
-    assert outcome.chosen
-    assert outcome.chosen.bytes_per_token == outcome.bytes_per_token
+    assert outcome.whole
+    assert outcome.whole.bytes_per_token == outcome.bytes_per_token
 
 
 def test_it_is_measured_as_a_whole(outcome: Outcome) -> None:
-    assert outcome.chosen
+    assert outcome.whole
     assert outcome.predicted_kl == pytest.approx(sum(sum(layer.kl.values()) for layer in outcome.layers))
     # A sum of parts on other text: of the same size, no more.
-    assert outcome.predicted_kl / 4 < outcome.chosen.kl < 4 * outcome.predicted_kl
+    assert outcome.predicted_kl / 4 < outcome.whole.kl < 4 * outcome.predicted_kl
 
 
 def test_generate_with_the_file(model: str, outcome: Outcome) -> None:

@@ -256,7 +256,8 @@ def _distance(old: str, new: str) -> float:
 
 def _share(name: str) -> float:
     """Return the bytes of a scheme for each value of streams that it can store."""
-    streams = LATENTS if any(map(schemes.parse(name).refuses, HEADS)) else HEADS
+    is_for_latents = name not in schemes.fitting(*HEADS) and not schemes.mixed(name)
+    streams = LATENTS if is_for_latents else HEADS
     return schemes.bytes_per_token(name, streams) / sum(stream.values for stream in streams)
 
 
@@ -264,7 +265,9 @@ def _rename(old: schemes.Scheme, new: str) -> Edit:
     def edit(config: Config) -> Config:
         spec = CacheSpec.from_config(config)
         rules = tuple(rule.renamed(new) if rule.scheme == old else rule for rule in spec.layer_rules)
-        kv_format = new if spec.scheme == old else config.kv_format
+        # A scheme file is spelled out, as its schemes are no longer those that are meant.
+        unchanged = spec.scheme.name if spec.scheme_file else config.kv_format
+        kv_format = new if spec.scheme == old else unchanged
         used = (schemes.parse(kv_format), *(rule.scheme for rule in rules))
         encoder = config.kv_encoder if schemes.has_encoder(config.kv_encoder, used) else schemes.AUTO
         kv_layers = ";".join(rule.text for rule in rules)
