@@ -237,6 +237,10 @@ class CacheManager:
         if self._window and lease.is_sharing:
             self._window.keep_snapshot(lease, tokens // self.page_size, place)
 
+    def snapshot_of(self, page: int) -> int | None:
+        """Return the exact page that is attached to a page of the tree, None if there is none."""
+        return self._window.snapshots.value_of(page) if self._window else None
+
     def reserve(self, lease: Lease, upto: int) -> None:
         """Allocate pages until `lease` has room for `upto` tokens, and exact pages for the newest of them.
 
