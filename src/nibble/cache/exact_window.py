@@ -157,6 +157,11 @@ class WindowBooks:
                 Place.BRANCH if lease.snapshot_boundaries.get(boundary) is Place.BRANCH else place
             )
 
+    def is_ready(self, lease: Lease, upto: int) -> bool:
+        """Return whether the chunk before this one was reserved into the same page, as most often in a decode."""
+        is_same_page = (upto - 1) // self.page_size * self.page_size < lease.num_reserved_tokens < upto
+        return is_same_page and lease.has_begun and not lease.snapshot_boundaries
+
     def check_room(self, lease: Lease, upto: int) -> None:
         """Raise OutOfPages unless the exact pages that `lease` needs for `upto` tokens can be had."""
         needed, snapshots = len(self._required(lease, upto)), self.snapshots
@@ -167,7 +172,8 @@ class WindowBooks:
 
     def reserve(self, lease: Lease, upto: int) -> None:
         """Allocate exact pages for the newest of `upto` tokens, and for snapshots before them if there is room."""
-        self._allocate(lease, self._required(lease, upto))
+        if required := self._required(lease, upto):
+            self._allocate(lease, required)
         for boundary in sorted(lease.snapshot_boundaries):
             first = boundary - self.num_copies
             # The other pages before this boundary come with a later chunk.
@@ -189,6 +195,8 @@ class WindowBooks:
         stored, pending = lease.num_stored_tokens, lease.snapshot_boundaries
         self._stats.replayed_tokens += max(min(stored, lease.replay_until) - previous, 0)
         full = stored // self.page_size
+        if full == previous // self.page_size:
+            return
         for boundary in [boundary for boundary in pending if boundary <= full]:
             self._attach(lease, boundary, pending.pop(boundary))
         # Only what is committed counts: a step in flight may read the copies before its first token.
