@@ -177,6 +177,9 @@ class WindowMachine(RuleBasedStateMachine):
             lease, hashes = writer.lease, prefix_hashes(writer.tokens)
             for i in range(max(lease.num_stored_tokens, lease.num_shared_pages * PAGE)):
                 assert self.slots[lease.pages[i // PAGE], i % PAGE] == hashes[i], f"token {i} was lost"
+            for i, page in lease.exact_pages.items():
+                for p in range(i * PAGE, min(i * PAGE + PAGE, lease.num_stored_tokens)):
+                    assert self.exact.cells[page, p % PAGE][0] == hashes[p], f"no copy of token {p}"
             shared = lease.pages[: lease.num_shared_pages]
             self.exact.check_snapshot(lease, hashes, [self.manager.snapshot_of(page) for page in shared])
 

@@ -257,8 +257,7 @@ class CacheManager:
             self._reserve_pages(lease, needed)
         if window:
             window.reserve(lease, upto)
-        if upto > lease.num_reserved_tokens:
-            lease.num_reserved_tokens = upto
+        lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
         """Record that the KV of tokens[:upto] is stored, and share the pages that are full.
