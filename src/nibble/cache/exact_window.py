@@ -128,19 +128,20 @@ class WindowBooks:
         # A lease that has computed tokens itself can go on after these, too.
         least = max(cdiv(max(previous, rebuild), size), 1)
         boundary = next((b for b in range(end, least - 1, -1) if self._has_snapshot(lease, b)), None)
+        lease.snapshot_boundaries.pop(lease.replay_until // size, None)
+        lease.replay_until = end * size
+        is_turn = False
         if boundary is not None:
             self._hold(lease, range(max(boundary - self.num_copies, 0), boundary))
             lease.num_stored_tokens, lease.clean_from = boundary * size, 0
-            self._note_use(lease, boundary)
+            is_turn = self._note_use(lease, boundary)
         elif rebuild > previous:
             self._hold(lease, range(0))
             lease.num_stored_tokens, lease.clean_from = rebuild, self.window.clean_from(rebuild)
         if lease.num_stored_tokens > previous or not was_replaying:
             lease.resumed_at = lease.num_stored_tokens
-        # There is no snapshot where a replay ends, and others that branch there will want one.
-        lease.snapshot_boundaries.pop(lease.replay_until // size, None)
-        lease.replay_until = end * size
-        if lease.is_replaying:
+        # Others may branch where this one does, unless that is only where a conversation goes on.
+        if lease.is_replaying and not is_turn:
             lease.snapshot_boundaries[end] = Place.BRANCH
 
     def keep_snapshot(self, lease: Lease, boundary: int, place: Place) -> None:
@@ -156,6 +157,11 @@ class WindowBooks:
                 Place.BRANCH if lease.snapshot_boundaries.get(boundary) is Place.BRANCH else place
             )
 
+    def is_ready(self, lease: Lease, upto: int) -> bool:
+        """Return whether the chunk before this one was reserved into the same page, as most often in a decode."""
+        is_same_page = (upto - 1) // self.page_size * self.page_size < lease.num_reserved_tokens < upto
+        return is_same_page and lease.has_begun and not lease.snapshot_boundaries
+
     def check_room(self, lease: Lease, upto: int) -> None:
         """Raise OutOfPages unless the exact pages that `lease` needs for `upto` tokens can be had."""
         needed, snapshots = len(self._required(lease, upto)), self.snapshots
@@ -166,12 +172,14 @@ class WindowBooks:
 
     def reserve(self, lease: Lease, upto: int) -> None:
         """Allocate exact pages for the newest of `upto` tokens, and for snapshots before them if there is room."""
-        self._allocate(lease, self._required(lease, upto))
+        if required := self._required(lease, upto):
+            self._allocate(lease, required)
         for boundary in sorted(lease.snapshot_boundaries):
             first = boundary - self.num_copies
             # The other pages before this boundary come with a later chunk.
             missing = self._missing(lease, first, min(boundary, cdiv(upto, self.page_size)))
-            if len(missing) <= self.snapshots.num_available:
+            # Not the last ones, without which a lease that is alone cannot go on.
+            if len(missing) + self.window.max_pages(self.page_size) <= self.snapshots.num_available:
                 self._allocate(lease, missing)
             else:
                 del lease.snapshot_boundaries[boundary]
@@ -187,6 +195,8 @@ class WindowBooks:
         stored, pending = lease.num_stored_tokens, lease.snapshot_boundaries
         self._stats.replayed_tokens += max(min(stored, lease.replay_until) - previous, 0)
         full = stored // self.page_size
+        if full == previous // self.page_size:
+            return
         for boundary in [boundary for boundary in pending if boundary <= full]:
             self._attach(lease, boundary, pending.pop(boundary))
         # Only what is committed counts: a step in flight may read the copies before its first token.
@@ -257,19 +267,30 @@ class WindowBooks:
         if not all(i in lease.exact_pages and i * self.page_size >= lease.clean_from for i in missing):
             return
         group = None if place is Place.BRANCH else (lease.number, place)
-        for i in missing:
-            self.snapshots.attach(lease.pages[i], lease.exact_pages[i], group)
+        for i in places:
+            value = self.snapshots.value_of(lease.pages[i])
+            if value is None:
+                self.snapshots.attach(lease.pages[i], lease.exact_pages[i], group)
+            elif self.snapshots.group_of(value) is not None:
+                # It is to be used again. What others branch from stays as it is.
+                self.snapshots.regroup(value, group)
         # A conversation most often goes on as it did a turn ago.
         if lease.resumed_place in TURN_ENDS and place in TURN_ENDS and place is not lease.resumed_place:
             self.snapshots.expire((lease.number, place))
 
-    def _note_use(self, lease: Lease, boundary: int) -> None:
-        """Note that `lease` goes on from a snapshot: of those of one turn the next uses one, and only once."""
+    def _note_use(self, lease: Lease, boundary: int) -> bool:
+        """Note that `lease` goes on from a snapshot, and return whether a turn ended there.
+
+        Of the snapshots of one turn the next uses one, and only once.
+        """
         group = self.snapshots.group_of(lease.exact_pages[boundary - 1])
         if group is None:
-            return
+            return False
         number, place = group
-        if place in TURN_ENDS:
-            lease.resumed_place = place
-        for other in TURN_ENDS if place in TURN_ENDS else (place,):
+        if place not in TURN_ENDS:
+            self.snapshots.expire(group)
+            return False
+        lease.resumed_place = place
+        for other in TURN_ENDS:
             self.snapshots.expire((number, other))
+        return True

@@ -237,19 +237,26 @@ class CacheManager:
         if self._window and lease.is_sharing:
             self._window.keep_snapshot(lease, tokens // self.page_size, place)
 
+    def snapshot_of(self, page: int) -> int | None:
+        """Return the exact page that is attached to a page of the tree, None if there is none."""
+        return self._window.snapshots.value_of(page) if self._window else None
+
     def reserve(self, lease: Lease, upto: int) -> None:
         """Allocate pages until `lease` has room for `upto` tokens, and exact pages for the newest of them.
 
         Raises:
             OutOfPages: there are too few pages or frames; nothing has changed.
         """
-        assert lease in self.leases, "the lease is not open"
+        needed, window = self.pages_for(upto) - len(lease.pages), self._window
+        if window and window.is_ready(lease, upto):
+            window = None
         # All checks come before the first change, so that an error leaves nothing half done.
-        if self._window:
-            self._window.check_room(lease, upto)
-        self._reserve_pages(lease, self.pages_for(upto) - len(lease.pages))
-        if self._window:
-            self._window.reserve(lease, upto)
+        if window:
+            window.check_room(lease, upto)
+        if needed > 0:
+            self._reserve_pages(lease, needed)
+        if window:
+            window.reserve(lease, upto)
         lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
@@ -368,8 +375,7 @@ class CacheManager:
 
     def _reserve_pages(self, lease: Lease, needed: int) -> None:
         """Allocate `needed` more pages. Raises OutOfPages, with nothing changed."""
-        if needed <= 0:
-            return
+        assert lease in self.leases, "the lease is not open"
         short = needed - self._allocator.num_free
         if short > self._radix.num_idle:
             total = self._allocator.num_pages

@@ -122,10 +122,19 @@ class SnapshotPages(Generic[Group]):
             return False
         self._allocator.retain((page,))
         self._values[node_page], self._nodes[page] = page, node_page
+        self.regroup(page, group)
+        return True
+
+    def regroup(self, page: int, group: Group | None) -> None:
+        """Move an attached value page to another group, in which it is not expired."""
+        self._expired.discard(page)
+        if (previous := self._groups.pop(page, None)) is not None:
+            self._pages_by_group[previous].discard(page)
+            if not self._pages_by_group[previous]:
+                del self._pages_by_group[previous]
         if group is not None:
             self._groups[page] = group
             self._pages_by_group.setdefault(group, set()).add(page)
-        return True
 
     def expire(self, group: Group) -> None:
         """Evict what is attached in `group` before all others, once it is idle."""
@@ -146,13 +155,9 @@ class SnapshotPages(Generic[Group]):
         """Detach what is attached to `node_page`, which leaves the tree; other users keep their value page."""
         page = self._values.pop(node_page, None)
         if page is not None:
+            self.regroup(page, None)
             del self._nodes[page]
             self._idle.pop(page, None)
-            self._expired.discard(page)
-            if (group := self._groups.pop(page, None)) is not None:
-                self._pages_by_group[group].discard(page)
-                if not self._pages_by_group[group]:
-                    del self._pages_by_group[group]
             self._allocator.release((page,))
 
     def clear(self) -> None:

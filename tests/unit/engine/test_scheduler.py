@@ -735,6 +735,133 @@ def test_any_mix_ends_right(seed, chunk, window):
     assert engine.manager.stats.free == engine.manager.stats.total
 
 
+# Exact window
+
+
+WINDOW = ExactWindow(4, 6, 200, 60)  # a replay of 24 tokens
+
+
+def windowed(**limits) -> Engine:
+    return Engine(**{"pages": 400, "window": WINDOW, "max_running": 64, "token_budget": 128, **limits})
+
+
+def replayed(engine: Engine) -> int:
+    return engine.manager.stats.window.replayed_tokens
+
+
+@pytest.mark.parametrize("chunk", [7, 64, None])
+def test_a_shared_prefix_is_computed_once_and_needs_no_replay(chunk):
+    """The others wait for the first one's pages, so it is known where they branch."""
+    engine, common = windowed(chunk=chunk), prompt(101)
+    requests = [engine.add([*common, *prompt(4, i + 1), i], 3) for i in range(24)]
+    engine.finish()
+    assert replayed(engine) == 0
+    assert [request.num_prefix_hit_tokens for request in requests] == [0] + [100] * 23
+    metrics = engine.scheduler.metrics
+    assert metrics.prompt_tokens + metrics.decode_tokens == 106 + 23 * 6 + 24 * 2
+
+
+def test_sixty_four_starts_with_one_system_prompt():
+    engine = windowed(page=64, window=ExactWindow(64, 32, 300, 60), token_budget=8192, max_context=5000)
+    common = prompt(2000)
+    requests = [engine.add([*common, *prompt(100, i + 1)], 3) for i in range(64)]
+    engine.finish()
+    assert replayed(engine) == 0
+    assert [request.num_prefix_hit_tokens for request in requests] == [0] + [1984] * 63
+
+
+@pytest.mark.parametrize("chunk", [7, 64, None])
+def test_a_prefix_without_a_snapshot_is_replayed_by_one_for_all(chunk):
+    engine, common = windowed(chunk=chunk), prompt(101)
+    engine.add([*common, *prompt(60, 0)], 3)
+    engine.finish()
+    requests = [engine.add([*common, *prompt(4, i + 1), i], 3) for i in range(24)]
+    batch = engine.step()
+    assert [work.request for work in batch.scheduled] == [requests[0]]
+    engine.finish()
+    assert replayed(engine) == 24
+    assert sorted(request.num_prefix_hit_tokens for request in requests) == [76] + [100] * 23
+
+
+def test_those_who_come_while_the_first_is_in_flight_replay_once():
+    engine, common = windowed(), prompt(101)
+    engine.add([*common, *prompt(24, 0)], 1)
+    batch = engine.schedule()
+    engine.scheduler.launch(batch)
+    requests = [engine.add([*common, *prompt(4, i + 1), i], 3) for i in range(8)]
+    assert engine.schedule() is None
+    engine.commit(batch)
+    engine.finish()
+    assert replayed(engine) == 24
+    assert sorted(request.num_prefix_hit_tokens for request in requests) == [76] + [100] * 7
+
+
+def test_others_take_over_a_replay_that_is_aborted():
+    engine, common = windowed(chunk=9), prompt(101)
+    engine.add([*common, *prompt(60, 0)], 3)
+    engine.finish()
+    first, *others = (engine.add([*common, *prompt(4, i + 1), i], 3) for i in range(4))
+    engine.step()
+    engine.scheduler.finish(first, "abort")
+    engine.finish()
+    assert replayed(engine) == 9 + 24
+    assert all(request.output_token_ids == expected(request, 1000) for request in others)
+
+
+def test_a_replay_that_has_begun_goes_on_before_those_who_wait_for_it():
+    engine, common = windowed(chunk=9, token_budget=16), prompt(101)
+    engine.add([*common, *prompt(60, 0)], 3)
+    engine.finish()
+    busy = engine.add(prompt(90, 7), 3)
+    long = engine.add([*common, *prompt(50, 1)], 3)
+    engine.step()
+    assert long.lease.is_replaying and long.lease.has_begun
+    short = engine.add([*common, *prompt(4, 2)], 3)
+    engine.finish()
+    assert replayed(engine) == 24 and short.num_prefix_hit_tokens == 100
+    assert busy.is_finished
+
+
+def test_phases_and_writes_of_a_replay():
+    engine = windowed(chunk=10)
+    engine.add(prompt(40), 1)
+    engine.finish()
+    request = engine.add([*prompt(21), 1, 2, 3], 2)
+    works = [batch.scheduled[0] for batch in engine.run()]
+    assert [(work.start, work.end, work.phase, work.write_from, work.samples_token) for work in works] == [
+        (0, 10, Phase.PREFILL, 20, False),
+        (10, 20, Phase.EXTEND, 20, False),
+        (20, 24, Phase.EXTEND, 20, True),
+        (24, 25, Phase.DECODE, 24, True),
+    ]
+    assert request.num_prefix_hit_tokens == 0
+
+
+def test_a_preempted_request_needs_no_replay():
+    engine = windowed(chunk=30)
+    request, other = engine.add(prompt(101), 9), engine.add(prompt(50, 1), 9)
+    for _ in range(6):
+        engine.step()
+    engine.scheduler._preempt(other)
+    engine.finish()
+    assert replayed(engine) == 0 and other.num_preemptions == 1
+    assert request.output_token_ids == expected(request, 1000)
+
+
+@pytest.mark.parametrize("style", ["verbatim", "rewritten", "other header"])
+@pytest.mark.parametrize("length", [60, 61, 62, 63, 64])
+def test_the_next_turn_of_a_conversation_hardly_replays(style, length):
+    engine = windowed()
+    turn = engine.add(prompt(length), 30)
+    engine.finish()
+    history = turn.token_ids if style == "verbatim" else prompt(length)
+    if style == "other header":
+        history = [*history[:-2], 1]
+    engine.add([*history, *prompt(20, 1)], 3)
+    engine.finish()
+    assert replayed(engine) <= 3 * PAGE, "a few pages: 8 tokens of a header, and where pages end"
+
+
 # Log-probabilities of prompts
 
 
