@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from conformance_report import PROPERTY
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.layer import StepContext, attention
+from nibble.attention.layer import StepContext, attention, page_table_by_token
 from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Support
@@ -34,6 +34,9 @@ from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
 from nibble.formats import scheme
 from nibble.hardware import probe
+from nibble.kernels.attention import merge_lse
+from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import LATENT, Kind, LayerGroup, Phase, Stream
 
@@ -88,6 +91,7 @@ SHAPES = (
     Shape(kind="mla", heads=1, dim=512 + 64, group=20, page=64, rope=64),
     Shape(kind="mla", heads=1, dim=512 + 64, group=16, page=32, rope=64),
     Shape(kind="mla", heads=1, dim=256 + 32, group=3, page=16, rope=32),
+    Shape(kind="mla", heads=1, dim=128 + 64, group=16, page=64, rope=64, window=37),
     Shape(kind="mla", heads=1, dim=256, group=32 if HARDWARE.is_cpu else 128, page=32),
     Shape(kind="dsa", heads=1, dim=128 + 64, group=16, page=64, rope=64, top_k=24),
     Shape(kind="dsa", heads=1, dim=256, group=3, page=16, top_k=7),
@@ -177,6 +181,11 @@ CASES = [
 
 def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionParams) -> Tensor:
     """Attention in the dtype of its arguments, by the book."""
+    return dense_part(q_nHD, k_LGD, v_LGD, spec).values_THD
+
+
+def dense_part(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionParams) -> PartialAttention:
+    """The same with its log-sum-exp, in float32 at least; of as many queries as there are, keys or not."""
     n, length = len(q_nHD), len(k_LGD)
     repeat = q_nHD.shape[1] // k_LGD.shape[1]
     k, v = (x.repeat_interleave(repeat, 1).transpose(0, 1) for x in (k_LGD, v_LGD))
@@ -184,7 +193,7 @@ def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionParams) ->
     if spec.softcap:
         scores = spec.softcap * (scores / spec.softcap).tanh()
     query, key = torch.arange(length - n, length)[:, None], torch.arange(length)
-    hidden = (key > query) | (key <= query - (spec.window or length + 1))
+    hidden = (key > query) | (key <= query - (spec.window or length + n))
     scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
     if spec.topk_indices_TK is not None:
         chosen = torch.zeros(n, length + 1, dtype=torch.bool, device=scores.device)
@@ -192,8 +201,10 @@ def dense(q_nHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, spec: AttentionParams) ->
         scores = scores.masked_fill(~chosen[:, :length], float("-inf"))
     if spec.sinks_H is not None:
         sinks = spec.sinks_H.to(scores).view(-1, 1, 1).expand(-1, n, 1)
-        return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1).nan_to_num()[..., :length]
+    precise = scores if scores.dtype == torch.float64 else scores.float()
+    return PartialAttention((weights @ v).transpose(0, 1), precise.logsumexp(-1))
 
 
 @dataclass(frozen=True)
@@ -281,6 +292,73 @@ def check(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
         row += new
 
 
+EXACT = 13
+"""Tokens that another part has: some requests of BATCHES have no others, and some fewer than new ones."""
+
+
+def check_partial(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) -> None:
+    """Attention over all but the newest tokens with its log-sum-exp, and merged with attention over those."""
+    s = scene(case, route, batch)
+    s.ctx.pool.write(0, s.streams, s.ctx.meta.slot_mapping_T)
+    (whole,), view, backend = s.ctx.meta.batches, s.ctx.pool.view(0), s.ctx.backends[case.backend]
+    window = None if case.shape.window is None else case.shape.window - EXACT
+    lens = [max(length - EXACT, 0) for length in whole.seq_lens]
+    far = AttentionBatch.from_lens(case.phase, 0, whole.query_lens, lens, whole.page_table_BN)
+    params = replace(s.spec, window=window)
+    if params.topk_indices_TK is not None:
+        # Chosen tokens of the other part are left out. Some queries are left with none.
+        far, positions_T = whole, torch.cat([torch.arange(old, old + new) for old, new in batch]).to(DEVICE)
+        early = params.topk_indices_TK <= positions_T[:, None] - EXACT
+        indices_TK = torch.where(early, params.topk_indices_TK, -1)
+        slots_TK = resident_slots(indices_TK, page_table_by_token(whole), None, view.page_size)
+        params = replace(params, topk_indices_TK=indices_TK, topk_slots_TK=slots_TK)
+    q_THD = view.query(s.q_THD)
+    state = backend.prepare(q_THD, view, far, params)
+    found = backend.forward_partial(q_THD, view, far, params, state)
+    assert found.values_THD.dtype in {q_THD.dtype, torch.float32} and found.lse_HT.dtype == torch.float32
+    assert not found.values_THD.isnan().any() and not found.lse_HT.isnan().any()
+    row = 0
+    for i, (new, pages) in enumerate(zip(far.query_lens, s.pages, strict=True)):
+        rows = slice(row, row + new)
+        ids = torch.tensor([pages], device=DEVICE)
+        streams = [stream.gather_reference(ids)[0, : far.seq_lens[i]] for stream in view.streams.values()]
+        k, v = (
+            streams if len(streams) > 1 else (streams[0], streams[0][..., : case.shape.dim - case.shape.rope])
+        )
+        chosen = None if params.topk_indices_TK is None else params.topk_indices_TK[rows]
+        spec, q = replace(params, topk_indices_TK=chosen), q_THD[rows]
+        exact = dense_part(q.double(), k.double(), v.double(), spec)
+        same = dense_part(q, k.to(q.dtype), v.to(q.dtype), spec)
+        empty = exact.lse_HT.isneginf()
+        assert torch.equal(found.lse_HT[:, rows].isneginf(), empty)
+        for ours, theirs, book in zip(
+            (found.values_THD[rows], found.lse_HT[:, rows]), same, exact, strict=True
+        ):
+            a, b, c = (x.double().nan_to_num(neginf=0.0) for x in (ours, theirs, book))
+            error, limit = (a - c).abs().max(), 2 * (b - c).abs().max() + 2e-6
+            assert error <= limit, f"error {error:.2e} at {far.seq_lens[i]} tokens"
+        row += new
+    check_merged(found, backend.forward_merged, (q_THD, view, far, params, state))
+
+
+def check_merged(
+    far: PartialAttention, forward_merged: Callable[..., Tensor], arguments: tuple[Any, ...]
+) -> None:
+    """A backend that merges as it stores does what merging its part does."""
+    rng, dtype = torch.Generator().manual_seed(2), arguments[0].dtype
+    near = PartialAttention(
+        torch.randn(far.values_THD.shape, generator=rng).to(DEVICE),
+        torch.randn(far.lse_HT.shape, generator=rng).to(DEVICE),
+    )
+    near.lse_HT[:, 0] += 20  # one part may weigh next to nothing
+    near.lse_HT[:, -1], near.values_THD[-1] = float("-inf"), 0.0
+    merged = forward_merged(*arguments, near)
+    expected = merge_lse(far, near, dtype).values_THD
+    assert merged.dtype == dtype
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 2e-3)
+    torch.testing.assert_close(merged, expected, rtol=rtol, atol=atol)
+
+
 # vendors' packages warn of what is their business
 @pytest.mark.filterwarnings("error" if HARDWARE.is_cpu else "ignore")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -293,6 +371,8 @@ def test_row_conforms(case: Case, request: pytest.FixtureRequest) -> None:
     request.node.user_properties.append((PROPERTY, json.dumps(asdict(entry(case, route)))))
     for batch in BATCHES[case.phase]:
         check(case, route, batch)
+        if route.row.lse and not route.stage_to:
+            check_partial(case, route, batch)
 
 
 def entry(case: Case, route: Route) -> LedgerEntry:

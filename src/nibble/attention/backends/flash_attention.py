@@ -69,13 +69,13 @@ FA3 = BackendInfo(
     support=(
         *plain_rows(
             phase=ALL, kind={"mha"}, packing={"nhd"}, arch=HOPPER, page=FA3_PAGES, dim={64, 96, 128, 192, 256},
-            workspace_bytes=FA3_WORKSPACE,
+            lse=True, workspace_bytes=FA3_WORKSPACE,
             source="FlashAttention hopper/, paged KV",
             measured=Measurement("benchmarks/backends.py", phases=ALL),
         ),
         *plain_rows(
             **LATENT_FACTS, phase=ALL, arch=HOPPER, page=FA3_PAGES, group=set(range(1, 129)),
-            workspace_bytes=FA3_WORKSPACE, source="FlashAttention hopper/, qv",
+            lse=True, workspace_bytes=FA3_WORKSPACE, source="FlashAttention hopper/, qv",
             measured=Measurement("benchmarks/backends.py", phases=ALL),
         ),
     ),

@@ -38,14 +38,18 @@ def add(a, b):
 
 @gluon.jit
 def _assign_split(
-    program, seq_lens, requests, concurrency, max_keys, R: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Assign a share of a request's keys to a program, as flash.assign_split does.
+    program, seq_lens, requests, concurrency, MAX_KEYS: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Assign a share of a request's keys to a program, as flash.assign_split does. MAX_KEYS: 0 for no bound.
 
     Sizes of a share are tried one after the other: all warps have the same values, and need no barrier.
     """
     r_R = gl.arange(0, R, layout=LAYOUT)
-    keys_R = gl.minimum(gl.load(seq_lens + r_R, mask=r_R < requests, other=0), max_keys).to(gl.float32)
+    keys_R = gl.load(seq_lens + r_R, mask=r_R < requests, other=0)
+    if MAX_KEYS:
+        keys_R = gl.minimum(keys_R, MAX_KEYS)
+    keys_R = keys_R.to(gl.float32)
     fair = gl.sum(keys_R, 0) / concurrency
     best_cost, best_R = 1e30, keys_R
     for k in gl.static_range(K):
@@ -272,9 +276,9 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     tile, group, program = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     request, split, splits = program, 0, 1
     if SPLIT:
-        max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
+        MAX_KEYS: gl.constexpr = WINDOW + TOKENS if WINDOW else 0
         request, split, splits = _assign_split(
-            program, seq_lens, requests, concurrency, max_keys, R, K, REQUESTS
+            program, seq_lens, requests, concurrency, MAX_KEYS, R, K, REQUESTS
         )
         if request >= requests:
             return
@@ -436,15 +440,16 @@ def mla_sm90_kernel(  # noqa: PLR0912, PLR0915 (most are settled while it is com
     empty_M = total_M == 0.0  # no latent was seen
     total_M = gl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
-    lse_M = gl.where(empty_M, float("-inf"), peak_M + gl.log2(total_M))
     if splits == 1:
         out_M = (begin + token_M).to(gl.int64) * (gl.num_programs(1) * GROUP) + head_M
         _store_sums(out, out_M, sums, factor_M, live_M, RANK, MMA)
         if out_lse is not None:
-            gl.store(out_lse + out_M, lse_M / LOG2E, mask=live_M)
+            lse_M = gl.where(empty_M, float("-inf"), (peak_M + gl.log2(total_M)) / LOG2E)
+            gl.store(out_lse + out_M, lse_M, mask=live_M)
     elif SPLIT:
         part_M = ((program * gl.num_programs(0) + tile) * gl.num_programs(1) + group).to(gl.int64) * M + row_M
         _store_sums(parts, part_M, sums, factor_M, live_M, RANK, MMA)
+        lse_M = gl.where(empty_M, float("-inf"), peak_M + gl.log2(total_M))
         gl.store(lse + part_M, lse_M, mask=live_M)
 
 

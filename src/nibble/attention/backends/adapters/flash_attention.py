@@ -19,6 +19,7 @@ from nibble.attention.backends.flash_attention import FA3_KERNELS, FA4_INSTALL, 
 from nibble.attention.backends.vendor import RANK, import_package
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
@@ -53,6 +54,22 @@ class FA3(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Tensor
     ) -> Tensor:
         """Call the package's function over the pages, and add the sinks to what it returns."""
+        with_lse = params.sinks_H is not None
+        return self._attend(q_THD, view, batch, params, state, with_lse)[0]
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Tensor
+    ) -> PartialAttention:
+        """Call the same function -> values in the query's dtype."""
+        values_THD, lse_HT = self._attend(q_THD, view, batch, params, state, True)
+        # Natural logarithms, -inf where a query sees nothing (FlashAttention hopper/softmax.h, finalize).
+        assert lse_HT is not None
+        return PartialAttention(values_THD, lse_HT)
+
+    def _attend(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: Tensor,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         page_size = view.page_size // split_pages(view)
         planes = [entry.planes[0] for entry in view.streams.values()]
         planes = [plane.view(-1, page_size, *plane.shape[2:]) for plane in planes]
@@ -66,7 +83,7 @@ class FA3(AttentionBackend):
             # Theirs does not count the present token.
             "window_size": (-1, -1) if params.window is None else (params.window - 1, 0),
             "softcap": params.softcap or 0.0,
-            "return_softmax_lse": params.sinks_H is not None,
+            "return_softmax_lse": with_lse,
         }
         if LATENT in view.streams:
             check_latents(view, "FA3")
@@ -76,13 +93,16 @@ class FA3(AttentionBackend):
         else:
             options |= {"q": q_THD, "k_cache": planes[0], "v_cache": planes[1]}
         output = self._call(options, max(batch.seq_lens))
-        if params.sinks_H is None:
-            return output
+        if not with_lse:
+            return output, None
         out_THD, lse_HT, *_ = output
+        if params.sinks_H is None:
+            return out_THD, lse_HT
         # Not all packages take sinks, nor all numbers of heads. This is exact: the sink takes its share of the
         # softmax's sum, and exp(lse) of exp(lse) + exp(sink) is left.
-        share_TH = (lse_HT - params.sinks_H.float()[:, None]).sigmoid().t()
-        return (out_THD * share_TH[..., None]).to(out_THD.dtype)
+        sinks_H1 = params.sinks_H.float()[:, None]
+        share_TH = (lse_HT - sinks_H1).sigmoid().t()
+        return (out_THD * share_TH[..., None]).to(out_THD.dtype), torch.logaddexp(lse_HT, sinks_H1)
 
     def _call(self, options: dict[str, Any], longest: int) -> Any:
         """Call the package's function. vLLM's has other names of arguments, and asks for the longest context."""

@@ -384,7 +384,8 @@ class FlexAttention(AttentionBackend):
     ) -> PartialAttention:
         """Attend part by part -> values in the query's dtype."""
         outputs = [_attend_part(q_THD[part.rows], view, part, params, True) for part in state]
-        values_THD, lse_TH = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+        values_THD = torch.cat([values_THD for values_THD, _ in outputs])
+        lse_TH = torch.cat([lse_TH for _, lse_TH in outputs if lse_TH is not None])
         # What torch leaves of a query that sees nothing depends on its kernel.
         return PartialAttention(values_THD.masked_fill(lse_TH.isneginf()[..., None], 0.0), lse_TH.T)
 
@@ -461,7 +462,7 @@ def _block_mask(lens_B: Tensor, before_B: Tensor, most: int, length: int, window
 
 def _attend_part(
     q_THD: Tensor, view: KVView, part: _Part, params: AttentionParams, with_lse: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return values [T, H, D], and log-sum-exps [T, H] if they are wanted."""
     k_BGLD, v_BGLD = (_gather(view, name, part, q_THD.dtype) for name in "kv")
     q_BnHD = _pad_queries(q_THD, part)
@@ -476,15 +477,20 @@ def _attend_part(
         return_lse=with_lse,
         kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
     )
-    out_BHnD, lse_BHn = output if with_lse else (output, q_BnHD.new_zeros(1, 1, 1))
+    out_BHnD, lse_BHn = output if with_lse else (output, None)
     if params.sinks_H is not None:
         # Sinks only add to the softmax's sum.
         sinks_H1 = params.sinks_H.float()[:, None]
         share_BHn = torch.sigmoid(lse_BHn - sinks_H1)
         out_BHnD = (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
         lse_BHn = torch.logaddexp(lse_BHn.float(), sinks_H1)
-    out_THD, lse_TH = (x.transpose(1, 2).flatten(0, 1) for x in (out_BHnD, lse_BHn))
-    return (out_THD, lse_TH) if part.row_T is None else (out_THD[part.row_T], lse_TH[part.row_T])
+    return _rows(out_BHnD, part), None if lse_BHn is None else _rows(lse_BHn, part)
+
+
+def _rows(x_BHn: Tensor, part: _Part) -> Tensor:
+    """Return the rows of the part's tokens."""
+    x_TH = x_BHn.transpose(1, 2).flatten(0, 1)
+    return x_TH if part.row_T is None else x_TH[part.row_T]
 
 
 def _options(rows: int) -> dict[str, bool]:
