@@ -6,6 +6,7 @@ A field's doc is its command-line help, as in config.py. Only the plot needs mat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from nibble.errors import ConfigError
 
 RECALL_LENGTHS = (1024, 2048, 4096, 8192)
 LAYERS_MARK, OPTIONS_MARK = "@", ":"
+OPTIONS_BEGIN = re.compile(rf"{OPTIONS_MARK}(?=\s*[a-z][a-z_-]*=)")
+"""A scheme may have a colon too, between two formats."""
 YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
 LEAST = {
@@ -123,14 +126,14 @@ class Entry:
     @classmethod
     def parse(cls, text: str) -> Entry:
         """Parse an entry's name; the layers follow --kv-layers."""
-        head, colon, options = text.partition(OPTIONS_MARK)
+        head, *options = OPTIONS_BEGIN.split(text, maxsplit=1)
         scheme, mark, layers = head.partition(LAYERS_MARK)
-        if not scheme.strip() or (mark and not layers.strip()) or (colon and not options.strip()):
+        if not scheme.strip() or (mark and not layers.strip()) or head.endswith(OPTIONS_MARK):
             raise ConfigError(
                 f"cannot read {text!r} as a scheme; write it as nvfp4, nvfp4{LAYERS_MARK}0,-1=fp8_e4m3 or "
                 f"nvfp4{OPTIONS_MARK}kv_scales=one"
             )
-        return cls(scheme.strip(), layers.strip(), options.strip())
+        return cls(scheme.strip(), layers.strip(), "".join(options).strip())
 
     @classmethod
     def of(cls, config: Config) -> Entry:

@@ -302,6 +302,9 @@ def test_options_of_one_scheme() -> None:
         entry.name
         == "nvfp4@0,-1=fp8_e4m3:kv-scales=one,page_size=32,tuned=off,token_budget=none,decode_backend=none"
     )
+    pair = Entry.parse("fp8_e4m3:nvfp4@0=k8v4:page_size=32")
+    assert pair == Entry("fp8_e4m3:nvfp4", "0=k8v4", "page_size=32"), "K and V in formats of their own"
+    assert Entry.parse("fp8_e4m3:nvfp4") == Entry("fp8_e4m3:nvfp4")
     base = Config(model="m", kv_layers="1=bf16", page_size=16, token_budget=8, max_running=3)
     found = entry.config(base)
     assert (found.kv_format, found.kv_layers, found.kv_scales) == ("nvfp4", "0,-1=fp8_e4m3", "one")
