@@ -205,8 +205,8 @@ def pack_e2m1(x_D: Tensor, negative_D: Tensor, ties_away: bool = False) -> Tenso
 
 MOST_UNITS = 6144.0
 """What magnitudes are cut off at when errors are compared: 6 times the largest scale of the recipe, and a bit."""
-_PIECE = 1 << 16
-"""Blocks that are compared at a time, which bounds the memory that it takes."""
+_PIECE = 1 << 20
+"""Values that are compared at a time, which bounds the memory that it takes."""
 _EXPONENT = 0x7F800000
 """The bits of a float32's exponent."""
 
@@ -221,24 +221,24 @@ def least_error(x_NS: Tensor, steps_NC: Tensor) -> Tensor:
     which are equally far.
 
     Args:
-        x_NS: float32 magnitudes of blocks, in units; NaN counts as MOST_UNITS.
+        x_NS: float32 magnitudes of blocks, in units; NaN counts as MOST_UNITS. N stands for any dimensions.
         steps_NC: float32 candidate scales in units: multiples of 4, or 0, which stores zeros.
     """
     import torch
 
-    if len(x_NS) > _PIECE:
-        pieces = zip(x_NS.split(_PIECE), steps_NC.split(_PIECE), strict=True)
-        return torch.cat([least_error(x, steps) for x, steps in pieces])
-    z_N1S = x_NS.clamp(max=MOST_UNITS).nan_to_num_(MOST_UNITS).round_().unsqueeze(1)
+    if x_NS.numel() > _PIECE:
+        shape, blocks = x_NS.shape[:-1], max(_PIECE // x_NS.shape[-1], 1)
+        pieces = zip(x_NS.flatten(0, -2).split(blocks), steps_NC.flatten(0, -2).split(blocks), strict=True)
+        return torch.cat([least_error(x, steps) for x, steps in pieces]).view(shape)
+    z_N1S = x_NS.clamp(max=MOST_UNITS).nan_to_num_(MOST_UNITS).round_().unsqueeze(-2)
     steps_NC1 = steps_NC.unsqueeze(-1)
     # The scale 0 makes zeros of all codes.
     t_NCS = (z_N1S / steps_NC1.clamp(min=1.0)).clamp_(max=E2M1_MAX)
     # A power of two from which on float32 has the spacing that E2M1 has at t: adding it rounds.
-    lift_NCS = (
-        t_NCS.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32).mul_(2.0**22)
-    )
+    exponent_NCS = t_NCS.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT)
+    lift_NCS = exponent_NCS.view(torch.float32).mul_(2.0**22)
     values_NCS = t_NCS.add_(lift_NCS).sub_(lift_NCS)
-    return values_NCS.mul_(steps_NC1).sub_(z_N1S).square_().sum(-1).argmin(-1)
+    return torch.addcmul(z_N1S, values_NCS, steps_NC1, value=-1).square_().sum(-1).argmin(-1)
 
 
 def unpack_e2m1(packed_P: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def _best(x: Tensor, amax: Tensor) -> Tensor:
     counts = x.ldexp(-low).abs_().mul_(UNITS)
     # The larger scale is twice the smaller one, but for the largest there is.
     steps_2 = torch.cat((torch.full_like(low, UNITS), torch.where(low < E_MAX, 2 * UNITS, UNITS)), -1)
-    return low + least_error(counts.flatten(0, -2), steps_2.flatten(0, -2)).view(low.shape)
+    return low + least_error(counts, steps_2).unsqueeze(-1)
 
 
 class MXFP4(MX):

@@ -12,8 +12,8 @@ equal ones; with it, values are rounded likewise:
 - 4over6: amax_block / (6 * global) and amax_block / (4 * global), both rounded to E4M3 (vLLM's nvfp4_4over6).
 
 Errors are compared in units of global * 2^(e - 16), where e is the exponent field of amax's code, at least 1: its scale
-has 512 to 960 of them, fewer where it is subnormal. Magnitudes are multiplied by 1 / global times 2^(16 - e) and
-rounded to whole units; the rest is exact (least_error() in formats/base.py).
+has 512 to 960 of them, fewer where it is subnormal. Magnitudes are multiplied by 2^(16 - e) / global and rounded to whole
+units; the rest is exact (least_error() in formats/base.py).
 
 A block whose scale rounds to zero decodes to zeros; if not all of it is zero, `sweep` finds a scale above 0. Infinities
 saturate, and a block whose scale does keeps 448. A NaN makes the scale of its block NaN: the damage is seen, and stays
@@ -48,7 +48,6 @@ BLOCK = 16
 SCALE_MAX = 448.0
 MAX_CODE, NAN_CODE = 126, 127
 """E4M3 codes of 448 and of NaN."""
-MOST_FACTOR = 2.0**127
 OFFSETS = (0, -1, 1, 4, 5)
 """Candidates of `sweep`, counted in codes from amax's; benchmarks/encoder_candidates.py has what others gain."""
 
@@ -98,11 +97,19 @@ def _block_scales(magnitude: Tensor, scale: Tensor, encoder: str) -> Tensor:
 
     amax = magnitude.amax(-1, keepdim=True)
     fitted = _fitted(amax, scale, E2M1_MAX)
+    if encoder == "amax":
+        return fitted
+    # The first of all candidates is amax's.
+    codes_BC = raw(fitted)
     if encoder == "sweep":
-        return _best(magnitude, scale, _neighbours(scale.device)[raw(fitted).int()])
-    if encoder == "4over6":
-        return _best(magnitude, scale, raw(torch.stack((fitted, _fitted(amax, scale, 4.0)), -1)))
-    return fitted
+        codes_BC = _neighbours(scale.device)[codes_BC.squeeze(-1).int()]
+    else:
+        codes_BC = torch.cat((codes_BC, raw(_fitted(amax, scale, 4.0))), -1)
+    index_BC = codes_BC.int()
+    units_B1 = _units(scale.device)[index_BC[..., :1]]
+    steps_BC = float_table(fitted.dtype, scale.device)[index_BC].mul_(units_B1)
+    best_B = least_error(magnitude * (units_B1 / scale), steps_BC)
+    return codes_BC.gather(-1, best_B.unsqueeze(-1)).view(fitted.dtype)
 
 
 def _fitted(amax: Tensor, scale: Tensor, largest: float) -> Tensor:
@@ -127,21 +134,6 @@ def _units(device: torch.device) -> Tensor:
     import torch
 
     return torch.exp2(16.0 - (torch.arange(NAN_CODE + 1) >> 3).clamp(min=1)).to(device)
-
-
-def _best(magnitude: Tensor, scale: Tensor, codes_C: Tensor) -> Tensor:
-    """Return which of candidates [..., B, 1, C] store magnitudes [..., B, S] with the least error, [..., B, 1]."""
-    index_C = codes_C.int()
-    units = _units(scale.device)[index_C[..., 0]]
-    steps_C = float_table(torch_dtype("float8_e4m3fn"), scale.device)[index_C] * units.unsqueeze(-1)
-    # Bounded, so that zeros stay zeros under the smallest global scales.
-    counts = magnitude * (scale.reciprocal() * units).clamp_(max=MOST_FACTOR)
-    best = least_error(counts.flatten(0, -2), steps_C.flatten(0, -2))
-    return (
-        codes_C.gather(-1, best.view(units.shape).unsqueeze(-1))
-        .squeeze(-1)
-        .view(torch_dtype("float8_e4m3fn"))
-    )
 
 
 FORMATS = (NVFP4(),)

@@ -16,7 +16,6 @@ from nibble.kernels.codecs import small_floats as floats
 from nibble.kernels.codecs.base import Codec, CudaFormat, Decoder, LatentDecoder, RowEncoder
 
 MAX_CODE = tl.constexpr(definition.MAX_CODE)
-MOST_FACTOR = tl.constexpr(definition.MOST_FACTOR)
 CANDIDATES = tl.constexpr(len(definition.OFFSETS))
 
 
@@ -53,9 +52,7 @@ def _sweep(x_RBS, code, largest_RB1, scale_RB1, ENCODER: tl.constexpr):
     """
     # --- values in units of the global scale times 2^(e - 16)
     units = floats.float_of((143 - tl.maximum(code >> 3, 1)) << 23)
-    inverse = tl.div_rn(tl.full(scale_RB1.shape, 1.0, tl.float32), scale_RB1)
-    factor = tl.minimum(inverse * units, MOST_FACTOR)
-    units_RBS = floats.whole_units(floats.float_of(floats.magnitude(x_RBS)) * factor)
+    units_RBS = floats.whole_units(floats.float_of(floats.magnitude(x_RBS)) * tl.div_rn(units, scale_RB1))
     # --- candidates
     best, error = code, floats.squared_error(units_RBS, _scale_of(code) * units, True)
     if ENCODER == "4over6":
