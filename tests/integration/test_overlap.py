@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from exact_model import ExactModel, prefix_hashes
 from nibble import LLM, SamplingParams
+from nibble.cache.exact_window import ExactWindow
 from nibble.cache.manager import CacheManager
 from nibble.engine.engine import NOT_A_NUMBER
 from nibble.engine.request import Batch, Delta, Request, ScheduledRequest
@@ -26,7 +28,8 @@ class Device:
     tokens before the host does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: ExactWindow | None = None) -> None:
+        self.exact = ExactModel(window, PAGE) if window else None
         self.cells: dict[tuple[int, int], int] = {}
         self.latest: dict[Request, int] = {}
 
@@ -42,11 +45,12 @@ class Device:
         return found
 
     def _write(self, work: ScheduledRequest, tokens: list[int]) -> None:
-        seen = hash(work.request.namespace)
-        for i, token in enumerate(tokens):
-            seen = hash((seen, token))
+        hashes = prefix_hashes(tokens, work.request.namespace)
+        if self.exact:
+            self.exact.compute(work.request.lease, hashes, work.start, work.end, work.write_from)
+        for i, seen in enumerate(hashes):
             cell = (work.request.lease.pages[i // PAGE], i % PAGE)
-            if i >= work.start:
+            if i >= work.write_from:
                 self.cells[cell] = seen
             assert self.cells[cell] == seen, f"token {i} of {work.request.id} is not what was stored"
 
@@ -54,12 +58,14 @@ class Device:
 class Ahead:
     """The engine's loop, one step ahead, over a fake device."""
 
-    def __init__(self, pages: int, prefix_cache: bool = True, **limits: Any) -> None:
-        self.manager = CacheManager(pages, PAGE, prefix_cache)
+    def __init__(
+        self, pages: int, prefix_cache: bool = True, window: ExactWindow | None = None, **limits: Any
+    ) -> None:
+        self.manager = CacheManager(pages, PAGE, prefix_cache, window=window)
         self.scheduler = Scheduler(
             self.manager, **{"max_running": 8, "token_budget": 64, "max_context": 1000, **limits}
         )
-        self.device, self.flight = Device(), None
+        self.device, self.flight = Device(window), None
         self.names = iter(range(10**6))
 
     def add(self, prompt: list[int], max_tokens: int = 4, **more: Any) -> Request:
@@ -93,12 +99,13 @@ class Ahead:
         raise AssertionError("no end in sight")
 
 
+@pytest.mark.parametrize("window", [None, ExactWindow(4, 2, 60, 9), ExactWindow(6, 2, 18, 2)])
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("seed", range(25))
-def test_any_mix_ends_right(seed: int, chunk: int | None) -> None:
+def test_any_mix_ends_right(seed: int, chunk: int | None, window: ExactWindow | None) -> None:
     """Short on pages, with aborts, siblings, common prefixes and late arrivals: every answer is as expected."""
     dice = random.Random(seed)
-    engine = Ahead(**limits(dice), chunk=chunk)
+    engine = Ahead(**limits(dice), chunk=chunk, window=window)
     requests: list[Request] = []
     aborted = set()
     while len(requests) < 40 or engine.scheduler.waiting or engine.scheduler.running:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nibble.cache.exact_window import ExactWindow
 from nibble.cache.lease import Lease
 from nibble.cache.manager import CacheManager
 from nibble.cache.residency import NOT_RESIDENT, Residency
@@ -33,10 +34,14 @@ class Writer:
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    @initialize(pages=st.integers(8, 30), frames=st.integers(6, 14))
-    def start(self, pages: int, frames: int) -> None:
+    @initialize(
+        pages=st.integers(8, 30),
+        frames=st.integers(6, 14),
+        window=st.sampled_from([None, None, ExactWindow(3, 2, 24, 6)]),
+    )
+    def start(self, pages: int, frames: int, window: ExactWindow | None) -> None:
         self.residency = Residency(pages, frames, HOT)
-        self.manager = CacheManager(pages, PAGE, residency=self.residency)
+        self.manager = CacheManager(pages, PAGE, residency=self.residency, window=window)
         self.writers: list[Writer] = []
         self.device: dict[tuple[int, int], Content] = {}
         self.host: dict[tuple[int, int], Content] = {}
@@ -92,7 +97,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.manager.stats == before
             return
         self.settle()
-        for i in range(lease.num_stored_tokens, upto):
+        for i in range(max(lease.num_stored_tokens, lease.replay_until), upto):
             frame = self.places[lease.pages[i // PAGE]]
             assert frame != NOT_RESIDENT, "a page is written that is not on the device"
             self.device[frame, i % PAGE] = tuple(writer.tokens[: i + 1])

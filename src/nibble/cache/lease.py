@@ -23,7 +23,7 @@ class Place(Enum):
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One request's pages, in the order of its tokens; `pages` only ever grows. Only the manager changes a lease.
+    """One request's pages, in the order of its tokens; `pages` only ever grows. The manager and its books change it.
 
     The pages of an open lease, as half-open intervals:
 
