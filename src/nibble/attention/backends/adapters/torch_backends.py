@@ -479,6 +479,7 @@ def _attend_part(
     )
     out_BHnD, lse_BHn = output if with_lse else (output, None)
     if params.sinks_H is not None:
+        assert lse_BHn is not None, "sinks need the log-sum-exp"
         # Sinks only add to the softmax's sum.
         sinks_H1 = params.sinks_H.float()[:, None]
         share_BHn = torch.sigmoid(lse_BHn - sinks_H1)
