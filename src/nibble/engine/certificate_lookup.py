@@ -32,8 +32,8 @@ from nibble.spec import CacheSpec
 FOLDER, FOLDER_VARIABLE = "certificates", "NIBBLE_CERTIFICATES"
 ELSEWHERE = frozenset(
     {
-        "model", "revision", "download_dir", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_scales",
-        "page_size", "packing", "dtype", "hisparse",
+        "model", "revision", "download_dir", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_window",
+        "kv_scales", "page_size", "packing", "dtype", "hisparse",
     }
 )  # fmt: skip
 """Fields of Config that other items of a subject stand for."""
@@ -49,8 +49,8 @@ WITHOUT_EFFECT = frozenset(
 UNCOUNTED = ELSEWHERE | WITHOUT_EFFECT
 SPEC_ELSEWHERE = frozenset(
     {
-        "scheme", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend", "allow_staging",
-        "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
+        "scheme", "scheme_file", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend",
+        "allow_staging", "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
         "watches_fidelity",
     }
 )  # fmt: skip
