@@ -31,7 +31,7 @@ class ExactWindow:
     num_layers: int
     """Layers that attend so, one after another."""
     num_pages: int
-    """Exact pages of the pool."""
+    """Exact pages of the pool: num_copies() + 2 for each lease that may run, max_pages() for prompts, and max_idle."""
     max_idle: int
     """Most exact pages that only the prefix cache holds."""
 
