@@ -67,7 +67,7 @@ PAGE_ID_BYTES, TOKEN_ID_BYTES = 4, 8
 EXACT_SHARE = 0.25
 """Largest part of the cache's memory that the exact windows of running requests take."""
 LEAST_EXACT_REQUESTS = 3
-"""There are pages for so many at least: one that is alone computes up to three chunks at a time."""
+"""There are pages for so many more: a request that is alone holds those of up to three chunks."""
 SNAPSHOT_SHARE = 0.05
 """Part of the cache's memory for snapshots of prefixes."""
 HOST_SHARE = 0.5
@@ -420,7 +420,7 @@ class MemoryPlanner:
         # Where memory is short, fewer requests run at a time: pages are worth more than their number.
         fitting = int(EXACT_SHARE * room) // (self.exact_request_pages * page_bytes)
         requests = min(self.spec.max_running, max(1, fitting))
-        held = max(requests, LEAST_EXACT_REQUESTS) * self.exact_request_pages
+        held = (requests + LEAST_EXACT_REQUESTS) * self.exact_request_pages
         snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if self.spec.prefix_cache else 0
         return ExactMemory(requests, held + snapshots, snapshots, page_bytes)
 
