@@ -7,6 +7,7 @@ wrong answers there. Every call is recorded.
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -62,6 +63,15 @@ def _attend(
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, n, 1)), -1)
     weights = scores.softmax(-1)[..., : k.shape[0]].nan_to_num()
     return torch.einsum("hnl,lhd->nhd", weights, v).to(q_nHD.dtype)
+
+
+def _base_2_lse(q_nHD: Tensor, k_LGD: Tensor, scale: float, seen: Tensor, cap: float) -> Tensor:
+    """[n, H] as the package returns it; of rows that see nothing it is not documented."""
+    k = k_LGD.float().nan_to_num().repeat_interleave(q_nHD.shape[1] // k_LGD.shape[1], 1)
+    scores = torch.einsum("nhd,lhd->nhl", q_nHD.float(), k) * scale
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    lse = scores.masked_fill(~seen[:, None], float("-inf")).logsumexp(-1) / math.log(2)
+    return lse.nan_to_num(neginf=7.0)
 
 
 def _seen(n: int, length: int, causal: bool, window_left: int) -> Tensor:
@@ -128,8 +138,8 @@ def _paged(calls_: Calls) -> type:
 
         def run(
             self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, k_scale: float = 1.0, v_scale: float = 1.0,
-            kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-        ) -> Tensor:  # fmt: skip
+            kv_cache_sf: tuple[Tensor, Tensor] | None = None, return_lse: bool = False,
+        ) -> Any:  # fmt: skip
             s = self.state
             assert type(k_scale) is float and type(v_scale) is float
             assert q.dtype is s["q_data_type"] and q.stride(-1) == 1
@@ -141,12 +151,13 @@ def _paged(calls_: Calls) -> type:
                 streams.append(_decoded(_nhd(data, self.layout), scales, scale))
                 assert streams[-1].shape[1:] == (s["page_size"], s["num_kv_heads"], s["head_dim_qk"])
             calls_.ran.append({"wrapper": self})
-            out = torch.empty_like(q)
+            out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
             for rows, ids, length in self._requests():
                 seen = _seen(rows.stop - rows.start, length, s["causal"], s["window_left"])
                 k, v = (_tokens(x, ids, length) for x in streams)
                 out[rows] = _attend(q[rows], k, v, s["sm_scale"], seen, s["logits_soft_cap"])
-            return out
+                lse[rows] = _base_2_lse(q[rows], k, s["sm_scale"], seen, s["logits_soft_cap"])
+            return (out, lse) if return_lse else out
 
     return BatchPrefillWithPagedKVCacheWrapper
 

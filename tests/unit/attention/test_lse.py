@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nibble.attention.backends.adapters.torch_backends import TorchRef
+from nibble.attention.planner.support import Need, Support
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import KVView, PagedPool
 from nibble.cache.scales import ONE
@@ -173,6 +174,15 @@ def test_a_token_has_the_same_bits_in_every_chunk(case: Case, size: int) -> None
                 assert torch.equal(found.values_THD, expected.values_THD[rows])
                 assert torch.equal(found.lse_HT, expected.lse_HT[:, rows])
         first += length
+
+
+def test_only_rows_that_return_it_serve_a_need_of_the_log_sum_exp() -> None:
+    need = Need(Phase.DECODE, "mha", "bf16", "hnd", 90, 64, 128, 4, "bfloat16", lse=True)
+    rows = {lse: Support(phase={Phase.DECODE}, kind={"mha"}, format=None, lse=lse) for lse in (False, True)}
+    assert rows[True].serves(need) and not rows[False].serves(need)
+    assert rows[False].refuses(need) == ("does not return the log-sum-exp that an exact window needs",)
+    plain = replace(need, lse=False)
+    assert rows[True].serves(plain) and rows[False].serves(plain) and "log-sum-exp" in str(need)
 
 
 def test_pages_before_a_window_may_hold_anything() -> None:

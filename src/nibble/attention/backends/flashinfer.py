@@ -96,7 +96,7 @@ _backend = partial(
 
 HEAD_FACTS: dict[str, Any] = {
     "phase": ALL, "kind": {"mha"}, "packing": {"nhd", "hnd"}, "arch": GPUS, "sinks": NEVER,
-    "workspace_bytes": WORKSPACE + PLANS,
+    "lse": True, "workspace_bytes": WORKSPACE + PLANS,
 }  # fmt: skip
 FLASHINFER = _backend(
     name="flashinfer",

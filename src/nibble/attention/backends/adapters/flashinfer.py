@@ -7,6 +7,7 @@ S slots of a page, D values of a head, W 16-bit words of a mask.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +25,7 @@ from nibble.attention.layer import AttentionBackend, page_table_by_token
 from nibble.attention.planner.support import BLACKWELL
 from nibble.cache.pool import KVView
 from nibble.kernels import cdiv
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT, Phase, Stream
 
@@ -138,11 +140,7 @@ class FlashInfer(AttentionBackend):
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _PlanState
     ) -> Tensor:
         """Run the wrapper that is planned for this batch."""
-        # Another state of the step may have taken the wrapper over.
-        if state.wrapper is None or state.wrapper.state() is not state:
-            self._plan(state)
-        assert state.wrapper is not None
-        run = state.wrapper.planned.run
+        run = self._planned(state).run
         if q_THD.stride(-1) != 1:
             q_THD = q_THD.contiguous()
         if state.kind.latent:
@@ -151,6 +149,24 @@ class FlashInfer(AttentionBackend):
                 query=(q_THD[..., :RANK], q_THD[..., RANK:]),
                 kv_cache=(data_PSD[..., :RANK], data_PSD[..., RANK:]),
             )
+        return run(**self._head_options(q_THD, view))
+
+    def forward_partial(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _PlanState
+    ) -> PartialAttention:
+        """Run the wrapper that is planned for this batch -> values in the query's dtype. Latents are not served."""
+        run = self._planned(state).run
+        values_THD, lse_TH = run(**self._head_options(q_THD, view), return_lse=True)
+        # The package's logarithms have base 2, and no document says what it leaves of a query that sees nothing.
+        lse_HT = lse_TH.T * math.log(2)
+        if min(map(operator.sub, batch.seq_lens, batch.query_lens)) < 0:
+            blind_T = _blind_rows(batch).to(q_THD.device)
+            values_THD = values_THD.masked_fill(blind_T[:, None, None], 0.0)
+            lse_HT = lse_HT.masked_fill(blind_T, float("-inf"))
+        return PartialAttention(values_THD, lse_HT)
+
+    def _head_options(self, q_THD: Tensor, view: KVView) -> dict[str, Any]:
+        """Return the arguments of the MHA wrapper's run()."""
         k, v = view.streams["k"], view.streams["v"]
         options: dict[str, Any] = {}
         if k.format.needs_scale:
@@ -158,7 +174,16 @@ class FlashInfer(AttentionBackend):
         if len(k.planes) > 1:
             # The second plane of FP4 formats has their block scales.
             options["kv_cache_sf"] = (k.planes[1], v.planes[1])
-        return run(q=q_THD, paged_kv_cache=(k.planes[0], v.planes[0]), **options)
+        q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
+        return {"q": q_THD, "paged_kv_cache": (k.planes[0], v.planes[0]), **options}
+
+    def _planned(self, state: _PlanState) -> Any:
+        """Return the package's wrapper, planned for this state."""
+        # Another state of the step may have taken the wrapper over.
+        if state.wrapper is None or state.wrapper.state() is not state:
+            self._plan(state)
+        assert state.wrapper is not None
+        return state.wrapper.planned
 
     def _plan(self, state: _PlanState) -> None:
         """Plan a wrapper for a state: one whose step is over, a new one, or the one that was planned first."""
@@ -229,6 +254,12 @@ def _head_plan(kind: _Kind, batch: AttentionBatch) -> dict[str, Any]:
         "q_data_type": kind.dtype,
         "kv_data_type": kind.kv_dtype,
     }
+
+
+def _blind_rows(batch: AttentionBatch) -> Tensor:
+    """Return which queries see no key: bool [T], on the host."""
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    return torch.cat([torch.arange(stored - new, stored) < 0 for new, stored in lens])
 
 
 def _pages(batch: AttentionBatch, page_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -477,7 +477,9 @@ def _attend_part(
         return_lse=with_lse,
         kernel_options=_options(part.most * q_THD.shape[1] // k_BGLD.shape[1]),
     )
-    out_BHnD, lse_BHn = output if with_lse else (output, None)
+    if not with_lse:
+        return _rows(output, part), None
+    out_BHnD, lse_BHn = output
     if params.sinks_H is not None:
         assert lse_BHn is not None, "sinks need the log-sum-exp"
         # Sinks only add to the softmax's sum.
@@ -485,7 +487,7 @@ def _attend_part(
         share_BHn = torch.sigmoid(lse_BHn - sinks_H1)
         out_BHnD = (out_BHnD * share_BHn.unsqueeze(-1)).to(out_BHnD.dtype)
         lse_BHn = torch.logaddexp(lse_BHn.float(), sinks_H1)
-    return _rows(out_BHnD, part), None if lse_BHn is None else _rows(lse_BHn, part)
+    return _rows(out_BHnD, part), _rows(lse_BHn, part)
 
 
 def _rows(x_BHn: Tensor, part: _Part) -> Tensor:
