@@ -191,6 +191,110 @@ def split_bounds(past, first, last, split, splits, WINDOW: tl.constexpr, N: tl.c
 
 
 @triton.jit
+def fixed_bounds(past, first, last, split, SIZE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Return the keys of split number `split` where splits are keys [split * SIZE, (split + 1) * SIZE) in every batch.
+
+    Arguments and result are those of split_bounds.
+    """
+    start, inner, outer, stop = split_bounds(past, first, last, 0, 1, WINDOW, N)
+    start, stop = tl.maximum(start, split * SIZE), tl.minimum(stop, (split + 1) * SIZE)
+    inner = tl.minimum(tl.maximum(inner, start), stop)
+    return start, inner, tl.maximum(tl.minimum(outer, stop), inner), stop
+
+
+@triton.jit
+def fixed_splits(past, first, last, SIZE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Return the first split of fixed bounds that a tile of queries sees, and the one behind the last."""
+    start, _, _, stop = split_bounds(past, first, last, 0, 1, WINDOW, N)
+    return start // SIZE, tl.cdiv(stop, SIZE)
+
+
+@triton.jit
+def merge_states(a, b):
+    """Merge two softmaxes, b's keys behind a's: peaks [M], totals [M], and parts of sums [M, W].
+
+    A softmax over no keys changes nothing, bit for bit. Products and sums are fused as they stand here, whatever the
+    kernel, so that programs that share keys come to what a single one does.
+    """
+    peak_M, total_M, sums = a
+    b_peak_M, b_total_M, b_sums = b
+    top_M = tl.maximum(peak_M, b_peak_M)
+    a_M, b_M = tl.exp2(peak_M - top_M), tl.exp2(b_peak_M - top_M)
+    merged = ()
+    for j in tl.static_range(len(sums)):
+        scale = tl.broadcast_to(b_M[:, None], b_sums[j].shape)
+        merged += (tl.fma(b_sums[j], scale, sums[j] * a_M[:, None]),)  # type: ignore[assignment]
+    return top_M, tl.fma(b_total_M, b_M, total_M * a_M), merged
+
+
+@triton.jit
+def store_part(parts, stats, state, scale, split, token_M, head_M, live_M, tokens, HEADS: tl.constexpr,
+               DIM: tl.constexpr):  # fmt: skip
+    """Store the softmax over a split of fixed bounds for combine_fixed_kernel.
+
+    Args:
+        parts: Pointer to float32 [splits, tokens, HEADS, DIM].
+        stats: Pointer to float32 [splits, tokens, HEADS, 3]: peaks, totals, and what values are multiplied by.
+        state: Peaks, totals, and parts of sums.
+        scale: What values are multiplied by.
+        split: Index of the split.
+        token_M: The query token of each row, among those of the batch.
+        head_M: Its query head.
+        live_M: Which rows there are.
+        tokens: Of the batch.
+        HEADS: Query heads.
+        DIM: Values of a row.
+    """
+    peak_M, total_M, sums = state
+    part_M = ((tl.zeros(peak_M.shape, tl.int64) + split) * tokens + token_M) * HEADS + head_M
+    store_rows(parts + part_M * DIM, sums, tl.full(peak_M.shape, 1.0, tl.float32), live_M, DIM)
+    tl.store(stats + 3 * part_M, peak_M, mask=live_M)
+    tl.store(stats + 3 * part_M + 1, total_M, mask=live_M)
+    tl.store(stats + 3 * part_M + 2, tl.zeros_like(peak_M) + scale, mask=live_M)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "sinks"])
+def combine_fixed_kernel(
+    out, parts, stats, cu_seqlens_q, seq_lens, sinks, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a row in the order of keys, as a program does that has all of them.
+
+    Grid: query tokens of a request, query heads, requests. Arguments are those of store_part; TOKENS: query tokens of a
+    tile, which see the same splits.
+    """
+    # --- load: which splits there are
+    token, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_seqlens_q + request)
+    count = tl.load(cu_seqlens_q + request + 1) - begin
+    if token >= count:
+        return
+    first = token // TOKENS * TOKENS
+    past = tl.load(seq_lens + request) - count
+    low, high = fixed_splits(past, first, tl.minimum(first + TOKENS, count) - 1, SIZE, WINDOW, N)
+    d_D, keep_D = tl.arange(0, WIDTH), tl.arange(0, WIDTH) < DIM
+    peak, total, factor = tl.full([1], MIN_PEAK, tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    if SINKS:
+        peak, total = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2E, total + 1.0
+    state = peak, total, (tl.zeros([1, WIDTH], tl.float32),)
+
+    # --- accumulate
+    for split in range(low, high):
+        row = ((tl.zeros([1], tl.int64) + split) * tokens + begin + token) * HEADS + head
+        part = tl.load(parts + row[:, None] * DIM + d_D[None, :], mask=keep_D[None, :], other=0.0)
+        state = merge_states(state, (tl.load(stats + 3 * row), tl.load(stats + 3 * row + 1), (part,)))
+        factor = tl.load(stats + 3 * row + 2)
+
+    # --- store
+    _, total, sums = state
+    # A row that sees no key at all becomes zeros, not NaN.
+    factor = factor / tl.where(total == 0.0, 1.0, total)
+    out_row = (begin + token).to(tl.int64) * HEADS + head + tl.arange(0, 1)
+    store_rows(out + out_row * DIM, sums, factor, tl.full([1], True, tl.int1), DIM)
+
+
+@triton.jit
 def _first_part_row(program, tile, tiles, head, heads, M: tl.constexpr):
     """Return the first row of what a program leaves to be combined."""
     return ((program * tiles + tile) * heads + head).to(tl.int64) * M
