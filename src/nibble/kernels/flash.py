@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import next_power_of_2
+from nibble.kernels import FIXED_SPLIT, SPREAD_TOKENS, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Where a running maximum starts. Not -inf, whose difference with itself is NaN.
@@ -423,3 +423,25 @@ def workspace(
         out.new_empty(programs * rows, dtype=torch.float32),
         out.new_empty(requests, 2, dtype=torch.int32),
     )
+
+
+def fixed_workspace(
+    out: Tensor, splits: int, max_query_len: int, spread: bool | None
+) -> tuple[bool, Tensor, Tensor]:
+    """Allocate what programs leave that share fixed splits.
+
+    Args:
+        out: The output [T, H, D]. It stands in for the workspace where splits are not shared.
+        splits: Of the longest request.
+        max_query_len: Query tokens of a request, at most.
+        spread: Whether splits are shared; by the number of queries if None.
+
+    Returns:
+        Whether they are; float32 parts of rows [S, T, H, D], and their statistics [S, T, H, 3] (store_part).
+    """
+    if spread is None:
+        spread = splits > 1 and (max_query_len == 1 or len(out) <= SPREAD_TOKENS)
+    if not spread:
+        return False, out, out
+    parts = out.new_empty(splits, *out.shape, dtype=torch.float32)
+    return True, parts, out.new_empty(splits, *out.shape[:2], 3, dtype=torch.float32)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
+from nibble.kernels import FIXED_SPLIT, GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import DECODERS, tiles
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
@@ -30,12 +30,8 @@ MANY_ROWS = 65
 """Rows from which it makes no difference how many there are."""
 MERGE_VALUES = 2048
 """Values of a tile of merge_lse."""
-FIXED_SPLIT = 1024
-"""Keys of a split that is the same in every batch; of a multiple of every tile."""
 FIXED_ROWS = 64
-"""Rows of its smaller tile: those of a warp group's instruction on Hopper."""
-SPREAD_TOKENS = 256
-"""Query tokens up to which programs share fixed splits, for which float32 parts of all are kept."""
+"""Rows of the smaller tile over fixed splits: those of a warp group's instruction on Hopper."""
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -459,13 +455,8 @@ def fixed_attention(
     group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
     shape = shape or fixed_shape_of(max_query_len * group > FIXED_ROWS, group, k, v, q_THD.dtype, gpu)
     num_tiles, splits = cdiv(max_query_len, shape.rows // group), cdiv(max(batch.seq_lens), size)
-    if spread is None:
-        spread = splits > 1 and (max_query_len == 1 or tokens <= SPREAD_TOKENS)
     out = q_THD.new_empty(tokens, heads, v.dim)
-    parts = stats = out
-    if spread:
-        parts = out.new_empty(splits, tokens, heads, v.dim, dtype=torch.float32)
-        stats = out.new_empty(splits, tokens, heads, 3, dtype=torch.float32)
+    spread, parts, stats = flash.fixed_workspace(out, splits, max_query_len, spread)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     sinks, has_sinks = q_THD if params.sinks_H is None else params.sinks_H, params.sinks_H is not None
     window = params.window or 0
