@@ -94,6 +94,7 @@ class CacheSpec:
     token_budget: int | None
     prefix_cache: bool
     graphs: bool
+    deterministic: bool
     watches_fidelity: bool
 
     @classmethod
@@ -117,6 +118,7 @@ class CacheSpec:
             token_budget=config.token_budget,
             prefix_cache=config.prefix_cache,
             graphs=config.graphs,
+            deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
         )
 

@@ -311,6 +311,9 @@ def _limit_names(row: Support) -> Iterator[str]:
             yield f"no {name}"
         if allowed is not None and False not in allowed:
             yield f"only with {name}"
+    # Most rows have none, so what has it is named.
+    if True in row.batch_invariance:
+        yield "batch-invariant" if False in row.batch_invariance else "only for --deterministic"
 
 
 def formats_table() -> str:

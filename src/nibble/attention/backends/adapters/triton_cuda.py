@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
-from nibble.kernels.attention.triton import paged_attention
+from nibble.kernels.attention.triton import fixed_attention, paged_attention
 from nibble.kernels.mla import mla_attention, sparse_mla_attention
+from nibble.kernels.mla.fixed import fixed_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
@@ -32,6 +33,19 @@ class Triton(AttentionBackend):
         if LATENT in view.streams:
             return mla_attention(q_THD, keys, rope, batch, params.scale, *longest)
         return paged_attention(q_THD, keys, view.streams["v"].paged, batch, params, *longest)
+
+
+class TritonInvariant(AttentionBackend):
+    """The adapter of the same kernels with fixed splits: a query's result does not depend on the batch or the phase."""
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        """Call the kernel of the view's kind of attention."""
+        keys = view.keys.paged
+        if LATENT in view.streams:
+            return fixed_mla_attention(q_THD, keys, view.keys.stream.rope, batch, params.scale)
+        return fixed_attention(q_THD, keys, view.streams["v"].paged, batch, params)
 
 
 class Cuda(AttentionBackend):
