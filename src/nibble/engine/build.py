@@ -37,8 +37,8 @@ from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.hardware import Hardware
-from nibble.models.checkpoint import download, load
 from nibble.models import invariant
+from nibble.models.checkpoint import download, load
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.hub import has_tokenizer, locate, pinned
@@ -166,9 +166,7 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
         )
-        model = load(
-            model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic
-        )
+        model = load(model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     if parts.texts is None:
@@ -239,7 +237,9 @@ def _engine(
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
-        runner=ModelRunner(model, plan, pool, adapters(plan), tables, _forward(config, hardware, model), tier),
+        runner=ModelRunner(
+            model, plan, pool, adapters(plan), tables, _forward(config, hardware, model), tier
+        ),
         sampler=Sampler(config.seed, fixed_shapes=config.deterministic),
         tokenizer=tokenizer,
         eos_ids=eos_ids,

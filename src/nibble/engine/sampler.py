@@ -90,9 +90,7 @@ def _in_fixed_shape(x_RV: Tensor) -> Tensor:
     return torch.nn.functional.pad(x_RV, (0, 0, 0, FIXED_ROWS - rows))
 
 
-def _score(
-    logits_RV: Tensor, tokens_R: Tensor, count: int, fixed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _score(logits_RV: Tensor, tokens_R: Tensor, count: int, fixed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities [R, 1 + K] of tokens and of the likeliest, ids of these [R, K], ranks of tokens [R]."""
     logits_RV, tokens_R1 = logits_RV.float(), tokens_R[:, None]
     summed_RV = _in_fixed_shape(logits_RV) if fixed else logits_RV
@@ -369,9 +367,7 @@ def _draw(
     return torch.cat([_draw_part(logits_RV[part], rows, part, target_R1, fixed) for part in parts])
 
 
-def _draw_part(
-    logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor, fixed: bool
-) -> Tensor:
+def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor, fixed: bool) -> Tensor:
     count, vocab = logits_RV.shape
     columns = [target_R1, rows.temperature_R1, rows.top_k_R1, rows.top_p_R1, rows.min_p_R1]
     columns = [column[part] for column in columns]

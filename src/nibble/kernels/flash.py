@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import FIXED_SPLIT, SPREAD_TOKENS, next_power_of_2
+from nibble.kernels import SPREAD_TOKENS, cdiv, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Where a running maximum starts. Not -inf, whose difference with itself is NaN.
@@ -115,6 +115,9 @@ LAUNCH_COST_KEYS = tl.constexpr(80.0)
 """Keys that are read in the time in which a program starts."""
 SHARE_SIZES = 8
 """Sizes of a share of keys that are compared with each other."""
+MAX_LIST_SPLITS = 32
+LAUNCH_COST_TILES = 3.0
+"""Tiles, in the time of which a program over a list of tokens starts and leaves what it has to be combined."""
 MIN_REQUESTS = 32
 """Requests that a kernel is compiled for at least, so that small batches share one."""
 
@@ -158,6 +161,25 @@ def assign_split(program, seq_lens, requests, concurrency, max_keys, R: tl.const
     request = tl.sum((tl.cumsum(splits_R) <= program).to(tl.int32))
     before = tl.sum(tl.where(r_R < request, splits_R, 0))
     return request, program - before, tl.sum(tl.where(r_R == request, splits_R, 0))
+
+
+@triton.jit
+def take_split(program, plan, seq_lens, requests, concurrency, max_keys, SPLIT: tl.constexpr, FIXED: tl.constexpr,
+               R: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """Return the request of a program, the index of its split, and how many splits the request has.
+
+    Arguments are those of assign_split. The first program of a request tells combine_kernel by `plan` where parts are.
+    SPLIT: whether keys are split; FIXED: whether splits are the same in every batch, and of how many keys.
+    """
+    request, split, splits = program, 0, 1
+    if SPLIT and FIXED:
+        request, split = program % requests, program // requests
+    elif SPLIT:
+        request, split, splits = assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
+        if (split == 0) & (request < requests):
+            tl.store(plan + 2 * request, program)
+            tl.store(plan + 2 * request + 1, splits)
+    return request, split, splits
 
 
 @triton.jit
@@ -253,7 +275,9 @@ def store_part(parts, stats, state, scale, split, token_M, head_M, live_M, token
     tl.store(stats + 3 * part_M + 2, tl.zeros_like(peak_M) + scale, mask=live_M)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "sinks"])
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "sinks"]
+)
 def combine_fixed_kernel(
     out, parts, stats, cu_seqlens_q, seq_lens, sinks, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
@@ -274,7 +298,11 @@ def combine_fixed_kernel(
     past = tl.load(seq_lens + request) - count
     low, high = fixed_splits(past, first, tl.minimum(first + TOKENS, count) - 1, SIZE, WINDOW, N)
     d_D, keep_D = tl.arange(0, WIDTH), tl.arange(0, WIDTH) < DIM
-    peak, total, factor = tl.full([1], MIN_PEAK, tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    peak, total, factor = (
+        tl.full([1], MIN_PEAK, tl.float32),
+        tl.zeros([1], tl.float32),
+        tl.zeros([1], tl.float32),
+    )
     if SINKS:
         peak, total = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2E, total + 1.0
     state = peak, total, (tl.zeros([1, WIDTH], tl.float32),)
@@ -445,3 +473,22 @@ def fixed_workspace(
         return False, out, out
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32)
     return True, parts, out.new_empty(splits, *out.shape[:2], 3, dtype=torch.float32)
+
+
+def splits_of(programs: int, num_tiles: int, concurrency: int) -> int:
+    """Choose the splits of a list that are done first.
+
+    Args:
+        programs: How many programs there are without splitting.
+        num_tiles: Tiles of a list.
+        concurrency: Programs that run at a time.
+
+    Returns:
+        Splits of each list.
+    """
+
+    def time(splits: int) -> float:
+        waves, combining = cdiv(programs * splits, concurrency), LAUNCH_COST_TILES if splits > 1 else 0.0
+        return waves * (cdiv(num_tiles, splits) + LAUNCH_COST_TILES) + combining
+
+    return min(range(1, min(MAX_LIST_SPLITS, max(num_tiles, 1)) + 1), key=time)

@@ -47,7 +47,7 @@ def plain_invariant(model: nn.Module) -> Forward:
     def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
         # Attention is one operator here, inside which nothing is replaced: its kernels keep the promise.
         step.context = ctx
-        with InvariantMode():
+        with InvariantMode():  # type: ignore[no-untyped-call]
             return _logits(model, ids, positions, rows_S, step)
 
     return forward

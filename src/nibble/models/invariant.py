@@ -87,10 +87,10 @@ def _sum(
     x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Sum over some dimensions, all of a row's own."""
-    dims = sorted(d % x.dim() for d in (range(x.dim()) if not dim else dim))
-    kept = [d for d in range(x.dim()) if d not in dims]
-    rows_MR = x.permute(*kept, *dims).reshape(prod(x.shape[d] for d in kept), -1)
-    shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d in kept]
+    dims = sorted(d % x.dim() for d in (dim or range(x.dim())))
+    others = [d for d in range(x.dim()) if d not in dims]
+    rows_MR = x.permute(*others, *dims).reshape(prod(x.shape[d] for d in others), -1)
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d in others]
     return invariant.row_sums(rows_MR).view(shape).to(dtype or x.dtype)
 
 
@@ -108,33 +108,29 @@ SUMS: dict[Any, Replacement] = {aten.sum.dim_IntList: _sum, aten.mean.dim: _mean
 # ---- what is allowed -------------------------------------------------------------------------------------------------
 
 
-def _overloads(*names: str) -> frozenset[Any]:
+def _overloads(names: str) -> frozenset[Any]:
     """Return all overloads of torch's operators of these names, those that this version has."""
-    packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
     return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
 
-EXACT = _overloads("amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "sort", "argsort", "histc", "bincount")
+EXACT = _overloads("amax amin max min argmax argmin any all sort argsort histc bincount")
 """They round nothing, so that their order does not matter; counts are of whole numbers."""
 REDUCTIONS = _overloads(
-    "sum", "mean", "_softmax", "_log_softmax", "logsumexp", "var_mean", "var", "native_layer_norm", "_fused_rms_norm",
-    "linalg_vector_norm", "cumsum", "prod", "native_group_norm",
-)  # fmt: skip
+    "sum mean _softmax _log_softmax logsumexp var_mean var native_layer_norm native_group_norm _fused_rms_norm "
+    "linalg_vector_norm cumsum prod"
+)
 """Sums within a row."""
 MOVES = _overloads(
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice",
-    "select", "split", "split_with_sizes", "chunk", "unbind", "narrow", "as_strided", "cat", "stack", "clone", "copy", "copy_",
-    "_to_copy", "to", "contiguous", "alias", "detach", "lift_fresh", "lift_fresh_copy", "index", "index_select", "gather",
-    "embedding", "take", "repeat", "repeat_interleave", "flatten", "unflatten", "constant_pad_nd", "slice_scatter",
-    "select_scatter", "scatter", "scatter_", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "index_copy",
-    "index_copy_", "index_fill", "fill", "fill_", "zero_", "masked_fill", "masked_fill_", "where", "full", "full_like", "empty",
-    "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "new_full", "new_zeros", "new_ones",
-    "zeros", "zeros_like", "ones", "ones_like", "arange", "scalar_tensor", "roll", "flip", "tril", "triu", "one_hot",
-    "diagonal", "unfold", "movedim", "swapaxes", "expand_as", "view_as", "type_as", "sym_size", "sym_stride", "sym_numel",
-    "sym_storage_offset", "_local_scalar_dense", "is_same_size", "pad", "squeeze_", "unsqueeze_", "t_", "transpose_",
-    "view_as_complex", "view_as_real", "_conj", "polar", "complex", "bernoulli", "_assert_async", "_assert_scalar",
-    "_assert_tensor_metadata", "set_", "resolve_conj", "real", "imag", "convert_element_type", "iota", "dropout",
-)  # fmt: skip
+    "view _unsafe_view reshape _reshape_alias permute transpose t unsqueeze squeeze expand slice select split "
+    "split_with_sizes unbind narrow as_strided unfold diagonal alias detach lift_fresh lift_fresh_copy view_as_complex "
+    "view_as_real real imag cat stack clone copy copy_ _to_copy repeat constant_pad_nd roll flip tril triu "
+    "index index_select gather embedding take _unsafe_index slice_scatter select_scatter scatter scatter_ index_put "
+    "index_put_ _unsafe_index_put index_copy index_copy_ index_fill fill fill_ zero_ masked_fill masked_fill_ where "
+    "full full_like empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_full new_zeros "
+    "new_ones zeros zeros_like ones ones_like arange scalar_tensor sym_size sym_stride sym_numel sym_storage_offset "
+    "_assert_async _assert_scalar _assert_tensor_metadata"
+)
 """They copy values, or none."""
 OWN = ("nibble", "prims", "inductor")
 """Namespaces of Nibble's operators, and of those that the compiler makes of torch's."""
@@ -188,7 +184,9 @@ def check_graph(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function":
             op = node.target
-            if not is_invariant(op, True) or (isinstance(op, OpOverload) and _is_accumulating(node.args, node.kwargs, op)):
+            if not is_invariant(op, True) or (
+                isinstance(op, OpOverload) and _is_accumulating(node.args, node.kwargs, op)
+            ):
                 raise refuse(op)
 
 
@@ -208,22 +206,22 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, generate: bool = T
         check_graph(graph.graph)
         return compile_fx_inner(graph, examples, **options) if generate else _boxed(graph)
 
-    known = config.get_config_copy()  # older versions know fewer of them
+    options = config.get_config_copy()  # older versions have fewer of them
     # A cache of torch's knows graphs by what they were before products were replaced.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return compile_fx(
             module,
             inputs,
             inner_compile=compile_checked,
-            config_patches={name: value for name, value in CODE_OPTIONS.items() if name in known},
+            config_patches={name: value for name, value in CODE_OPTIONS.items() if name in options},
             decompositions={**select_decomp_table(), **PRODUCTS},
         )
 
 
 def _boxed(graph: fx.GraphModule) -> Any:
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch import aot_autograd
 
-    return make_boxed_func(graph.forward)
+    return aot_autograd.make_boxed_func(graph.forward)  # type: ignore[attr-defined]
 
 
 # ---- as written ------------------------------------------------------------------------------------------------------

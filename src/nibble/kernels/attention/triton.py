@@ -169,17 +169,12 @@ def attention_kernel(
     TOKENS: tl.constexpr = M // GROUP
     # the last tiles see the most keys, so they go first
     tile, head, program = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request, split, splits = program, 0, 1
-    if SPLIT and FIXED:
-        request, split = program % requests, program // requests
-    elif SPLIT:
-        max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
-        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
-        if request >= requests:
-            return
-        if split == 0:
-            tl.store(plan + 2 * request, program)
-            tl.store(plan + 2 * request + 1, splits)
+    max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
+    request, split, splits = flash.take_split(
+        program, plan, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
+    )
+    if request >= requests:
+        return
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
     first = tile * TOKENS

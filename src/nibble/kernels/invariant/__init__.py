@@ -7,8 +7,8 @@ see. The torch references, in naive.py, are of the same form.
 
 They are operators, so that a compiler leaves the tile to the time of the call, when the number of rows is known.
 
-Shape suffixes: B products of a batch, M rows, N values of the output, K of the input; S rows sorted by expert, E experts;
-R values that are summed.
+Shape suffixes: B products of a batch, M rows, N values of the output, K of the input; S rows sorted by expert, E
+experts; R values that are summed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def row_sums(x_MR: Tensor) -> Tensor:
 
 
 def _bmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _implementation(x).bmm(x, weight, bias)  # type: ignore[no-any-return]
+    y: Tensor = _implementation(x).bmm(x, weight, bias)
+    return y
 
 
 def _bmm_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,7 +83,8 @@ def _bmm_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _implementation(x).grouped_mm(x, weight, ends)  # type: ignore[no-any-return]
+    y: Tensor = _implementation(x).grouped_mm(x, weight, ends)
+    return y
 
 
 def _grouped_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -90,7 +92,8 @@ def _grouped_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor) -> Tensor:
-    return _implementation(x).row_sums(x)  # type: ignore[no-any-return]
+    y: Tensor = _implementation(x).row_sums(x)
+    return y
 
 
 def _sums_shape(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Products and sums by the book in torch and float32, row by row: the definition of what no other row may change.
 
-Shape suffixes: B products of a batch, M rows, N values of the output, K of the input; S rows sorted by expert, E experts;
-R values that are summed.
+Shape suffixes: B products of a batch, M rows, N values of the output, K of the input; S rows sorted by expert, E
+experts; R values that are summed.
 """
 
 from __future__ import annotations

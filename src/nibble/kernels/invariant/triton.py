@@ -1,6 +1,6 @@
 """Products and sums in Triton whose rows do not depend on one another; see __init__.py.
 
-The weight is on the left of every product, where its rows fill the tensor cores' tile of 64, and rows of x are the other
+The weight is on the left of every product, where its rows fill the tensor cores' tile of 64; rows of x are the other
 side, of 16 to 256. So one instruction serves steps of one token and of thousands (on Hopper wgmma m64nMk16), and a tile
 of another size has the same sums: K from its beginning, 16 values at a time, added to what stands in the accumulator.
 That needs tiles that give each warp group 64 outputs at least: fewer would make it another instruction. float32 has one
@@ -34,7 +34,9 @@ SPARED = 16 << 10
 
 
 @triton.jit
-def _product(x_M, weight_N, keep_M, keep_N, x_stride_K, weight_stride_K, K, EVEN: tl.constexpr, BK: tl.constexpr):
+def _product(
+    x_M, weight_N, keep_M, keep_N, x_stride_K, weight_stride_K, K, EVEN: tl.constexpr, BK: tl.constexpr
+):
     """Return the sums over K of a tile of outputs, [N, M] in float32: from the first value to the last.
 
     Args:

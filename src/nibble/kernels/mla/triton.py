@@ -38,9 +38,6 @@ MIN_ROW_BYTES = 128
 """Bytes of packed values of a row that gluon_sm90.py reads at least."""
 SCRATCH = 1024 + 256
 """Bytes of shared memory that a program takes beside its tiles, those that the hardware reserves included."""
-MAX_SPLITS = 32
-LAUNCH_COST_TILES = 3.0
-"""Tiles, in the time of which a program over a list starts and leaves what it has to be combined."""
 
 
 # ---- MLA: kernel -----------------------------------------------------------------------------------------------------
@@ -108,23 +105,17 @@ def mla_kernel(
     """Compute attention of a tile of queries over a split of a request's latents.
 
     Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * concurrency.
-    FIXED: latents of a split that is the same in every batch, as attention_kernel has it (kernels/attention/triton.py).
+    FIXED is attention_kernel's (kernels/attention/triton.py).
     """
     # --- which request, queries and latents
     TOKENS: tl.constexpr = M // GROUP
     tile, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request, split, splits = program, 0, 1
-    if SPLIT and FIXED:
-        request, split = program % requests, program // requests
-    elif SPLIT:
-        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, 1 << 30, R, K)
-        # The grid has room for any division into splits, so some programs have nothing to do.
-        if request >= requests:
-            return
-        # One program of each request tells combine_kernel where its parts are.
-        if split == 0:
-            tl.store(plan + 2 * request, program)
-            tl.store(plan + 2 * request + 1, splits)
+    request, split, splits = flash.take_split(
+        program, plan, seq_lens, requests, concurrency, 1 << 30, SPLIT, FIXED, R, K
+    )
+    # The grid has room for any division into splits, so some programs have nothing to do.
+    if request >= requests:
+        return
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
     first = tile * TOKENS
@@ -135,9 +126,9 @@ def mla_kernel(
     low, high = 0, 0
     if FIXED:
         low, high = flash.fixed_splits(past, first, last, FIXED, 0, N)
+        if SPLIT and split >= high:
+            return
         if SPLIT:
-            if split >= high:
-                return
             low, high = split, split + 1
     row_M = tl.arange(0, M)
     token_M, head_M = first + row_M // GROUP, group * GROUP + row_M % GROUP
@@ -155,12 +146,12 @@ def mla_kernel(
 
     # --- accumulate
     table += request.to(tl.int64) * table_stride
-    # Scores are in powers of two, because exp2() is what the hardware computes.
+    # exp2() is what the hardware computes
     latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * flash.LOG2E
     unit = rope_unit * latent_scale
     if FIXED:
         peak_M, total, sums = state
-        merged = (peak_M, tl.zeros([M], tl.float32), sums)
+        merged = peak_M, tl.zeros([M], tl.float32), sums
         for part in range(low, high):
             bounds = flash.fixed_bounds(past, first, last, part, FIXED, 0, N)
             fresh = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
@@ -168,8 +159,20 @@ def mla_kernel(
                                           rope_unit, ROPE, STAGES, M, N)  # fmt: skip
             merged = flash.merge_states(merged, (peak_M, tl.sum(total, 1), sums))
         if SPLIT:
-            flash.store_part(parts, lse, merged, latent_scale, split, begin + token_M, head_M, live_M, concurrency,
-                             tl.num_programs(1) * GROUP, RANK)  # fmt: skip
+            heads = tl.num_programs(1) * GROUP
+            flash.store_part(
+                parts,
+                lse,
+                merged,
+                latent_scale,
+                split,
+                begin + token_M,
+                head_M,
+                live_M,
+                concurrency,
+                heads,
+                RANK,
+            )
             return
         peak_M, total_M, sums = merged
     else:
@@ -357,7 +360,7 @@ def mla_attention(
 
 
 def _splits_at_once(concurrency: int, requests: int) -> int:
-    """Return how many splits of a row are combined at a time: a few where there are many requests, as rows are long."""
+    """Return how many splits of a row are combined at a time: few where there are many requests, as rows are long."""
     return min(max(next_power_of_2(cdiv(concurrency, requests)), 4), 16)
 
 
@@ -554,7 +557,7 @@ def sparse_mla_attention(
     shape = shape or sparse_tile_of(group, latents, rope, q_THD.dtype, gpu)
     programs = tokens * heads // group
     if splits is None:
-        splits = splits_of(programs, cdiv(most, shape.latents), shape.programs * gpu.processors)
+        splits = flash.splits_of(programs, cdiv(most, shape.latents), shape.programs * gpu.processors)
     parts = lse = out
     if splits > 1:
         parts = out.new_empty(tokens, splits, heads, rank, dtype=torch.float32)
@@ -582,22 +585,3 @@ def sparse_mla_attention(
             out, parts, lse, heads, rank, splits, pieces, next_power_of_2(splits), next_power_of_2(rank)
         )
     return out
-
-
-def splits_of(programs: int, num_tiles: int, concurrency: int) -> int:
-    """Choose the splits of a list that are done first.
-
-    Args:
-        programs: How many programs there are without splitting.
-        num_tiles: Tiles of a list.
-        concurrency: Programs that run at a time.
-
-    Returns:
-        Splits of each list.
-    """
-
-    def time(splits: int) -> float:
-        waves, combining = cdiv(programs * splits, concurrency), LAUNCH_COST_TILES if splits > 1 else 0.0
-        return waves * (cdiv(num_tiles, splits) + LAUNCH_COST_TILES) + combining
-
-    return min(range(1, min(MAX_SPLITS, max(num_tiles, 1)) + 1), key=time)
