@@ -92,7 +92,7 @@ def main() -> None:
         torch.compiler.reset()
         torch.cuda.empty_cache()
     print(table(*times))
-    print(gpu.describe() if hasattr(gpu, "describe") else torch.cuda.get_device_name())
+    print(gpu.machine())
 
 
 if __name__ == "__main__":

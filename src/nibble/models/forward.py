@@ -102,8 +102,9 @@ def _compile_call(
     try:
         return run(model, ids, positions, rows_S, step)
     except TorchDynamoException as error:  # anything in a foreign model may not compile
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
+        # What a backend raises comes wrapped; an operator that --deterministic refuses is no failure to compile.
+        if isinstance(inner := getattr(error, "inner_exception", None), ConfigError):
+            raise inner from None
         raise ConfigError(
             f"torch.compile cannot compile this model ({type(error).__name__}: {first_line(error)}); "
             "serve it with --no-compile"
