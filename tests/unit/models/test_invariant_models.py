@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from families import FAMILIES, make
 from nibble.errors import ConfigError
@@ -119,7 +119,7 @@ class Adding(nn.Module):
         added = torch.zeros(1, 8, 3).index_add(
             1, input_ids[0] % 8, self.weight.expand(1, input_ids.shape[1], 3)
         )
-        return SimpleNamespace(logits=added)
+        return CausalLMOutput(logits=added)
 
 
 def test_a_graph_with_something_unknown_is_refused() -> None:
