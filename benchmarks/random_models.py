@@ -103,11 +103,18 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
     family, changes = SHAPES[shape]
     kept: dict[str, Any] = {}
 
-    def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:
+    def load(
+        config: PretrainedConfig,
+        model_spec: ModelSpec,
+        dtype: str,
+        device: str,
+        *,
+        deterministic: bool = False,
+    ) -> nn.Module:
         model = make(config, dtype, device, likeness)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
-        return prepare_model(model, model_spec)
+        return prepare_model(model, model_spec, deterministic=deterministic)
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))

@@ -134,6 +134,11 @@ class Config:
     graphs: bool = option(
         True, "On a GPU: record decode steps as CUDA graphs, where the backend can be recorded."
     )
+    deterministic: bool = option(
+        False,
+        "On a GPU: give a request the same bits whatever else is computed with it, and however its prompt was cut, "
+        "cached or computed again. It is slower.",
+    )
     watch_fidelity: float = option(
         0.0,
         "Share of requests, from 0 to 1, whose attention is compared with rows in the model's own precision as they "

@@ -44,6 +44,7 @@ class ConfigOptions(TypedDict, total=False):
     prefix_cache: bool
     compile: bool
     graphs: bool
+    deterministic: bool
     watch_fidelity: float
     fidelity_alert: float | None
     require_quality: str

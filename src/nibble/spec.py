@@ -128,6 +128,7 @@ class CacheSpec:
     token_budget: int | None
     prefix_cache: bool
     graphs: bool
+    deterministic: bool
     watches_fidelity: bool
     window: int
     """Tokens that a query reads in the compute dtype: those nearer than this; 0 for none."""
@@ -156,6 +157,7 @@ class CacheSpec:
             token_budget=config.token_budget,
             prefix_cache=config.prefix_cache,
             graphs=config.graphs,
+            deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
             window=_window(config.kv_window, (scheme, *(rule.scheme for rule in rules))),
         )

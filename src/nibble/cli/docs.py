@@ -320,6 +320,9 @@ def _limit_names(row: Support) -> Iterator[str]:
             yield f"only with {name}"
     if not row.lse:
         yield "no log-sum-exp"
+    # Most rows have none, so what has it is named.
+    if True in row.batch_invariance:
+        yield "batch-invariant" if False in row.batch_invariance else "only for --deterministic"
 
 
 def formats_table() -> str:

@@ -32,6 +32,7 @@ FLAG_ALIASES = {
     "--disable-radix-cache": "--no-prefix-cache",  # SGLang
     "--enforce-eager": "--no-compile --no-graphs",  # vLLM
     "--disable-cuda-graph": "--no-graphs",  # SGLang
+    "--enable-deterministic-inference": "--deterministic",  # SGLang
     "--random-seed": "--seed",  # SGLang
     "--tool-call-parser": "--tool-format",  # vLLM, SGLang
     "--enable-auto-tool-choice": "",  # vLLM; always so

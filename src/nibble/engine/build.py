@@ -40,8 +40,10 @@ from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
+from nibble.hardware import Hardware
+from nibble.models import invariant
 from nibble.models.checkpoint import download, load
-from nibble.models.forward import compiled
+from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.hub import has_tokenizer, locate, pinned
 from nibble.models.observe import context_limits
@@ -175,7 +177,7 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
         )
-        model = load(model_config, engine_plan.model_spec, dtype, device)
+        model = load(model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic)
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     if parts.texts is None:
@@ -258,12 +260,12 @@ def _engine(
     )
     empty_page = exact.empty_page if exact else None
     tables = PageTables(config.max_running + 1, budget.table_width, hardware.device, empty_page)
-    run = compiled(model) if config.compile and not hardware.is_cpu else None
+    run = _forward(config, hardware, model)
     eos_ids, vocab_size = _eos_ids(model, tokenizer), engine_plan.model_spec.vocab_size
     return Engine(
         scheduler=scheduler,
         runner=ModelRunner(model, plan, pool, adapters(plan), tables, run, tier, exact),
-        sampler=Sampler(config.seed),
+        sampler=Sampler(config.seed, fixed_shapes=config.deterministic),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         # Pages of another layout or of other scales must never be shared.
@@ -273,6 +275,16 @@ def _engine(
         # A CPU computes a step while it is launched, so there is nothing to overlap with.
         overlap=not hardware.is_cpu,
     )
+
+
+def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
+    """Return how the model is run, None for as it is written."""
+    # A CPU's packed products keep the promise of --deterministic anyway.
+    if hardware.is_cpu:
+        return None
+    if config.deterministic:
+        return compiled(model, invariant.backend) if config.compile else plain_invariant(model)
+    return compiled(model) if config.compile else None
 
 
 def tokenizer_of(

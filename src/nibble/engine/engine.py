@@ -290,7 +290,8 @@ class Engine:
             num_output_tokens = [item.end - len(item.request.prompt_token_ids) for item in sampling]
             sampled_logits, prompt_logits = logits[: len(requests)], logits[len(requests) :]
             sampled = self.sampler.launch(sampled_logits, requests, num_output_tokens) if sampling else None
-            prompt_logprobs = _score_prompts(batch, prompt_logits)
+            fixed = self.sampler.fixed_shapes
+            prompt_logprobs = _score_prompts(batch, prompt_logits, fixed_shapes=fixed)
             # Without overlap the host knows the tokens before the next step, and sends them itself.
             if sampled and self.overlap:
                 self.runner.store_sampled(sampled.tokens_S)
@@ -374,13 +375,14 @@ class Engine:
             self._abort(item.request, f"{type(error).__name__}: {error}")
 
 
-def _score_prompts(batch: Batch, logits_RV: Tensor) -> RowLogprobs | None:
+def _score_prompts(batch: Batch, logits_RV: Tensor, *, fixed_shapes: bool) -> RowLogprobs | None:
     """Start to compute the log-probabilities of all logprob_rows of a batch, if it has any."""
     rows = [(item.request, at) for item in batch.scheduled for at in item.logprob_rows]
     if not rows:
         return None
     tokens = to_device([request.token_ids[at + 1] for request, at in rows], torch.int64, logits_RV.device)
-    return RowLogprobs(logits_RV, tokens, [request.params.prompt_logprobs or 0 for request, _ in rows])
+    counts = [request.params.prompt_logprobs or 0 for request, _ in rows]
+    return RowLogprobs(logits_RV, tokens, counts, fixed_shapes=fixed_shapes)
 
 
 def _by_request(batch: Batch, prompt_logprobs: Sequence[Logprob]) -> dict[Request, Sequence[Logprob]]:

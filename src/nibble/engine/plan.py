@@ -20,6 +20,7 @@ from nibble.model_spec import ModelSpec
 from nibble.models import quantization
 from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinned
 from nibble.models.observations import observe_model
+from nibble.models.varying import require_invariant
 from nibble.spec import AUTO, CacheSpec
 
 
@@ -132,6 +133,8 @@ def plan_cache(
         source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code
     )
     model_spec = replace(model_spec, model=config.model)
+    if config.deterministic:
+        require_invariant(model_spec, hardware)
     model_spec, weight_notes = _count_weights(model_spec, dtype, hardware, here)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned

@@ -30,6 +30,8 @@ _SEED, _POSITION = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LOGITS_PER_DRAW = 1 << 22
 """Logits that are drawn from at a time: sorting takes some 60 bytes for each."""
+FIXED_ROWS, FIXED_MULTIPLE = 8, 32
+"""Rows and a divisor of columns of what is computed at a time where shapes must not depend on the batch."""
 LOGITS_PER_SCORE = 1 << 23
 """Logits that are made into log-probabilities at a time: it takes some 20 bytes for each."""
 
@@ -57,15 +59,18 @@ class RowLogprobs:
         logits_RV: the model's logits.
         tokens_R: a token for each row.
         counts: for each row, how many of the likeliest are reported.
+        fixed_shapes: as a Sampler has it.
     """
 
     @torch.inference_mode()
-    def __init__(self, logits_RV: Tensor, tokens_R: Tensor, counts: Sequence[int]) -> None:
+    def __init__(
+        self, logits_RV: Tensor, tokens_R: Tensor, counts: Sequence[int], *, fixed_shapes: bool = False
+    ) -> None:
         self._counts = counts
         # A bounded number of rows at a time: float32 copies of all would take several times the memory.
-        step = max(1, LOGITS_PER_SCORE // logits_RV.shape[1])
+        step = FIXED_ROWS if fixed_shapes else max(1, LOGITS_PER_SCORE // logits_RV.shape[1])
         parts = zip(logits_RV.split(step), tokens_R.split(step), strict=True)
-        scores = [_score(part_RV, part_R, max(counts)) for part_RV, part_R in parts]
+        scores = [_score(part_RV, part_R, max(counts), fixed_shapes) for part_RV, part_R in parts]
         self._copy = HostCopy(tokens_R, *(torch.cat(column) for column in zip(*scores, strict=True)))
 
     def read(self) -> list[Logprob]:
@@ -78,10 +83,18 @@ class RowLogprobs:
         ]
 
 
-def _score(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _in_fixed_shape(x_RV: Tensor) -> Tensor:
+    """Pad to FIXED_ROWS rows, and their columns with -inf, so that a row is summed up alike whatever comes with it."""
+    rows, columns = x_RV.shape
+    x_RV = torch.nn.functional.pad(x_RV, (0, -columns % FIXED_MULTIPLE), value=float("-inf"))
+    return torch.nn.functional.pad(x_RV, (0, 0, 0, FIXED_ROWS - rows))
+
+
+def _score(logits_RV: Tensor, tokens_R: Tensor, count: int, fixed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities [R, 1 + K] of tokens and of the likeliest, ids of these [R, K], ranks of tokens [R]."""
     logits_RV, tokens_R1 = logits_RV.float(), tokens_R[:, None]
-    total_R1 = logits_RV.logsumexp(-1, keepdim=True)
+    summed_RV = _in_fixed_shape(logits_RV) if fixed else logits_RV
+    total_R1 = summed_RV.logsumexp(-1, keepdim=True)[: len(logits_RV)]
     top_RK, ids_RK = logits_RV.topk(min(count, logits_RV.shape[1]))
     token_R1 = logits_RV.gather(-1, tokens_R1)
     # Equal logits are frequent in 16 bits. Greedy decoding takes the first of them, so they have an order.
@@ -110,10 +123,17 @@ class SampledTokens:
         tokens_S: int64 on the device, valid ids even where logits are not numbers, so that a next step can run.
         invalid_S: rows whose logits are not numbers.
         logprobs: which log-probabilities to read.
+        fixed_shapes: as a Sampler has it.
     """
 
     def __init__(
-        self, logits_SV: Tensor, tokens_S: Tensor, invalid_S: Tensor, logprobs: LogprobRequest | None
+        self,
+        logits_SV: Tensor,
+        tokens_S: Tensor,
+        invalid_S: Tensor,
+        logprobs: LogprobRequest | None,
+        *,
+        fixed_shapes: bool = False,
     ) -> None:
         self.tokens_S = tokens_S
         # The host sees which rows failed; the device keeps valid ids for the step that runs already.
@@ -121,7 +141,10 @@ class SampledTokens:
         self._rows: tuple[int, ...] = ()
         if logprobs:
             self._rows, counts = tuple(logprobs.counts), tuple(logprobs.counts.values())
-            self._logprobs = RowLogprobs(logits_SV[logprobs.rows_R], tokens_S[logprobs.rows_R], counts)
+            rows_R = logprobs.rows_R
+            self._logprobs = RowLogprobs(
+                logits_SV[rows_R], tokens_S[rows_R], counts, fixed_shapes=fixed_shapes
+            )
 
     def read(self) -> list[Logprob | None]:
         """Return the tokens, None where logits are not numbers: no parameter can mend that."""
@@ -164,10 +187,12 @@ class Sampler:
 
     Args:
         default_seed: of requests that name no seed.
+        fixed_shapes: compute rows in parts of one shape, because kernels of torch sum a row up in another order where
+            there are more of them.
     """
 
-    def __init__(self, default_seed: int = 0) -> None:
-        self.default_seed = default_seed
+    def __init__(self, default_seed: int = 0, *, fixed_shapes: bool = False) -> None:
+        self.default_seed, self.fixed_shapes = default_seed, fixed_shapes
         # Weak, because nobody tells the sampler when a request ends.
         self._past_tokens: WeakKeyDictionary[Request, tuple[int, set[int]]] = WeakKeyDictionary()
         self._params: _BatchParams | None = None
@@ -193,9 +218,12 @@ class Sampler:
         # One pass gives the greedy tokens and finds NaN, which max() passes on.
         peaks_S, tokens_S = adjusted_SV.max(-1)
         for rows in params.random:
-            drawn_R = _draw(adjusted_SV[rows.index_R], rows, [num_output_tokens[i] for i in rows.index])
+            counts = [num_output_tokens[i] for i in rows.index]
+            drawn_R = _draw(adjusted_SV[rows.index_R], rows, counts, fixed=self.fixed_shapes)
             tokens_S = tokens_S.index_copy(0, rows.index_R, drawn_R)
-        return SampledTokens(logits_SV, tokens_S, peaks_S.isnan(), params.logprobs)
+        return SampledTokens(
+            logits_SV, tokens_S, peaks_S.isnan(), params.logprobs, fixed_shapes=self.fixed_shapes
+        )
 
     def _adjust(self, logits_SV: Tensor, params: _BatchParams, num_output_tokens: Sequence[int]) -> Tensor:
         """Apply penalties, bias, bans and grammars to a copy; return `logits_SV` itself where no row needs any."""
@@ -327,23 +355,35 @@ def _unpack_bits(mask: bytes, count: int) -> Tensor:
     return torch.nn.functional.pad(bits.flatten()[:count].bool(), (0, max(0, count - 8 * len(mask))))
 
 
-def _draw(logits_RV: Tensor, rows: _RandomRows, num_output_tokens: Sequence[int]) -> Tensor:
-    """Draw tokens by inverting the cumulated probabilities -> int64 [R]."""
+def _draw(
+    logits_RV: Tensor, rows: _RandomRows, num_output_tokens: Sequence[int], *, fixed: bool = False
+) -> Tensor:
+    """Draw tokens by inverting the cumulated probabilities -> int64 [R]. fixed: in parts of one shape."""
     positions_R = to_device(num_output_tokens, torch.int64, logits_RV.device)
     target_R1 = uniforms(rows.seeds_R, positions_R)[:, None]
     # A bounded number of logits at a time, because sorting takes memory.
-    step = max(1, LOGITS_PER_DRAW // logits_RV.shape[1])
+    step = FIXED_ROWS if fixed else max(1, LOGITS_PER_DRAW // logits_RV.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(logits_RV), step)]
-    return torch.cat([_draw_part(logits_RV[part], rows, part, target_R1) for part in parts])
+    return torch.cat([_draw_part(logits_RV[part], rows, part, target_R1, fixed) for part in parts])
 
 
-def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor) -> Tensor:
-    logits_RV = logits_RV.float() / rows.temperature_R1[part]
+def _draw_part(logits_RV: Tensor, rows: _RandomRows, part: slice, target_R1: Tensor, fixed: bool) -> Tensor:
+    count, vocab = logits_RV.shape
+    columns = [target_R1, rows.temperature_R1, rows.top_k_R1, rows.top_p_R1, rows.min_p_R1]
+    columns = [column[part] for column in columns]
+    if fixed:  # rows that stand in for missing ones have the parameters of the last
+        filling = torch.arange(FIXED_ROWS, device=logits_RV.device).clamp(max=count - 1)
+        columns = [column[filling] for column in columns]
+        logits_RV = _in_fixed_shape(logits_RV.float())
+    target_R1, temperature_R1, *filters = columns
+    logits_RV = logits_RV.float() / temperature_R1
     if not rows.has_filters:
-        return _invert_cdf(logits_RV.softmax(-1), target_R1[part])[:, 0]
-    sorted_RV, tokens_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
-    probs_RV = _filter(sorted_RV, rows.top_k_R1[part], rows.top_p_R1[part], rows.min_p_R1[part])
-    return tokens_RV.gather(-1, _invert_cdf(probs_RV, target_R1[part]))[:, 0]
+        tokens_R1 = _invert_cdf(logits_RV.softmax(-1), target_R1)
+    else:
+        sorted_RV, tokens_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+        tokens_R1 = tokens_RV.gather(-1, _invert_cdf(_filter(sorted_RV, *filters), target_R1))
+    # A row of NaN ends in the padding.
+    return tokens_R1[:count, 0].clamp(max=vocab - 1)
 
 
 def _invert_cdf(probs_RV: Tensor, target_R1: Tensor) -> Tensor:

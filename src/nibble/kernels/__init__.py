@@ -53,6 +53,10 @@ UNBOUNDED = 1 << 30
 """In the place of a bound on stored tokens, or on shared memory, that is not known."""
 ALIGNED = 4
 """Lists begin at multiples of so many int32, 16 bytes. Triton compiles a kernel anew for pointers off that grid."""
+FIXED_SPLIT = 1024
+"""Keys of a split that is the same in every batch; a multiple of every tile of keys."""
+SPREAD_TOKENS = 256
+"""Query tokens up to which programs share such splits, for which float32 parts of all are kept."""
 PREFILL_WORKSPACE = 32768
 """Tokens that prefill attention dequantises at a time, but for what else their pages hold."""
 

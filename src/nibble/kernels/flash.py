@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import next_power_of_2
+from nibble.kernels import SPREAD_TOKENS, cdiv, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Where a running maximum starts. Not -inf, whose difference with itself is NaN.
@@ -115,6 +115,9 @@ LAUNCH_COST_KEYS = tl.constexpr(80.0)
 """Keys that are read in the time in which a program starts."""
 SHARE_SIZES = 8
 """Sizes of a share of keys that are compared with each other."""
+MAX_LIST_SPLITS = 32
+LAUNCH_COST_TILES = 3.0
+"""Tiles, in the time of which a program over a list of tokens starts and leaves what it has to be combined."""
 MIN_REQUESTS = 32
 """Requests that a kernel is compiled for at least, so that small batches share one."""
 
@@ -161,6 +164,25 @@ def assign_split(program, seq_lens, requests, concurrency, max_keys, R: tl.const
 
 
 @triton.jit
+def take_split(program, plan, seq_lens, requests, concurrency, max_keys, SPLIT: tl.constexpr, FIXED: tl.constexpr,
+               R: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """Return the request of a program, the index of its split, and how many splits the request has.
+
+    Arguments are those of assign_split. The first program of a request tells combine_kernel by `plan` where parts are.
+    SPLIT: whether keys are split; FIXED: whether splits are the same in every batch, and of how many keys.
+    """
+    request, split, splits = program, 0, 1
+    if SPLIT and FIXED:
+        request, split = program % requests, program // requests
+    elif SPLIT:
+        request, split, splits = assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
+        if (split == 0) & (request < requests):
+            tl.store(plan + 2 * request, program)
+            tl.store(plan + 2 * request + 1, splits)
+    return request, split, splits
+
+
+@triton.jit
 def split_bounds(past, first, last, split, splits, WINDOW: tl.constexpr, N: tl.constexpr):
     """Return the keys of a split, and those among them that need no mask.
 
@@ -188,6 +210,116 @@ def split_bounds(past, first, last, split, splits, WINDOW: tl.constexpr, N: tl.c
     stop = tl.minimum(start + each, stop)
     inner = tl.minimum(tl.maximum(inner, start), stop)
     return start, inner, tl.maximum(tl.minimum(outer, stop), inner), stop
+
+
+@triton.jit
+def fixed_bounds(past, first, last, split, SIZE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Return the keys of split number `split` where splits are keys [split * SIZE, (split + 1) * SIZE) in every batch.
+
+    Arguments and result are those of split_bounds.
+    """
+    start, inner, outer, stop = split_bounds(past, first, last, 0, 1, WINDOW, N)
+    start, stop = tl.maximum(start, split * SIZE), tl.minimum(stop, (split + 1) * SIZE)
+    inner = tl.minimum(tl.maximum(inner, start), stop)
+    return start, inner, tl.maximum(tl.minimum(outer, stop), inner), stop
+
+
+@triton.jit
+def fixed_splits(past, first, last, SIZE: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Return the first split of fixed bounds that a tile of queries sees, and the one behind the last."""
+    start, _, _, stop = split_bounds(past, first, last, 0, 1, WINDOW, N)
+    return start // SIZE, tl.cdiv(stop, SIZE)
+
+
+@triton.jit
+def merge_states(a, b):
+    """Merge two softmaxes, b's keys behind a's: peaks [M], totals [M], and parts of sums [M, W].
+
+    A softmax over no keys changes nothing, bit for bit. Products and sums are fused as they stand here, whatever the
+    kernel, so that programs that share keys come to what a single one does.
+    """
+    peak_M, total_M, sums = a
+    b_peak_M, b_total_M, b_sums = b
+    top_M = tl.maximum(peak_M, b_peak_M)
+    a_M, b_M = tl.exp2(peak_M - top_M), tl.exp2(b_peak_M - top_M)
+    merged = ()
+    for j in tl.static_range(len(sums)):
+        scale = tl.broadcast_to(b_M[:, None], b_sums[j].shape)
+        merged += (tl.fma(b_sums[j], scale, sums[j] * a_M[:, None]),)  # type: ignore[assignment]
+    return top_M, tl.fma(b_total_M, b_M, total_M * a_M), merged
+
+
+@triton.jit
+def store_part(parts, stats, state, scale, split, token_M, head_M, live_M, tokens, HEADS: tl.constexpr,
+               DIM: tl.constexpr):  # fmt: skip
+    """Store the softmax over a split of fixed bounds for combine_fixed_kernel.
+
+    Args:
+        parts: Pointer to float32 [splits, tokens, HEADS, DIM].
+        stats: Pointer to float32 [splits, tokens, HEADS, 3]: peaks, totals, and what values are multiplied by.
+        state: Peaks, totals, and parts of sums.
+        scale: What values are multiplied by.
+        split: Index of the split.
+        token_M: The query token of each row, among those of the batch.
+        head_M: Its query head.
+        live_M: Which rows there are.
+        tokens: Of the batch.
+        HEADS: Query heads.
+        DIM: Values of a row.
+    """
+    peak_M, total_M, sums = state
+    part_M = ((tl.zeros(peak_M.shape, tl.int64) + split) * tokens + token_M) * HEADS + head_M
+    store_rows(parts + part_M * DIM, sums, tl.full(peak_M.shape, 1.0, tl.float32), live_M, DIM)
+    tl.store(stats + 3 * part_M, peak_M, mask=live_M)
+    tl.store(stats + 3 * part_M + 1, total_M, mask=live_M)
+    tl.store(stats + 3 * part_M + 2, tl.zeros_like(peak_M) + scale, mask=live_M)
+
+
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "sinks"]
+)
+def combine_fixed_kernel(
+    out, parts, stats, cu_seqlens_q, seq_lens, sinks, tokens, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a row in the order of keys, as a program does that has all of them.
+
+    Grid: query tokens of a request, query heads, requests. Arguments are those of store_part; TOKENS: query tokens of a
+    tile, which see the same splits.
+    """
+    # --- load: which splits there are
+    token, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_seqlens_q + request)
+    count = tl.load(cu_seqlens_q + request + 1) - begin
+    if token >= count:
+        return
+    first = token // TOKENS * TOKENS
+    past = tl.load(seq_lens + request) - count
+    low, high = fixed_splits(past, first, tl.minimum(first + TOKENS, count) - 1, SIZE, WINDOW, N)
+    d_D, keep_D = tl.arange(0, WIDTH), tl.arange(0, WIDTH) < DIM
+    peak, total, factor = (
+        tl.full([1], MIN_PEAK, tl.float32),
+        tl.zeros([1], tl.float32),
+        tl.zeros([1], tl.float32),
+    )
+    if SINKS:
+        peak, total = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2E, total + 1.0
+    state = peak, total, (tl.zeros([1, WIDTH], tl.float32),)
+
+    # --- accumulate
+    for split in range(low, high):
+        row = ((tl.zeros([1], tl.int64) + split) * tokens + begin + token) * HEADS + head
+        part = tl.load(parts + row[:, None] * DIM + d_D[None, :], mask=keep_D[None, :], other=0.0)
+        state = merge_states(state, (tl.load(stats + 3 * row), tl.load(stats + 3 * row + 1), (part,)))
+        factor = tl.load(stats + 3 * row + 2)
+
+    # --- store
+    _, total, sums = state
+    # A row that sees no key at all becomes zeros, not NaN.
+    factor = factor / tl.where(total == 0.0, 1.0, total)
+    out_row = (begin + token).to(tl.int64) * HEADS + head + tl.arange(0, 1)
+    store_rows(out + out_row * DIM, sums, factor, tl.full([1], True, tl.int1), DIM)
 
 
 @triton.jit
@@ -330,3 +462,44 @@ def workspace(
         out.new_empty(programs * rows, dtype=torch.float32),
         out.new_empty(requests, 2, dtype=torch.int32),
     )
+
+
+def fixed_workspace(
+    out: Tensor, splits: int, max_query_len: int, spread: bool | None
+) -> tuple[bool, Tensor, Tensor]:
+    """Allocate what programs leave that share fixed splits.
+
+    Args:
+        out: The output [T, H, D]. It stands in for the workspace where splits are not shared.
+        splits: Of the longest request.
+        max_query_len: Query tokens of a request, at most.
+        spread: Whether splits are shared; by the number of queries if None.
+
+    Returns:
+        Whether they are; float32 parts of rows [S, T, H, D], and their statistics [S, T, H, 3] (store_part).
+    """
+    if spread is None:
+        spread = splits > 1 and (max_query_len == 1 or len(out) <= SPREAD_TOKENS)
+    if not spread:
+        return False, out, out
+    parts = out.new_empty(splits, *out.shape, dtype=torch.float32)
+    return True, parts, out.new_empty(splits, *out.shape[:2], 3, dtype=torch.float32)
+
+
+def splits_of(programs: int, num_tiles: int, concurrency: int) -> int:
+    """Choose the splits of a list that are done first.
+
+    Args:
+        programs: How many programs there are without splitting.
+        num_tiles: Tiles of a list.
+        concurrency: Programs that run at a time.
+
+    Returns:
+        Splits of each list.
+    """
+
+    def time(splits: int) -> float:
+        waves, combining = cdiv(programs * splits, concurrency), LAUNCH_COST_TILES if splits > 1 else 0.0
+        return waves * (cdiv(num_tiles, splits) + LAUNCH_COST_TILES) + combining
+
+    return min(range(1, min(MAX_LIST_SPLITS, max(num_tiles, 1)) + 1), key=time)

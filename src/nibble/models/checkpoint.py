@@ -23,12 +23,14 @@ from nibble.models import equivalence, hook
 from nibble.models.checkpoint_scales import INDEX, WEIGHTS, has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import first_line, locate, quiet, read_json
-from nibble.models.linear import merge_and_tune_linears, pack_experts, pack_linears
+from nibble.models.linear import merge_and_tune_linears, merge_linears, pack_experts, pack_linears
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
 
 
-def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str) -> nn.Module:
+def load(
+    config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str, *, deterministic: bool = False
+) -> nn.Module:
     """Load the weights.
 
     Args:
@@ -36,6 +38,7 @@ def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: st
         model_spec: what was observed of the model.
         dtype: compute dtype, a name of torch.
         device: where the model runs.
+        deterministic: see prepare_model().
 
     Returns:
         The model in eval mode, prepared by prepare_model().
@@ -72,7 +75,7 @@ def load(config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: st
         raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     _check_tensors(info, model_spec.model)
-    return prepare_model(model.to(device), model_spec)
+    return prepare_model(model.to(device), model_spec, deterministic=deterministic)
 
 
 def _text_tensors(config: PretrainedConfig, path: str) -> tuple[dict[str, str] | None, set[str]]:
@@ -96,8 +99,13 @@ def _tensor_names(folder: Path) -> Iterator[str]:
             yield from tensors.keys()
 
 
-def prepare_model(model: nn.Module, model_spec: ModelSpec) -> nn.Module:
+def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: bool = False) -> nn.Module:
     """Prepare a loaded model for serving, in place, and return it.
+
+    Args:
+        model: as Transformers loads it.
+        model_spec: what was observed of it.
+        deterministic: leave out kernels that compute few rows in another order than many.
 
     Raises:
         ConfigError: what is replaced is not what the family's own code computes.
@@ -109,7 +117,10 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec) -> nn.Module:
     adapt(model)
     if next(model.parameters()).is_cuda:
         tabulate_rope(model, model_spec.max_context)
-        merge_and_tune_linears(model)
+        if deterministic:
+            merge_linears(model, tune=False)
+        else:
+            merge_and_tune_linears(model)
     else:
         pack_linears(model)
         pack_experts(model)

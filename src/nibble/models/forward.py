@@ -23,7 +23,9 @@ from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
+from nibble.models.invariant import InvariantMode
 
+Backend = Callable[..., Any]
 Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
 """(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]."""
 
@@ -35,11 +37,32 @@ def plain(model: nn.Module) -> Forward:
     return partial(_logits, model)
 
 
-def compiled(model: nn.Module, backend: str = "inductor") -> Forward:
+def plain_invariant(model: nn.Module) -> Forward:
+    """Return a forward function that runs the model eagerly, with rows that do not depend on one another.
+
+    Raises:
+        ConfigError: at the first call, if the model runs an operator of which that is not known.
+    """
+    step = Step()
+
+    def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
+        # Attention is one operator here, inside which nothing is replaced: its kernels keep the promise.
+        step.context = ctx
+        with InvariantMode():  # type: ignore[no-untyped-call]
+            return _logits(model, ids, positions, rows_S, step)
+
+    return forward
+
+
+def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
     """Return a forward function that compiles the model at its first call, for any number of tokens but one.
 
     torch.compile specialises on sizes 0 and 1. The first call should have different numbers of tokens and rows: equal
     sizes there are taken to be always equal.
+
+    Args:
+        model: the model.
+        backend: of torch.compile; models/invariant.py has one for rows that do not depend on one another.
 
     Raises:
         ConfigError: at the first call, if the model cannot be compiled.
@@ -80,6 +103,9 @@ def _compile_call(
     try:
         return run(model, ids, positions, rows_S, step)
     except TorchDynamoException as error:  # anything in a foreign model may not compile
+        # What a backend raises comes wrapped; an operator that --deterministic refuses is no failure to compile.
+        if isinstance(inner := getattr(error, "inner_exception", None), ConfigError):
+            raise inner from None
         raise ConfigError(
             f"torch.compile cannot compile this model ({type(error).__name__}: {first_line(error)}); "
             "serve it with --no-compile"

@@ -222,9 +222,9 @@ ExpertsInterface.register(_EXPERTS, _compute_experts)
 class _Product:
     """The product of several layers that read the same input; the result is freed after its last part is read."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int, *, tune: bool) -> None:
         self.weight, self.bias, self.parts = weight, bias, parts
-        self.multiply = linear.linear if linear.serves(weight) else F.linear
+        self.multiply = linear.linear if tune and linear.serves(weight) else F.linear
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.num_unread = 0
@@ -276,22 +276,27 @@ def merge_and_tune_linears(model: Any) -> None:
 
     The output layer stays as it is: libraries read a weight that large at full speed.
     """
-    merge_linears(model)
+    merge_linears(model, tune=True)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not output and linear.serves(module.weight):
             model.set_submodule(name, LargeLinear(module))
 
 
-def merge_linears(model: Any) -> int:
-    """Merge linear layers of `model` that read the same input, in place; return the number of layers merged."""
+def merge_linears(model: Any, *, tune: bool) -> int:
+    """Merge linear layers of `model` that read the same input, in place; return the number of layers merged.
+
+    Args:
+        model: the model.
+        tune: whether kernels/linear computes few rows where that is faster, in another order than many.
+    """
     groups = [
         names
         for names in linears_by_input(model)
         if _can_merge_layers([model.get_submodule(name) for name in names])
     ]
     for names in groups:
-        _merge_layers(model, names)
+        _merge_layers(model, names, tune=tune)
     return sum(map(len, groups))
 
 
@@ -327,11 +332,11 @@ def _can_merge_layers(modules: Sequence[nn.Module]) -> bool:
     return len(kinds) == 1
 
 
-def _merge_layers(model: Any, names: Sequence[str]) -> None:
+def _merge_layers(model: Any, names: Sequence[str], *, tune: bool) -> None:
     layers = [model.get_submodule(name) for name in names]
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    product, start = _Product(weight, bias, len(layers)), 0
+    product, start = _Product(weight, bias, len(layers), tune=tune), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
         model.set_submodule(name, MergedLinear(product, start, stop))

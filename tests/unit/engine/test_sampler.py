@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +162,23 @@ def test_bans_leave_log_probabilities_alone() -> None:
     request = Request("r", [0], SamplingParams(bad_words=("x",), logprobs=1, temperature=0), bad_words=[[0]])
     picked = sample(Sampler(), LOGITS[None], [request])[0]
     assert picked and picked.token == 1 and picked.top[0] == (0, pytest.approx(float(PROBS[0].log())))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_fixed_shapes_draw_the_same_tokens(filters: dict[str, Any]) -> None:
+    """Rows are computed in parts of one shape: the same tokens in any company, and ids of the vocabulary for NaN."""
+    torch.manual_seed(0)
+    logits_SV = torch.randn(11, 307)
+    logits_SV[4] = float("nan")
+    params = [SamplingParams(temperature=0.8, seed=i, logprobs=2, **filters) for i in range(11)]
+    requests = [Request(str(i), [1], entry) for i, entry in enumerate(params)]
+    plain, fixed = (
+        Sampler(fixed_shapes=flag).launch(logits_SV, requests, [3] * 11) for flag in (False, True)
+    )
+    rows = [i for i in range(11) if i != 4]
+    assert torch.equal(plain.tokens_S[rows], fixed.tokens_S[rows]) and int(fixed.tokens_S.max()) < 307
+    together = fixed.read()
+    assert together[4] is None
+    for i in rows:
+        alone = Sampler(fixed_shapes=True).launch(logits_SV[i, None], requests[i : i + 1], [3]).read()
+        assert alone == [together[i]]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nibble import formats
 from nibble.formats.base import KVFormat, raw
+from nibble.kernels import flash
 from nibble.kernels.mla import naive
 from nibble.kernels.mla import triton as twin
 from nibble.kernels.mla.triton import LatentTile as Shape
@@ -264,4 +265,4 @@ def test_shares_are_joined_in_the_order_of_values(dealt: int) -> None:
 
 @pytest.mark.parametrize(("programs", "splits"), [(16, 8), (128, 1), (256, 1), (64, 2), (4000, 1)])
 def test_lists_are_split_where_there_are_few_queries(programs: int, splits: int) -> None:
-    assert twin.splits_of(programs, 32, 132) == splits
+    assert flash.splits_of(programs, 32, 132) == splits

@@ -1,6 +1,8 @@
 """Backends that need no other package than torch and Triton: Nibble's own kernels, and what torch brings.
 
 - triton: Nibble's portable kernels. They serve every format, phase and kind of attention on any GPU since Ampere.
+- triton_invariant: the same with splits of keys at fixed positions and one arithmetic for all phases, for
+  --deterministic.
 - cuda: Nibble's decode kernel in CUDA C++ (kernels/attention/decode.cu), compiled at first use by NVRTC. It reads pages
   in their own bytes at memory speed on any GPU since Ampere, FP4 units or not.
 - torch_ref: the definition of attention over a paged cache, in plain torch, for every format and phase.
@@ -12,6 +14,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from nibble.attention.planner.support import (
@@ -29,7 +32,7 @@ from nibble.attention.planner.support import (
     Support,
 )
 from nibble.hardware import may_have_gpu
-from nibble.kernels import PREFILL_WORKSPACE
+from nibble.kernels import FIXED_SPLIT, PREFILL_WORKSPACE
 from nibble.model_spec import Phase
 
 PAGES = frozenset({16, 32, 64, 128})
@@ -105,6 +108,30 @@ TRITON = BackendInfo(
     ),
 )  # fmt: skip
 
+TRITON_INVARIANT = BackendInfo(
+    name="triton_invariant",
+    summary="the same kernels with one arithmetic for all phases and batches, for --deterministic",
+    origin=Origin.PORTABLE,
+    packages=("triton",),
+    install="pip install triton",
+    adapter="nibble.attention.backends.adapters.triton_cuda:TritonInvariant",
+    graphs=True,
+    support=tuple(
+        replace(
+            row,
+            # Where all phases use one kernel, there is no reason for another packing than the fastest.
+            packing={"hnd"},
+            batch_invariance=frozenset({False, True}),
+            # The near part of an exact window would have another arithmetic in each phase, so nothing is merged.
+            lse=False,
+            fixed_split=FIXED_SPLIT,
+            measured=None,
+        )
+        for row in TRITON.support
+        if row.kind & {"mha", "mla"}
+    ),
+)
+
 DECODE_FACTS: dict[str, Any] = {
     "kind": {"mha"},
     "format": {"bf16", "fp16", "nvfp4", "mxfp4", "fp4_mx16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3:nvfp4"},
@@ -162,6 +189,10 @@ TORCH_REF = BackendInfo(
         Support(**REF_FACTS, kind={"mla"}, packing={"nhd", "hnd", "record"}),
         # Over chosen tokens it has sinks, but neither windows nor caps.
         Support(**REF_FACTS, kind={"dsa"}, packing={"nhd", "hnd", "record"}, window=NEVER, softcap=NEVER),
+        # Tiles lie at fixed keys. A GPU's products depend on their size all the same.
+        Support(
+            **REF_FACTS, kind={"mha", "mla", "dsa"}, packing={"nhd", "hnd"}, arch={0}, batch_invariance={True}
+        ),
     ),
 )
 
@@ -224,4 +255,4 @@ FLEX_ATTENTION = BackendInfo(
     ),
 )
 
-BACKENDS = (TRITON, CUDA, TORCH_REF, SDPA, FLEX_ATTENTION)
+BACKENDS = (TRITON, TRITON_INVARIANT, CUDA, TORCH_REF, SDPA, FLEX_ATTENTION)

@@ -137,7 +137,7 @@ RANKINGS = Path(__file__).parents[1] / "rankings"
 DEFAULT = "default.json"
 """The file for GPUs that nobody raced on; every other one comes before it."""
 RETRY = "run `nibble tune` again, or leave it aside with --no-tuned"
-IGNORED = frozenset({"source", "measured", "workspace", "workspace_bytes"})
+IGNORED = frozenset({"source", "measured", "workspace", "workspace_bytes", "fixed_split"})
 """Fields of a Support that say nothing of what it serves: they may change, and times stay true."""
 
 

@@ -27,6 +27,9 @@ from nibble.model_spec import LayerGroup, Phase
 DECISIVE = {"kind": "for", "arch": "on", "phase": "for"}
 """What no row has is reason enough, in this order: `only for mla`, `only on SM90`, `only for decode`."""
 
+DETERMINISTIC = "the same bits in any company, cold or cached, however a prompt is cut"
+"""What --deterministic promises."""
+
 
 class Status(StrEnum):
     """What a backend can do."""
@@ -61,7 +64,10 @@ def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
     for group, part in zip(plan.groups, support.scheme_groups(request.spec, request.model_spec), strict=True):
         for info in request.backends.values():
             for phase in Phase:
-                need = part.need(phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing)
+                need = part.need(
+                    phase, request.hardware, plan.dtype, plan.page_size, plan.layout.packing,
+                    batch_invariance=request.spec.deterministic,
+                )  # fmt: skip
                 planned = any((route.phase, route.backend) == (phase, info.name) for route in group.routes)
                 entry = ledger_entries.get((info.name, str(phase), need.kind, need.format, need.arch))
                 status = _status(request, info, need, entry)
@@ -394,6 +400,8 @@ def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, p
         page: Tokens of a page.
         packing: How planes lie in a page.
     """
+    if request.spec.deterministic:
+        yield f"deterministic: {DETERMINISTIC}"
     if request.spec.dtype is None:
         why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
         yield f"dtype {request.dtype}: {why}"

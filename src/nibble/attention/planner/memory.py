@@ -25,7 +25,7 @@ from nibble.cache.layout import LayerLayout
 from nibble.config import format_size
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, format_bytes
-from nibble.kernels import cdiv
+from nibble.kernels import SPREAD_TOKENS, cdiv
 from nibble.model_spec import INDEX, ModelSpec
 from nibble.spec import CacheSpec
 
@@ -53,6 +53,8 @@ TOPK_COPIES = 4
 ACTIVATION_WIDTHS = 24
 """Activations alive at once in one layer, in hidden sizes a token: residual, q, k, v, attention's output, and
 the MLP's two or three of four widths each, with room for an MLP of eight."""
+SPLIT_STATISTICS = 3
+"""Float32 numbers that a split leaves beside its values: a peak, a total and a factor."""
 LOGIT_COPIES = 3
 """float32 copies of the logits while sampling: as computed, sorted, and their probabilities."""
 TABLE_ALIGNMENT = 4
@@ -278,7 +280,7 @@ class MemoryPlanner:
     @cached_property
     def staging_bytes(self) -> int:
         """Workspaces of attention. A layer dequantises pages outside a kernel or inside it, never both."""
-        return max(self.dequantized_bytes, self.kernel_bytes) + self.sparse_bytes
+        return max(self.dequantized_bytes, self.kernel_bytes, self.fixed_split_bytes) + self.sparse_bytes
 
     @property
     def dequantized_bytes(self) -> int:
@@ -303,6 +305,18 @@ class MemoryPlanner:
         for group in plan.groups:
             results = 2 * 4 * self.step.step_tokens * group.group.q_heads * group.group.head_dim
             sizes += [r.row.workspace * widest + results for r in group.routes if r.row.workspace]
+        return max(sizes)
+
+    @property
+    def fixed_split_bytes(self) -> int:
+        """Float32 results of splits that are kept until they are merged, of the group that needs most."""
+        # Few tokens of a prompt are computed like as many decodes.
+        tokens, sizes = max(self.step.max_decodes, min(SPREAD_TOKENS, self.step.step_tokens)), [0]
+        context = self.table_width * self.cache_plan.page_size
+        for group in self.cache_plan.groups:
+            row_bytes = 4 * group.group.q_heads * (group.group.head_dim + SPLIT_STATISTICS)
+            splits = (route.row.fixed_split for route in group.routes if route.row.fixed_split)
+            sizes += [cdiv(context, size) * tokens * row_bytes for size in splits]
         return max(sizes)
 
     @property

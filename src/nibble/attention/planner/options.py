@@ -93,12 +93,13 @@ class PlanRequest:
     @property
     def could_stage(self) -> bool:
         """Whether --allow-staging could help. Not with a host tier: staging reads pages by their numbers, and they may
-        be anywhere."""
-        return self.spec.offload is None
+        be anywhere; nor where all phases must compute alike."""
+        return self.spec.offload is None and not self.spec.deterministic
 
     def need(self, part: SchemeGroup, phase: Phase) -> Need:
         """Return what `part` needs, before a page size and packing that are open are chosen."""
-        return part.need(phase, self.hardware, self.dtype, self.spec.page_size, self.spec.packing)
+        page, packing, invariant = self.spec.page_size, self.spec.packing, self.spec.deterministic
+        return part.need(phase, self.hardware, self.dtype, page, packing, batch_invariance=invariant)
 
     def staged(self, need: Need) -> Need | None:
         """Return what `need` becomes when pages are dequantised first; None where they hold the compute dtype.

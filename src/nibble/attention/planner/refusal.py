@@ -201,6 +201,8 @@ def _edits(request: PlanRequest) -> Iterator[Iterator[Edit]]:
         yield iter([partial(replace, packing=None)])
     if not spec.allow_staging:
         yield iter([partial(replace, allow_staging=True)])
+    if spec.deterministic:
+        yield iter([partial(replace, deterministic=False)])
     # The option behind both phases: one edit in place of two.
     if request.config.attention_backend != "auto":
         yield (

@@ -51,13 +51,15 @@ class Need:
     """KV heads of a layer, which matter to speed alone."""
     lse: bool = False
     """Whether the log-sum-exp is needed, to merge attention over several sources."""
+    batch_invariance: bool = False
+    """Whether a query's result must be the same bits in every batch and phase (--deterministic)."""
 
     def __str__(self) -> str:
         where = f"{self.format}@{self.packing}" if self.packing else self.format
         parts = [f"{self.phase} of {self.kind} in {where}"]
         parts += [f"page {self.page}"] if self.page else []
         parts += [f"head_dim {self.dim}", f"group {self.group}", self.dtype]
-        parts += [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+        parts += [name for name in ("window", "softcap", "sinks", "batch_invariance") if getattr(self, name)]
         parts += ["log-sum-exp"] if self.lse else []
         return f"{', '.join(parts)} on {_show('arch', self.arch)}"
 
@@ -107,10 +109,14 @@ class Support:
     lse: bool = False
     """Whether the adapter returns the log-sum-exp too (attention/layer.py, forward_partial). A need without is served
     either way."""
+    batch_invariance: Set[bool] = NEVER
+    """Whether a query's result is the same bits in every batch and phase, over pages as they are."""
     gathers: bool = False
     """Plain torch gathers the pages first, many times slower on a GPU than a kernel that reads them."""
     workspace: int = 0
     """Tokens of one layer that the kernel dequantises at a time, into the compute dtype."""
+    fixed_split: int = 0
+    """Tokens of a split whose float32 result is kept until all are merged, for as many query tokens as are decoded."""
     workspace_bytes: int = 0
     """Bytes that the backend keeps on the device from its first call on, whatever the model."""
     source: str = ""
@@ -256,7 +262,14 @@ class SchemeGroup:
         return LayerLayout(layer, tuple(streams), scheme.transforms)
 
     def need(
-        self, phase: Phase, hardware: Hardware, dtype: str, page: int | None, packing: str | None
+        self,
+        phase: Phase,
+        hardware: Hardware,
+        dtype: str,
+        page: int | None,
+        packing: str | None,
+        *,
+        batch_invariance: bool = False,
     ) -> Need:
         """Return what this part needs in `phase`.
 
@@ -266,12 +279,13 @@ class SchemeGroup:
             dtype: The compute dtype.
             page: Tokens of a page, None while that is open.
             packing: How planes lie in a page, None while that is open.
+            batch_invariance: Whether results must not depend on the batch.
         """
         group = self.group
         return Need(
             phase, group.kind, self.stored_layer(0).format_key, packing, hardware.arch, page, group.head_dim,
             group.group_size, dtype, group.window is not None, group.softcap, group.sinks,
-            kv_heads=group.streams[0].heads, lse=self.lse,
+            kv_heads=group.streams[0].heads, lse=self.lse, batch_invariance=batch_invariance,
         )  # fmt: skip
 
 

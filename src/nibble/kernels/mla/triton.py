@@ -38,9 +38,6 @@ MIN_ROW_BYTES = 128
 """Bytes of packed values of a row that gluon_sm90.py reads at least."""
 SCRATCH = 1024 + 256
 """Bytes of shared memory that a program takes beside its tiles, those that the hardware reserves included."""
-MAX_SPLITS = 32
-LAUNCH_COST_TILES = 3.0
-"""Tiles, in the time of which a program over a list starts and leaves what it has to be combined."""
 
 
 # ---- MLA: kernel -----------------------------------------------------------------------------------------------------
@@ -85,6 +82,22 @@ def _accumulate(
     return state
 
 
+@triton.jit
+def _attend(
+    state, q, q_rope, latent, rope, table, position_M, bounds, unit, rope_unit, ROPE: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Add latents to the state of an online softmax; only the tiles at both ends need masks (flash.split_bounds)."""
+    start, inner, outer, stop = bounds
+    if WINDOW:
+        state = _accumulate(state, q, q_rope, latent, rope, table, position_M, start, inner, unit, rope_unit, ROPE, 1,
+                            WINDOW, True, M, N)  # fmt: skip
+    state = _accumulate(state, q, q_rope, latent, rope, table, position_M, inner, outer, unit, rope_unit, ROPE, STAGES,
+                        WINDOW, False, M, N)  # fmt: skip
+    return _accumulate(state, q, q_rope, latent, rope, table, position_M, outer, stop, unit, rope_unit, ROPE, 1,
+                       WINDOW, True, M, N)  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["requests", "concurrency", "table_stride"],
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens"],
@@ -93,26 +106,23 @@ def mla_kernel(
     q, out, out_lse, parts, lse, plan, latent, rope, global_scale, table, cu_seqlens_q, seq_lens, scale, requests,
     concurrency, table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
     ROPE: tl.constexpr, FOLD: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a tile of queries over a split of a request's latents.
 
     Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * concurrency.
+    FIXED is attention_kernel's (kernels/attention/triton.py).
     """
     # --- which request, queries and latents
     TOKENS: tl.constexpr = M // GROUP
     tile, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request, split, splits = program, 0, 1
-    if SPLIT:
-        max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
-        request, split, splits = flash.assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
-        # The grid has room for any division into splits, so some programs have nothing to do.
-        if request >= requests:
-            return
-        # One program of each request tells combine_kernel where its parts are.
-        if split == 0:
-            tl.store(plan + 2 * request, program)
-            tl.store(plan + 2 * request + 1, splits)
+    max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
+    request, split, splits = flash.take_split(
+        program, plan, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
+    )
+    # The grid has room for any division into splits, so some programs have nothing to do.
+    if SPLIT and request >= requests:
+        return
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
     first = tile * TOKENS
@@ -120,6 +130,13 @@ def mla_kernel(
         return
     past = tl.load(seq_lens + request) - count
     last = tl.minimum(first + TOKENS, count) - 1
+    low, high = 0, 0
+    if FIXED:
+        low, high = flash.fixed_splits(past, first, last, FIXED, WINDOW, N)
+        if SPLIT:
+            if (split < low) | (split >= high):
+                return
+            low, high = split, split + 1
     row_M = tl.arange(0, M)
     token_M, head_M = first + row_M // GROUP, group * GROUP + row_M % GROUP
     live_M = (row_M < TOKENS * GROUP) & (token_M < count)
@@ -134,28 +151,37 @@ def mla_kernel(
         )
     state = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
 
-    # --- accumulate: only the tiles at both ends need masks
-    start, inner, outer, stop = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
+    # --- accumulate
     table += request.to(tl.int64) * table_stride
-    # Scores are in powers of two, because exp2() is what the hardware computes.
+    # exp2() is what the hardware computes
     latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * flash.LOG2E
     unit = rope_unit * latent_scale
-    if WINDOW:
-        state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, start, inner, unit, rope_unit,
-                            ROPE, 1, WINDOW, True, M, N)  # fmt: skip
-    state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, inner, outer, unit, rope_unit,
-                        ROPE, STAGES, WINDOW, False, M, N)  # fmt: skip
-    state = _accumulate(state, queries, q_rope, latent, rope, table, past + token_M, outer, stop, unit, rope_unit,
-                        ROPE, 1, WINDOW, True, M, N)  # fmt: skip
+    if FIXED:
+        peak_M, total, sums = state
+        merged = peak_M, tl.zeros([M], tl.float32), sums
+        for part in range(low, high):
+            bounds = flash.fixed_bounds(past, first, last, part, FIXED, WINDOW, N)
+            fresh = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
+            peak_M, total, sums = _attend(fresh, queries, q_rope, latent, rope, table, past + token_M, bounds, unit,
+                                          rope_unit, ROPE, STAGES, WINDOW, M, N)  # fmt: skip
+            merged = flash.merge_states(merged, (peak_M, tl.sum(total, 1), sums))
+        if SPLIT:
+            flash.store_part(parts, lse, merged, latent_scale, split, begin + token_M, head_M, live_M, concurrency,
+                             tl.num_programs(1) * GROUP, RANK)  # fmt: skip
+            return
+        peak_M, total_M, sums = merged
+    else:
+        bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
+        peak_M, total, sums = _attend(state, queries, q_rope, latent, rope, table, past + token_M, bounds, unit,
+                                      rope_unit, ROPE, STAGES, WINDOW, M, N)  # fmt: skip
+        total_M = tl.sum(total, 1)
 
     # --- store
-    peak_M, total, sums = state
-    total_M = tl.sum(total, 1)
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
     factor_M = latent_scale / total_M
     flash.store_tile(out, out_lse, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, head_M,
-                     live_M, program, tile, group, splits, GROUP, RANK, SPLIT, M)  # fmt: skip
+                     live_M, program, tile, group, splits, GROUP, RANK, SPLIT and not FIXED, M)  # fmt: skip
 
 
 # ---- MLA: tiles ------------------------------------------------------------------------------------------------------
@@ -190,14 +216,14 @@ def tile_of(rows: int, group: int, latents: Paged, rope: int, query: torch.dtype
     Returns:
         The tile.
     """
-    candidates: Iterable[LatentTile] = _portable_tiles(rows)
+    candidates: Iterable[LatentTile] = portable_tiles(rows)
     if gpu.arch == SM90 and _suits_sm90(latents, query):
         # A chain, because every launch comes here: mostly the first tile fits, and no other is made.
         candidates = chain(_sm90_tiles(rows, latents), candidates)
-    return _first_fitting(candidates, group, latents, rope, query, gpu)
+    return first_fitting(candidates, group, latents, rope, query, gpu)
 
 
-def _first_fitting(
+def first_fitting(
     candidates: Iterable[LatentTile], group: int, latents: Paged, rope: int, query: torch.dtype, gpu: GPU
 ) -> LatentTile:
     """Return the first tile, widened to the heads of a token, that fits into shared memory."""
@@ -216,7 +242,7 @@ def _sm90_tiles(rows: int, latents: Paged) -> Iterator[LatentTile]:
     yield LatentTile(fitting, 64, 4 if parts == 1 and fitting <= FOUR_WARP_ROWS else 8, 1, 1, True)
 
 
-def _portable_tiles(rows: int) -> Iterator[LatentTile]:
+def portable_tiles(rows: int) -> Iterator[LatentTile]:
     """Yield tiles for any GPU from the fastest to the smallest."""
     for size in (32, 16):
         yield LatentTile(min(MAX_ROWS, padded_rows(rows)), size, 8 if rows > FOUR_WARP_ROWS else 4, 2, 1)
@@ -322,7 +348,7 @@ def mla_attention(
         of_tile = layouts(shape.rows, latent, rotary, sizes[2], shape.warps)
         mla_sm90_kernel[grid](*common, *sizes, *of_tile, num_warps=shape.warps)
     else:
-        mla_kernel[grid](*common, shape.stages, *sizes, num_warps=shape.warps, num_stages=shape.stages)
+        mla_kernel[grid](*common, shape.stages, *sizes, 0, num_warps=shape.warps, num_stages=shape.stages)
     if split:
         flash.combine_kernel[(max_query_len, heads, requests)](
             out, lse_TH, parts, lse, plan, batch.cu_seqlens_q_B1, num_tiles,
@@ -332,7 +358,7 @@ def mla_attention(
 
 
 def _splits_at_once(concurrency: int, requests: int) -> int:
-    """Return how many splits of a row are combined at a time: a few where there are many requests, as rows are long."""
+    """Return how many splits of a row are combined at a time: few where there are many requests, as rows are long."""
     return min(max(next_power_of_2(cdiv(concurrency, requests)), 4), 16)
 
 
@@ -503,7 +529,7 @@ def sparse_tile_of(group: int, latents: Paged, rope: int, query: torch.dtype, gp
 
         if sparse_gluon_sm90.serves(latents, rope, query, gpu.memory):
             return LatentTile(sparse_gluon_sm90.ROWS, sparse_gluon_sm90.TILE, 4, 1, 1, True)
-    return _first_fitting(_portable_tiles(group), group, latents, rope, query, gpu)
+    return first_fitting(portable_tiles(group), group, latents, rope, query, gpu)
 
 
 def sparse_mla_attention(
@@ -533,7 +559,7 @@ def sparse_mla_attention(
     shape = shape or sparse_tile_of(group, latents, rope, q_THD.dtype, gpu)
     programs = tokens * heads // group
     if splits is None:
-        splits = splits_of(programs, cdiv(most, shape.latents), shape.programs * gpu.processors)
+        splits = flash.splits_of(programs, cdiv(most, shape.latents), shape.programs * gpu.processors)
     if lse_TH is not None:
         splits = max(splits, 2)  # what combines them has the log-sum-exp, and kernels of one split leave none
     parts = lse = out
@@ -560,34 +586,6 @@ def sparse_mla_attention(
         )  # fmt: skip
     if splits > 1:
         sparse_combine_kernel[(tokens, heads)](
-            out,
-            lse_TH,
-            parts,
-            lse,
-            heads,
-            rank,
-            splits,
-            pieces,
-            next_power_of_2(splits),
-            next_power_of_2(rank),
-        )
+            out, lse_TH, parts, lse, heads, rank, splits, pieces, next_power_of_2(splits), next_power_of_2(rank)
+        )  # fmt: skip
     return out
-
-
-def splits_of(programs: int, num_tiles: int, concurrency: int) -> int:
-    """Choose the splits of a list that are done first.
-
-    Args:
-        programs: How many programs there are without splitting.
-        num_tiles: Tiles of a list.
-        concurrency: Programs that run at a time.
-
-    Returns:
-        Splits of each list.
-    """
-
-    def time(splits: int) -> float:
-        waves, combining = cdiv(programs * splits, concurrency), LAUNCH_COST_TILES if splits > 1 else 0.0
-        return waves * (cdiv(num_tiles, splits) + LAUNCH_COST_TILES) + combining
-
-    return min(range(1, min(MAX_SPLITS, max(num_tiles, 1)) + 1), key=time)

@@ -13,13 +13,14 @@ from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels import UNBOUNDED
 from nibble.kernels.attention.naive import PartialAttention
-from nibble.kernels.attention.triton import paged_attention, partial_attention
+from nibble.kernels.attention.triton import fixed_attention, paged_attention, partial_attention
 from nibble.kernels.mla import (
     mla_attention,
     partial_mla_attention,
     partial_sparse_mla_attention,
     sparse_mla_attention,
 )
+from nibble.kernels.mla.fixed import fixed_mla_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import LATENT
 
@@ -56,6 +57,19 @@ def _bound(batch: AttentionBatch) -> int:
     """Return a bound on stored tokens."""
     # A decode step may be recorded in a CUDA graph, where the host does not know lengths.
     return UNBOUNDED if batch.phase.decodes else max(batch.seq_lens)
+
+
+class TritonInvariant(AttentionBackend):
+    """The adapter of the same kernels with fixed splits: a query's result does not depend on the batch or the phase."""
+
+    def forward(
+        self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: None
+    ) -> Tensor:
+        """Call the kernel of the view's kind of attention."""
+        keys = view.keys.paged
+        if LATENT in view.streams:
+            return fixed_mla_attention(q_THD, keys, view.keys.stream.rope, batch, params.scale, params.window)
+        return fixed_attention(q_THD, keys, view.streams["v"].paged, batch, params)
 
 
 class Cuda(AttentionBackend):

@@ -1,0 +1,58 @@
+"""Two runs of a model, bit by bit: which module's output differs first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Trace = list[tuple[str, Tensor]]
+"""Names of modules, in the order in which they finished, and the rows that they returned [T, ...]."""
+
+
+@contextmanager
+def traced(model: nn.Module) -> Iterator[Trace]:
+    """Notes the outputs of all modules of a model that runs as it is written: compiled code calls no hooks."""
+    trace: Trace = []
+
+    def note(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            # [1, T, ...] is Transformers' batch.
+            trace.append(
+                (name, (first[0] if first.dim() > 2 and len(first) == 1 else first).detach().clone())
+            )
+
+    handles = [
+        module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(one: Trace, other: Trace, rows: slice, other_rows: slice) -> str:
+    """Says which module is the first whose rows differ between two runs, and by how much; empty if none does.
+
+    rows: of the first run, which are other_rows of the second.
+    """
+    later = dict(other)
+    for name, a in one:
+        b = later.get(name)
+        if b is None or sum(entry == name for entry, _ in (*one, *other)) != 2:
+            continue  # one that is called for each expert has other rows each time
+        if len(a) < rows.stop or len(b) < other_rows.stop:
+            continue  # of chosen rows alone, as logits are
+        x, y = a[rows], b[other_rows]
+        if x.shape == y.shape and not torch.equal(x, y):
+            far = float((x.float() - y.float()).abs().max())
+            count = int((x != y).flatten(1).any(1).sum())
+            return f"{name} is the first to differ: in {count} of {len(x)} rows, by {far:.3g} at most"
+    return ""
