@@ -118,6 +118,8 @@ SHARE_SIZES = 8
 MAX_LIST_SPLITS = 32
 LAUNCH_COST_TILES = 3.0
 """Tiles, in the time of which a program over a list of tokens starts and leaves what it has to be combined."""
+MOST_PROGRAMS = 65535
+"""In the last dimension of a grid: CUDA's limit."""
 MIN_REQUESTS = 32
 """Requests that a kernel is compiled for at least, so that small batches share one."""
 
@@ -465,13 +467,14 @@ def workspace(
 
 
 def fixed_workspace(
-    out: Tensor, splits: int, max_query_len: int, spread: bool | None
+    out: Tensor, splits: int, requests: int, max_query_len: int, spread: bool | None
 ) -> tuple[bool, Tensor, Tensor]:
     """Allocate what programs leave that share fixed splits.
 
     Args:
         out: The output [T, H, D]. It stands in for the workspace where splits are not shared.
         splits: Of the longest request.
+        requests: Of the batch.
         max_query_len: Query tokens of a request, at most.
         spread: Whether splits are shared; by the number of queries if None.
 
@@ -479,7 +482,8 @@ def fixed_workspace(
         Whether they are; float32 parts of rows [S, T, H, D], and their statistics [S, T, H, 3] (store_part).
     """
     if spread is None:
-        spread = splits > 1 and (max_query_len == 1 or len(out) <= SPREAD_TOKENS)
+        few = max_query_len == 1 or len(out) <= SPREAD_TOKENS
+        spread = few and splits > 1 and requests * splits <= MOST_PROGRAMS
     if not spread:
         return False, out, out
     parts = out.new_empty(splits, *out.shape, dtype=torch.float32)

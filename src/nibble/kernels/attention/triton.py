@@ -475,7 +475,7 @@ def fixed_attention(
     shape = shape or fixed_shape_of(max_query_len * group > FIXED_ROWS, group, k, v, q_THD.dtype, gpu)
     num_tiles, splits = cdiv(max_query_len, shape.rows // group), cdiv(max(batch.seq_lens), size)
     out = q_THD.new_empty(tokens, heads, v.dim)
-    spread, parts, stats = flash.fixed_workspace(out, splits, max_query_len, spread)
+    spread, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, spread)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     sinks, has_sinks = q_THD if params.sinks_H is None else params.sinks_H, params.sinks_H is not None
     window = params.window or 0

@@ -63,7 +63,7 @@ def fixed_mla_attention(
     shape = shape or fixed_tile_of(group, latents, rope, q_THD.dtype, gpu)
     num_tiles, splits = cdiv(max_query_len, shape.rows // group), cdiv(max(batch.seq_lens), size)
     out = q_THD.new_empty(tokens, heads, rank)
-    spread, parts, stats = flash.fixed_workspace(out, splits, max_query_len, spread)
+    spread, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, spread)
     latent, rotary, kind = tiles.sections(latents, rope, q_THD.dtype)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     mla_kernel[(num_tiles, heads // group, requests * splits if spread else requests)](
