@@ -12,8 +12,8 @@ equal ones; with it, values are rounded likewise:
 - 4over6: amax_block / (6 * global) and amax_block / (4 * global), both rounded to E4M3 (vLLM's nvfp4_4over6).
 
 Errors are compared in units of global * 2^(e - 16), where e is the exponent field of amax's code, at least 1: its scale
-has 512 to 960 of them, fewer where it is subnormal. Magnitudes are multiplied by 2^(16 - e) / global and rounded to whole
-units; the rest is exact (least_error() in formats/base.py).
+has 512 to 960 of them, fewer where it is subnormal. Magnitudes are multiplied by 2^(16 - e) / global and rounded to
+whole units; the rest is exact (least_error() in formats/base.py).
 
 A block whose scale rounds to zero decodes to zeros; if not all of it is zero, `sweep` finds a scale above 0. Infinities
 saturate, and a block whose scale does keeps 448. A NaN makes the scale of its block NaN: the damage is seen, and stays
