@@ -66,7 +66,8 @@ def tune_precision(
 
     Each candidate is tried in one layer at a time, for K and V apart, and the KL that it causes is measured. Of all
     assignments within the budget the one with the least sum is taken, and measured as a whole on other text. Only
-    formats that a kernel of the GPU reads are candidates (docs/precision.md). `nibble serve MODEL --kv-format ./kv_scheme.json` takes the file.
+    formats that a kernel of the GPU reads are candidates (docs/precision.md).
+    `nibble serve MODEL --kv-format ./kv_scheme.json` takes the file.
 
     Examples:
         nibble tune-precision demo --budget 5.5bits
