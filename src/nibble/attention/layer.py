@@ -445,27 +445,27 @@ class _WindowedLayer:
         ctx, exact, params = self.ctx, self.exact, self.params
         parts, owner = ctx.states.window_parts(self.batch, exact), ctx.plan.owner[self.layer]
         view, near_slots_TW = ctx.pool.view(owner), None
-        asked, far_asked = near_params(params, exact.tokens), far_params(params, exact.tokens)
+        near_ask, far_ask = near_params(params, exact.tokens), far_params(params, exact.tokens)
         if params.topk_indices_TK is not None:
             choice = _split_choice(ctx, exact, self.layer, self.batch, params)
             near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
-            asked = replace(asked, topk_indices_TK=choice.near_TW)
-            far_asked = replace(params, topk_indices_TK=choice.far_TK)
-        far_mean_HD = view.k_mean_HD if parts.far and far_asked else None
+            near_ask = replace(near_ask, topk_indices_TK=choice.near_TW)
+            far_ask = replace(params, topk_indices_TK=choice.far_TK)
+        far_mean_HD = view.k_mean_HD if parts.far and far_ask else None
         pages = exact.view(owner, parts, streams)
         if near_slots_TW is None and near.serves(q_THD, self.batch, pages.streams):
             k, v = pages.streams["k"].paged, pages.streams["v"].paged
-            part = near.near_attention(q_THD, k, v, parts.near.batch, asked, far_mean_HD)
+            part = near.near_attention(q_THD, k, v, parts.near.batch, near_ask, far_mean_HD)
         else:
             route = ctx.plan.near_route(self.layer, self.batch.phase)
-            prepared = self._prepared(route, parts.near.batch, asked)
-            part = prepared.attend_partially(q_THD, pages, asked, near_slots_TW)
+            prepared = self._prepared(route, parts.near.batch, near_ask)
+            part = prepared.attend_partially(q_THD, pages, near_ask, near_slots_TW)
             part = without_mean(part, q_THD, far_mean_HD, params.scale)
-        if parts.far is None or far_asked is None:
+        if parts.far is None or far_ask is None:
             return part.values_THD.to(q_THD.dtype)
         route = ctx.plan.route(self.layer, self.batch.phase)
-        prepared = self._prepared(route, parts.far, far_asked)
-        return prepared.attend_merged(stored_q_THD, view, far_asked, part, topk_slots_TK)
+        prepared = self._prepared(route, parts.far, far_ask)
+        return prepared.attend_merged(stored_q_THD, view, far_ask, part, topk_slots_TK)
 
     def _prepared(self, route: Route, batch: AttentionBatch, params: AttentionParams) -> PreparedBatch:
         return self.ctx.states.lookup(route, self.ctx.backends, self.ctx.pool.layout.page_size, batch, params)

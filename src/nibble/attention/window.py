@@ -209,18 +209,18 @@ class ScratchPages:
         return replace(exact, streams=filled)
 
     def _fill(self, entry: StreamView, x_THD: Tensor) -> StreamView:
-        (kept,) = entry.planes
-        scratch = self._plane(entry.stream.name, kept)
-        scratch.index_copy_(0, self._scratch.target_C, kept.index_select(0, self._scratch.source_C))
-        scratch.flatten(0, 1).index_copy_(0, self._scratch.slot_mapping_T, x_THD.to(kept.dtype))
+        (pages,) = entry.planes
+        scratch = self._plane(entry.stream.name, pages)
+        scratch.index_copy_(0, self._scratch.target_C, pages.index_select(0, self._scratch.source_C))
+        scratch.flatten(0, 1).index_copy_(0, self._scratch.slot_mapping_T, x_THD.to(pages.dtype))
         return replace(entry, planes=(scratch,))
 
-    def _plane(self, name: str, kept: Tensor) -> Tensor:
+    def _plane(self, name: str, pages: Tensor) -> Tensor:
         # Layers of one shape share them.
-        key = name, kept.shape[1:]
+        key = name, pages.shape[1:]
         if key not in self._planes:
             # Zeros, because a slot that nothing is written to may lie in a tile that is read.
-            self._planes[key] = kept.new_zeros(self._scratch.num_pages, *kept.shape[1:])
+            self._planes[key] = pages.new_zeros(self._scratch.num_pages, *pages.shape[1:])
         return self._planes[key]
 
 
@@ -318,8 +318,8 @@ class ExactCache:
             meta: of the step.
         """
         assert meta.exact_slot_mapping_T is not None
-        kept = {name: x for name, x in streams.items() if name != INDEX}
-        self.pool.write(layer, kept, meta.exact_slot_mapping_T)
+        values = {name: x for name, x in streams.items() if name != INDEX}
+        self.pool.write(layer, values, meta.exact_slot_mapping_T)
 
     def view(self, owner: int, parts: WindowParts, streams: Mapping[str, Tensor]) -> KVView:
         """Return the pages of the near part for a layer.

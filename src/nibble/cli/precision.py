@@ -67,12 +67,13 @@ def tune_precision(
     Each candidate is tried in one layer at a time, for K and V apart, and the KL that it causes is measured. Of all
     assignments within the budget the one with the least sum is taken, and measured as a whole on other text. Only
     formats that a kernel of the GPU reads are candidates (docs/precision.md).
+    `nibble serve MODEL --kv-format ./kv_scheme.json` takes the file.
 
     Examples:
         nibble tune-precision demo --budget 5.5bits
-        nibble tune-precision demo --max-kl 0.01 --compare k8v4 --compare nvfp4
-        nibble tune-precision ./my-model --budget 5bits --text wiki.txt --out my-model/kv_scheme.json
-        nibble serve demo --kv-format kv_scheme.json
+        nibble tune-precision demo --max-kl 0.01 --compare k8v4
+        nibble tune-precision ./my-model --budget 5bits --text wiki.txt
+        nibble tune-precision ./my-model --budget 5bits --gpu h200
     """
     wanted_goal, served = Goal(**goal), Config(model=model, **config)
     quiet_libraries(model)

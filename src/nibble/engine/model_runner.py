@@ -440,9 +440,9 @@ def _unkept(scheduled: Sequence[ScheduledRequest], page_size: int) -> list[int]:
     """Return the rows of tokens that are too old at the end of the step to be kept in exact pages."""
     rows, first = list[int](), 0
     for item in scheduled:
-        kept = item.request.lease.exact_pages
+        exact_pages = item.request.lease.exact_pages
         for page in range(item.start // page_size, cdiv(item.end, page_size)):
-            if page not in kept:
+            if page not in exact_pages:
                 start, stop = max(page * page_size, item.start), min((page + 1) * page_size, item.end)
                 rows += range(first + start - item.start, first + stop - item.start)
         first += item.num_tokens

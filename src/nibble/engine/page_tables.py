@@ -126,27 +126,27 @@ class ExactTable:
         self.table_RN = torch.full_like(table_RN, empty_page)
         self._empty_page = empty_page
         # What the device knows of each row: exact pages by page.
-        self._known: dict[int, dict[int, int]] = {}
+        self._sent_by_row: dict[int, dict[int, int]] = {}
         self._new_rows: list[int] = []
         self._new_places: list[int] = []
         self._new_pages: list[int] = []
 
     def reset(self, row: int) -> None:
         """Note that another lease has the row."""
-        self._known[row] = {}
+        self._sent_by_row[row] = {}
         self._new_rows.append(row)
 
     def update(self, row: int, lease: Lease) -> None:
         """Note the exact pages of `lease` that the device does not know."""
-        known = self._known[row]
-        if known == lease.exact_pages:
+        last = self._sent_by_row[row]
+        if last == lease.exact_pages:
             return
         first = row * self.table_RN.shape[1]
         for page, exact_page in lease.exact_pages.items():
-            if known.get(page) != exact_page:
+            if last.get(page) != exact_page:
                 self._new_places.append(first + page)
                 self._new_pages.append(exact_page)
-        self._known[row] = dict(lease.exact_pages)
+        self._sent_by_row[row] = dict(lease.exact_pages)
 
     def add_updates(self, packed: PackedInts) -> tuple[slice, slice, slice]:
         """Add what the device does not know to the integers of a step; return where it lies."""

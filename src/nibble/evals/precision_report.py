@@ -24,8 +24,8 @@ class Goal:
     max_kl: float | None = option(
         None, "In place of a budget: the smallest cache whose predicted KL is at most this, in nats a token."
     )
-    candidates: str = option(
-        "",
+    candidates: str | None = option(
+        None,
         "Formats to try for each stream, between commas; left out: BF16, FP8, NVFP4 and their records for MLA.",
     )
     tokens: int = option(4096, "Tokens that candidates are measured on, from the end of the text.")

@@ -117,7 +117,7 @@ def _plain(config: Config) -> str:
 
 def _trials(target: Target, goal: Goal) -> list[Candidate]:
     """Return what is tried in each layer group; raise ConfigError for an unknown format."""
-    names = tuple(filter(None, map(str.strip, goal.candidates.split(",")))) or schemes.TUNED
+    names = tuple(filter(None, map(str.strip, (goal.candidates or "").split(",")))) or schemes.TUNED
     tried = tuple(dict.fromkeys(map(schemes.parse, names)))
     if wrong := [scheme.name for scheme in tried if schemes.mixed(scheme.base) or "+" in scheme.name]:
         raise ConfigError(

@@ -92,7 +92,7 @@ class Scheme:
     @property
     def is_plain(self) -> bool:
         """Return whether it stores all streams unquantised."""
-        return self.base not in MIXED and formats.get(self.base).plain is not None
+        return all(entry.plain is not None for entry in self.formats)
 
     def format_of(self, stream: Stream) -> KVFormat:
         """Return the format of `stream`."""

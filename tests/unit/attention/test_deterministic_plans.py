@@ -58,6 +58,15 @@ def test_sparse_attention_is_refused() -> None:
         plan(SPARSE)
 
 
+def test_an_exact_window_is_refused() -> None:
+    """Its two parts would have another arithmetic in prompts than in decode steps."""
+    with pytest.raises(
+        Unsupported, match="does not return the log-sum-exp that an exact window needs"
+    ) as refusal:
+        plan(QWEN, kv_format="nvfp4", kv_window=128)
+    assert refusal.value.refusal.suggestion is not None
+
+
 def test_a_cpu_keeps_its_definition(tiny: Any) -> None:
     config = Config(model=str(tiny), device="cpu", kv_format="nvfp4", deterministic=True)
     assert {route.backend for route in plan_cache(config).plan.routes} == {"torch_ref"}

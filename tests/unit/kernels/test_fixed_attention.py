@@ -106,15 +106,15 @@ def test_a_query_has_the_same_bits_however_it_comes(case: Case) -> None:
     check(scene, attend, (FEW, MANY), naive.paged_attention(q_THD, scene.k, scene.v, batch, params))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])
-def test_a_query_over_latents_has_the_same_bits_however_it_comes(name: str) -> None:
+@pytest.mark.parametrize(("name", "window"), [("bf16", None), ("fp8_e4m3", None), ("bf16", 21)])
+def test_a_query_over_latents_has_the_same_bits_however_it_comes(name: str, window: int | None) -> None:
     scene, rope = Scene(name, 1, 96), 32
 
     def attend(q_THD: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
-        return fixed_mla_attention(q_THD, scene.k, rope, batch, 0.1, size=SPLIT, **options)
+        return fixed_mla_attention(q_THD, scene.k, rope, batch, 0.1, window, size=SPLIT, **options)
 
     q_THD, batch = scene.batch(LENGTH, LENGTH)
-    check(scene, attend, (LATENT,), naive_mla.mla_attention(q_THD, scene.k, rope, batch, 0.1))
+    check(scene, attend, (LATENT,), naive_mla.mla_attention(q_THD, scene.k, rope, batch, 0.1, window))
 
 
 @pytest.mark.parametrize("spread", [False, True])
