@@ -166,22 +166,27 @@ def assign_split(program, seq_lens, requests, concurrency, max_keys, R: tl.const
 
 
 @triton.jit
-def take_split(program, plan, seq_lens, requests, concurrency, max_keys, SPLIT: tl.constexpr, FIXED: tl.constexpr,
+def take_split(program, seq_lens, requests, concurrency, max_keys, SPLIT: tl.constexpr, FIXED: tl.constexpr,
                R: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """Return the request of a program, the index of its split, and how many splits the request has.
 
-    Arguments are those of assign_split. The first program of a request tells combine_kernel by `plan` where parts are.
-    SPLIT: whether keys are split; FIXED: whether splits are the same in every batch, and of how many keys.
+    Arguments are those of assign_split. SPLIT: whether keys are split; FIXED: whether splits are the same in every
+    batch, and of how many keys.
     """
     request, split, splits = program, 0, 1
     if SPLIT and FIXED:
         request, split = program % requests, program // requests
     elif SPLIT:
         request, split, splits = assign_split(program, seq_lens, requests, concurrency, max_keys, R, K)
-        if (split == 0) & (request < requests):
-            tl.store(plan + 2 * request, program)
-            tl.store(plan + 2 * request + 1, splits)
     return request, split, splits
+
+
+@triton.jit
+def store_plan(plan, program, request, split, splits, SPLIT: tl.constexpr, FIXED: tl.constexpr):
+    """Tell combine_kernel where the parts of a request are, by the first of its programs."""
+    if SPLIT and not FIXED and split == 0:
+        tl.store(plan + 2 * request, program)
+        tl.store(plan + 2 * request + 1, splits)
 
 
 @triton.jit

@@ -171,10 +171,11 @@ def attention_kernel(
     tile, head, program = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
     request, split, splits = flash.take_split(
-        program, plan, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
+        program, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
     )
     if SPLIT and request >= requests:
         return
+    flash.store_plan(plan, program, request, split, splits, SPLIT, FIXED)
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
     first = tile * TOKENS
@@ -206,6 +207,8 @@ def attention_kernel(
     )
 
     # --- accumulate
+    if not FIXED:
+        bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
     table += request.to(tl.int64) * table_stride
     unit = scale * tiles.global_scale(k, head)
     if FIXED:
@@ -220,7 +223,6 @@ def attention_kernel(
                              live_M, concurrency, tl.num_programs(1) * GROUP, V_DIM)  # fmt: skip
             return
     else:
-        bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
         state = _attend(state, queries, k, v, table, head, past + token_M, bounds, unit, softcap, WINDOW, SOFTCAP,
                         JOIN, N)  # fmt: skip
 

@@ -118,11 +118,12 @@ def mla_kernel(
     tile, group, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
     request, split, splits = flash.take_split(
-        program, plan, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
+        program, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
     )
     # The grid has room for any division into splits, so some programs have nothing to do.
     if SPLIT and request >= requests:
         return
+    flash.store_plan(plan, program, request, split, splits, SPLIT, FIXED)
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
     first = tile * TOKENS
@@ -152,6 +153,8 @@ def mla_kernel(
     state = flash.init_state(latent.PARTS, latent.items.WIDTH, M, N)
 
     # --- accumulate
+    if not FIXED:
+        bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
     table += request.to(tl.int64) * table_stride
     # exp2() is what the hardware computes
     latent_scale, rope_unit = tl.load(global_scale) * FOLD, scale * flash.LOG2E
@@ -171,7 +174,6 @@ def mla_kernel(
             return
         peak_M, total_M, sums = merged
     else:
-        bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
         peak_M, total, sums = _attend(state, queries, q_rope, latent, rope, table, past + token_M, bounds, unit,
                                       rope_unit, ROPE, STAGES, WINDOW, M, N)  # fmt: skip
         total_M = tl.sum(total, 1)
