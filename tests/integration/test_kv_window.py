@@ -107,6 +107,16 @@ def test_it_is_the_definition(kv_format: str, window: int, tiny: tuple[Path, Pat
         assert difference(engine_logits(llm, PROMPT, chunk), expected) < TOLERANCE, chunk
 
 
+@pytest.mark.parametrize("page_size", [1, 48, 128])
+def test_pages_of_any_size(page_size: int, tiny: tuple[Path, Path]) -> None:
+    ids = (PROMPT * 5)[:400]
+    llm = engine(tiny, "nvfp4", 20, page_size=page_size)
+    expected = dense_logits(llm, tiny[0], ids, 20)
+    for chunk in (150, 7):
+        assert difference(engine_logits(llm, ids, chunk), expected) < TOLERANCE, chunk
+    assert difference(torch.cat([engine_logits(llm, ids, 512)]), expected) < TOLERANCE
+
+
 def test_a_window_off_by_one_is_noticed(tiny: tuple[Path, Path]) -> None:
     llm = engine(tiny, "nvfp4", 16)
     for other in (15, 17):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX
 
-ALIGNMENT = 256
+TILE = 256
 """The near part counts tokens from a multiple of this. Kernels that work in tiles at fixed positions then have the same
 tiles whatever the batch."""
 
@@ -112,7 +113,7 @@ def near_batch(batch: AttentionBatch, window: int, page_size: int, empty_page: i
     Args:
         batch: the requests, with their exact pages.
         window: tokens of the exact window.
-        page_size: tokens of a page, a divisor of ALIGNMENT.
+        page_size: tokens of a page.
         empty_page: an exact page of zeros.
     """
     assert batch.exact_table_BN is not None
@@ -128,15 +129,17 @@ def _over_exact_pages(
     new = max(batch.query_lens)
     # The first token that any of the queries sees, and from where tokens are counted.
     first_B1 = (batch.seq_lens_B - new - window + 1).clamp(min=0)[:, None]
-    base_B1 = first_B1 // ALIGNMENT * ALIGNMENT
-    reach = ALIGNMENT + window + new
+    step = lcm(TILE, page_size)
+    base_B1 = first_B1 // step * step
+    reach = step + window + new
     columns_N = torch.arange(cdiv(reach, page_size), device=base_B1.device)
     columns_BN = base_B1 // page_size + columns_N
     table_BN = exact_table_BN.gather(1, columns_BN.clamp(max=exact_table_BN.shape[1] - 1).long())
     # What lies before is not kept, and others may write there.
     table_BN = torch.where(columns_BN < first_B1 // page_size, empty_page, table_BN)
     lens = tuple(
-        min(length, reach) if batch.bounds else _counted(length, new, window) for length in batch.seq_lens
+        min(length, reach) if batch.bounds else length - _base(length, new, window, step)
+        for length in batch.seq_lens
     )
     base_B = base_B1[:, 0]
     near = replace(
@@ -150,20 +153,17 @@ def _over_exact_pages(
     return NearBatch(near, base_B, None)
 
 
-def _base(length: int, new: int, window: int) -> int:
-    return max(0, length - new - window + 1) // ALIGNMENT * ALIGNMENT
-
-
-def _counted(length: int, new: int, window: int) -> int:
-    return length - _base(length, new, window)
+def _base(length: int, new: int, window: int, step: int) -> int:
+    """Return from where tokens are counted: the last multiple of `step` that no near token comes before."""
+    return max(0, length - new - window + 1) // step * step
 
 
 def _over_scratch(batch: AttentionBatch, exact_table_BN: Tensor, window: int, page_size: int) -> NearBatch:
     lens, widths, slots = list[int](), list[int](), list[int]()
     copied: list[tuple[int, int, int]] = []
-    num_pages = 0
+    num_pages, step = 0, lcm(TILE, page_size)
     for i, (new, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-        base, start = _base(length, new, window), length - new
+        base, start = _base(length, new, window, step), length - new
         # Scratch pages of a request follow each other: page n of the request is scratch page n + offset.
         offset = num_pages - base // page_size
         first = max(0, start - window + 1)
