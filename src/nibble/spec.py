@@ -74,13 +74,6 @@ def _parse_span(item: str, where: str) -> tuple[int, int]:
     return low, high
 
 
-def _window(requested: int | None, used: Iterable[Scheme]) -> int:
-    """Return the tokens of the exact window: none where all layers store what the model computes."""
-    if all(entry.is_plain for entry in used):
-        return 0
-    return requested or 0
-
-
 def _schemes(config: Config, file: SchemeFile | None) -> tuple[Scheme, tuple[LayerRule, ...]]:
     """Return the scheme and the rules, with what their texts leave to `kv_encoder` and `kv_transforms`.
 
@@ -159,7 +152,7 @@ class CacheSpec:
             graphs=config.graphs,
             deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
-            window=_window(config.kv_window, (scheme, *(rule.scheme for rule in rules))),
+            window=config.kv_window or 0,
         )
 
     @property

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nibble import LLM, SamplingParams
-from nibble.attention.planner import memory as memory_plan
-from nibble.attention.planner.memory import SNAPSHOT_SHARE
+from nibble.attention.planner import window_memory
+from nibble.attention.planner.window_memory import SNAPSHOT_SHARE
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.config import Config, OffloadSpec
 from nibble.engine import model_runner as runners
@@ -80,7 +80,7 @@ def test_the_answers_are_those_without_it(
     model: Path, kv_format: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Windows of as many requests as run without: the device is to have too little for their other tokens.
-    monkeypatch.setattr(memory_plan, "EXACT_SHARE", 0.9)
+    monkeypatch.setattr(window_memory, "EXACT_SHARE", 0.9)
     asked = prompts(6)
     expected = answers(llm(model, kv_format=kv_format, kv_window=window), asked)
     hot = tight(model, kv_format=kv_format, kv_window=window)

@@ -25,16 +25,13 @@ import torch
 from torch import Tensor
 
 from nibble.attention.planner.plan import Plan
+from nibble.attention.planner.window_memory import TILE
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX
-
-TILE = 256
-"""The near part counts tokens from a multiple of this. Kernels that work in tiles at fixed positions then have the same
-tiles whatever the batch."""
 
 
 def far_params(params: AttentionParams, window: int) -> AttentionParams | None:

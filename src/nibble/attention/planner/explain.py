@@ -16,10 +16,11 @@ from typing import Any
 from nibble import formats
 from nibble.attention.planner import evidence, support
 from nibble.attention.planner.evidence import LedgerEntry
-from nibble.attention.planner.memory import ExactMemory, MemoryPlan
+from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
+from nibble.attention.planner.window_memory import ExactMemory
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.hardware import format_bytes
 from nibble.model_spec import LayerGroup, Phase

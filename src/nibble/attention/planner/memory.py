@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from nibble import formats
+from nibble.attention.planner import window_memory
 from nibble.attention.planner.plan import Plan, Tier, cuda_graph_blocker, graph_sizes
 from nibble.attention.planner.support import MAX_STAGED_TOKENS
 from nibble.cache.layout import LayerLayout
@@ -66,12 +67,6 @@ SAMPLING_ROW_BYTES = 48
 HOST_ROW_BYTES = 48
 """What the host keeps of a row of the page tables: an entry in two lists, and an integer."""
 PAGE_ID_BYTES, TOKEN_ID_BYTES = 4, 8
-EXACT_SHARE = 0.25
-"""Largest part of the cache's memory that the exact windows of running requests take."""
-LEAST_EXACT_REQUESTS = 3
-"""There are pages for so many more: a request that is alone holds those of up to three chunks."""
-SNAPSHOT_SHARE = 0.05
-"""Part of the cache's memory for snapshots of prefixes."""
 HOST_SHARE = 0.5
 """Part of the free host memory that a tier takes by default."""
 WRITE_FRAMES = 2
@@ -80,24 +75,6 @@ HOT_SLOT_BYTES = 8
 """For each slot of a hot buffer, in each layer with an indexer: which token it holds, and its turn."""
 PLACE_BYTES = 4
 """For each frame of a hot buffer, and for each page: which frame that is."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExactMemory:
-    """Pages in the compute dtype that hold the newest tokens of requests, and snapshots of prefixes."""
-
-    requests: int
-    """That may run at a time."""
-    pages: int
-    """All of them: of requests, and of snapshots."""
-    snapshots: int
-    """Most pages that only snapshots hold."""
-    bytes_per_page: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all pages, with the one that stays empty."""
-        return (self.pages + 1) * self.bytes_per_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +115,7 @@ class MemoryPlan:
     """What the device keeps about hot buffers and the places of pages."""
     host: int = 0
     """Of the host's memory."""
-    exact: ExactMemory | None = None
+    exact: window_memory.ExactMemory | None = None
     """The exact window's part, where there is one."""
 
     @property
@@ -233,7 +210,8 @@ class MemoryPlanner:
         step, layout = self.step, self.cache_plan.layout
         self._check_host()
         room, limit = self._pool_room()
-        exact = self._exact_memory(room)
+        exact = window_memory.divide(self.cache_plan, self.spec, room)
+        window_memory.check(self.cache_plan, exact, room)
         split = self._split_pages(room - (exact.bytes if exact else 0))
         # Index keys of all pages stay on the device; the rest lies in frames.
         frame = layout.without_index.bytes_per_page
@@ -280,7 +258,12 @@ class MemoryPlanner:
     @cached_property
     def staging_bytes(self) -> int:
         """Workspaces of attention. A layer dequantises pages outside a kernel or inside it, never both."""
-        return max(self.dequantized_bytes, self.kernel_bytes, self.fixed_split_bytes) + self.sparse_bytes
+        workspace = max(self.dequantized_bytes, self.kernel_bytes, self.fixed_split_bytes)
+        return (
+            workspace
+            + self.sparse_bytes
+            + window_memory.scratch_bytes(self.cache_plan, self.step.step_tokens, self.step.max_decodes)
+        )
 
     @property
     def dequantized_bytes(self) -> int:
@@ -421,23 +404,6 @@ class MemoryPlanner:
         """Pages of the longest request."""
         return cdiv(self.step.context, self.cache_plan.page_size)
 
-    @property
-    def exact_request_pages(self) -> int:
-        """Exact pages of a running request: those of its window, the one that is written, and one to grow into."""
-        return cdiv(self.cache_plan.window, self.cache_plan.page_size) + 2
-
-    def _exact_memory(self, room: int) -> ExactMemory | None:
-        """Return the exact window's part of `room` bytes; None without one."""
-        if not self.cache_plan.window:
-            return None
-        page_bytes = self.cache_plan.exact_layout.bytes_per_page
-        # Where memory is short, fewer requests run at a time: pages are worth more than their number.
-        fitting = int(EXACT_SHARE * room) // (self.exact_request_pages * page_bytes)
-        requests = min(self.spec.max_running, max(1, fitting))
-        held = (requests + LEAST_EXACT_REQUESTS) * self.exact_request_pages
-        snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if self.spec.prefix_cache else 0
-        return ExactMemory(requests, held + snapshots, snapshots, page_bytes)
-
     def _split_pages(self, room: int) -> PageSplit:
         """Return how many pages `room` bytes hold: all of them on the device, but with a host tier."""
         tier, pages = self.cache_plan.tier, room // self.cache_plan.layout.bytes_per_page
@@ -511,7 +477,7 @@ class MemoryPlanner:
         if self.cache_plan.tier is None:  # a tier has pages that need no room on the device
             useful, reason = self.useful_tokens
             useful_bytes = useful * self.cache_plan.layout.bytes_per_token
-            exact = self._exact_memory(useful_bytes)
+            exact = window_memory.divide(self.cache_plan, self.spec, useful_bytes)
             limits.append((useful_bytes + (exact.bytes if exact else 0), reason))
         if self.device.is_cpu:
             limits.append((int(self.device.memory * CPU_SHARE), f"{CPU_SHARE:.0%} of memory"))
@@ -534,8 +500,7 @@ class MemoryPlanner:
     def least_bytes(self) -> int:
         """Memory with room for the weights, the workspaces, the reserve, and one request of the longest kind."""
         pages = self.request_pages * self.cache_plan.layout.bytes_per_page
-        if self.cache_plan.window:
-            pages += (self.exact_request_pages + 1) * self.cache_plan.exact_layout.bytes_per_page
+        pages += window_memory.least_bytes(self.cache_plan)
         # A CPU gives a part of its memory to pages.
         share = int(pages / CPU_SHARE) if self.device.is_cpu and self.spec.kv_memory is None else 0
         return max(int((self.used_bytes + pages) / (1 - RESERVE)) + 1, share)
@@ -570,7 +535,10 @@ class MemoryPlanner:
             return
         # A pool without a single page has no shorter context to propose.
         shorter = f"--max-context {result.tokens}; " if result.tokens else ""
-        mib = cdiv(needed * self.cache_plan.layout.bytes_per_page, 1 << 20)
+        # Of what is asked for, snapshots of prefixes get their share.
+        share = window_memory.SNAPSHOT_SHARE if self.cache_plan.window and self.spec.prefix_cache else 0.0
+        least = needed * self.cache_plan.layout.bytes_per_page + window_memory.least_bytes(self.cache_plan)
+        mib = cdiv(int(least / (1 - share)), 1 << 20)
         raise CapacityError(
             f"the pool is too small: {format_bytes(result.pool)} ({result.limit}) is {result.pages} pages of {size} "
             f"tokens, and {needed} are needed for one request of {result.context} tokens; what would help: {shorter}"

@@ -188,7 +188,10 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 def cuda_graph_blocker(plan: Plan) -> str | None:
     """Return why decode steps of `plan` cannot be recorded; None if they can."""
     for group in plan.groups:
-        route = group.route(Phase.DECODE)
-        if not route.graphs:
+        near = _of_phase(group.near_routes, Phase.DECODE)
+        # Near tokens of heads have a kernel of their own (kernels/near/__init__.py).
+        routes = [group.route(Phase.DECODE), *([near] if near and group.group.kind != "mha" else [])]
+        route = next((route for route in routes if not route.graphs), None)
+        if route:
             return f"decode steps run without CUDA graphs: {route} of group {group.group.name} cannot be recorded"
     return None

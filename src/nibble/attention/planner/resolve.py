@@ -161,13 +161,14 @@ def _resolve(request: PlanRequest) -> Plan:
     choices = _choices(request, parts)
     # All groups and phases read the same pages.
     page, packing = _storage(request, choices)
-    groups = tuple(_group(request, part, choices, page, packing) for part in parts)
+    window = _window(request, parts)
+    groups = tuple(_group(request, part, choices, page, packing, window) for part in parts)
     shared = support.shared_kv_notes(request.spec, request.model_spec)
     notes = (*shared, *explain.plan_notes(request, groups, page, packing))
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
     tier = _tier(request.spec.offload, parts, layout)
-    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, request.spec.window)
+    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window)
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
@@ -240,7 +241,17 @@ def _packings(request: PlanRequest, choices: Options) -> Iterable[str]:
     return (*packings.names(), *sorted(names - set(packings.names())))
 
 
-def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str) -> GroupPlan:
+def _window(request: PlanRequest, parts: Iterable[SchemeGroup]) -> int:
+    """Return the tokens of the exact window: none where no layer is quantised, and no more than a request has."""
+    if all(part.scheme.is_plain for part in parts):
+        return 0
+    longest = request.model_spec.max_context
+    return min(request.spec.window, request.spec.max_context or longest, longest)
+
+
+def _group(
+    request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str, window: int
+) -> GroupPlan:
     routes: list[Route] = []
     for phase in ROUTED:
         route = _pick(choices[part, phase], page, packing)
@@ -256,13 +267,12 @@ def _group(request: PlanRequest, part: SchemeGroup, choices: Options, page: int,
         )
         verify = _pick(drafts, page, packing)
         routes += [verify] if verify else []
-    near = tuple(_near_routes(request, part, page))
+    near = tuple(_near_routes(request, part, page, window))
     return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes), near)
 
 
-def _near_routes(request: PlanRequest, part: SchemeGroup, page: int) -> Iterator[Route]:
+def _near_routes(request: PlanRequest, part: SchemeGroup, page: int, window: int) -> Iterator[Route]:
     """Yield the routes of the exact window, if there is one: over pages in the compute dtype, with a window."""
-    window = request.spec.window
     if not window:
         return
     plain = formats.plain(request.dtype).name

@@ -303,7 +303,7 @@ def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, 
         for layer in group.layers:
             # Of a layer that shares KV the owner decides, whatever its own rule says.
             by_scheme.setdefault(scheme_by_layer[model_spec.owner[layer]], []).append(layer)
-        windowed = bool(spec.window)
+        windowed = bool(spec.window) and not all(scheme.is_plain for scheme in scheme_by_layer)
         groups += [
             SchemeGroup(group, tuple(layers), scheme, windowed) for scheme, layers in by_scheme.items()
         ]

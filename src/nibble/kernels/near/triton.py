@@ -18,8 +18,8 @@ from nibble.kernels import MMA_ROWS, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
-KEYS = 64
-"""Keys of a tile."""
+KEYS, KEY_BYTES = 64, 512
+"""Keys of a tile, where a key has at most so many bytes; fewer of longer ones, to fit into the smallest GPUs."""
 
 
 @triton.jit
@@ -107,12 +107,14 @@ def near_attention(
     values_THD = torch.empty(requests, heads, v.dim, dtype=torch.float32, device=q_THD.device)
     lse_TH = torch.empty(requests, heads, dtype=torch.float32, device=q_THD.device)
     group, table_BN = heads // k.heads, batch.page_table_BN
+    longest = next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize
+    keys = max(MMA_ROWS, min(KEYS, KEYS * KEY_BYTES // longest))
     near_kernel[requests, k.heads](
         q_THD, k_plane, v_plane, table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD, lse_TH,
         params.scale, params.softcap or 0.0,
         *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], table_BN.stride(0), lse_TH.stride(0),
         WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
         M=max(MMA_ROWS, next_power_of_2(group)), K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim),
-        N=KEYS,
+        N=keys,
     )  # fmt: skip
     return PartialAttention(values_THD, lse_TH.T)

@@ -1,0 +1,104 @@
+"""The exact window's part of the memory plan: pages in the compute dtype, and the scratch pages of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from nibble.attention.planner.plan import Plan
+from nibble.errors import CapacityError
+from nibble.hardware import format_bytes
+from nibble.kernels import cdiv
+from nibble.spec import CacheSpec
+
+EXACT_SHARE = 0.25
+"""Largest part of the cache's memory that the exact windows of running requests take."""
+LEAST_REQUESTS = 3
+"""There are pages for so many more: a request that is alone holds those of up to three chunks."""
+TILE = 256
+"""Near tokens are counted from a multiple of this (attention/window.py): kernels that work in tiles at fixed positions
+then have the same tiles whatever the batch."""
+SNAPSHOT_SHARE = 0.05
+"""Part of the cache's memory for snapshots of prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMemory:
+    """Pages in the compute dtype that hold the newest tokens of requests, and snapshots of prefixes."""
+
+    requests: int
+    """That may run at a time."""
+    pages: int
+    """All of them: of requests, and of snapshots."""
+    snapshots: int
+    """Most pages that only snapshots hold."""
+    bytes_per_page: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pages, with the one that stays empty."""
+        return (self.pages + 1) * self.bytes_per_page
+
+
+def divide(plan: Plan, spec: CacheSpec, room: int) -> ExactMemory | None:
+    """Return the exact window's part of `room` bytes; None without one.
+
+    Args:
+        plan: What the cache stores.
+        spec: What is requested.
+        room: Bytes of the cache.
+    """
+    if not plan.window:
+        return None
+    page_bytes = plan.exact_layout.bytes_per_page
+    # Where memory is short, fewer requests run at a time: pages are worth more than their number.
+    fitting = int(EXACT_SHARE * room) // (_request_pages(plan) * page_bytes)
+    requests = min(spec.max_running, max(1, fitting))
+    held = (requests + LEAST_REQUESTS) * _request_pages(plan)
+    snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if spec.prefix_cache else 0
+    return ExactMemory(requests, held + snapshots, snapshots, page_bytes)
+
+
+def check(plan: Plan, exact: ExactMemory | None, room: int) -> None:
+    """Raise CapacityError where the window leaves nothing of `room` bytes.
+
+    Args:
+        plan: What the cache stores.
+        exact: The window's part.
+        room: Bytes of the cache.
+    """
+    if exact and exact.bytes >= room:
+        raise CapacityError(
+            f"the exact window of {plan.window} tokens takes {format_bytes(exact.bytes)}, and the cache has "
+            f"{format_bytes(room)}; what would help: a smaller --kv-window, or a larger --kv-memory"
+        )
+
+
+def least_bytes(plan: Plan) -> int:
+    """Return what the window takes where one request runs at a time, without snapshots; 0 without a window."""
+    if not plan.window:
+        return 0
+    pages = (1 + LEAST_REQUESTS) * _request_pages(plan) + 1
+    return pages * plan.exact_layout.bytes_per_page
+
+
+def scratch_bytes(plan: Plan, step_tokens: int, max_prompts: int) -> int:
+    """Return the bytes of scratch pages: a step's new tokens, and of each prompt what comes before them.
+
+    Args:
+        plan: What the cache stores.
+        step_tokens: Most tokens of a step.
+        max_prompts: Most prompts of a step.
+    """
+    if not plan.window:
+        return 0
+    # Layers of one shape share them; others have their own.
+    layers = plan.exact_layout.layers
+    shapes = {tuple((x.stream.heads, x.stream.dim) for x in layer.streams): layer for layer in layers}
+    before = lcm(TILE, plan.page_size) + plan.window + plan.page_size
+    return (step_tokens + max_prompts * before) * sum(layer.bytes_per_token for layer in shapes.values())
+
+
+def _request_pages(plan: Plan) -> int:
+    """Return the exact pages of a running request: of its window, the one that is written, and one to grow into."""
+    return cdiv(plan.window, plan.page_size) + 2
