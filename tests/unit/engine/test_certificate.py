@@ -167,7 +167,7 @@ def write(of: Config, folder: Path | None = None, **changes: Any) -> Path:
     with LLM(**{entry.name: getattr(of, entry.name) for entry in fields(of)}) as llm:
         subject = lookup.subject_of(llm._engine_plan, None)
         assert subject.scales == UNKNOWN_SCALES
-        subject = replace(subject, scales=llm.engine.namespace.partition("/")[2])
+        subject = replace(subject, scales=llm.engine.namespace.rpartition("/")[2])
     folder = folder or lookup.folder_to_write(of.model)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{lookup.file_name(subject)}.json"

@@ -95,7 +95,7 @@ def test_a_model_without_a_text_takes_the_built_in_one(tmp_path: Path) -> None:
     assert found.measured["text"] == "built-in" and any("--text FILE" in note for note in found.notes)
     assert "Recall was not measured." in found.notes
     assert found.subject.scales == "", "a format without scales asks for none"
-    assert found.subject.options == {}
+    assert found.subject.options == {"window": "0", "deterministic": "False"}
     text = tmp_path / "mine.txt"
     text.write_text(TEXT)
     found = certify(of, sizes, text, out)

@@ -415,7 +415,7 @@ class TestCalibration:
             assert serve(tiny, name, kv_scales=str(tmp_path / "scales.json")).logits(IDS).isfinite().all()
 
     def test_by_name_it_needs_no_texts(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("nibble.engine.build.CALIBRATION_TOKENS", 256)
+        monkeypatch.setattr("nibble.engine.calibration.CALIBRATION_TOKENS", 256)
         llm = serve(tiny, kv_scales="calibrate")
         assert (
             used(llm)[0][0] > 0
