@@ -131,7 +131,7 @@ def live(run: Callable[[], None]) -> Callable[[], None]:
 
 def adapters(plan: Plan) -> dict[str, Any]:
     """Return one adapter for every backend of the plan; its constructor imports the vendor's package."""
-    names = {route.backend for group in plan.groups for route in group.routes}
+    names = {route.backend for route in plan.routes}
     infos = [backends.get(name) for name in sorted(names)]
     return {info.name: backends.create(info) for info in infos if info.runnable}
 

@@ -3,7 +3,8 @@
 The start-up test sends random tokens through the very pool, kernels and routes that will serve. For each layer group a
 few requests are written, read and attended over in every phase that is planned, as a step of the engine does it. What
 was stored is compared with the format's own arithmetic, and what attention answers with the torch reference over the
-same pool. So a kernel that is wrong on this machine stops the start, and not an answer.
+same pool, with an exact window by the window's definition. So a kernel that is wrong on this machine stops the start,
+and not an answer.
 
 Shape suffixes: T tokens of a step, K selected tokens, H heads, D values of a head, N pages of a request, S slots and L
 tokens of a page.
@@ -12,8 +13,8 @@ tokens of a page.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,14 +24,17 @@ from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
+from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import KVView, PagedPool
 from nibble.config import Config
+from nibble.engine import window_reference
 from nibble.engine.engine import StartupReport
 from nibble.engine.error_monitor import ATTENTION_TOLERANCE, ATTENTION_TOLERANCE_16_BITS
 from nibble.engine.model_runner import CudaGraphs, Graphs, ModelRunner, live
 from nibble.engine.request import Batch, Request, ScheduledRequest
+from nibble.engine.window_reference import Tokens
 from nibble.errors import BackendError, CapacityError
 from nibble.formats.base import raw
 from nibble.hardware import format_bytes
@@ -43,12 +47,15 @@ from nibble.model_spec import INDEX, LATENT, Phase
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
 TOP_K = 40
-"""Tokens that a query of sparse attention looks at here: every second one, from its own backwards."""
+"""Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
+that they reach twice as far as an exact window."""
 PHASES = (Phase.PREFILL, Phase.EXTEND, Phase.VERIFY, Phase.DECODE)
 REQUESTS = ((230, 40, 3, 1), (5, 3, 3, 1), (33, 1, 3, 1))
 """New tokens of each request, phase by phase. Phases that a plan has no route for are left out."""
 MAX_WINDOW = 48
-"""A sliding window is made so short, at most, so that it hides something."""
+"""A sliding window is made so short, at most, so that it hides something: beyond an exact window, if there is one."""
+MAX_EXACT = 128
+"""An exact window is made so short, at most, so that there are tokens beyond it."""
 SOFTCAP = 20.0
 STORED_TOLERANCE = 0.02
 """Largest deviation of stored values, norm over norm: a tie may round otherwise."""
@@ -81,7 +88,7 @@ def warm_up(
     with explain_out_of_memory(budget):
         with startup.part("self-test"):
             if test:
-                self_test(runner.plan, runner.pool, runner.backends)
+                self_test(runner.plan, runner.pool, runner.backends, runner.exact)
                 if runner.tier:
                     tier_test(runner.tier, runner.pool)
         if runner.device.type != "cuda":
@@ -164,22 +171,35 @@ def _advice(budget: MemoryPlan) -> str:
     )
 
 
-def self_test(plan: Plan, pool: PagedPool, backends: Mapping[str, AttentionBackend]) -> None:
-    """Run every route of a plan against the reference. The pool is afterwards as it was before.
+def self_test(
+    plan: Plan,
+    pool: PagedPool,
+    backends: Mapping[str, AttentionBackend],
+    exact: ExactCache | None = None,
+) -> None:
+    """Run every route of a plan against the reference. The pools are afterwards as they were before.
 
     Args:
         plan: the routes.
         pool: where tokens are stored.
         backends: by name, all that the plan needs.
+        exact: the newest tokens in the compute dtype, with an exact window.
 
     Raises:
         BackendError: a route does not do what it should.
     """
+    if exact and exact.tokens > MAX_EXACT:
+        exact = ExactCache(MAX_EXACT, exact.pool)
     for group in plan.groups:
-        view = pool.view(plan.owner[group.layers[0]])
-        pages = _pages(pool)
-        with torch.inference_mode(), _restored(view, list(pages.values())):
-            _GroupTest(plan, group, pool, backends, pages).run()
+        owner = plan.owner[group.layers[0]]
+        pages = _pages(pool, exact)
+        with ExitStack() as restored:
+            restored.enter_context(torch.inference_mode())
+            restored.enter_context(_restored(pool.view(owner), [row.pages for row in pages.values()]))
+            if exact:
+                copies = [tuple(row.exact.values()) for row in pages.values()]
+                restored.enter_context(_restored(exact.pool.view(owner), copies))
+            _GroupTest(plan, group, pool, backends, pages, exact).run()
 
 
 def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
@@ -214,16 +234,34 @@ def tier_test(tier: HotBuffers, pool: PagedPool) -> None:
             )
 
 
-def _pages(pool: PagedPool) -> dict[tuple[int, ...], list[int]]:
-    """Return pages of each request, not in order; requests for which the pool is too small are left out."""
-    pages: dict[tuple[int, ...], list[int]] = {}
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The pages of a request."""
+
+    pages: Sequence[int]
+    exact: Mapping[int, int]
+    """By the place of a page in the request: its exact page."""
+
+
+def _pages(pool: PagedPool, exact: ExactCache | None) -> dict[tuple[int, ...], _Pages]:
+    """Return pages of each request, not in order; requests for which a pool is too small are left out."""
+    pages: dict[tuple[int, ...], _Pages] = {}
     free = list(range(min(pool.pages, pool.frames)))
+    # The last exact page stays empty.
+    free_exact = list(range(exact.pool.pages - 1)) if exact else []
     for lens in REQUESTS:
         needed = cdiv(sum(lens), pool.layout.page_size)
-        if needed <= len(free):
-            # From both ends in turn, so that a kernel that takes pages for neighbours fails.
-            pages[lens] = [free.pop(-1 if i % 2 else 0) for i in range(needed)]
+        # What the steps after the prompt read exactly, and what they write.
+        first = max(0, lens[0] - exact.tokens + 1) // pool.layout.page_size if exact else needed
+        if needed <= len(free) and needed - first <= len(free_exact):
+            copies = {place: _from_both_ends(free_exact, place) for place in range(first, needed)}
+            pages[lens] = _Pages([_from_both_ends(free, i) for i in range(needed)], copies)
     return pages
+
+
+def _from_both_ends(free: list[int], i: int) -> int:
+    """Return a page, from both ends in turn, so that a kernel that takes pages for neighbours fails."""
+    return free.pop(-1 if i % 2 else 0)
 
 
 @contextmanager
@@ -248,7 +286,8 @@ class _GroupTest:
         group: GroupPlan,
         pool: PagedPool,
         backends: Mapping[str, AttentionBackend],
-        pages: Mapping[tuple[int, ...], Sequence[int]],
+        pages: Mapping[tuple[int, ...], _Pages],
+        exact: ExactCache | None,
     ) -> None:
         self.plan, self.group, self.pool, self.backends = plan, group.group, pool, backends
         self.routes = {route.phase: route for route in group.routes}
@@ -258,14 +297,25 @@ class _GroupTest:
         self.device = self.view.keys.scale.device
         self.lens = tuple(pages)
         self.num_stored = [0] * len(pages)
-        width = max(map(len, pages.values()), default=0)
-        rows = [[*row, *[0] * (width - len(row))] for row in pages.values()]
-        self.page_table_BN = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        self.pages, self.exact = tuple(pages.values()), exact
+        width = max((len(row.pages) for row in self.pages), default=0)
+        self.page_table_BN = self._table(
+            [[*row.pages, *[0] * (width - len(row.pages))] for row in self.pages]
+        )
+        self.exact_table_BN: Tensor | None = None
+        if exact:
+            empty = exact.empty_page
+            self.exact_table_BN = self._table(
+                [[row.exact.get(i, empty) for i in range(width)] for row in self.pages]
+            )
+        self.seen: dict[str, list[Tensor]] = {}
+        """Of each stream all tokens of each request [L, H, D], as they were given."""
         self.random = torch.Generator(self.device).manual_seed(0)
         heads, window = self.group.q_heads, self.group.window
+        longest = MAX_WINDOW + (exact.tokens if exact else 0)
         self.params = AttentionParams(
             self.group.head_dim**-0.5,
-            None if window is None else min(window, MAX_WINDOW),
+            None if window is None else min(window, longest),
             SOFTCAP if self.group.softcap else None,
             self._noise(heads) if self.group.sinks else None,
         )
@@ -277,18 +327,20 @@ class _GroupTest:
                 self._step(self.routes[phase], query_lens)
 
     def _step(self, route: Route, query_lens: tuple[int, ...]) -> None:
-        slot_mapping_T = self._slots(query_lens)
+        if self.exact:
+            self._forget_stored()
+        slot_mapping_T = self._slots(query_lens, self.page_table_BN)
         seq_lens = [n + new for n, new in zip(self.num_stored, query_lens, strict=True)]
         batch = AttentionBatch.from_lens(route.phase, 0, query_lens, seq_lens, self.page_table_BN)
-        streams = {
-            name: self._noise(len(slot_mapping_T), entry.stream.heads, entry.stream.dim)
-            for name, entry in self.view.streams.items()
-            if name != INDEX
-        }
+        batch = replace(batch, exact_table_BN=self.exact_table_BN)
+        streams = self._new_streams(len(slot_mapping_T))
         q_THD = self._noise(len(slot_mapping_T), self.group.q_heads, self.group.head_dim)
+        meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=self._exact_slots(query_lens))
         if self.owner != self.layer:  # this group reads what another stores
             self.pool.write(self.owner, streams, slot_mapping_T)
-        ctx = StepContext(self.plan, self.pool, self.backends, AttentionMetadata(slot_mapping_T, (batch,)))
+            if self.exact:
+                self.exact.write(self.owner, streams, meta)
+        ctx = StepContext(self.plan, self.pool, self.backends, meta, exact=self.exact)
         params = self.params
         if self.group.top_k:
             # Positions only: attention() looks up the slots, as in an engine's step.
@@ -297,22 +349,79 @@ class _GroupTest:
         for name, x_THD in streams.items():
             stored_THD, expected_THD = self._read(name, slot_mapping_T), self._round_trip(name, x_THD)
             self._compare(stored_THD, expected_THD, STORED_TOLERANCE, route, f"stores {name}")
+        self.num_stored = seq_lens
+        limit = ATTENTION_TOLERANCE.get(self.plan.dtype, ATTENTION_TOLERANCE_16_BITS)
+        if self.exact is None:
+            self._compare(actual_THD, self._expected(q_THD, batch, params), limit, route, "attends")
+            return
+        what = f"attends with an exact window of {self.exact.tokens} tokens"
+        expected_THD = self._expected_with_window(q_THD, query_lens, streams, params)
+        # Apart, as answers to short requests are larger and only long ones have far tokens.
+        for actual, expected in zip(
+            actual_THD.split(query_lens), expected_THD.split(query_lens), strict=True
+        ):
+            self._compare(actual, expected, limit, route, what)
+
+    def _expected(self, q_THD: Tensor, batch: AttentionBatch, params: AttentionParams) -> Tensor:
+        """Return the reference's answer over the same pool, so that the format's error does not count."""
         if params.topk_indices_TK is not None:
             table_TN, size = page_table_by_token(batch), self.plan.page_size
             topk_slots_TK = resident_slots(params.topk_indices_TK, table_TN, None, size)
             params = replace(params, topk_slots_TK=topk_slots_TK)
         if self.group.chunk:
             batch = cut_at_chunks(batch, self.plan.page_size, self.group.chunk)
-        # Over the same pool, so that the format's error is in both answers and does not count.
-        expected_THD = TorchRef().attend(self.view.query(q_THD), self.view, batch, params)
-        limit = ATTENTION_TOLERANCE.get(self.plan.dtype, ATTENTION_TOLERANCE_16_BITS)
-        self._compare(actual_THD, expected_THD, limit, route, "attends")
-        self.num_stored = seq_lens
+        return TorchRef().attend(self.view.query(q_THD), self.view, batch, params)
 
-    def _slots(self, query_lens: Sequence[int]) -> Tensor:
-        """Return the slots of the new tokens."""
+    def _expected_with_window(
+        self, q_THD: Tensor, query_lens: Sequence[int], streams: Mapping[str, Tensor], params: AttentionParams
+    ) -> Tensor:
+        """Return the answer by the window's definition: near tokens as they were given, others as the pool has them."""
+        assert self.exact
+        for name, x_THD in streams.items():
+            seen = self.seen.get(name) or [x_THD[:0]] * len(query_lens)
+            self.seen[name] = [torch.cat(pair) for pair in zip(seen, x_THD.split(query_lens), strict=True)]
+        outputs = []
+        for i, rows in enumerate(torch.arange(len(q_THD), device=self.device).split(query_lens)):
+            of_request = {name: seen[i] for name, seen in self.seen.items()}
+            exact = Tokens.from_streams(of_request, self.view.keys.stream.rope)
+            stored = Tokens.from_pages(self.view, of_request, self.page_table_BN[i], self.num_stored[i])
+            topk_indices_TK = params.topk_indices_TK
+            asked = (
+                params if topk_indices_TK is None else replace(params, topk_indices_TK=topk_indices_TK[rows])
+            )
+            outputs.append(
+                window_reference.attend(
+                    q_THD[rows], exact, stored, asked, self.exact.tokens, self.group.chunk
+                )
+            )
+        return torch.cat(outputs)
+
+    def _forget_stored(self) -> None:
+        """Store other tokens in the pool than those of the steps before, so that it shows which copy is read."""
+        if any(self.num_stored):
+            slots_T = self._slots(self.num_stored, self.page_table_BN, [0] * len(self.num_stored))
+            self.pool.write(self.owner, self._new_streams(len(slots_T)), slots_T)
+
+    def _new_streams(self, tokens: int) -> dict[str, Tensor]:
+        streams = ((name, entry.stream) for name, entry in self.view.streams.items() if name != INDEX)
+        return {name: self._noise(tokens, stream.heads, stream.dim) for name, stream in streams}
+
+    def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+
+    def _exact_slots(self, query_lens: Sequence[int]) -> Tensor | None:
+        """Return the exact slots of the new tokens, with an exact window; -1 for those that are not kept."""
+        if self.exact is None or self.exact_table_BN is None:
+            return None
+        slots_T = self._slots(query_lens, self.exact_table_BN)
+        return slots_T.masked_fill(slots_T >= self.exact.empty_page * self.plan.page_size, -1)
+
+    def _slots(
+        self, query_lens: Sequence[int], table_BN: Tensor, starts: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the slots of tokens that follow `starts`, which are the new ones if left out."""
         size, slots = self.plan.page_size, []
-        for pages_N, start, new in zip(self.page_table_BN, self.num_stored, query_lens, strict=True):
+        for pages_N, start, new in zip(table_BN, starts or self.num_stored, query_lens, strict=True):
             positions_T = torch.arange(start, start + new, device=self.device)
             slots.append(pages_N[positions_T // size].long() * size + positions_T % size)
         return torch.cat(slots)
@@ -320,7 +429,8 @@ class _GroupTest:
     def _topk_indices(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
         """Return some tokens that each query sees, ascending, as kernels/indexer/__init__.py gives them."""
         last_T = torch.cat([torch.arange(n - new, n) for new, n in zip(query_lens, seq_lens, strict=True)])
-        back_TK = last_T[:, None] - 2 * torch.arange(TOP_K)
+        step = max(2, 2 * self.exact.tokens // TOP_K) if self.exact else 2
+        back_TK = last_T[:, None] - step * torch.arange(TOP_K)
         ordered_TK = torch.where(back_TK < 0, max(seq_lens), back_TK).sort(dim=1).values
         return torch.where(ordered_TK == max(seq_lens), PAD_INDEX, ordered_TK).int().to(self.device)
 
