@@ -276,11 +276,7 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "scheme": group.scheme,
         "streams": {entry.stream.name: _stream(entry) for entry in (stored.streams if stored else ())},
         "routes": {str(route.phase): _route(route) for route in group.routes},
-        **(
-            {"near_routes": {str(route.phase): _route(route) for route in group.near_routes}}
-            if plan.window
-            else {}
-        ),
+        **({"near_routes": _near_routes(group)} if plan.window else {}),
     }
 
 
@@ -298,6 +294,37 @@ def _route(route: Route) -> dict[str, Any]:
         **({"measured": route.measured} if route.measured else {}),
         **({"failed": route.failed} if route.failed else {}),
     }
+
+
+NEAR_KERNEL = "near"
+"""What the kernel of near tokens is called in plans."""
+
+
+def _near_routes(group: GroupPlan) -> dict[str, Any]:
+    routes = {str(route.phase): _route(route) for route in group.near_routes}
+    if group.near_kernel:
+        kernel = {
+            "backend": NEAR_KERNEL,
+            "stage_to": None,
+            "runnable": True,
+            "cites": "one launch for all near tokens",
+        }
+        routes[str(Phase.DECODE)] = kernel
+    return routes
+
+
+def _near_text(group: GroupPlan) -> str:
+    """Return who reads near tokens, and in which phases where these differ."""
+    names = {str(route.phase): str(route) for route in group.near_routes}
+    if group.near_kernel:
+        names[str(Phase.DECODE)] = "the kernel for near tokens"
+    phases: dict[str, list[str]] = {}
+    for phase in Phase:
+        if name := names.get(str(phase)):
+            phases.setdefault(name, []).append(str(phase))
+    if len(phases) == 1:
+        return next(iter(phases))
+    return "; ".join(f"{', '.join(served)} {name}" for name, served in phases.items())
 
 
 def _stored(plan: Plan, group: GroupPlan) -> LayerLayout | None:
@@ -322,8 +349,8 @@ def _routes(plan: Plan) -> Iterator[str]:
         for route in group.routes:
             mark = "" if route.runnable else "declared only; "
             yield f"  {route.phase:<8} {route!s:<{width}}  {mark}{route.why}"
-        if near := ", ".join(dict.fromkeys(map(str, group.near_routes))):
-            yield f"  the newest {plan.window} tokens in {plan.dtype}: {near}"
+        if plan.window:
+            yield f"  the newest {plan.window} tokens in {plan.dtype}: {_near_text(group)}"
 
 
 def _bytes(plan: Plan) -> Iterator[str]:

@@ -79,7 +79,9 @@ class GroupPlan:
     scheme: str
     routes: tuple[Route, ...]
     near_routes: tuple[Route, ...] = ()
-    """Those of the exact window, over pages in the compute dtype."""
+    """Those of the exact window, over pages in the compute dtype; none in DECODE where `near_kernel` serves it."""
+    near_kernel: bool = False
+    """Whether decode steps read near tokens with a kernel of their own (kernels/near/__init__.py)."""
 
     def __str__(self) -> str:
         return f"{self.group.name} in {self.scheme}"
@@ -189,8 +191,7 @@ def cuda_graph_blocker(plan: Plan) -> str | None:
     """Return why decode steps of `plan` cannot be recorded; None if they can."""
     for group in plan.groups:
         near = _of_phase(group.near_routes, Phase.DECODE)
-        # Near tokens of heads have a kernel of their own (kernels/near/__init__.py).
-        routes = [group.route(Phase.DECODE), *([near] if near and group.group.kind != "mha" else [])]
+        routes = [group.route(Phase.DECODE), *([near] if near else [])]
         route = next((route for route in routes if not route.graphs), None)
         if route:
             return f"decode steps run without CUDA graphs: {route} of group {group.group.name} cannot be recorded"

@@ -11,7 +11,7 @@ Choosing, validating and documenting are one function over the backends' rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -252,29 +252,47 @@ def _window(request: PlanRequest, parts: Iterable[SchemeGroup]) -> int:
 def _group(
     request: PlanRequest, part: SchemeGroup, choices: Options, page: int, packing: str, window: int
 ) -> GroupPlan:
-    routes: list[Route] = []
+    near = _near_choices(request, part, page, window) if window else {}
+    routes, near_routes = list[Route](), [near[phase][0] for phase in ROUTED if phase in near]
     for phase in ROUTED:
         route = _pick(choices[part, phase], page, packing)
         assert route is not None, "the storage serves every part in every phase"
         routes.append(route)
     if request.spec.offload is None:  # hot buffers are for one new token
-        # Unless VERIFY is required, no backend takes memory for it alone.
-        used = {route.backend for route in routes}
-        drafts = (
-            route
-            for route in choices[part, Phase.VERIFY]
-            if request.verify or not route.row.workspace_bytes or route.backend in used
-        )
-        verify = _pick(drafts, page, packing)
-        routes += [verify] if verify else []
-    near = tuple(_near_routes(request, part, page, window))
-    return GroupPlan(part.group, part.layers, part.scheme.name, tuple(routes), near)
+        used = {route.backend for route in (*routes, *near_routes)}
+        verify = _pick(_drafting(request, choices[part, Phase.VERIFY], used), page, packing)
+        near_verify = next(_drafting(request, near.get(Phase.VERIFY, ()), used), None)
+        # Draft tokens are served with both parts of a window, or not at all.
+        if verify and (near_verify or not window):
+            routes.append(verify)
+            near_routes += [near_verify] if near_verify else []
+    name = part.scheme.name
+    return GroupPlan(
+        part.group, part.layers, name, tuple(routes), tuple(near_routes), _near_kernel(request, part, window)
+    )
 
 
-def _near_routes(request: PlanRequest, part: SchemeGroup, page: int, window: int) -> Iterator[Route]:
-    """Yield the routes of the exact window, if there is one: over pages in the compute dtype, with a window."""
-    if not window:
-        return
+def _drafting(request: PlanRequest, routes: Iterable[Route], used: Collection[str]) -> Iterator[Route]:
+    """Yield the routes that may serve VERIFY: unless it is required, no backend takes memory for it alone."""
+    for route in routes:
+        if request.verify or not route.row.workspace_bytes or route.backend in used:
+            yield route
+
+
+def _near_kernel(request: PlanRequest, part: SchemeGroup, window: int) -> bool:
+    """Return whether decode steps have a kernel of their own for near tokens (kernels/near/__init__.py)."""
+    triton = request.backends.get("triton")
+    is_present = triton is not None and not triton.missing
+    return bool(window) and part.group.kind == "mha" and not request.hardware.is_cpu and is_present
+
+
+def _near_choices(
+    request: PlanRequest, part: SchemeGroup, page: int, window: int
+) -> dict[Phase, tuple[Route, ...]]:
+    """Return by phase who could serve the exact window over pages in the compute dtype, best first.
+
+    A phase that no backend is needed for is left out.
+    """
     plain = formats.plain(request.dtype).name
     plain_cache = request.config.with_plain_cache(plain)
     config = replace(plain_cache, page_size=page, packing=STAGED_PACKING, hisparse="")
@@ -285,16 +303,18 @@ def _near_routes(request: PlanRequest, part: SchemeGroup, page: int, window: int
     sliding = None if part.group.kind == "dsa" else min(window, part.group.window or window)
     group = replace(part.group, window=sliding)
     subject = SchemeGroup(group, part.layers, schemes.parse(plain), lse=True)
+    choices: dict[Phase, tuple[Route, ...]] = {}
     for phase in Phase:
+        if phase is Phase.DECODE and _near_kernel(request, part, window):
+            continue
         routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))
-        route = _pick(routes, page, STAGED_PACKING)
-        if route:
-            yield route
-        elif _must_serve(request, phase):
+        choices[phase] = tuple(route for route in routes if route.fits(page, STAGED_PACKING))
+        if not choices[phase] and _must_serve(request, phase):
             raise ConfigError(
                 f"--kv-window {window}: no backend attends over pages in {request.dtype} for the exact window of group "
                 f"{part.group.name} in {phase} on {request.hardware}; --kv-window 0 serves without"
             )
+    return choices
 
 
 def _check_sparse(request: PlanRequest, parts: tuple[SchemeGroup, ...]) -> None:
