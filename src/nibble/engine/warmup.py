@@ -308,7 +308,7 @@ class _GroupTest:
             self.exact_table_BN = self._table(
                 [[row.exact.get(i, empty) for i in range(width)] for row in self.pages]
             )
-        self.seen: dict[str, list[Tensor]] = {}
+        self.history: dict[str, list[Tensor]] = {}
         """Of each stream all tokens of each request [L, H, D], as they were given."""
         self.random = torch.Generator(self.device).manual_seed(0)
         heads, window = self.group.q_heads, self.group.window
@@ -378,20 +378,22 @@ class _GroupTest:
         """Return the answer by the window's definition: near tokens as they were given, others as the pool has them."""
         assert self.exact
         for name, x_THD in streams.items():
-            seen = self.seen.get(name) or [x_THD[:0]] * len(query_lens)
-            self.seen[name] = [torch.cat(pair) for pair in zip(seen, x_THD.split(query_lens), strict=True)]
+            previous = self.history.get(name) or [x_THD[:0]] * len(query_lens)
+            self.history[name] = [
+                torch.cat(pair) for pair in zip(previous, x_THD.split(query_lens), strict=True)
+            ]
         outputs = []
         for i, rows in enumerate(torch.arange(len(q_THD), device=self.device).split(query_lens)):
-            of_request = {name: seen[i] for name, seen in self.seen.items()}
+            of_request = {name: values[i] for name, values in self.history.items()}
             exact = Tokens.from_streams(of_request, self.view.keys.stream.rope)
             stored = Tokens.from_pages(self.view, of_request, self.page_table_BN[i], self.num_stored[i])
             topk_indices_TK = params.topk_indices_TK
-            asked = (
+            params_of_request = (
                 params if topk_indices_TK is None else replace(params, topk_indices_TK=topk_indices_TK[rows])
             )
             outputs.append(
                 window_reference.attend(
-                    q_THD[rows], exact, stored, asked, self.exact.tokens, self.group.chunk
+                    q_THD[rows], exact, stored, params_of_request, self.exact.tokens, self.group.chunk
                 )
             )
         return torch.cat(outputs)

@@ -88,7 +88,7 @@ def attend(
     if chunk:
         hidden_nL |= key_L < query_n1 // chunk * chunk
     if params.topk_indices_TK is not None:
-        hidden_nL |= ~_chosen(params.topk_indices_TK, length)
+        hidden_nL |= ~_choice_mask(params.topk_indices_TK, length)
     scores_HnL = scores_HnL.masked_fill(hidden_nL, -torch.inf)
     # One softmax over both: side by side they are twice as many keys, of which each hides what the other has.
     both = torch.cat(
@@ -97,7 +97,7 @@ def attend(
     return softmax_lse(both, torch.cat((near_v, far_v), 1), params.sinks_H).values_THD
 
 
-def _chosen(topk_indices_nK: Tensor, length: int) -> Tensor:
+def _choice_mask(topk_indices_nK: Tensor, length: int) -> Tensor:
     """Return which tokens each query has chosen: bool [n, L]."""
     # A column more takes padding, which is negative.
     chosen_nL = torch.zeros(len(topk_indices_nK), length + 1, dtype=torch.bool, device=topk_indices_nK.device)
