@@ -19,7 +19,7 @@ from nibble.cache.lease import Lease, Place
 from nibble.cache.manager import CacheManager
 from nibble.errors import OutOfPages
 
-PAGE = 2
+PAGE, DRAFTS = 2, 4
 token = st.integers(0, 1)
 BASES = ([0] * 16 * PAGE, [0, 1, 0] * 11, [0] * 6 * PAGE + [1] * 10 * PAGE)
 prompts = st.builds(  # few beginnings and few tokens, so that prefixes meet often
@@ -49,7 +49,12 @@ class WindowMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(16, 60),
         window=st.builds(
-            ExactWindow, st.integers(1, 5), st.integers(1, 4), st.integers(12, 40), st.integers(0, 12)
+            ExactWindow,
+            st.integers(1, 5),
+            st.integers(1, 4),
+            st.integers(18, 46),
+            st.integers(0, 12),
+            st.just(DRAFTS),
         ),
     )
     def start(self, pages: int, window: ExactWindow) -> None:
@@ -112,6 +117,27 @@ class WindowMachine(RuleBasedStateMachine):
         writer = self.pick(number)
         if writer.start == len(writer.tokens):
             writer.tokens += tokens
+
+    @precondition(lambda self: self.writers)
+    @rule(number=which, drafts=st.lists(token, min_size=1, max_size=DRAFTS), accepted=st.integers(0, DRAFTS))
+    def draft(self, number: int, drafts: list[int], accepted: int) -> None:
+        """A token that is certain and some that are guessed, of which the first ones stay."""
+        writer = self.pick(number)
+        lease, start, known = writer.lease, writer.start, list(writer.tokens)
+        if writer.ends or not lease.replay_until <= start == len(known) - 1:
+            return
+        writer.tokens = known + drafts
+        try:
+            self.manager.reserve(lease, len(writer.tokens), len(drafts))
+        except OutOfPages:
+            writer.tokens = known
+            return
+        hashes = prefix_hashes(writer.tokens)
+        self.exact.compute(lease, hashes, start, len(writer.tokens), start)
+        for i in range(start, len(writer.tokens)):
+            self.slots[lease.pages[i // PAGE], i % PAGE] = hashes[i]
+        writer.tokens = writer.tokens[: len(known) + accepted]
+        self.manager.commit(lease, writer.tokens, len(writer.tokens))
 
     @precondition(lambda self: self.writers)
     @rule(number=which)

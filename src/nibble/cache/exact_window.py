@@ -34,6 +34,8 @@ class ExactWindow:
     """Exact pages of the pool: num_copies() + 2 for each lease that may run, max_pages() for prompts, and max_idle."""
     max_idle: int
     """Most exact pages that only the prefix cache holds."""
+    max_drafts: int = 0
+    """Most draft tokens of a step, which may be taken back."""
 
     def num_copies(self, page_size: int) -> int:
         """Return how many pages before a page boundary have exact copies in a snapshot there."""
@@ -41,7 +43,7 @@ class ExactWindow:
 
     def max_pages(self, page_size: int) -> int:
         """Return the most exact pages that one lease cannot do without: three chunks, two of them in flight."""
-        return 3 * (self.num_copies(page_size) + 1)
+        return 3 * (self.num_copies(page_size) + 1 + cdiv(self.max_drafts, page_size))
 
     def clean_from(self, start: int) -> int:
         """Return the first token whose copies are right in all layers, where a replay begins without a snapshot."""
@@ -115,8 +117,9 @@ class WindowBooks:
 
     def check_lease_room(self, num_leases: int) -> None:
         """Raise OutOfPages where one more lease would leave too few exact pages to so many open ones."""
-        # A lease that decodes holds the copies before its last page boundary, that page, and one to grow into.
-        needed = (num_leases + 1) * (self.num_copies + 2)
+        # A lease that decodes holds the copies before its last page boundary, that page, and what it grows into.
+        growth = max(1, cdiv(self.window.max_drafts, self.page_size))
+        needed = (num_leases + 1) * (self.num_copies + 1 + growth)
         # A lease that is alone has enough.
         if num_leases and needed > self.window.num_pages:
             raise OutOfPages(f"{needed} exact pages are needed, there are {self.window.num_pages}")
@@ -162,17 +165,20 @@ class WindowBooks:
         is_same_page = (upto - 1) // self.page_size * self.page_size < lease.num_reserved_tokens < upto
         return is_same_page and lease.has_begun and not lease.snapshot_boundaries
 
-    def check_room(self, lease: Lease, upto: int) -> None:
+    def check_room(self, lease: Lease, upto: int, num_drafts: int = 0) -> None:
         """Raise OutOfPages unless the exact pages that `lease` needs for `upto` tokens can be had."""
-        needed, snapshots = len(self._required(lease, upto)), self.snapshots
+        needed, snapshots = len(self._required(lease, upto, num_drafts)), self.snapshots
         if needed > snapshots.num_available:
             raise OutOfPages(
                 f"{needed} more exact pages are needed, {snapshots.num_available} of {snapshots.num_pages} can be had"
             )
 
-    def reserve(self, lease: Lease, upto: int) -> None:
-        """Allocate exact pages for the newest of `upto` tokens, and for snapshots before them if there is room."""
-        if required := self._required(lease, upto):
+    def reserve(self, lease: Lease, upto: int, num_drafts: int = 0) -> None:
+        """Allocate exact pages for the newest of `upto` tokens, and for snapshots before them if there is room.
+
+        Whatever part of the last `num_drafts` is taken back, the newest of those that stay have exact pages.
+        """
+        if required := self._required(lease, upto, num_drafts):
             self._allocate(lease, required)
         for boundary in sorted(lease.snapshot_boundaries):
             first = boundary - self.num_copies
@@ -241,9 +247,10 @@ class WindowBooks:
         self.snapshots.release(lease.exact_pages.values())
         lease.exact_pages = copies
 
-    def _required(self, lease: Lease, upto: int) -> list[int]:
+    def _required(self, lease: Lease, upto: int, num_drafts: int) -> list[int]:
         """Return the pages that need an exact page before `upto` tokens are computed."""
-        return self._missing(lease, upto // self.page_size - self.num_copies, cdiv(upto, self.page_size))
+        first = (upto - num_drafts) // self.page_size - self.num_copies
+        return self._missing(lease, first, cdiv(upto, self.page_size))
 
     def _missing(self, lease: Lease, first: int, stop: int) -> list[int]:
         """Return those of the pages first to stop - 1 that have no exact page, and are not computed yet."""

@@ -241,8 +241,13 @@ class CacheManager:
         """Return the exact page that is attached to a page of the tree, None if there is none."""
         return self._window.snapshots.value_of(page) if self._window else None
 
-    def reserve(self, lease: Lease, upto: int) -> None:
+    def reserve(self, lease: Lease, upto: int, num_drafts: int = 0) -> None:
         """Allocate pages until `lease` has room for `upto` tokens, and exact pages for the newest of them.
+
+        Args:
+            lease: an open lease.
+            upto: tokens that are stored once the next chunk is computed.
+            num_drafts: the last ones of them, of which a commit may take back any part.
 
         Raises:
             OutOfPages: there are too few pages or frames; nothing has changed.
@@ -252,11 +257,11 @@ class CacheManager:
             window = None
         # All checks come before the first change, so that an error leaves nothing half done.
         if window:
-            window.check_room(lease, upto)
+            window.check_room(lease, upto, num_drafts)
         if needed > 0:
             self._reserve_pages(lease, needed)
         if window:
-            window.reserve(lease, upto)
+            window.reserve(lease, upto, num_drafts)
         lease.num_reserved_tokens = max(lease.num_reserved_tokens, upto)
 
     def commit(self, lease: Lease, tokens: Sequence[int], upto: int) -> None:
@@ -265,7 +270,7 @@ class CacheManager:
         Args:
             lease: an open lease with room for `upto` tokens.
             tokens: the request's tokens.
-            upto: tokens that are stored, at least as many as before.
+            upto: tokens that are stored, at least as many as before; fewer than reserved where drafts are taken back.
         """
         assert lease.num_stored_tokens <= upto <= min(len(tokens), len(lease.pages) * self.page_size), (
             f"cannot commit {upto}: {lease.num_stored_tokens} stored, {len(tokens)} tokens, {len(lease.pages)} pages"

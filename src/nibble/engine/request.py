@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 """Why an answer ended: `stop` is a stop token or stop string, `length` a limit, `abort` the client."""
 
-PHASE_ORDER = (Phase.DECODE, Phase.EXTEND, Phase.PREFILL)
+PHASE_ORDER = (Phase.DECODE, Phase.VERIFY, Phase.EXTEND, Phase.PREFILL)
 """The order of phases in a batch."""
 NO_ROWS = range(0)
 
