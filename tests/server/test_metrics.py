@@ -30,6 +30,10 @@ TIER = {
     "tier_frames": 50, "tier_free": 10, "tier_idle": 5, "tier_hot": 16, "tier_spilled": 1, "tier_saved": 21,
     "tier_loaded": 12, "tier_dropped": 11,
 }  # fmt: skip
+WINDOW = {
+    "window_total": 40, "window_free": 12, "window_in_use": 20, "window_idle": 8, "window_attached": 11,
+    "window_evicted": 3, "window_snapshot_hits": 6, "window_snapshot_misses": 2, "window_replayed_tokens": 96,
+}  # fmt: skip
 WATCH = {
     "fidelity_samples": 7, "fidelity_alerts": 2, "fidelity_alert": 1, "fidelity_skipped_cached": 4,
     "fidelity_skipped_long": 1, "fidelity_error_0": 0.04, "fidelity_own_0": 0.05, "fidelity_limit_0": 0.105,
@@ -175,7 +179,7 @@ def test_a_refused_request_leaves_nothing() -> None:
 def test_numbers_of_the_engine() -> None:
     engine = FakeEngine()
     meters = meters_of(engine)
-    engine.stats, engine.restarts = STATS | TIER, 2  # read when asked, and not before
+    engine.stats, engine.restarts = STATS | TIER | WINDOW, 2  # read when asked, and not before
     found = read(meters)
     assert found["num_requests_running",] == 5 and found["num_requests_waiting",] == 3
     assert found["kv_cache_usage_perc",] == 0.6
@@ -183,10 +187,13 @@ def test_numbers_of_the_engine() -> None:
     assert pages == {"held": 60, "idle": 10, "free": 30}
     frames = {key[1]: value for key, value in found.items() if key[0] == "host_tier_frames"}
     assert frames == {"free": 10, "idle": 5, "hot": 16, "held": 19}
+    exact = {key[1]: value for key, value in found.items() if key[0] == "kv_window_pages"}
+    assert exact == {"held": 20, "idle": 8, "free": 12} and found["kv_window_snapshot_pages",] == 11
     for name, value in {
         "prefix_cache_queries": 400, "prefix_cache_hits": 100, "num_preemptions": 2, "engine_restarts": 2,
         "host_tier_saved_pages": 21, "host_tier_loaded_pages": 12, "host_tier_dropped_pages": 11,
-        "host_tier_spilled_requests": 1, "prefill_tokens_computed": 90,
+        "host_tier_spilled_requests": 1, "prefill_tokens_computed": 90, "kv_window_snapshot_hits": 6,
+        "kv_window_snapshot_misses": 2, "kv_window_replayed_tokens": 96, "kv_window_evicted_pages": 3,
     }.items():  # fmt: skip
         assert found[f"{name}_total",] == value
     assert found["engine_up",] == 1
@@ -201,19 +208,19 @@ def test_numbers_of_an_engine_that_is_not_there() -> None:
     found = read(meters)
     assert ("num_requests_running",) not in found, "how things stood when it died is not how they stand"
     assert found["prefix_cache_hits_total",] == 100
-    assert not [key for key in found if key[0].startswith("host_tier")]
+    assert not [key for key in found if key[0].startswith(("host_tier", "kv_window"))]
 
 
 def test_all_that_is_read_of_the_engine_is_there() -> None:
-    """The names are those of the scheduler's Metrics, the cache's and the host tier's."""
+    """The names are those of the scheduler's Metrics, the cache's, the exact window's and the host tier's."""
     from nibble.engine.llm import LLM
     from nibble.server.worker import engine_stats
 
-    llm = LLM("demo-mla", hisparse="on", kv_memory="64MiB")
+    llm = LLM("demo-mla", kv_format="nvfp4_ds_mla", kv_window=64, hisparse="on", kv_memory="64MiB")
     llm.generate("def f(", max_tokens=2)
     there = engine_stats(llm)
     assert {row.key for row in (*GAUGES, *COUNTERS)} - set(there) == {"tier_held"}, "which is worked out"
-    assert set(STATS | TIER) == set(there), "what these tests feed is not what an engine says"
+    assert set(STATS | TIER | WINDOW) == set(there), "what these tests feed is not what an engine says"
 
 
 # HTTP
@@ -276,7 +283,7 @@ def test_what_is_refused_before_its_route_is_counted_by_its_path() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     engine = FakeEngine()
-    meters, engine.stats = meters_of(engine), STATS | TIER | WATCH
+    meters, engine.stats = meters_of(engine), STATS | TIER | WINDOW | WATCH
     meters.count_http(HttpLog("1", "GET", "/health", {}))
     there = {key[0] for key in read(meters)}
     dashboard = json.loads(DASHBOARD.read_text())
@@ -291,7 +298,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels)
     titles = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert titles == ["Traffic", "Latency", "Cache", "Host tier", "Fidelity"]
+    assert titles == ["Traffic", "Latency", "Cache", "Exact window", "Host tier", "Fidelity"]
 
 
 def test_the_version_is_a_label() -> None:

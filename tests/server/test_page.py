@@ -59,11 +59,16 @@ TIER_STATS = {
     "tier_frames": 64.0, "tier_free": 4.0, "tier_idle": 10.0, "tier_hot": 34.0,
     "tier_spilled": 2.0, "tier_saved": 7.0, "tier_loaded": 1.0, "tier_dropped": 6.0,
 }  # fmt: skip
+WINDOW_STATS = {
+    "window_total": 40.0, "window_free": 12.0, "window_in_use": 20.0, "window_idle": 8.0, "window_attached": 11.0,
+    "window_evicted": 3.0, "window_snapshot_hits": 6.0, "window_snapshot_misses": 2.0, "window_replayed_tokens": 96.0,
+}  # fmt: skip
 
 
 def page_app(engine: FakeEngine, **settings: Any) -> FastAPI:
-    engine.ready = wire.Ready(64, 256, {**ABOUT, "hisparse": TIER})
-    engine.stats = STATS | TIER_STATS
+    about = {**ABOUT, "hisparse": TIER, "kv_window": 64, "dtype": "bfloat16"}
+    engine.ready = wire.Ready(64, 256, about)
+    engine.stats = STATS | TIER_STATS | WINDOW_STATS
     return make_app(engine, FakeTokens(), "m", Settings(**settings))
 
 
@@ -160,6 +165,17 @@ def test_frames_of_a_host_tier_add_up() -> None:
     assert new["free"] == 64 and new["only_host_pages"] == 0
 
 
+def test_pages_of_an_exact_window_add_up() -> None:
+    about = {**ABOUT, "kv_window": 64, "dtype": "bfloat16"}
+    found = cache_view({**STATS, **WINDOW_STATS}, about)["window"]
+    assert found == {
+        "tokens": 64, "dtype": "bfloat16", "pages": 40, "free": 12, "held": 20, "idle": 8, "snapshots": 11,
+        "evicted_pages": 3, "hits": 6, "misses": 2, "replayed_tokens": 96,
+    }  # fmt: skip
+    assert found["free"] + found["held"] + found["idle"] == found["pages"]
+    assert cache_view(STATS, ABOUT)["window"] is cache_view({}, about)["window"] is None
+
+
 # In a browser
 
 
@@ -193,6 +209,15 @@ def say(page: Any, text: str) -> None:
     page.fill("#text", text)
     page.press("#text", "Enter")
     page.wait_for_selector("#send:enabled")
+
+
+@pytest.mark.slow
+def test_an_exact_window_is_shown(browser: Any) -> None:
+    with opened(browser, FakeEngine()) as page:
+        page.wait_for_selector("#window:not([hidden])")
+        assert page.text_content("#window-title") == "Exact window: the newest 64 tokens in bfloat16"
+        assert "held by requests: 20" in page.text_content("#window-legend")
+        assert "6 went on at a snapshot, 2 had none" in page.text_content("#window-note")
 
 
 @pytest.mark.slow

@@ -270,12 +270,23 @@ GAUGES = (
     Row("kv_cache_pages", "cache_in_use", "Pages of the KV cache.", "held"),
     Row("kv_cache_pages", "cache_idle", "", "idle"),
     Row("kv_cache_pages", "cache_free", "", "free"),
+    Row(
+        "kv_window_pages", "window_in_use", "Exact pages, of the newest tokens in the compute dtype.", "held"
+    ),
+    Row("kv_window_pages", "window_idle", "", "idle"),
+    Row("kv_window_pages", "window_free", "", "free"),
+    Row(
+        "kv_window_snapshot_pages",
+        "window_attached",
+        "Exact pages of snapshots in the prefix cache, held or idle.",
+    ),
     Row("host_tier_frames", "tier_free", "Frames of the device before the host tier.", "free"),
     Row("host_tier_frames", "tier_idle", "", "idle"),
     Row("host_tier_frames", "tier_hot", "", "hot"),
     Row("host_tier_frames", "tier_held", "", "held"),
 )
-"""Gauges. Pages and frames are held by open requests, idle in the prefix cache, or free; hot: of hot buffers."""
+"""Gauges. Pages and frames are held by open requests, idle in the prefix cache, or free; hot: of hot buffers. Those of
+the exact window and of the host tier are there where these are."""
 COUNTERS = (
     Row("engine_steps", "steps", "Steps of the engine."),
     Row("num_preemptions", "preemptions", "Answers that had to give up their pages for a while."),
@@ -284,6 +295,10 @@ COUNTERS = (
     Row("prefix_cache_queries", "cache_lookup_tokens", "Tokens looked up in the prefix cache."),
     Row("prefix_cache_hits", "cache_hit_tokens", "Tokens found in the prefix cache."),
     Row("prefix_cache_evicted_pages", "cache_evicted", "Pages that the prefix cache gave up."),
+    Row("kv_window_snapshot_hits", "window_snapshot_hits", "Cached prefixes that went on at their end."),
+    Row("kv_window_snapshot_misses", "window_snapshot_misses", "Cached prefixes that were replayed in part."),
+    Row("kv_window_replayed_tokens", "window_replayed_tokens", "Cached tokens that were computed again."),
+    Row("kv_window_evicted_pages", "window_evicted", "Exact pages that snapshots gave up."),
     Row("host_tier_saved_pages", "tier_saved", "Pages copied to the host."),
     Row("host_tier_loaded_pages", "tier_loaded", "Pages copied back to the device."),
     Row("host_tier_dropped_pages", "tier_dropped", "Pages whose frames were given up."),
@@ -321,8 +336,8 @@ class EngineCollector(Collector):
         restarts, doc = self._client.restarts, "Times the engine was started again."
         yield self._family(CounterMetricFamily, "engine_restarts", doc, {(): restarts})
         for row in (*COUNTERS, *FIDELITY_COUNTERS):
-            # Counters without events are 0; those of the host tier and of the watch are missing without one.
-            if row.key in stats or not row.key.startswith(("tier_", "fidelity_")):
+            # Counters without events are 0; those of a window, a host tier and the watch are missing without one.
+            if row.key in stats or not row.key.startswith(("window_", "tier_", "fidelity_")):
                 yield self._family(CounterMetricFamily, row.name, row.doc, {(): stats.get(row.key, 0.0)})
         if skipped := _fidelity_parts(stats, "skipped"):
             samples = {(reason,): count for reason, count in skipped.items()}
@@ -388,6 +403,7 @@ def cache_view(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str
         "bytes_per_token": about.get("bytes_per_token"),
         "bytes_per_token_16bit": about.get("bytes_per_token_16bit"),
         "groups": [_group(group) for group in about.get("groups", ())],
+        "window": _window(stats, about),
         "host": _host(stats, about),
     }
 
@@ -422,6 +438,23 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
         "streams": {name: stream["format"] for name, stream in streams.items()},
         "bytes_per_token": sum(stream["bytes_per_token"] for stream in streams.values()),
     }
+
+
+def _window(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return counts of the exact window, where pages = free + held + idle; None without one.
+
+    `snapshots`: exact pages in the prefix cache, held or idle; hits and misses: prefixes that went on at their end, or
+    were replayed in part.
+    """
+    if not about.get("kv_window") or "window_total" not in stats:
+        return None
+    names = {
+        "pages": "total", "free": "free", "held": "in_use", "idle": "idle", "snapshots": "attached",
+        "evicted_pages": "evicted", "hits": "snapshot_hits", "misses": "snapshot_misses",
+        "replayed_tokens": "replayed_tokens",
+    }  # fmt: skip
+    counts = {name: int(stats.get(f"window_{key}", 0)) for name, key in names.items()}
+    return {"tokens": int(about["kv_window"]), "dtype": about.get("dtype"), **counts}
 
 
 def _host(stats: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -109,6 +109,8 @@ function picture(view, rates) {
   $("bytes-note").textContent = `All layers: ${whole(view.bytes_per_token)} bytes per token; ` +
     `${whole(view.bytes_per_token_16bit)} in 16 bits, ${short(ratio)} times as many.`;
   quality(served.certificate, ratio);
+  $("window").hidden = !view.window;
+  if (view.window) exact(view.window);
   $("tier").hidden = !view.host;
   if (view.host) tier(view.host);
   drawGrids();
@@ -130,6 +132,16 @@ function quality(certificate, ratio) {
     ...Object.entries(recall).map(([tokens, share]) => [`Recall at ${whole(tokens)} tokens`, percent(share),
       `exact answers to look-ups; ${yardstick} has ${percent(yardstick_recall[tokens] ?? 0)}`]),
   ], 1);
+}
+
+function exact(found) {
+  $("window-title").textContent = `Exact window: the newest ${plural(found.tokens, "token")} in ${found.dtype}`;
+  legend("window-legend", [
+    ["own", "pages held by requests", found.held], ["idle", "idle, of snapshots", found.idle], ["free", "free", found.free],
+  ]);
+  $("window-note").textContent = `${plural(found.pages, "page")}, ${whole(found.snapshots)} of snapshots in the prefix cache. ` +
+    `Cached prefixes so far: ${whole(found.hits)} went on at a snapshot, ${whole(found.misses)} had none; ` +
+    `${plural(found.replayed_tokens, "token")} computed again, ${plural(found.evicted_pages, "page")} evicted.`;
 }
 
 function tier(host) {
