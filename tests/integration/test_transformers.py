@@ -7,6 +7,7 @@ by itself. The rest is what Transformers does with caches: padding, turns, beams
 from __future__ import annotations
 
 import gc
+import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -390,6 +391,20 @@ def test_what_contradicts_the_cache_is_refused(gemma: Served) -> None:
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 2
     assert gemma.generate(more[[1, 1]], cache, count=2).shape == (2, 2)
+
+
+def test_there_is_no_exact_window(gemma: Served, tmp_path: Path) -> None:
+    """An option is refused, and a scheme file's is left aside: no part of the plan is about it."""
+    with pytest.raises(ConfigError, match="kv_window is an option of Nibble's engine"):
+        nt.NibbleCache(gemma.model, kv_window=64)
+    layer = {name: {"format": "nvfp4"} for name in "kv"}
+    layers = {str(i): layer for i in range(gemma.model.config.num_hidden_layers)}
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({"schema": "nibble-kv-scheme-1", "layers": layers, "kv_window": 8}))
+    cache = nt.NibbleCache(gemma.model, str(path), kv_scales="one")
+    assert not cache.plan.window and not cache.plan.groups[0].near_routes
+    ids = torch.randint(1, 256, (1, 20))
+    assert gemma.generate(ids, cache, count=3).shape == (1, 3)
 
 
 def test_models_that_cannot_be_judged_are_refused(gemma: Served, tmp_path: Path) -> None:

@@ -469,7 +469,8 @@ def _config(model: Any, options: dict[str, Any]) -> Config:
             f"{', '.join(unsupported)} is an option of Nibble's engine, not of a cache; options here: "
             f"{', '.join(OPTIONS)}"
         )
-    return configured(model=_name(model), dtype=_dtype(model), device=_device(model), **options)
+    # There is no ring of exact pages here, so an exact window is no default either.
+    return configured(model=_name(model), dtype=_dtype(model), device=_device(model), kv_window=0, **options)
 
 
 def _name(model: Any) -> str:
