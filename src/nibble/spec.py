@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from nibble.config import Config, OffloadSpec
+from nibble.config import MAX_WINDOW, Config, OffloadSpec
 from nibble.errors import ConfigError
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file
@@ -91,6 +91,15 @@ def _schemes(config: Config, file: SchemeFile | None) -> tuple[Scheme, tuple[Lay
     return scheme, rules
 
 
+def _window(config: Config, file: SchemeFile | None) -> int | None:
+    """Return the exact window's tokens that are asked for; None where neither the option nor the file names any."""
+    if config.kv_window is not None or file is None:
+        return config.kv_window
+    if file.window is not None and file.window > MAX_WINDOW:
+        raise ConfigError(f"{file.path}: kv_window must lie in [0, {MAX_WINDOW}], not {file.window}")
+    return file.window
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
     """What is requested of a cache and of attention over it."""
@@ -152,7 +161,7 @@ class CacheSpec:
             graphs=config.graphs,
             deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
-            window=config.kv_window or 0,
+            window=_window(config, file) or 0,
         )
 
     @property

@@ -219,7 +219,9 @@ def by_layer(target: Target, assignment: Assignment) -> dict[int, Scheme]:
 
 def _save(outcome: Outcome, target: Target, assignment: Assignment, out: Path) -> None:
     facts = {name: value for name, value in outcome.as_dict().items() if name not in {"path", "layers"}}
-    scheme_file.save(out, by_layer(target, assignment), _streams(target), **facts)
+    # Measured with a window that was asked for, the schemes are to be served with it.
+    window = target.config.kv_window
+    scheme_file.save(out, by_layer(target, assignment), _streams(target), window, **facts)
 
 
 def _verified(outcome: Outcome, config: Config, goal: Goal, text: Path | None) -> Outcome:

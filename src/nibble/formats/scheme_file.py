@@ -9,10 +9,13 @@
         },
         "1": {"latent": {"format": "fp8_e4m3"}}
       },
+      "kv_window": 64,
       "provenance": {"model": "...", "text": "...", "figures": {...}}
     }
 
 An `encoder` that is left out is the default, or that of --kv-encoder. Both streams of a layer have the same.
+
+`kv_window`, which may be left out, is the exact window that the schemes were measured with; --kv-window wins over it.
 
 `provenance` says where the choice comes from; nothing depends on it. Index keys of sparse attention have one format,
 so a file does not name them.
@@ -69,6 +72,8 @@ class SchemeFile:
     others: Scheme | None = None
     """The scheme of layers that it does not name; None where it must name all."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    """Tokens of the exact window, None where the file says nothing of it."""
 
     @property
     def usual(self) -> Scheme:
@@ -115,11 +120,18 @@ def load(path: str | Path) -> SchemeFile:
     if not isinstance(layers, dict) or not layers:
         raise ConfigError(f'{path}: "layers" must be an object with an entry for each layer')
     by_layer = {_layer(key, str(path)): _parse_layer(layers[key], f"{path}, layer {key}") for key in layers}
-    return SchemeFile(str(path), by_layer, provenance=content.get("provenance") or {})
+    window = content.get("kv_window")
+    if window is not None and (type(window) is not int or window < 0):
+        raise ConfigError(f'{path}: "kv_window" is a number of tokens, from 0, not {window!r}')
+    return SchemeFile(str(path), by_layer, provenance=content.get("provenance") or {}, window=window)
 
 
 def save(
-    path: Path, layers: Mapping[int, Scheme], streams: Mapping[int, Iterable[Stream]], **provenance: Any
+    path: Path,
+    layers: Mapping[int, Scheme],
+    streams: Mapping[int, Iterable[Stream]],
+    window: int | None = None,
+    **provenance: Any,
 ) -> None:
     """Write a file in our form.
 
@@ -127,10 +139,12 @@ def save(
         path: Of the file.
         layers: The scheme of each layer.
         streams: What each layer caches.
+        window: Tokens of the exact window, None to say nothing of it.
         provenance: Where the choice comes from: anything that JSON can say.
     """
     entries = {str(layer): _entry(scheme, streams[layer]) for layer, scheme in sorted(layers.items())}
-    content = {"schema": SCHEMA, "layers": entries, "provenance": provenance}
+    exact = {} if window is None else {"kv_window": window}
+    content = {"schema": SCHEMA, "layers": entries, **exact, "provenance": provenance}
     files.write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 

@@ -64,7 +64,19 @@ def test_as_json(model: str, tmp_path: Path) -> None:
     content = json.loads(result.stdout)
     assert content["bits"] == 4.5
     assert content["path"] == str(out)
-    assert json.loads(out.read_text())["provenance"]["bits"] == 4.5
+    written = json.loads(out.read_text())
+    assert written["provenance"]["bits"] == 4.5 and "kv_window" not in written
+
+
+def test_a_window_that_was_measured_with_is_served(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "kv_scheme.json"
+    words = ("--kv-window", "32", "--max-kl", "100", *FEW, "--verify-tokens", "0", "--out", str(out))
+    result = run("tune-precision", model, *words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["kv_window"] == 32
+    for options, window in (((), 32), (("--kv-window", "0"), 0)):
+        planned = run("plan", model, "--kv-format", str(out), "--gpu", "cpu", "--json", *options)
+        assert json.loads(planned.stdout)["kv_window"] == window
 
 
 @pytest.mark.parametrize(

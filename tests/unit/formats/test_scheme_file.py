@@ -197,6 +197,40 @@ class TestFiles:
 LAYERS = {0: "fp8_e4m3", 1: "bf16", 2: "nvfp4", 3: "k8v4"}
 
 
+class TestWindow:
+    LAYERS = own({"0": {"k": {"format": "nvfp4"}, "v": {"format": "nvfp4"}}})
+
+    @pytest.mark.parametrize(
+        ("in_file", "option", "expected"),
+        [(64, None, 64), (64, 0, 0), (64, 96, 96), (0, None, 0), (None, 32, 32)],
+    )
+    def test_an_option_wins(
+        self, tmp_path: Path, in_file: int | None, option: int | None, expected: int
+    ) -> None:
+        content = self.LAYERS if in_file is None else {**self.LAYERS, "kv_window": in_file}
+        path = write(tmp_path / "s.json", content)
+        assert scheme_file.load(path).window == in_file
+        assert CacheSpec.from_config(Config(model="m", kv_format=path, kv_window=option)).window == expected
+
+    def test_round_trip(self, tmp_path: Path) -> None:
+        layers = {0: schemes.parse("nvfp4")}
+        for window in (None, 0, 96):
+            scheme_file.save(tmp_path / "s.json", layers, {0: HEADS}, window, model="m")
+            found = scheme_file.load(tmp_path / "s.json")
+            assert (found.window, found.provenance) == (window, {"model": "m"})
+
+    @pytest.mark.parametrize("window", [-1, "64", 6.5, True])
+    def test_bad_ones(self, tmp_path: Path, window: Any) -> None:
+        path = write(tmp_path / "s.json", {**self.LAYERS, "kv_window": window})
+        with pytest.raises(ConfigError, match=r's\.json: "kv_window" is a number of tokens, from 0'):
+            scheme_file.load(path)
+
+    def test_one_that_is_too_long(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "s.json", {**self.LAYERS, "kv_window": 1 << 20})
+        with pytest.raises(ConfigError, match=r"s\.json: kv_window must lie in \[0, 4096\]"):
+            CacheSpec.from_config(Config(model="m", kv_format=path))
+
+
 class TestModelOpt:
     def test_round_trip(self, tmp_path: Path) -> None:
         by_layer = {layer: schemes.parse(name) for layer, name in LAYERS.items()}
