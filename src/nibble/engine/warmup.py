@@ -291,7 +291,7 @@ class _GroupTest:
     ) -> None:
         self.plan, self.group, self.pool, self.backends = plan, group.group, pool, backends
         self.routes = {route.phase: route for route in group.routes}
-        self.layer = group.layers[0]
+        self.layer, self.near_kernel = group.layers[0], group.near_kernel
         self.owner = plan.owner[self.layer]
         self.view = pool.view(self.owner)
         self.device = self.view.keys.scale.device
@@ -354,13 +354,20 @@ class _GroupTest:
         if self.exact is None:
             self._compare(actual_THD, self._expected(q_THD, batch, params), limit, route, "attends")
             return
-        what = f"attends with an exact window of {self.exact.tokens} tokens"
+        near = self._near_name(route.phase)
+        what = f"attends with an exact window of {self.exact.tokens} tokens (by {near})"
         expected_THD = self._expected_with_window(q_THD, query_lens, streams, params)
         # Apart, as answers to short requests are larger and only long ones have far tokens.
         for actual, expected in zip(
             actual_THD.split(query_lens), expected_THD.split(query_lens), strict=True
         ):
             self._compare(actual, expected, limit, route, what)
+
+    def _near_name(self, phase: Phase) -> str:
+        """Return who reads near tokens."""
+        if self.near_kernel and phase is Phase.DECODE:
+            return "the kernel for near tokens"
+        return str(self.plan.near_route(self.layer, phase))
 
     def _expected(self, q_THD: Tensor, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         """Return the reference's answer over the same pool, so that the format's error does not count."""
@@ -462,5 +469,5 @@ class _GroupTest:
             f"the start-up test failed: backend {route} {what} wrongly in {route.phase} of {stored}"
             f"@{self.plan.layout.packing}, page {self.plan.page_size} (layer group {self.group.name}): off by "
             f"{error:.3g} of the reference's norm, where {limit:g} is allowed; choose another backend with "
-            "--attention-backend, and please report this"
+            f"--attention-backend{', or --kv-window 0' if self.exact else ''}, and please report this"
         )
