@@ -159,7 +159,7 @@ def plan(
             raise
         print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
-    budget, problem = _memory(cache_plan)
+    cache_plan, budget, problem = _memory(cache_plan)
     certified = certificate_lookup.look_up(cache_plan, source.scales)
     request = _plan_request(cache_plan) if explain else None
     cells = explanation.cells(request, cache_plan.plan) if request else ()
@@ -186,16 +186,17 @@ def plan(
     certificate_lookup.require(cache_plan, source.scales)
 
 
-def _memory(cache_plan: CachePlan) -> tuple[MemoryPlan | None, CapacityError | None]:
-    """Return the memory plan, or why there is none."""
+def _memory(cache_plan: CachePlan) -> tuple[CachePlan, MemoryPlan | None, CapacityError | None]:
+    """Return the plan as it fits in memory and the memory plan, or why there is none."""
     try:
-        return plan_memory(cache_plan).budget, None
+        engine_plan = plan_memory(cache_plan)
+        return engine_plan, engine_plan.budget, None
     except CapacityError as error:
-        return None, error
+        return cache_plan, None, error
 
 
 def _plan_request(cache_plan: CachePlan) -> PlanRequest:
     """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
     table = backends.available_backends() if cache_plan.here else backends.all_backends()
     facts = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
-    return PlanRequest(*facts, table, cache_plan.declared, False)
+    return PlanRequest(*facts, table, cache_plan.declared, defaults=cache_plan.defaults)
