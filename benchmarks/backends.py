@@ -159,7 +159,7 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
     for model_spec in geometries(options):
         latents = model_spec.groups[0].streams[0].name == LATENT
         for name in (options.formats or (LATENTS if latents else FORMATS)).split(","):
-            config = Config(model=model_spec.model, kv_format=name)
+            config = Config(model=model_spec.model, kv_format=name, kv_transforms="none", kv_window=0)
             try:
                 plan = resolve(config, model_spec, hardware, table, verify=Phase.VERIFY in phases)
             except ConfigError as error:

@@ -199,4 +199,4 @@ def _plan_request(cache_plan: CachePlan) -> PlanRequest:
     """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
     table = backends.available_backends() if cache_plan.here else backends.all_backends()
     facts = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
-    return PlanRequest(*facts, table, cache_plan.declared, defaults=cache_plan.defaults)
+    return PlanRequest(*facts, table, cache_plan.declared, defaults=cache_plan.settled)

@@ -52,6 +52,11 @@ class CachePlan:
         """Why times that were measured on this machine are not used."""
         return self.times.warning
 
+    @property
+    def settled(self) -> Defaults:
+        """What became of `defaults`, for who looks at the same plan again."""
+        return replace(self.defaults, window=self.plan.window)
+
     def with_defaults(self, defaults: Defaults) -> CachePlan:
         """Return the same with other defaults, resolved anew; raise ConfigError."""
         table = _backends(self.here)

@@ -84,7 +84,7 @@ def plan_tuning(config: Config) -> Tuning:
     # Earlier times must not decide which page size and packing the race is on.
     plan = plan_engine(config, by_times=False)
     table = backends.available_backends()
-    request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, defaults=plan.defaults)
+    request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, defaults=plan.settled)
     trials = []
     for part in request.parts:
         # Sparse attention reads what an indexer chooses, and random tokens do not stand for that.

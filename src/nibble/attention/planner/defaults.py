@@ -16,6 +16,7 @@ from nibble.attention.planner.support import SchemeGroup, format_layers
 from nibble.config import Config
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
+from nibble.spec import CacheSpec
 
 WINDOW = 64
 """Newest tokens that a query of a 4-bit cache reads exactly; docs/quality.md has what that brings."""
@@ -44,11 +45,12 @@ PLAIN = "--kv-encoder amax --kv-transforms none --kv-window 0"
 """What makes a 4-bit scheme plain: the bytes of other engines' appends, and nothing beside them."""
 
 
-def meaning(config: Config, parts: Iterable[SchemeGroup], window: int, dtype: str) -> str:
+def meaning(config: Config, spec: CacheSpec, parts: Iterable[SchemeGroup], window: int, dtype: str) -> str:
     """Return what a 4-bit scheme gives here, in a line; empty for other schemes.
 
     Args:
         config: What is requested.
+        spec: The same, parsed.
         parts: The layers, by scheme.
         window: Tokens of the exact window.
         dtype: The compute dtype.
@@ -58,10 +60,11 @@ def meaning(config: Config, parts: Iterable[SchemeGroup], window: int, dtype: st
         return ""
     near = f"the newest {window} tokens in {dtype}" if window else "no exact window"
     words = (f"block scales by {', '.join(_encoders(parts))}", *_keys(parts), near)
+    name = config.kv_format if spec.scheme_file else spec.scheme.name
     rules = f" with --kv-layers {config.kv_layers}" if config.kv_layers else ""
     # Who says all of it needs no hint.
     said = (config.kv_encoder, config.kv_transforms).count(schemes.AUTO) == 0 and config.kv_window is not None
-    return f"{config.kv_format}{rules}: {'; '.join(words)}" + ("" if said else f" (plain: {PLAIN})")
+    return f"{name}{rules}: {'; '.join(words)}" + ("" if said else f" (plain: {PLAIN})")
 
 
 def _encoders(parts: Iterable[SchemeGroup]) -> tuple[str, ...]:

@@ -210,7 +210,7 @@ def _resolve_as_it_is(request: PlanRequest) -> Plan:
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
     tier = _tier(request.spec.offload, parts, layout)
-    meaning = defaults.meaning(request.config, parts, window, request.dtype)
+    meaning = defaults.meaning(request.config, request.spec, parts, window, request.dtype)
     return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, meaning)
 
 
