@@ -19,7 +19,8 @@ from nibble.cli.command import REFUSED, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, print_json, quiet_libraries
 from nibble.config import Config
 from nibble.engine import certificate_lookup
-from nibble.engine.plan import CachePlan, as_text, plan_cache, plan_memory
+from nibble.engine.cache_plan import CachePlan
+from nibble.engine.plan import as_text, plan_cache, plan_memory
 from nibble.engine.scale_source import find_source
 from nibble.errors import CapacityError, Unsupported
 from nibble.formats import scheme as schemes

@@ -21,8 +21,8 @@ from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import BUNDLED, Config, default_of
+from nibble.engine.cache_plan import CachePlan
 from nibble.engine.certificate import UNKNOWN_SCALES, Certificate, Subject
-from nibble.engine.plan import CachePlan
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 from nibble.models.fingerprint import fingerprint

@@ -10,12 +10,12 @@ from nibble.attention import backends
 from nibble.attention.planner import evidence, explain
 from nibble.attention.planner.caveats import packages, untested
 from nibble.attention.planner.defaults import BEST, Defaults
-from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan, cuda_graph_blocker
 from nibble.attention.planner.resolve import attempt, find_smaller, resolve
 from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
+from nibble.engine.cache_plan import CachePlan
 from nibble.engine.scale_source import usable_transforms
 from nibble.errors import CapacityError, ConfigError
 from nibble.formats import scheme as schemes
@@ -26,45 +26,6 @@ from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinne
 from nibble.models.observations import observe_model
 from nibble.models.varying import require_invariant
 from nibble.spec import AUTO, CacheSpec
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """What is decided of a cache: for which model, on which machine, with which routes and layout."""
-
-    config: Config
-    hardware: Hardware
-    model_spec: ModelSpec
-    plan: Plan
-    here: bool = True
-    """Whether it is for this machine, with the packages that are installed."""
-    declared: bool = False
-    """Whether `auto` may choose backends that this version knows but cannot run."""
-    defaults: Defaults = BEST
-    """What an exact window and transforms that are left to Nibble may become."""
-    times: Rankings = NO_RANKINGS
-    """Times of this machine that `auto` follows."""
-    preface: tuple[str, ...] = ()
-    """Notes that are not of the routes."""
-
-    @property
-    def warning(self) -> str:
-        """Why times that were measured on this machine are not used."""
-        return self.times.warning
-
-    @property
-    def settled(self) -> Defaults:
-        """What became of `defaults`, for who looks at the same plan again."""
-        return replace(self.defaults, window=self.plan.window)
-
-    def with_defaults(self, defaults: Defaults) -> CachePlan:
-        """Return the same with other defaults, resolved anew; raise ConfigError."""
-        table = _backends(self.here)
-        plan = resolve(
-            self.config, self.model_spec, self.hardware, table,
-            declared=self.declared, measured=self.times, best=defaults,
-        )  # fmt: skip
-        return _annotated(replace(self, plan=plan, defaults=defaults), table)
 
 
 @dataclass(frozen=True)
@@ -191,7 +152,7 @@ def with_usable_transforms(
     before = cache_plan.defaults
     if transforms == before.transforms:
         return cache_plan
-    return cache_plan.with_defaults(replace(before, transforms=transforms, notes=(*before.notes, why)))
+    return with_defaults(cache_plan, replace(before, transforms=transforms, notes=(*before.notes, why)))
 
 
 def _own_formats(config: Config) -> tuple[Config, str]:
@@ -207,6 +168,16 @@ def _own_formats(config: Config) -> tuple[Config, str]:
             config, kv_format=str(path)
         ), f"KV formats: the checkpoint's own, by layer, of {path.name}"
     return config, f"the checkpoint names KV formats by layer, in {path.name}; --kv-format auto takes them"
+
+
+def with_defaults(cache_plan: CachePlan, defaults: Defaults) -> CachePlan:
+    """Return a plan with other defaults, resolved anew; raise ConfigError."""
+    table = _backends(cache_plan.here)
+    plan = resolve(
+        cache_plan.config, cache_plan.model_spec, cache_plan.hardware, table,
+        declared=cache_plan.declared, measured=cache_plan.times, best=defaults,
+    )  # fmt: skip
+    return _annotated(replace(cache_plan, plan=plan, defaults=defaults), table)
 
 
 def _annotated(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> CachePlan:
@@ -265,7 +236,7 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
         if spec.window is not None or not window:
             raise _refused(cache_plan, spec, error) from None
         why = f"{window} tokens do not fit ({str(error).partition('; what would help')[0]})"
-    without = cache_plan.with_defaults(cache_plan.defaults.without_window(why))
+    without = with_defaults(cache_plan, cache_plan.defaults.without_window(why))
     try:
         return _with_budget(without, spec)
     except CapacityError as error:

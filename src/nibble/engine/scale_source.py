@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import BUNDLED
+from nibble.engine.cache_plan import CachePlan
 from nibble.errors import ScaleError
 from nibble.models.checkpoint_scales import has_weights, outline_scales, read_scales, tensor_names
 from nibble.models.hub import has_tokenizer
 from nibble.spec import CacheSpec
-
-if TYPE_CHECKING:
-    from nibble.engine.plan import CachePlan
 
 AUTO, CALIBRATE, ONE = "auto", "calibrate", "one"
 """What --kv-scales takes beside a file."""
@@ -38,6 +35,10 @@ class Origin(StrEnum):
     FILE = "file"
     CHECKPOINT = "checkpoint"
     MEASURED = "measured"
+
+
+AVAILABLE = (Origin.ONE, Origin.FILE, Origin.CHECKPOINT)
+"""Origins of scales that are there, and hold for K under some transforms alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +173,14 @@ def usable_transforms(
         measures: whether scales that are missing can be measured at the start.
     """
     offered = cache_plan.defaults.transforms
-    chosen = _chosen_layers(cache_plan)
-    if not chosen:
+    layers = _chosen_layers(cache_plan)
+    if not layers:
         return offered, ""
     origins = {
-        transforms: _origin(_with_transforms(cache_plan, chosen, transforms), folder_of, measures=measures)
+        transforms: _origin(_with_transforms(cache_plan, layers, transforms), folder_of, measures=measures)
         for transforms in _subsets(offered)
     }
-    given = (Origin.ONE, Origin.FILE, Origin.CHECKPOINT)
-    usable = [transforms for transforms, origin in origins.items() if origin in given]
+    usable = [transforms for transforms, origin in origins.items() if origin in AVAILABLE]
     usable += [transforms for transforms, origin in origins.items() if origin is not None]
     # Where nothing will do, the refusal is that of K as it is.
     best = usable[0] if usable else ()
@@ -191,9 +191,9 @@ def usable_transforms(
 
 def _lacking(cache_plan: CachePlan, origin: Origin | None) -> str:
     """Return what has no scales for more transforms."""
-    if origin in {Origin.ONE, Origin.FILE, Origin.CHECKPOINT}:
-        named = cache_plan.config.kv_scales
-        file = kv_scales.FILE_NAME if named == AUTO else named
+    if origin in AVAILABLE:
+        source = cache_plan.config.kv_scales
+        file = kv_scales.FILE_NAME if source == AUTO else source
         of = {Origin.ONE: "--kv-scales one", Origin.CHECKPOINT: "the checkpoint"}.get(origin, file)
         return f"{of} has no KV scales or means for it; --kv-scales calibrate measures them"
     return "it takes scales or means that are measured on text, and nothing is there to measure them with"
@@ -202,11 +202,11 @@ def _lacking(cache_plan: CachePlan, origin: Origin | None) -> str:
 def _chosen_layers(cache_plan: CachePlan) -> frozenset[int]:
     """Return the layers whose transforms were left to Nibble, and that have some."""
     spec = CacheSpec.from_config(cache_plan.config)
-    asked = spec.scheme_by_layer(cache_plan.model_spec.layers)
+    by_layer = spec.scheme_by_layer(cache_plan.model_spec.layers)
     return frozenset(
         entry.layer
         for entry in cache_plan.plan.layout.layers
-        if spec.chooses_transforms and entry.transforms and not asked[entry.layer].names_transforms
+        if spec.chooses_transforms and entry.transforms and not by_layer[entry.layer].names_transforms
     )
 
 

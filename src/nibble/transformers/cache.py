@@ -35,9 +35,10 @@ from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
 from nibble.engine.build import CHUNK, tokenizer_of
+from nibble.engine.cache_plan import CachePlan
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, start_tokens
 from nibble.engine.model_runner import adapters
-from nibble.engine.plan import CachePlan, with_usable_transforms
+from nibble.engine.plan import with_usable_transforms
 from nibble.engine.scale_source import AUTO, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe

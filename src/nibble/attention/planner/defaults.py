@@ -59,12 +59,14 @@ def meaning(config: Config, spec: CacheSpec, parts: Iterable[SchemeGroup], windo
     if not parts:
         return ""
     near = f"the newest {window} tokens in {dtype}" if window else "no exact window"
-    words = (f"block scales by {', '.join(_encoders(parts))}", *_keys(parts), near)
+    clauses = (f"block scales by {', '.join(_encoders(parts))}", *_keys(parts), near)
     name = config.kv_format if spec.scheme_file else spec.scheme.name
     rules = f" with --kv-layers {config.kv_layers}" if config.kv_layers else ""
     # Who says all of it needs no hint.
-    said = (config.kv_encoder, config.kv_transforms).count(schemes.AUTO) == 0 and config.kv_window is not None
-    return f"{name}{rules}: {'; '.join(words)}" + ("" if said else f" (plain: {PLAIN})")
+    is_complete = (config.kv_encoder, config.kv_transforms).count(
+        schemes.AUTO
+    ) == 0 and config.kv_window is not None
+    return f"{name}{rules}: {'; '.join(clauses)}" + ("" if is_complete else f" (plain: {PLAIN})")
 
 
 def _encoders(parts: Iterable[SchemeGroup]) -> tuple[str, ...]:
@@ -78,5 +80,5 @@ def _keys(parts: Iterable[SchemeGroup]) -> Iterator[str]:
         if part.scheme.has_4bit_keys and part.group.kind == "mha":
             layers.setdefault(part.scheme.transforms, []).extend(part.layers)
     for transforms, numbers in layers.items():
-        words = " and ".join(transform.get(name).participle for name in transforms) or "as they are"
-        yield f"keys {words}" + (f" in layers {format_layers(numbers)}" if len(layers) > 1 else "")
+        changes = " and ".join(transform.get(name).participle for name in transforms) or "as they are"
+        yield f"keys {changes}" + (f" in layers {format_layers(numbers)}" if len(layers) > 1 else "")
