@@ -170,10 +170,12 @@ def _resolve(request: PlanRequest) -> Plan:
     except ConfigError as error:
         # Without one it is refused again where the window is not to blame.
         return _resolve_as_it_is(request.without_window(_why_not(error)))
-    if not any(_is_makeshift(request, route) for route in plan.routes):
+    if request.hardware.is_cpu or not any(map(_makeshift, plan.routes)):
         return plan
-    without = _resolve_as_it_is(request.without_window(_dearer(request, plan)))
-    return plan if any(_is_makeshift(request, route) for route in without.routes) else without
+    without = _resolve_as_it_is(request.without_window())
+    slow = tuple(_made_slow(plan, without))
+    why = f"it would send {', '.join(slow)}, which is slow"
+    return _resolve_as_it_is(request.without_window(why)) if slow else plan
 
 
 def _why_not(error: ConfigError) -> str:
@@ -183,18 +185,19 @@ def _why_not(error: ConfigError) -> str:
     return str(error)
 
 
-def _is_makeshift(request: PlanRequest, route: Route) -> bool:
-    """Whether a route gathers or dequantises pages on a GPU because no kernel reads them there."""
-    made_do = route.row.gathers or (route.stage_to and not route.for_speed)
-    return bool(made_do) and not request.hardware.is_cpu
+def _makeshift(route: Route) -> int:
+    """Return how far a route is from a kernel that reads pages as they are: 1 where they are dequantised though that
+    is no faster, 2 where they are gathered in plain torch."""
+    return 2 if route.row.gathers else int(route.stage_to is not None and not route.for_speed)
 
 
-def _dearer(request: PlanRequest, plan: Plan) -> str:
-    """Return what a window would cost: routes that no kernel serves with one."""
-    names = dict.fromkeys(
-        f"{route.phase} to {route}" for route in plan.routes if _is_makeshift(request, route)
-    )
-    return f"it would send {', '.join(names)}, which is slow"
+def _made_slow(plan: Plan, without: Plan) -> Iterator[str]:
+    """Yield the phases that a window sends to a lesser route than they have without one."""
+    for group, other in zip(plan.groups, without.groups, strict=True):
+        usual = {route.phase: _makeshift(route) for route in other.routes}
+        for route in (*group.routes, *group.near_routes):
+            if _makeshift(route) > usual.get(route.phase, 2):
+                yield f"{route.phase} of {group.group.name} to {route}"
 
 
 def _resolve_as_it_is(request: PlanRequest) -> Plan:
