@@ -20,6 +20,7 @@ from nibble.engine.scale_source import usable_transforms
 from nibble.errors import CapacityError, ConfigError
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, probe
+from nibble.kernels import cdiv
 from nibble.model_spec import ModelSpec
 from nibble.models import quantization
 from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinned
@@ -231,7 +232,10 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     """
     spec, window = CacheSpec.from_config(cache_plan.config), cache_plan.plan.window
     try:
-        return _with_budget(cache_plan, spec)
+        engine_plan = _with_budget(cache_plan, spec)
+        if spec.window is not None or not _lacks_snapshots(engine_plan, spec):
+            return engine_plan
+        why = "the cache is too small for snapshots of prefixes, without which it would not be reused"
     except CapacityError as error:
         if spec.window is not None or not window:
             raise _refused(cache_plan, spec, error) from None
@@ -241,6 +245,12 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
         return _with_budget(without, spec)
     except CapacityError as error:
         raise _refused(without, spec, error) from None
+
+
+def _lacks_snapshots(engine_plan: EnginePlan, spec: CacheSpec) -> bool:
+    """Return whether there is an exact window, and no room for the snapshot of a single prefix."""
+    exact, plan = engine_plan.budget.exact, engine_plan.plan
+    return exact is not None and spec.prefix_cache and exact.snapshots < cdiv(plan.window, plan.page_size)
 
 
 def _with_budget(cache_plan: CachePlan, spec: CacheSpec) -> EnginePlan:
