@@ -30,7 +30,6 @@ from report import markdown
 
 import gpu
 from nibble.attention import backends
-from nibble.attention.planner import support
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
@@ -160,14 +159,14 @@ def jobs(options: argparse.Namespace, hardware: Hardware, table: Mapping[str, Ba
     for model_spec in geometries(options):
         latents = model_spec.groups[0].streams[0].name == LATENT
         for name in (options.formats or (LATENTS if latents else FORMATS)).split(","):
-            config = Config(model=model_spec.model, kv_format=name)
+            config = Config(model=model_spec.model, kv_format=name, kv_transforms="none", kv_window=0)
             try:
                 plan = resolve(config, model_spec, hardware, table, verify=Phase.VERIFY in phases)
             except ConfigError as error:
                 print(f"{model_spec.model} in {name} is left out: {str(error).splitlines()[0]}", flush=True)
                 continue
             request = PlanRequest(config, model_spec, hardware, table, False, False)
-            for part in support.scheme_groups(request.spec, model_spec):
+            for part in request.parts:
                 for work in works:
                     job = Job(model_spec.model if len(plan.groups) == 1 else f"{model_spec.model} {part.group.name}",
                               name, request, plan, part, work)  # fmt: skip

@@ -90,7 +90,10 @@ def main() -> None:
     exact = LLM(args.model, kv_format="fp32", device="cpu")
     asked = prompts(exact, args.text or home / "heldout.txt", args.prompt_tokens)
     worst = gate(exact, reference, asked[0])
-    engines = {scheme: LLM(args.model, kv_format=scheme, device="cpu") for scheme in SCHEMES}
+    engines = {
+        scheme: LLM(args.model, kv_format=scheme, device="cpu", kv_transforms="none", kv_window=0)
+        for scheme in SCHEMES
+    }
 
     rows = []
     for count in (1, REQUESTS):

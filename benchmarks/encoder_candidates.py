@@ -141,7 +141,14 @@ def exponent_table(x: Mapping[str, Sequence[Tensor]]) -> str:
 def perplexity_table(tokens: int) -> str:
     rows = []
     for scheme in SCHEMES:
-        llm = LLM("demo", kv_format=scheme, device=gpu.device(), prefix_cache=False)
+        llm = LLM(
+            "demo",
+            kv_format=scheme,
+            device=gpu.device(),
+            prefix_cache=False,
+            kv_transforms="none",
+            kv_window=0,
+        )
         parts = split_text(read_text(None, "demo"), tokens, llm.tokenizer.encode, llm.tokenizer.decode)
         perplexity = Perplexity()
         for window in windows(parts.scored, min(tokens, 4096)):

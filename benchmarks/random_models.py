@@ -97,6 +97,10 @@ class Served:
         return sum(p.nbytes for p in model.parameters()) - table.weight.nbytes
 
 
+PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
+"""A scheme is what its kernels read and nothing beside it, unless a benchmark says otherwise."""
+
+
 @contextmanager
 def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served]:
     """The engine of a shape in SHAPES; options are fields of nibble.Config. likeness: see make()."""
@@ -119,7 +123,7 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **{**_ENDS, **changes}).save_pretrained(Path(folder))
         with mock.patch.object(build, "load", load):
-            llm = LLM(folder, kv_scales="one", **options)
+            llm = LLM(folder, **{"kv_scales": "one", **PLAIN, **options})
         yield Served(llm, kept["prompt"], kept["expected"])
 
 

@@ -70,7 +70,7 @@ def config(todo: Plan, scheme: str, attention: str) -> dict[str, Any]:
     """Fields of nibble.Config."""
     made: dict[str, Any] = {
         "model": todo.model, "kv_format": scheme, "max_context": todo.context, "max_running": AT_ONCE,
-        "token_budget": CHUNK, "device": gpu.device(), "prefix_cache": False,
+        "token_budget": CHUNK, "device": gpu.device(), "prefix_cache": False, "kv_window": 0,
     }  # fmt: skip
     if attention == "dense":
         return made | {"index_topk": todo.window}

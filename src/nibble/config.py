@@ -71,8 +71,8 @@ class Config:
     kv_layers: str = option("", "Other schemes for some layers, as `0,1,-1=fp8_e4m3`; more rules after `;`.")
     kv_window: int | None = option(
         None,
-        "Newest tokens that a query reads in the compute dtype beside the quantised cache, as 64; none if left out. "
-        "It brings 4-bit caches near BF16's answers (docs/quality.md).",
+        "Newest tokens that a query reads in the compute dtype beside the quantised cache; 0: none. Left out: 64 where "
+        "any layer is stored in 4 bits and this can be served, else none (docs/quality.md).",
     )
     kv_encoder: str = option(
         "auto",
@@ -80,7 +80,9 @@ class Config:
         "4over6 (NVFP4: the better of two), or amax (the bytes of other engines' appends).",
     )
     kv_transforms: str = option(
-        "auto", "Transforms of K for schemes that name none, as `kmean+rot`; auto and none: none."
+        "auto",
+        "Transforms of K for schemes that name none, as `kmean+rot`, or none; auto: of K in 4 bits, those that the "
+        "model and its KV scales allow.",
     )
     kv_scales: str = option(
         "auto",
@@ -213,7 +215,7 @@ class Config:
     def with_plain_cache(self, format: str) -> Config:
         """Return the same with a cache that stores all layers unquantised, in the plain format `format`."""
         return replace(
-            self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=None
+            self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=0
         )
 
     @property

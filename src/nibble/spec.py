@@ -77,16 +77,20 @@ def _parse_span(item: str, where: str) -> tuple[int, int]:
 def _schemes(config: Config, file: SchemeFile | None) -> tuple[Scheme, tuple[LayerRule, ...]]:
     """Return the scheme and the rules, with what their texts leave to `kv_encoder` and `kv_transforms`.
 
-    A file leaves no transforms to the options. A rule of `kv_layers` wins over it.
+    Of a file nothing is left to `auto`. A rule of `kv_layers` wins over it.
     """
     transforms = schemes.parse_transforms(config.kv_transforms)
 
-    def complete(scheme: Scheme) -> Scheme:
-        return scheme.encoded_by(config.kv_encoder).transformed_by(transforms)
+    def complete(scheme: Scheme, in_file: bool = False) -> Scheme:
+        scheme = scheme.encoded_by(config.kv_encoder).transformed_by(transforms)
+        return scheme.without_transforms() if in_file and transforms is None else scheme
 
     parsed = map(LayerRule.parse, filter(str.strip, config.kv_layers.split(";")))
-    rules = tuple(replace(rule, scheme=complete(rule.scheme)) for rule in (*_rules_of(file), *parsed))
-    scheme = complete(file.usual if file else schemes.parse(config.kv_format))
+    rules = (
+        *(replace(rule, scheme=complete(rule.scheme, True)) for rule in _rules_of(file)),
+        *(replace(rule, scheme=complete(rule.scheme)) for rule in parsed),
+    )
+    scheme = complete(file.usual, True) if file else complete(schemes.parse(config.kv_format))
     schemes.check_encoder(config.kv_encoder, (scheme, *(rule.scheme for rule in rules)))
     return scheme, rules
 
@@ -132,8 +136,10 @@ class CacheSpec:
     graphs: bool
     deterministic: bool
     watches_fidelity: bool
-    window: int
-    """Tokens that a query reads in the compute dtype: those nearer than this; 0 for none."""
+    window: int | None
+    """Tokens that a query reads in the compute dtype: those nearer than this; None where the plan decides."""
+    chooses_transforms: bool
+    """Whether the plan decides on the transforms of K of schemes that name none."""
 
     @classmethod
     def from_config(cls, config: Config) -> CacheSpec:
@@ -161,7 +167,8 @@ class CacheSpec:
             graphs=config.graphs,
             deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
-            window=_window(config, file) or 0,
+            window=_window(config, file),
+            chooses_transforms=schemes.parse_transforms(config.kv_transforms) is None,
         )
 
     @property

@@ -24,7 +24,7 @@ from nibble.config import Config
 from nibble.errors import ConfigError
 from nibble.hardware import GIB, Hardware, lookup_gpu
 from nibble.model_spec import HEADS, Phase
-from planning import DEEPSEEK_V3, GEMMA2, QWEN3_8B, SHAPES, memory_plan
+from planning import DEEPSEEK_V3, GEMMA2, PLAIN, QWEN3_8B, SHAPES, memory_plan
 
 MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
     name: lookup_gpu(name) for name in ("a100", "l40s", "h200", "b200", "rtx5090")
@@ -32,7 +32,7 @@ MACHINES = {"cpu": Hardware("cpu", 0, 32 * GIB)} | {
 
 
 def config(kv_format: str) -> Config:
-    return Config(model="m", kv_format=kv_format)
+    return Config(model="m", kv_format=kv_format, **PLAIN)
 
 
 def test_what_was_left_to_auto_is_explained() -> None:
@@ -107,7 +107,7 @@ def test_an_unknown_backend_is_answered_with_the_nearest() -> None:
 
 
 def test_a_borrowed_layer_has_its_owners_scheme_and_a_note() -> None:
-    asked = Config(model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3")
+    asked = Config(model="m", kv_format="nvfp4", kv_layers="0=fp8_e4m3", **PLAIN)
     made = resolve(asked, SHAPES["shared-kv"], MACHINES["cpu"])
     assert {group.scheme: group.layers for group in made.groups} == {"fp8_e4m3": (0, 3), "nvfp4": (1, 2)}
     assert any(note.startswith("layer 3 reads the pages of layer 0") for note in made.notes)

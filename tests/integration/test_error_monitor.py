@@ -27,6 +27,7 @@ from nibble.errors import ConfigError, NibbleError
 from nibble.hardware import lookup_gpu
 from nibble.models import hook
 from nibble.models.forward import compiled
+from planning import PLAIN
 from tape import record
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
 from toys import graph_backend
@@ -63,7 +64,7 @@ def dsa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def served(path: Path, kv_format: str, rate: float = 1.0, **options: Any) -> LLM:
     usual = {"kv_scales": str(path / "scales.json"), "kv_memory": "4MiB", "max_running": 8}
-    return LLM(str(path), kv_format=kv_format, watch_fidelity=rate, **{**usual, **options})
+    return LLM(str(path), kv_format=kv_format, watch_fidelity=rate, **{**usual, **PLAIN, **options})
 
 
 def tokens(llm: LLM, prompts: list[list[int]], count: int = 10, **options: Any) -> list[tuple[int, ...]]:
@@ -495,7 +496,7 @@ def test_decode_steps_of_a_sample_are_not_replayed(how: Any, tiny: Path) -> None
     """What a graph holds no Python sees: those steps are computed over the graph's buffers, all others replayed."""
     backend = backends_register()
     try:
-        options = {"kv_format": "nvfp4", "kv_scales": "one", "kv_memory": "2MiB", "max_running": 6}
+        options = {"kv_format": "nvfp4", "kv_scales": "one", "kv_memory": "2MiB", "max_running": 6, **PLAIN}
 
         def make(rate: float) -> LLM:
             llm = LLM(str(tiny), **options, watch_fidelity=rate)

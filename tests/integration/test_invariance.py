@@ -19,6 +19,7 @@ from nibble import LLM
 from nibble.engine.request import Batch
 from nibble.formats import scheme
 from nibble.model_spec import HEADS, LATENTS
+from planning import PLAIN
 from tiny import MLA, SPARSE, save_tiny
 
 SCHEMES = (*scheme.fitting(*HEADS), "nvfp4+rot", "nvfp4+kmean+rot", "k8v4+kmean")
@@ -120,7 +121,7 @@ def check(kv_format: str, tiny: Path, scales: Path, **fixed: Any) -> None:
             str(tiny),
             kv_format=kv_format,
             kv_scales=str(scales),
-            **{"kv_memory": "4MiB", "max_running": 8, **fixed, **options},
+            **{"kv_memory": "4MiB", "max_running": 8, **PLAIN, **fixed, **options},
         )
 
     whole = llm()
@@ -174,7 +175,7 @@ def test_widths_that_fill_no_vector(tmp_path: Path) -> None:
 
 def test_a_flipped_code_is_noticed(tiny: Path, scales: Path) -> None:
     """The comparison above can fail: one changed byte in the cache moves the logits by more than it allows."""
-    llm = LLM(str(tiny), kv_format="nvfp4", kv_scales=str(scales), kv_memory="4MiB")
+    llm = LLM(str(tiny), kv_format="nvfp4", kv_scales=str(scales), kv_memory="4MiB", **PLAIN)
     cold = answer(llm, [PROMPT])
     plane = llm.engine.runner.pool.view(0).streams["k"].planes[0]
     page = llm.engine.scheduler.manager._radix.match(llm.engine.namespace + "/", PROMPT, len(PROMPT) - 1)[0]

@@ -103,7 +103,9 @@ def test_tokens_are_those_of_the_engine(served: Served) -> None:
     """In one batch with padding, while the engine has no padding at all."""
     answers = set()
     for scheme in served.schemes:
-        llm = LLM(str(served.path), kv_format=scheme, kv_scales="one", max_context=64, kv_memory="2MiB")
+        llm = LLM(
+            str(served.path), kv_format=scheme, kv_scales="one", kv_window=0, max_context=64, kv_memory="2MiB"
+        )
         expected = [
             list(out.completions[0].token_ids)
             for out in llm.generate(PROMPTS, max_tokens=16, ignore_eos=True)
@@ -303,7 +305,9 @@ def test_scales_are_found_measured_or_missed(gemma: Served) -> None:
     with pytest.raises(ScaleError, match="needs a KV scale"):
         nt.NibbleCache(nameless, "nvfp4")
     text = "the quick brown fox jumps over the lazy dog; " * 4
-    llm = LLM(str(gemma.path), kv_format="nvfp4", calibrate=[text], max_context=256, kv_memory="2MiB")
+    llm = LLM(
+        str(gemma.path), kv_format="nvfp4", calibrate=[text], kv_window=0, max_context=256, kv_memory="2MiB"
+    )
     expected = list(llm.generate(PROMPTS[1], max_tokens=16, ignore_eos=True).completions[0].token_ids)
     for given in (text, llm.tokenizer.encode(text)):
         cache = nt.NibbleCache(gemma.model, "nvfp4", calibrate=[given])

@@ -98,4 +98,4 @@ def test_a_real_server_tells() -> None:
         assert health["status"] == "ready" and "0.0% is allowed" in health["warning"]
         text = httpx.get(f"{url}/metrics").text
         assert 'nibble:kv_fidelity_samples_total{model_name="demo"} 1.0' in text
-        assert 'nibble:kv_fidelity_error{layer="2",model_name="demo",scheme="nvfp4"} 0.' in text
+        assert 'nibble:kv_fidelity_error{layer="2",model_name="demo",scheme="nvfp4+kmean+rot"} 0.' in text

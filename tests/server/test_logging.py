@@ -181,5 +181,10 @@ def test_a_server_logs_json_from_start_to_end(
     ]  # fmt: skip
     ready, noted, request = said[1], said[3], said[5]
     assert noted["level"] == "warning" and "are not used" in noted["note"]
-    assert ready["kv_format"] == "nvfp4" and ready["decode"] and ready["cache_tokens"] > 0
+    assert (
+        ready["kv_format"] == "nvfp4+kmean+rot"
+        and "the newest 64 tokens" in ready["scheme"]
+        and ready["decode"]
+        and ready["cache_tokens"] > 0
+    )
     assert request["output_tokens"] == 4 and 0 < request["queue_s"] <= request["ttft_s"] <= request["total_s"]

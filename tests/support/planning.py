@@ -16,6 +16,9 @@ from nibble.hardware import GIB, Hardware, lookup_gpu, probe
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from nibble.spec import CacheSpec
 
+PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
+"""A 4-bit scheme with nothing beside its bytes, for tests of routes, storage and bytes."""
+
 
 def gqa(dim: int = 128, heads: int = 8) -> tuple[Stream, ...]:
     return Stream("k", heads, dim), Stream("v", heads, dim)

@@ -349,7 +349,8 @@ def formats_table() -> str:
             for name, having in schemes.encoders().items()
         ),
         "\n## Transforms\n",
-        "Written behind a scheme, as in `+rot`, or set by `--kv-transforms`; they cost no bytes.\n",
+        "Written behind a scheme, as in `+rot`, or set by `--kv-transforms`; they cost no bytes. K in 4 bits has those "
+        "that the model and its KV scales allow, unless its scheme names some, or `+none`.\n",
         *(f"- `{name}`: {transform.get(name).summary}" for name in transform.names()),
         "\n## The formats' own words, with what zeros, infinities and NaN do\n",
         *_format_prose(),

@@ -19,7 +19,8 @@ from nibble.cli.command import REFUSED, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, print_json, quiet_libraries
 from nibble.config import Config
 from nibble.engine import certificate_lookup
-from nibble.engine.plan import CachePlan, as_text, plan_cache, plan_memory
+from nibble.engine.cache_plan import CachePlan
+from nibble.engine.plan import as_text, plan_cache, plan_memory
 from nibble.engine.scale_source import find_source
 from nibble.errors import CapacityError, Unsupported
 from nibble.formats import scheme as schemes
@@ -159,7 +160,7 @@ def plan(
             raise
         print_json({"model": model, "refused": error.refusal.as_dict()})
         raise typer.Exit(REFUSED) from None
-    budget, problem = _memory(cache_plan)
+    cache_plan, budget, problem = _memory(cache_plan)
     certified = certificate_lookup.look_up(cache_plan, source.scales)
     request = _plan_request(cache_plan) if explain else None
     cells = explanation.cells(request, cache_plan.plan) if request else ()
@@ -186,16 +187,17 @@ def plan(
     certificate_lookup.require(cache_plan, source.scales)
 
 
-def _memory(cache_plan: CachePlan) -> tuple[MemoryPlan | None, CapacityError | None]:
-    """Return the memory plan, or why there is none."""
+def _memory(cache_plan: CachePlan) -> tuple[CachePlan, MemoryPlan | None, CapacityError | None]:
+    """Return the plan as it fits in memory and the memory plan, or why there is none."""
     try:
-        return plan_memory(cache_plan).budget, None
+        engine_plan = plan_memory(cache_plan)
+        return engine_plan, engine_plan.budget, None
     except CapacityError as error:
-        return None, error
+        return cache_plan, None, error
 
 
 def _plan_request(cache_plan: CachePlan) -> PlanRequest:
     """Return what the plan was resolved from: on this machine, with the backends whose packages are here."""
     table = backends.available_backends() if cache_plan.here else backends.all_backends()
     facts = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
-    return PlanRequest(*facts, table, cache_plan.declared, False)
+    return PlanRequest(*facts, table, cache_plan.declared, defaults=cache_plan.settled)

@@ -72,10 +72,17 @@ def read_text(path: Path, what: str) -> str:
 
 
 def print_startup(llm: LLM) -> None:
-    """Print sampling defaults, KV scales, the certificate, notes of the start, and how long it took, part by part."""
+    """Print sampling defaults, the scheme, KV scales, the certificate, notes, and how long the start took, by part."""
     startup, defaults = llm.engine.startup, llm.engine.sampling_defaults.summary
     certified = llm.certificate.line if llm.certificate else ""
-    lines = (defaults, startup.kv_scales, certified, *startup.notes, f"ready in {startup.summary}")
+    lines = (
+        defaults,
+        startup.meaning,
+        startup.kv_scales,
+        certified,
+        *startup.notes,
+        f"ready in {startup.summary}",
+    )
     for line in filter(None, lines):
         err().print(line, style="dim")
 

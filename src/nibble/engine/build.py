@@ -34,7 +34,7 @@ from nibble.engine.page_tables import PageTables
 from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.sampler import Sampler
-from nibble.engine.scale_source import GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
+from nibble.engine.scale_source import AUTO, GIVEN_TEXTS, Origin, ScaleSource, find_source, resolve_scales
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars
 from nibble.engine.tokenizer import Tokenizer, require_tokenizer
@@ -43,9 +43,10 @@ from nibble.errors import ScaleError
 from nibble.hardware import Hardware
 from nibble.models import invariant
 from nibble.models.checkpoint import download, load
+from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
-from nibble.models.hub import has_tokenizer, locate, pinned
+from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
 from nibble.models.observe import context_limits
 from nibble.models.quantization import require_served
 from nibble.models.refusals import load_config
@@ -82,11 +83,16 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         WeightError: the checkpoint is missing or broken.
         CapacityError: the memory does not suffice.
     """
-    engine_plan = plan_engine(config)
+    engine_plan = plan_engine(config, calibrated=calibrate is not None)
     require_runnable(engine_plan.plan)
     require_served(engine_plan.model_spec.stored_weights)
     # From here on weights are needed.
+    had_weights = has_weights(local_folder(engine_plan.config.model))
     model = pinned(config, weights=True).model
+    if not had_weights and config.kv_scales == AUTO and calibrate is None:
+        download(model)
+        # KV scales that it brings have a say in the transforms.
+        engine_plan = plan_engine(config)
     defaults = sampling_defaults(model, config.generation_config)
     tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
@@ -150,7 +156,8 @@ def build(
     meter = LoadMeter()
     parts, startup = plan_parts(config, calibrate), StartupReport()
     engine_plan = parts.plan
-    startup.notes += filter(None, [engine_plan.warning])
+    startup.meaning = engine_plan.plan.meaning
+    startup.notes += filter(None, [engine_plan.warning, *engine_plan.defaults.notes])
     model, scales = _load(parts, startup, meter)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

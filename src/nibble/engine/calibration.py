@@ -40,9 +40,9 @@ from nibble.cache import scales as kv_scales
 from nibble.cache.manager import CacheManager
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import E4M3_MAX, KVScales, LayerScales, StreamScale
+from nibble.engine.cache_plan import CachePlan
 from nibble.engine.model_runner import ModelRunner, adapters
 from nibble.engine.page_tables import PageTables
-from nibble.engine.plan import CachePlan
 from nibble.engine.request import Batch, Request, ScheduledRequest
 from nibble.engine.scale_source import AUTO
 from nibble.errors import ScaleError, WeightError

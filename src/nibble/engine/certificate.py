@@ -34,7 +34,7 @@ class Subject:
     layout: str
     """The fingerprints of what is stored, on the device and on the host."""
     pages: str
-    """The page size and packing, for people."""
+    """What the scheme came to, with transforms and encoders, the page size and packing, for people."""
     scales: str
     """The version of the KV scales; empty where none are needed."""
     dtype: str

@@ -21,8 +21,8 @@ from nibble.attention.planner.plan import Plan
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import BUNDLED, Config, default_of
+from nibble.engine.cache_plan import CachePlan
 from nibble.engine.certificate import UNKNOWN_SCALES, Certificate, Subject
-from nibble.engine.plan import CachePlan
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
 from nibble.models.fingerprint import fingerprint
@@ -51,11 +51,11 @@ SPEC_ELSEWHERE = frozenset(
     {
         "scheme", "scheme_file", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend",
         "allow_staging", "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
-        "watches_fidelity",
+        "watches_fidelity", "chooses_transforms",
     }
 )  # fmt: skip
 """Fields of CacheSpec that other items of a subject stand for, or that change no distribution. All others count."""
-PLAN_ELSEWHERE = frozenset({"layout", "groups", "owner", "dtype", "notes", "tier"})
+PLAN_ELSEWHERE = frozenset({"layout", "groups", "owner", "dtype", "notes", "tier", "meaning"})
 """The same of Plan."""
 UNSAID = frozenset(
     {
@@ -89,12 +89,20 @@ def subject_of(cache_plan: CachePlan, scales: KVScales | None) -> Subject:
         scheme=_scheme_name(config),
         weights=_weights(local_folder(config.model)),
         layout="+".join(store.fingerprint for store in plan.stores),
-        pages=f"pages of {plan.page_size} tokens, {plan.layout.packing}",
+        pages=f"{_stored_as(plan)}, pages of {plan.page_size} tokens, {plan.layout.packing}",
         scales=_version(cache_plan, scales),
         dtype=plan.dtype,
         options={name: value for name, value in _others(config, UNCOUNTED).items() if value != usual[name]}
         | {name: str(value) for name, value in decided.items()},
     )
+
+
+def _stored_as(plan: Plan) -> str:
+    """Return the schemes of the layers with transforms, and their encoders: what a scheme's name comes to here."""
+    entries = (entry for layer in plan.layout.layers for entry in layer.streams)
+    encoders = tuple(dict.fromkeys(entry.encoder for entry in entries if entry.encoder))
+    names = ", ".join(dict.fromkeys(group.scheme for group in plan.groups))
+    return names + (f" by {', '.join(encoders)}" if encoders else "")
 
 
 def _others(facts: Config | CacheSpec | Plan, without: frozenset[str]) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class StartupReport:
     """What its parts took, by name, in order."""
     notes: list[str] = field(default_factory=list)
     """What users should know."""
+    meaning: str = ""
+    """What a 4-bit scheme gives here, in a line."""
     kv_scales: str = ""
     """Where KV scales come from, in a line."""
     certificate: Certificate | None = None

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from pathlib import Path
 
 from nibble.attention import backends
 from nibble.attention.planner import evidence, explain
 from nibble.attention.planner.caveats import packages, untested
+from nibble.attention.planner.defaults import BEST, Defaults
 from nibble.attention.planner.memory import MemoryPlan, MemoryPlanner
 from nibble.attention.planner.plan import Plan, cuda_graph_blocker
 from nibble.attention.planner.resolve import attempt, find_smaller, resolve
 from nibble.attention.planner.support import BackendInfo
 from nibble.config import Config
+from nibble.engine.cache_plan import CachePlan
+from nibble.engine.scale_source import usable_transforms
 from nibble.errors import CapacityError, ConfigError
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, probe
+from nibble.kernels import cdiv
 from nibble.model_spec import ModelSpec
 from nibble.models import quantization
 from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinned
 from nibble.models.observations import observe_model
 from nibble.models.varying import require_invariant
 from nibble.spec import AUTO, CacheSpec
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """What is decided of a cache: for which model, on which machine, with which routes and layout."""
-
-    config: Config
-    hardware: Hardware
-    model_spec: ModelSpec
-    plan: Plan
-    warning: str = ""
-    """Why times that were measured on this machine are not used."""
-    here: bool = True
-    """Whether it is for this machine, with the packages that are installed."""
-    declared: bool = False
-    """Whether `auto` may choose backends that this version knows but cannot run."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +67,7 @@ def plan_engine(
     declared: bool = False,
     by_times: bool = True,
     published: bool = False,
+    calibrated: bool = False,
 ) -> EnginePlan:
     """Plan an engine: the routes, then the memory.
 
@@ -87,6 +77,7 @@ def plan_engine(
         declared: Let `auto` also choose backends that this version knows but cannot run.
         by_times: Follow times that were measured on this machine, unless `config` says no.
         published: Take a config that came with Nibble for a hub model that is not here.
+        calibrated: KV scales will be measured, whatever `config` says of them.
 
     Raises:
         ConfigError: The combination or the model cannot be served.
@@ -94,7 +85,7 @@ def plan_engine(
         CapacityError: The memory does not suffice.
     """
     options = {"declared": declared, "by_times": by_times, "published": published}
-    return plan_memory(plan_cache(config, hardware, **options))
+    return plan_memory(plan_cache(config, hardware, calibrated=calibrated, **options))
 
 
 def plan_cache(
@@ -104,6 +95,7 @@ def plan_cache(
     declared: bool = False,
     by_times: bool = True,
     published: bool = False,
+    calibrated: bool = False,
 ) -> CachePlan:
     """Plan the routes and the layout of a cache, whether it fits in memory or not.
 
@@ -117,6 +109,7 @@ def plan_cache(
         declared: Let `auto` also choose backends that this version knows but cannot run.
         by_times: Follow times that were measured on this machine, unless `config` says no.
         published: Take a config that came with Nibble for a hub model that is not here.
+        calibrated: KV scales will be measured, whatever `config` says of them.
 
     Raises:
         ConfigError: The combination or the model cannot be served.
@@ -139,10 +132,28 @@ def plan_cache(
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
+    preface = (source_note, formats_note, *weight_notes)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
-    cache_plan = CachePlan(config, hardware, model_spec, plan, times.warning, here, declared)
-    notes = (source_note, formats_note, *weight_notes, *_caveats(cache_plan, table), *plan.notes)
-    return replace(cache_plan, plan=replace(plan, notes=tuple(filter(None, notes))))
+    cache_plan = CachePlan(config, hardware, model_spec, plan, here, declared, BEST, times, preface)
+    cache_plan = _annotated(cache_plan, table)
+    return cache_plan if calibrated else with_usable_transforms(cache_plan, local_folder)
+
+
+def with_usable_transforms(
+    cache_plan: CachePlan, folder_of: Callable[[str], Path | None], *, measures: bool = True
+) -> CachePlan:
+    """Return the plan with no more transforms, of those that are left to Nibble, than there are KV scales for.
+
+    Args:
+        cache_plan: The plan with all that the model allows.
+        folder_of: Returns the folder of a model's checkpoint, None where it is not on this machine.
+        measures: Whether scales that are missing can be measured at the start.
+    """
+    transforms, why = usable_transforms(cache_plan, folder_of, measures=measures)
+    before = cache_plan.defaults
+    if transforms == before.transforms:
+        return cache_plan
+    return with_defaults(cache_plan, replace(before, transforms=transforms, notes=(*before.notes, why)))
 
 
 def _own_formats(config: Config) -> tuple[Config, str]:
@@ -160,12 +171,28 @@ def _own_formats(config: Config) -> tuple[Config, str]:
     return config, f"the checkpoint names KV formats by layer, in {path.name}; --kv-format auto takes them"
 
 
+def with_defaults(cache_plan: CachePlan, defaults: Defaults) -> CachePlan:
+    """Return a plan with other defaults, resolved anew; raise ConfigError."""
+    table = _backends(cache_plan.here)
+    plan = resolve(
+        cache_plan.config, cache_plan.model_spec, cache_plan.hardware, table,
+        declared=cache_plan.declared, measured=cache_plan.times, best=defaults,
+    )  # fmt: skip
+    return _annotated(replace(cache_plan, plan=plan, defaults=defaults), table)
+
+
+def _annotated(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> CachePlan:
+    """Return the plan of a new resolution with all notes."""
+    notes = (*cache_plan.preface, *_caveats(cache_plan, table), *cache_plan.plan.notes)
+    return replace(cache_plan, plan=replace(cache_plan.plan, notes=tuple(filter(None, notes))))
+
+
 def _caveats(cache_plan: CachePlan, table: Mapping[str, BackendInfo]) -> Iterator[str]:
     """Yield what to know of a plan's backends: packages, GPUs on which they never ran, decode steps without graphs."""
     config, hardware, plan = cache_plan.config, cache_plan.hardware, cache_plan.plan
 
     def resolve_with(backends: Mapping[str, BackendInfo]) -> Plan | None:
-        return attempt(config, cache_plan.model_spec, hardware, backends)
+        return attempt(config, cache_plan.model_spec, hardware, backends, cache_plan.defaults)
 
     if not (cache_plan.here or cache_plan.declared):
         yield from packages(plan, table, resolve_with)
@@ -199,19 +226,51 @@ def _count_weights(
 
 
 def plan_memory(cache_plan: CachePlan) -> EnginePlan:
-    """Plan the memory for routes and a layout; raise CapacityError, with the nearest config that fits."""
-    parts = {entry.name: getattr(cache_plan, entry.name) for entry in fields(CachePlan)}
-    config, model_spec, hardware = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
-    planner = MemoryPlanner(CacheSpec.from_config(config), model_spec, hardware, cache_plan.plan)
+    """Plan the memory for routes and a layout; raise CapacityError, with the nearest config that fits.
+
+    An exact window that was left to Nibble gives way where it does not fit.
+    """
+    spec, window = CacheSpec.from_config(cache_plan.config), cache_plan.plan.window
     try:
-        return EnginePlan(**parts, budget=planner.plan())
+        engine_plan = _with_budget(cache_plan, spec)
+        if spec.window is not None or not _lacks_snapshots(engine_plan, spec):
+            return engine_plan
+        why = "the cache is too small for snapshots of prefixes, without which it would not be reused"
     except CapacityError as error:
-        lacking = planner.least_bytes > hardware.memory
-        summary = f"{model_spec.model} does not fit: {planner.shortfall}\n" * lacking
-        refused = CapacityError(f"{summary}{error}")
-        table = _backends(cache_plan.here)
-        refused.suggestion = find_smaller(config, model_spec, hardware, table, declared=cache_plan.declared)
-        raise refused from None
+        if spec.window is not None or not window:
+            raise _refused(cache_plan, spec, error) from None
+        why = f"{window} tokens do not fit ({str(error).partition('; what would help')[0]})"
+    without = with_defaults(cache_plan, cache_plan.defaults.without_window(why))
+    try:
+        return _with_budget(without, spec)
+    except CapacityError as error:
+        raise _refused(without, spec, error) from None
+
+
+def _lacks_snapshots(engine_plan: EnginePlan, spec: CacheSpec) -> bool:
+    """Return whether there is an exact window, and no room for the snapshot of a single prefix."""
+    exact, plan = engine_plan.budget.exact, engine_plan.plan
+    return exact is not None and spec.prefix_cache and exact.snapshots < cdiv(plan.window, plan.page_size)
+
+
+def _with_budget(cache_plan: CachePlan, spec: CacheSpec) -> EnginePlan:
+    parts = {entry.name: getattr(cache_plan, entry.name) for entry in fields(CachePlan)}
+    planner = MemoryPlanner(spec, cache_plan.model_spec, cache_plan.hardware, cache_plan.plan)
+    return EnginePlan(**parts, budget=planner.plan())
+
+
+def _refused(cache_plan: CachePlan, spec: CacheSpec, error: CapacityError) -> CapacityError:
+    """Return the error with what the memory lacks, and the nearest config that fits."""
+    config, model_spec, hardware = cache_plan.config, cache_plan.model_spec, cache_plan.hardware
+    planner = MemoryPlanner(spec, model_spec, hardware, cache_plan.plan)
+    lacking = planner.least_bytes > hardware.memory
+    summary = f"{model_spec.model} does not fit: {planner.shortfall}\n" * lacking
+    refused = CapacityError(f"{summary}{error}")
+    refused.suggestion = find_smaller(
+        config, model_spec, hardware, _backends(cache_plan.here),
+        declared=cache_plan.declared, best=cache_plan.defaults,
+    )  # fmt: skip
+    return refused
 
 
 def _backends(here: bool) -> Mapping[str, BackendInfo]:

@@ -6,18 +6,20 @@ else scales that are measured at the start. It never takes 1.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import BUNDLED
-from nibble.engine.plan import CachePlan
+from nibble.engine.cache_plan import CachePlan
 from nibble.errors import ScaleError
 from nibble.models.checkpoint_scales import has_weights, outline_scales, read_scales, tensor_names
 from nibble.models.hub import has_tokenizer
+from nibble.spec import CacheSpec
 
 AUTO, CALIBRATE, ONE = "auto", "calibrate", "one"
 """What --kv-scales takes beside a file."""
@@ -33,6 +35,10 @@ class Origin(StrEnum):
     FILE = "file"
     CHECKPOINT = "checkpoint"
     MEASURED = "measured"
+
+
+AVAILABLE = (Origin.ONE, Origin.FILE, Origin.CHECKPOINT)
+"""Origins of scales that are there, and hold for K under some transforms alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +154,88 @@ def _checked(cache_plan: CachePlan, scales: KVScales) -> KVScales:
     for store in cache_plan.plan.stores:
         kv_scales.require(store, scales)
     return scales
+
+
+# Transforms that are left to Nibble
+
+
+def usable_transforms(
+    cache_plan: CachePlan, folder_of: Callable[[str], Path | None], *, measures: bool = True
+) -> tuple[tuple[str, ...], str]:
+    """Return the transforms that `auto` may choose, with the scales that are given, and why not all of them.
+
+    Scales that are given hold for K as it was when they were measured, so those decide. Where they are to be measured,
+    all are usable; where they can be neither had nor measured, those that need none.
+
+    Args:
+        cache_plan: the plan with all transforms that the model allows.
+        folder_of: returns the folder of a model's checkpoint, None where it is not on this machine.
+        measures: whether scales that are missing can be measured at the start.
+    """
+    offered = cache_plan.defaults.transforms
+    layers = _chosen_layers(cache_plan)
+    if not layers:
+        return offered, ""
+    origins = {
+        transforms: _origin(_with_transforms(cache_plan, layers, transforms), folder_of, measures=measures)
+        for transforms in _subsets(offered)
+    }
+    usable = [transforms for transforms, origin in origins.items() if origin in AVAILABLE]
+    usable += [transforms for transforms, origin in origins.items() if origin is not None]
+    # Where nothing will do, the refusal is that of K as it is.
+    best = usable[0] if usable else ()
+    left_out = "+".join(name for name in offered if name not in best)
+    why = f"no {left_out}, which is the default for K in 4 bits: {_lacking(cache_plan, origins[best])}"
+    return best, why if left_out else ""
+
+
+def _lacking(cache_plan: CachePlan, origin: Origin | None) -> str:
+    """Return what has no scales for more transforms."""
+    if origin in AVAILABLE:
+        source = cache_plan.config.kv_scales
+        file = kv_scales.FILE_NAME if source == AUTO else source
+        of = {Origin.ONE: "--kv-scales one", Origin.CHECKPOINT: "the checkpoint"}.get(origin, file)
+        return f"{of} has no KV scales or means for it; --kv-scales calibrate measures them"
+    return "it takes scales or means that are measured on text, and nothing is there to measure them with"
+
+
+def _chosen_layers(cache_plan: CachePlan) -> frozenset[int]:
+    """Return the layers whose transforms were left to Nibble, and that have some."""
+    spec = CacheSpec.from_config(cache_plan.config)
+    by_layer = spec.scheme_by_layer(cache_plan.model_spec.layers)
+    return frozenset(
+        entry.layer
+        for entry in cache_plan.plan.layout.layers
+        if spec.chooses_transforms and entry.transforms and not by_layer[entry.layer].names_transforms
+    )
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield all subsets, the largest first."""
+    for size in range(len(names), -1, -1):
+        yield from itertools.combinations(names, size)
+
+
+def _with_transforms(cache_plan: CachePlan, layers: frozenset[int], transforms: tuple[str, ...]) -> CachePlan:
+    """Return the plan with none but `transforms` in some layers, for what it stores alone."""
+    layout = cache_plan.plan.layout
+    stored = tuple(
+        replace(entry, transforms=tuple(name for name in entry.transforms if name in transforms))
+        if entry.layer in layers
+        else entry
+        for entry in layout.layers
+    )
+    return replace(cache_plan, plan=replace(cache_plan.plan, layout=replace(layout, layers=stored)))
+
+
+def _origin(
+    cache_plan: CachePlan, folder_of: Callable[[str], Path | None], *, measures: bool
+) -> Origin | None:
+    """Return where the scales of a plan come from; None where there are none."""
+    try:
+        source = find_source(cache_plan, folder_of)
+        if source.origin is Origin.ONE:
+            _checked(cache_plan, kv_scales.ONE)
+    except ScaleError:
+        return None
+    return None if source.origin is Origin.MEASURED and not measures else source.origin

@@ -69,6 +69,8 @@ class Target:
             # Schemes here say all of it themselves.
             kv_encoder=schemes.AUTO,
             kv_transforms=schemes.AUTO,
+            # What codes lose is measured where all tokens are read from them, unless a window is asked for.
+            kv_window=self.config.kv_window or 0,
             hisparse="",
         )
         return resolve(config, self.model_spec, self.hardware, self.backends)

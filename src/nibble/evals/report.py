@@ -163,8 +163,13 @@ class Entry:
         return self.config(replace(base, hisparse="on" if host_format else base.hisparse, **usual))
 
 
-COMBINATIONS = ("nvfp4+rot", "nvfp4+kmean+rot", "nvfp4@0,-1=fp8_e4m3")
-"""Remedies for what naive 4-bit loses, measured unless schemes are named: they cost no bytes, or few."""
+COMBINATIONS = (
+    "nvfp4:kv_encoder=amax,kv_transforms=none,kv_window=0",
+    "nvfp4:kv_transforms=none,kv_window=0",
+    "nvfp4:kv_window=0",
+    "nvfp4@0,-1=fp8_e4m3",
+)
+"""What the parts of the 4-bit default bring, and a further remedy, measured unless schemes are named."""
 
 
 def parse_entries(names: Iterable[str]) -> tuple[Entry, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.layer import PreparedBatch
-from nibble.attention.planner import evidence, options, support
+from nibble.attention.planner import evidence, options
 from nibble.attention.planner.evidence import Timing
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import Plan, Route
@@ -74,7 +74,9 @@ class Tuning:
     def plan(self, times: Mapping[str, tuple[Timing, ...]]) -> Plan:
         """Return the plan that `auto` makes of these times."""
         r = self.request
-        return resolve(r.config, r.model_spec, r.hardware, r.backends, measured=evidence.by_time(times))
+        return resolve(
+            r.config, r.model_spec, r.hardware, r.backends, measured=evidence.by_time(times), best=r.defaults
+        )
 
 
 def plan_tuning(config: Config) -> Tuning:
@@ -82,9 +84,9 @@ def plan_tuning(config: Config) -> Tuning:
     # Earlier times must not decide which page size and packing the race is on.
     plan = plan_engine(config, by_times=False)
     table = backends.available_backends()
-    request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, False, False)
+    request = PlanRequest(plan.config, plan.model_spec, plan.hardware, table, defaults=plan.settled)
     trials = []
-    for part in support.scheme_groups(request.spec, plan.model_spec):
+    for part in request.parts:
         # Sparse attention reads what an indexer chooses, and random tokens do not stand for that.
         for phase in ROUTED if not part.group.top_k else ():
             subject = evidence.subject(part, phase, request.dtype)

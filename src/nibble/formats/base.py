@@ -131,6 +131,11 @@ class KVFormat(ABC):
         """Decode planes [..., *plane.shape] to float32 [..., H, D], exactly what attention sees."""
 
     @property
+    def is_4bit(self) -> bool:
+        """Return whether values are 4-bit codes in blocks with a scale each, which encoders choose."""
+        return bool(self.encoder)
+
+    @property
     def needs_scale(self) -> bool:
         """Return whether the format has a global scale."""
         return self.max_value is not None

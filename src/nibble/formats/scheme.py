@@ -83,11 +83,33 @@ class Scheme:
         """Return the scheme with an encoder, unless its text names one."""
         return self if self.encoder != AUTO else replace(self, encoder=encoder)
 
+    @property
+    def names_transforms(self) -> bool:
+        """Return whether its text says which transforms it has, or that it has none."""
+        return "+" in self.name
+
     def transformed_by(self, transforms: tuple[str, ...] | None) -> Scheme:
         """Return the scheme with transforms, unless they are None or its text names some, or NO_TRANSFORMS."""
-        if not transforms or "+" in self.name:
+        if not transforms or self.names_transforms:
             return self
         return replace(self, name="+".join((self.name, *transforms)), transforms=transforms)
+
+    def without_transforms(self) -> Scheme:
+        """Return the scheme with a text that says so, where K is in 4 bits and it names no transforms."""
+        if self.names_transforms or not self.has_4bit_keys:
+            return self
+        return replace(self, name=f"{self.name}+{NO_TRANSFORMS}")
+
+    @property
+    def is_4bit(self) -> bool:
+        """Return whether it stores any stream that attention reads in 4 bits, `k8v4` by its V: what an exact window is
+        the default for."""
+        return any(entry.is_4bit for entry in self.formats)
+
+    @property
+    def has_4bit_keys(self) -> bool:
+        """Return whether it stores K, or a latent, in 4 bits: what transforms are the default for."""
+        return formats.get(mixed(self.base).get("k", self.base)).is_4bit
 
     @property
     def is_plain(self) -> bool:

@@ -31,6 +31,8 @@ class Transform:
 
     name: str
     summary: str
+    participle: str
+    """What keys are after it, for sentences."""
     key: Callable[[Tensor, Tensor | None], Tensor]
     """(k_THD, mean_HD or None) -> float32 k_THD."""
     needs_mean: bool = False
@@ -81,9 +83,14 @@ _TABLE = {
     entry.name: entry
     for entry in (
         Transform(
-            "kmean", "subtract a static per-head mean of K", _subtract, needs_mean=True, shifts_scores=True
+            "kmean",
+            "subtract a static per-head mean of K",
+            "less their mean",
+            _subtract,
+            needs_mean=True,
+            shifts_scores=True,
         ),
-        Transform("rot", "rotate K and Q by a Hadamard matrix", rotate, rotates=True),
+        Transform("rot", "rotate K and Q by a Hadamard matrix", "rotated", rotate, rotates=True),
     )
 }
 

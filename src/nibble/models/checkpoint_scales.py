@@ -60,10 +60,12 @@ def tensor_names(folder: Path) -> frozenset[str]:
     return frozenset(names or index)
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether a folder has a checkpoint's tensors, or an index that names them."""
+def has_weights(folder: Path | None) -> bool:
+    """Return whether there is a folder with a checkpoint's tensors, or an index that names them."""
     # PyTorch's own files have no header that could be read alone, and no scales that anyone looks for.
-    return any(True for pattern in (WEIGHTS, INDEX, "*.bin") for _ in folder.glob(pattern))
+    return folder is not None and any(
+        True for pattern in (WEIGHTS, INDEX, "*.bin") for _ in folder.glob(pattern)
+    )
 
 
 def outline_scales(names: Iterable[str]) -> KVScales:

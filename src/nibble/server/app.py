@@ -75,7 +75,8 @@ class Api:
         entry = {"object": "model", "created": self._created, "owned_by": "nibble"}
         sizes = {"max_model_len": ready and ready.max_context, "vocab_size": ready and ready.vocab_size}
         defaults = {"default_sampling_params": dict(self._sampling_defaults().values)}
-        quality = {"certificate": ready.about.get("certificate") if ready else None}
+        about = ready.about if ready else {}
+        quality = {"kv_cache": about.get("meaning") or None, "certificate": about.get("certificate")}
         facts = entry | sizes | defaults | quality
         return {"object": "list", "data": [{"id": name} | facts for name in self.names]}
 

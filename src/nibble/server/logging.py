@@ -74,6 +74,7 @@ def plan_summary(about: Mapping[str, Any]) -> dict[str, Any]:
     routes = [group["routes"] for group in groups]
     return {
         "kv_format": ",".join(dict.fromkeys(group["scheme"] for group in groups)),
+        "scheme": about.get("meaning") or None,
         "prefill": ",".join(dict.fromkeys(route["prefill"]["backend"] for route in routes)),
         "decode": ",".join(dict.fromkeys(route["decode"]["backend"] for route in routes)),
         "dtype": about.get("dtype"),

@@ -35,9 +35,10 @@ from nibble.cache import scales as kv_scales
 from nibble.cache.scales import KVScales
 from nibble.config import Config, configured
 from nibble.engine.build import CHUNK, tokenizer_of
+from nibble.engine.cache_plan import CachePlan
 from nibble.engine.calibration import CALIBRATION_TOKENS, builtin_texts, measure_scales, start_tokens
 from nibble.engine.model_runner import adapters
-from nibble.engine.plan import CachePlan
+from nibble.engine.plan import with_usable_transforms
 from nibble.engine.scale_source import AUTO, Origin, find_source, resolve_scales
 from nibble.errors import ConfigError, NibbleError, PromptTooLong, RequestError, ScaleError
 from nibble.hardware import format_bytes, probe
@@ -94,7 +95,7 @@ class NibbleCache(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         options |= {} if kv_format is None else {"kv_format": kv_format}
-        cache_plan = _plan_cache(model, {"kv_memory": kv_memory, **options})
+        cache_plan = _plan_cache(model, {"kv_memory": kv_memory, **options}, calibrated=calibrate is not None)
         self.model, self.plan, self._limit = model, cache_plan.plan, cache_plan.model_spec.max_context
         # Calibration runs the model over a pool, for which it needs Nibble's attention.
         with _attach(model).patched():
@@ -441,7 +442,7 @@ def _columns(keep: Any, width: int) -> Tensor:
     return torch.arange(width)[-keep:] if keep else torch.arange(width)
 
 
-def _plan_cache(model: Any, options: dict[str, Any]) -> CachePlan:
+def _plan_cache(model: Any, options: dict[str, Any], *, calibrated: bool) -> CachePlan:
     """Plan a cache for `model`, or raise ConfigError (Unsupported) with the reason."""
     config = _config(model, options)
     hardware = probe(config.device)
@@ -459,7 +460,11 @@ def _plan_cache(model: Any, options: dict[str, Any]) -> CachePlan:
     times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)
     require_runnable(plan)
-    return CachePlan(config, hardware, model_spec, plan)
+    cache_plan = CachePlan(config, hardware, model_spec, plan, times=times)
+    if calibrated:
+        return cache_plan
+    folder_of = download if _has_checkpoint(model) else _no_folder
+    return with_usable_transforms(cache_plan, folder_of, measures=_may_measure(model, config))
 
 
 def _config(model: Any, options: dict[str, Any]) -> Config:
@@ -471,6 +476,20 @@ def _config(model: Any, options: dict[str, Any]) -> Config:
         )
     # There is no ring of exact pages here, so an exact window is no default either.
     return configured(model=_name(model), dtype=_dtype(model), device=_device(model), kv_window=0, **options)
+
+
+def _has_checkpoint(model: Any) -> bool:
+    """Return whether there is a checkpoint to look at: a model without a name has none."""
+    return bool(getattr(model, "name_or_path", ""))
+
+
+def _may_measure(model: Any, config: Config) -> bool:
+    """Return whether scales may be measured on the built-in text."""
+    return _has_checkpoint(model) or config.kv_scales != AUTO
+
+
+def _no_folder(name: str) -> None:
+    return None
 
 
 def _name(model: Any) -> str:
@@ -512,12 +531,10 @@ def _scales_for(cache_plan: CachePlan, model: Any, calibrate: Sequence[Prompt] |
     """
     most = CALIBRATION_TOKENS
     if calibrate is None:
-        # A model without a name has no checkpoint to look at.
-        has_checkpoint = bool(getattr(model, "name_or_path", ""))
-        source = find_source(cache_plan, download if has_checkpoint else lambda name: None)
+        source = find_source(cache_plan, download if _has_checkpoint(model) else _no_folder)
         if source.origin is not Origin.MEASURED:
             return resolve_scales(cache_plan, source)
-        if not has_checkpoint and cache_plan.config.kv_scales == AUTO:
+        if not _may_measure(model, cache_plan.config):
             kv_scales.require(cache_plan.plan.layout, kv_scales.NONE)
         calibrate, most = builtin_texts(), start_tokens(cache_plan.hardware.device)
     return measure_scales(cache_plan, model, _encode(cache_plan, calibrate), CHUNK, most)

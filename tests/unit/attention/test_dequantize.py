@@ -33,7 +33,7 @@ from nibble.hardware import GIB, lookup_gpu
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import ModelSpec, Phase, Stream
 from nibble.server.logging import decode_costs
-from planning import GPT_OSS, MODELS, QWEN3_8B, memory_plan
+from planning import GPT_OSS, MODELS, PLAIN, QWEN3_8B, memory_plan
 
 PAGE, HEADS, DIM = 16, 2, 32
 LENGTHS = (5, 16, 90, 200, 64)
@@ -145,7 +145,7 @@ def test_a_window_and_a_choice_bound_what_direct_reading_moves() -> None:
 
 
 def test_it_is_told_by_the_plan_the_server_and_the_refusal() -> None:
-    options = {"kv_format": "nvfp4", "prefill_backend": "fa4", "decode_backend": "flex_attention"}
+    options = {"kv_format": "nvfp4", "prefill_backend": "fa4", "decode_backend": "flex_attention", **PLAIN}
     with pytest.raises(ConfigError, match=r"with --allow-staging, moving 8\.1 x the bytes in each step"):
         plan_of(QWEN3_8B, "b200", **options)
     plan, money = plan_of(QWEN3_8B, "b200", **options, allow_staging=True)
@@ -169,7 +169,7 @@ def test_what_reads_the_cache_as_it_is_costs_nothing() -> None:
 
 
 def test_an_engine_that_stages_answers_as_one_that_does_not(tiny: Path) -> None:
-    options: dict[str, Any] = {"kv_format": "nvfp4", "kv_scales": "one", "kv_memory": "1MiB"}
+    options: dict[str, Any] = {"kv_format": "nvfp4", "kv_scales": "one", "kv_memory": "1MiB", **PLAIN}
     prompts = ["0123456789" * 6, "def f(x):"]
     direct = LLM(str(tiny), attention_backend="torch_ref", **options)
     staged = LLM(str(tiny), attention_backend="sdpa", allow_staging=True, **options)

@@ -99,10 +99,9 @@ def test_a_pool_too_small_says_what_would_help(options: dict[str, Any]) -> None:
 
 
 def test_staging_is_priced_by_its_bound() -> None:
-    native, _ = made(QWEN3_8B, lookup_gpu("b200"), kv_format="nvfp4", attention_backend="triton")
-    staged, _ = made(
-        QWEN3_8B, lookup_gpu("b200"), kv_format="nvfp4", prefill_backend="fa4", decode_backend="triton"
-    )
+    plain: dict[str, Any] = {"kv_format": "nvfp4", "kv_window": 0}
+    native, _ = made(QWEN3_8B, lookup_gpu("b200"), **plain, attention_backend="triton")
+    staged, _ = made(QWEN3_8B, lookup_gpu("b200"), **plain, prefill_backend="fa4", decode_backend="triton")
     k_and_v_in_bf16, one_in_float32 = 2 * 8 * 128 * 2, 8 * 128 * 4
     assert native.staging == 0
     assert staged.staging == MAX_STAGED_TOKENS * (k_and_v_in_bf16 + one_in_float32)

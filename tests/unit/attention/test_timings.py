@@ -416,7 +416,7 @@ def test_tune_says_what_failed_and_stays(place: Path, monkeypatch: pytest.Monkey
         yield replace(result, failure="no room") if fails else replace(result, ms=1.0)
 
     monkeypatch.setattr(tune, "run_trial", run)
-    said = "decode of full in nvfp4: torch_ref failed: no room; it stays, as it is by default"
+    said = "decode of full in nvfp4+kmean+rot: torch_ref failed: no room; it stays, as it is by default"
     told = RUN.invoke(app, ["tune", "demo", "--kv-format", "nvfp4"])
     assert told.exit_code == 0 and told.output.count("it stays") == 1 and said in told.output
     assert json.loads(RUN.invoke(app, ["tune", "demo", "--kv-format", "nvfp4", "--json"]).output)[

@@ -40,7 +40,7 @@ def test_a_config_file_has_defaults_and_the_command_line_wins(tmp_path: Path) ->
     file = tmp_path / "nibble.yaml"
     file.write_text("model: demo\nkv_format: nvfp4\nmax-running: 8\nprefix-cache: false\nkv-memory: 16MiB\n")
     facts = planned("--config", file)
-    assert facts["model"] == "demo" and facts["groups"][0]["scheme"] == "nvfp4"
+    assert facts["model"] == "demo" and facts["groups"][0]["scheme"] == "nvfp4+kmean+rot"
     won = planned("--config", file, "--kv-format", "k8v4", "demo")
     assert won["groups"][0]["scheme"] == "k8v4" and won["budget"]["limit"] == "kv_memory"
 

@@ -51,8 +51,9 @@ def folder(tmp_path: Path, tiny: Path) -> Path:
 
 def test_a_cache_without_scales_needs_none(folder: Path) -> None:
     for name in ("bf16", "mxfp4", "fp4_mx16"):
-        assert source(folder, name).origin is Origin.UNNEEDED
-        assert not LLM(str(folder), kv_format=name, kv_memory="1MiB").startup.get("calibration")
+        assert source(folder, name, kv_transforms="none").origin is Origin.UNNEEDED
+        llm = LLM(str(folder), kv_format=name, kv_transforms="none", kv_memory="1MiB")
+        assert not llm.startup.get("calibration")
 
 
 def test_the_checkpoint_comes_first_then_the_file_then_a_measurement(folder: Path) -> None:
@@ -72,7 +73,7 @@ def test_the_checkpoint_comes_first_then_the_file_then_a_measurement(folder: Pat
 
 def test_scales_of_some_layers_are_not_mixed_with_others(folder: Path) -> None:
     add_scales(folder, LAYERS - 1)
-    assert "none for 'k' of layer 2" in source(folder).why
+    assert "none for 'k' of layer 2" in source(folder, kv_transforms="none").why
     assert source(folder, kv_layers="-1=bf16").origin is Origin.CHECKPOINT
 
 
@@ -141,3 +142,68 @@ def test_a_second_plan_imports_no_torch(folder: Path, tmp_path: Path) -> None:
     runs = [subprocess.run(command, capture_output=True, text=True, check=False, env=env) for _ in range(2)]
     assert "KV scales: the checkpoint's own" in runs[1].stdout
     assert runs[1].stdout.splitlines()[-1] == "False False", runs[1].stderr
+
+
+# Transforms that are left to the plan
+
+
+def transforms(folder: Path, kv_format: str = "nvfp4", **options: Any) -> tuple[tuple[str, ...], str]:
+    """Those of the first layer, and the note that says why there are not more."""
+    plan = plan_engine(Config(model=str(folder), kv_format=kv_format, **options)).plan
+    notes = [note for note in plan.notes if "the default for K in 4 bits" in note]
+    return plan.layout.layers[0].transforms, "".join(notes)
+
+
+def test_scales_that_will_be_measured_allow_all_transforms(folder: Path) -> None:
+    for name in ("nvfp4", "mxfp4"):
+        assert transforms(folder, name) == (("kmean", "rot"), "")
+        assert source(folder, name).origin is Origin.MEASURED
+
+
+def test_scales_that_are_given_hold_for_the_keys_that_they_were_measured_on(folder: Path) -> None:
+    add_scales(folder)
+    chosen, note = transforms(folder)
+    assert chosen == () and "no kmean+rot" in note and "the checkpoint has no KV scales" in note
+    assert source(folder).origin is Origin.CHECKPOINT
+    assert transforms(folder, kv_scales="calibrate") == (("kmean", "rot"), "")
+    # Its scales are of no use to a format that has none, so its means are measured.
+    assert transforms(folder, "mxfp4") == (("kmean", "rot"), "")
+
+
+def test_a_file_allows_what_it_has_scales_and_means_for(folder: Path) -> None:
+    file = folder / kv_scales.FILE_NAME
+    for keys, expected in (
+        (("k", "v"), ()),
+        (("k", "k+rot", "v"), ("rot",)),
+        (("k+kmean+rot", "k+rot", "v"), ("rot",)),
+    ):
+        add_file(folder, *keys)
+        for options in ({}, {"kv_scales": str(file)}):
+            chosen, note = transforms(folder, **options)
+            assert chosen == expected and "has no KV scales" in note
+            assert source(folder, **options).origin is Origin.FILE
+
+
+def test_scales_of_1_have_no_mean(folder: Path) -> None:
+    chosen, note = transforms(folder, kv_scales="one")
+    assert chosen == ("rot",) and "no kmean" in note
+    llm = LLM(str(folder), kv_format="nvfp4", kv_scales="one", kv_memory="2MiB")
+    assert llm.plan.window and note in llm.engine.startup.notes
+    assert llm.generate("012", max_tokens=2, ignore_eos=True).completions[0].token_ids
+
+
+def test_what_cannot_be_measured_is_left_out(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    chosen, note = transforms(folder, "mxfp4")
+    assert chosen == ("rot",) and "nothing is there to measure" in note
+    with pytest.raises(ScaleError, match="'k' of layer 0"):
+        source(folder)
+
+
+def test_transforms_that_are_named_are_not_left_out(folder: Path) -> None:
+    add_scales(folder)
+    assert transforms(folder, "nvfp4+rot") == (("rot",), "")
+    assert transforms(folder, kv_transforms="rot") == (("rot",), "")
+    with pytest.raises(ScaleError, match="mean of K"):
+        LLM(str(folder), kv_format="nvfp4+kmean", kv_scales="one", kv_memory="2MiB")

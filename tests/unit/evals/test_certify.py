@@ -89,7 +89,7 @@ def test_a_model_without_a_text_takes_the_built_in_one(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "bare", num_hidden_layers=1, max_position_embeddings=512)
     sizes = replace(SMALL, recall_cases=0, attention_tokens=0)
     out = tmp_path / "certificates"
-    of = Config(model=str(folder), kv_format="mxfp4", max_running=2)
+    of = Config(model=str(folder), kv_format="mxfp4", kv_transforms="none", kv_window=0, max_running=2)
     found = certify(of, sizes, out=out)
     assert found.path and found.path.parent == out and not (folder / "certificates").exists()
     assert found.measured["text"] == "built-in" and any("--text FILE" in note for note in found.notes)

@@ -21,6 +21,7 @@ from nibble.evals.precision_report import Goal, Outcome
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file
 from nibble.hardware import lookup_gpu
+from planning import PLAIN
 from tiny import MLA, SPARSE, save_tiny
 
 TEXT = "".join(
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def config(model: str) -> Config:
-    return Config(model=model, kv_scales="one")
+    return Config(model=model, kv_scales="one", kv_window=0)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,10 @@ def of(target: Target, stream: str, name: str) -> Candidate:
 
 def kl(model: str, layers: str, ids: list[int], size: int) -> float:
     """KL of the engine with --kv-layers from the engine with an unquantised cache."""
-    exact, other = LLM(model, kv_format="fp32"), LLM(model, kv_format="fp32", kv_layers=layers, **ONE)
+    exact, other = (
+        LLM(model, kv_format="fp32"),
+        LLM(model, kv_format="fp32", kv_layers=layers, **ONE, **PLAIN),
+    )
     agreement = Agreement()
     for window in windows(ids, size):
         reference = Prediction.of(window.predictions(exact.logits(window.ids)))
@@ -124,7 +128,7 @@ SHARED = {
 def test_layers_that_share_kv(tmp_path: Path) -> None:
     """Whoever reads a layer's pages reads the candidate; and no layer reads what a candidate before it has left."""
     model = checkpoint(tmp_path / "shared", "gemma3n_text", **SHARED)
-    config = Config(model=model, kv_scales="one")
+    config = Config(model=model, kv_scales="one", kv_window=0)
     llm, here = LLM(model, kv_format="fp32"), target(replace(config, kv_format="fp32"))
     ids = llm.tokenizer.encode(TEXT)[:48]
     measurement = Measurement(
@@ -147,7 +151,7 @@ def test_layers_that_share_kv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "changes"), [("deepseek_v3", MLA), ("glm_moe_dsa", SPARSE)])
 def test_latents(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     model = checkpoint(tmp_path / family, family, num_hidden_layers=3, **changes)
-    config = Config(model=model, kv_scales="one")
+    config = Config(model=model, kv_scales="one", kv_window=0)
     outcome = tune_precision.tune(
         config, replace(GOAL, candidates="nvfp4,fp8_e4m3"), tmp_path / "kv_scheme.json"
     )
@@ -256,7 +260,7 @@ def outcome(model: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune_precision, "CALIBRATION_TOKENS", 64)
         goal = replace(GOAL, verify_tokens=128, compare=("k8v4",))
-        return tune_precision.tune(Config(model=model), goal, path, command="nibble tune-precision")
+        return tune_precision.tune(Config(model=model, kv_window=0), goal, path, command="nibble tune-precision")
 
 
 def test_the_file_is_what_was_chosen(model: str, outcome: Outcome) -> None:

@@ -249,7 +249,13 @@ class TestModelOpt:
         spec = CacheSpec.from_config(
             Config(model="m", kv_format=write(tmp_path / "hf_quant_config.json", content))
         )
-        assert [scheme.name for scheme in spec.scheme_by_layer(4)] == list(LAYERS.values())
+        # A file leaves no transforms to the plan.
+        assert [scheme.name for scheme in spec.scheme_by_layer(4)] == [
+            "fp8_e4m3",
+            "bf16",
+            "nvfp4+none",
+            "k8v4",
+        ]
 
     def test_a_uniform_map_says_its_algorithm(self) -> None:
         content = scheme_file.as_modelopt(dict.fromkeys(range(2), schemes.parse("nvfp4+rot")), {})

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from nibble import formats
-from nibble.attention.planner import evidence, support
+from nibble.attention.planner import evidence
 from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import PlanRequest
@@ -62,7 +62,7 @@ class Cell:
 def cells(request: PlanRequest, plan: Plan) -> Iterator[Cell]:
     """Yield every backend of `request` in every phase of every group of its plan."""
     ledger_entries = {entry.key: entry for entry in evidence.read_ledger(evidence.shipped_ledger())}
-    for group, part in zip(plan.groups, support.scheme_groups(request.spec, request.model_spec), strict=True):
+    for group, part in zip(plan.groups, request.parts, strict=True):
         for info in request.backends.values():
             for phase in Phase:
                 need = part.need(
@@ -227,6 +227,7 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "packing": layout.packing,
         "fingerprint": layout.fingerprint,
         "kv_window": plan.window,
+        "meaning": plan.meaning,
         "groups": [_group(plan, group) for group in plan.groups],
         "bytes_per_token": layout.bytes_per_token,
         "bytes_per_token_16bit": baseline_bytes(layout),
@@ -335,7 +336,10 @@ def _stored(plan: Plan, group: GroupPlan) -> LayerLayout | None:
 def as_text(plan: Plan, budget: MemoryPlan | None = None) -> str:
     """Return lines for the terminal: routes, storage, bytes and why; memory, where there is a budget."""
     memory = _memory(plan, budget) if budget else ()
-    return "\n".join((*_routes(plan), *_bytes(plan), *memory, *(f"note: {note}" for note in plan.notes)))
+    meaning = (plan.meaning,) if plan.meaning else ()
+    return "\n".join(
+        (*meaning, *_routes(plan), *_bytes(plan), *memory, *(f"note: {note}" for note in plan.notes))
+    )
 
 
 def _routes(plan: Plan) -> Iterator[str]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nibble import formats
-from nibble.attention.planner import evidence
+from nibble.attention.planner import evidence, support
+from nibble.attention.planner.defaults import BEST, Defaults
 from nibble.attention.planner.evidence import NO_RANKINGS, Ranking, Rankings, Timing
 from nibble.attention.planner.memory import StepMemory
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
@@ -62,11 +63,39 @@ class PlanRequest:
     verify: bool = False
     measured: Rankings = NO_RANKINGS
     """Times of this machine (evidence.load_tuned)."""
+    defaults: Defaults = BEST
+    """What options that are left to Nibble may become."""
 
     @cached_property
     def spec(self) -> CacheSpec:
         """The parsed config; raises ConfigError where that is malformed."""
         return CacheSpec.from_config(self.config)
+
+    @property
+    def chooses_window(self) -> bool:
+        """Whether the exact window is left to Nibble, and there would be one."""
+        return self.spec.window is None and self.window > 0
+
+    @cached_property
+    def window(self) -> int:
+        """Tokens of the exact window: none where no layer is quantised, and no more than a request has."""
+        stored = self.spec.scheme_by_layer(self.model_spec.layers)
+        schemes = {stored[owner] for owner in self.model_spec.owner}
+        if self.spec.window is None:
+            window = self.defaults.window if any(scheme.is_4bit for scheme in schemes) else 0
+        else:
+            window = 0 if all(scheme.is_plain for scheme in schemes) else self.spec.window
+        longest = self.model_spec.max_context
+        return min(window, self.spec.max_context or longest, longest)
+
+    @cached_property
+    def parts(self) -> tuple[SchemeGroup, ...]:
+        """The layer groups by scheme; raises UnstorableError and ConfigError."""
+        return support.scheme_groups(self.spec, self.model_spec, self.window, self.defaults.transforms)
+
+    def without_window(self, why: str = "") -> PlanRequest:
+        """Return the same with no window where that is left to Nibble, and a note that says why."""
+        return replace(self, defaults=self.defaults.without_window(why))
 
     @property
     def dtype(self) -> str:

@@ -120,6 +120,8 @@ class Plan:
     """The host tier, where there is one."""
     window: int = 0
     """Tokens that a query reads in the compute dtype: those nearer than this; 0 for none."""
+    meaning: str = ""
+    """What a 4-bit scheme gives here, in a line (defaults.py); empty for other schemes."""
 
     @property
     def stores(self) -> tuple[CacheLayout, ...]:

@@ -17,7 +17,8 @@ from functools import partial
 
 from nibble import formats
 from nibble.attention.backends import all_backends, missing_requirement
-from nibble.attention.planner import explain, options, refusal, suggestion, support
+from nibble.attention.planner import defaults, explain, options, refusal, suggestion, support
+from nibble.attention.planner.defaults import BEST, Defaults
 from nibble.attention.planner.evidence import NO_RANKINGS, Rankings
 from nibble.attention.planner.options import ROUTED, WEIGHTS, GroupPhase, Options, PlanRequest
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route, Tier
@@ -59,6 +60,7 @@ def resolve(
     declared: bool = False,
     verify: bool = False,
     measured: Rankings = NO_RANKINGS,
+    best: Defaults = BEST,
 ) -> Plan:
     """Return the plan.
 
@@ -71,6 +73,7 @@ def resolve(
         verify: Refuse where draft tokens cannot be served. Otherwise such a plan has no VERIFY route, a note says so,
             and no backend holds memory for VERIFY alone.
         measured: Times of this machine (evidence.load_tuned), which `auto` follows first.
+        best: What an exact window and transforms that are left to Nibble may become.
 
     Raises:
         Unsupported: No backend serves it; with each backend's reasons and a command that works.
@@ -78,16 +81,15 @@ def resolve(
     """
     # Sorted, so that ties between options do not depend on the order of registration.
     table = dict(sorted((all_backends() if backends is None else backends).items()))
-    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured)
+    request = PlanRequest(config, model_spec, hardware, table, declared, verify, measured, best)
     try:
         return _resolve(request)
     except UnservedError as error:
-        raise Unsupported(
-            replace(error.refusal(), suggestion=suggestion.find(request, _plan_or_none))
-        ) from None
+        nearest = suggestion.find(request.without_window(), _plan_or_none)
+        raise Unsupported(replace(error.refusal(), suggestion=nearest)) from None
     except UnstorableError as error:
         refused = ConfigError(str(error))
-        refused.suggestion = suggestion.find(request, _plan_or_none)
+        refused.suggestion = suggestion.find(request.without_window(), _plan_or_none)
         raise refused from None
 
 
@@ -98,6 +100,7 @@ def find_smaller(
     backends: Mapping[str, BackendInfo],
     *,
     declared: bool = False,
+    best: Defaults = BEST,
 ) -> Suggestion | None:
     """Return the nearest configuration that fits where this one is served and does not; None where nothing fits.
 
@@ -107,9 +110,11 @@ def find_smaller(
         hardware: The machine.
         backends: By name.
         declared: Whether backends may be chosen that cannot run yet.
+        best: What transforms that are left to Nibble may become. A window is not among what needs room.
     """
-    request = PlanRequest(config, model_spec, hardware, dict(sorted(backends.items())), declared)
-    return suggestion.find_smaller(request, _plan_or_none)
+    table = dict(sorted(backends.items()))
+    request = PlanRequest(config, model_spec, hardware, table, declared, defaults=best)
+    return suggestion.find_smaller(request.without_window(), _plan_or_none)
 
 
 def attempt(
@@ -117,6 +122,7 @@ def attempt(
     model_spec: ModelSpec,
     hardware: Hardware,
     backends: Mapping[str, BackendInfo] | None = None,
+    best: Defaults = BEST,
 ) -> Plan | None:
     """Return the plan, or None; does not search for what would work.
 
@@ -125,11 +131,11 @@ def attempt(
         model_spec: The model.
         hardware: The machine.
         backends: By name; None for all that this version knows, whether they run yet or not.
+        best: What an exact window and transforms that are left to Nibble may become.
     """
-    table = all_backends() if backends is None else backends
-    return _plan_or_none(
-        PlanRequest(config, model_spec, hardware, dict(sorted(table.items())), backends is None)
-    )
+    table = dict(sorted((all_backends() if backends is None else backends).items()))
+    request = PlanRequest(config, model_spec, hardware, table, backends is None, defaults=best)
+    return _plan_or_none(request)
 
 
 def _plan_or_none(request: PlanRequest) -> Plan | None:
@@ -154,21 +160,61 @@ def require_runnable(plan: Plan, backends: Mapping[str, BackendInfo] | None = No
 
 
 def _resolve(request: PlanRequest) -> Plan:
+    """Return the plan; where the exact window is left to Nibble and cannot be had, that without one."""
     if request.spec.packing is not None:
         packings.get(request.spec.packing)  # raises where there is none of that name
-    parts = support.scheme_groups(request.spec, request.model_spec)
+    if not request.chooses_window:
+        return _resolve_as_it_is(request)
+    try:
+        plan = _resolve_as_it_is(request)
+    except ConfigError as error:
+        # Without one it is refused again where the window is not to blame.
+        return _resolve_as_it_is(request.without_window(_why_not(error)))
+    if request.hardware.is_cpu or not any(map(_makeshift, plan.routes)):
+        return plan
+    without = _resolve_as_it_is(request.without_window())
+    slow = tuple(_made_slow(plan, without))
+    why = f"it would send {', '.join(slow)}, which is slow"
+    return _resolve_as_it_is(request.without_window(why)) if slow else plan
+
+
+def _why_not(error: ConfigError) -> str:
+    """Return why there is no plan with a window."""
+    if isinstance(error, UnservedError):
+        return f"no backend serves {error.refusal().need}"
+    return str(error)
+
+
+def _makeshift(route: Route) -> int:
+    """Return how far a route is from a kernel that reads pages as they are: 1 where they are dequantised though that
+    is no faster, 2 where they are gathered in plain torch."""
+    return 2 if route.row.gathers else int(route.stage_to is not None and not route.for_speed)
+
+
+def _made_slow(plan: Plan, without: Plan) -> Iterator[str]:
+    """Yield the phases that a window sends to a lesser route than they have without one."""
+    for group, other in zip(plan.groups, without.groups, strict=True):
+        usual = {route.phase: _makeshift(route) for route in other.routes}
+        for route in (*group.routes, *group.near_routes):
+            if _makeshift(route) > usual.get(route.phase, 2):
+                yield f"{route.phase} of {group.group.name} to {route}"
+
+
+def _resolve_as_it_is(request: PlanRequest) -> Plan:
+    """Return the plan with the window that the request has."""
+    parts, window = request.parts, request.window
     _check_sparse(request, parts)
     choices = _choices(request, parts)
     # All groups and phases read the same pages.
     page, packing = _storage(request, choices)
-    window = _window(request, parts)
     groups = tuple(_group(request, part, choices, page, packing, window) for part in parts)
     shared = support.shared_kv_notes(request.spec, request.model_spec)
-    notes = (*shared, *explain.plan_notes(request, groups, page, packing))
+    notes = (*shared, *request.defaults.notes, *explain.plan_notes(request, groups, page, packing))
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
     tier = _tier(request.spec.offload, parts, layout)
-    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window)
+    meaning = defaults.meaning(request.config, request.spec, parts, window, request.dtype)
+    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, meaning)
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
@@ -239,14 +285,6 @@ def _packings(request: PlanRequest, choices: Options) -> Iterable[str]:
         return (request.spec.packing,)
     names = {name for routes in choices.values() for route in routes for name in route.packings or ()}
     return (*packings.names(), *sorted(names - set(packings.names())))
-
-
-def _window(request: PlanRequest, parts: Iterable[SchemeGroup]) -> int:
-    """Return the tokens of the exact window: none where no layer is quantised, and no more than a request has."""
-    if all(part.scheme.is_plain for part in parts):
-        return 0
-    longest = request.model_spec.max_context
-    return min(request.spec.window, request.spec.max_context or longest, longest)
 
 
 def _group(

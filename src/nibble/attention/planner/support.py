@@ -289,13 +289,21 @@ class SchemeGroup:
         )  # fmt: skip
 
 
-def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, ...]:
+def scheme_groups(
+    spec: CacheSpec, model_spec: ModelSpec, window: int = 0, transforms: tuple[str, ...] = ()
+) -> tuple[SchemeGroup, ...]:
     """Split the model's layer groups where layers differ in scheme; raise UnstorableError and ConfigError.
 
     A layer that reads another's pages has that layer's scheme.
+
+    Args:
+        spec: What is requested.
+        model_spec: The model.
+        window: Tokens of the exact window.
+        transforms: Those that may be chosen for K in 4 bits, where that is left to the plan.
     """
     _check_shared(spec, model_spec)
-    scheme_by_layer = spec.scheme_by_layer(model_spec.layers)
+    scheme_by_layer = _schemes_by_layer(spec, model_spec, transforms)
     groups = []
     for group in model_spec.groups:
         # Layers of one group may store differently (kv_layers), and then have routes of their own.
@@ -303,13 +311,39 @@ def scheme_groups(spec: CacheSpec, model_spec: ModelSpec) -> tuple[SchemeGroup, 
         for layer in group.layers:
             # Of a layer that shares KV the owner decides, whatever its own rule says.
             by_scheme.setdefault(scheme_by_layer[model_spec.owner[layer]], []).append(layer)
-        windowed = bool(spec.window) and not all(scheme.is_plain for scheme in scheme_by_layer)
         groups += [
-            SchemeGroup(group, tuple(layers), scheme, windowed) for scheme, layers in by_scheme.items()
+            SchemeGroup(group, tuple(layers), scheme, window > 0) for scheme, layers in by_scheme.items()
         ]
     for part in groups:
         _check(part)
     return tuple(groups)
+
+
+def _schemes_by_layer(
+    spec: CacheSpec, model_spec: ModelSpec, transforms: tuple[str, ...]
+) -> tuple[Scheme, ...]:
+    """Return the scheme of each layer; those that leave transforms to the plan with all that are allowed.
+
+    Layers that read the same pages must all allow one.
+    """
+    by_layer = spec.scheme_by_layer(model_spec.layers)
+    if not spec.chooses_transforms:
+        return by_layer
+    readers: dict[int, list[LayerGroup]] = {}
+    for group in model_spec.groups:
+        for layer in group.layers:
+            readers.setdefault(model_spec.owner[layer], []).append(group)
+
+    def allowed(owner: int) -> tuple[str, ...]:
+        groups = dict.fromkeys(readers.get(owner, ()))
+        return tuple(
+            name for name in transforms if not any(transform.get(name).refuses(group) for group in groups)
+        )
+
+    return tuple(
+        scheme.transformed_by(allowed(model_spec.owner[layer])) if scheme.has_4bit_keys else scheme
+        for layer, scheme in enumerate(by_layer)
+    )
 
 
 def _check_shared(spec: CacheSpec, model_spec: ModelSpec) -> None:
