@@ -101,7 +101,7 @@ def evaluate(
         nibble eval --quick
         nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
         nibble eval --markdown eval.md --plot eval.svg --output eval.json
-        nibble eval demo nvfp4 nvfp4:kv_window=64 --recall-cases 100 --recall-per-context 4 --jobs 2
+        nibble eval demo nvfp4:kv_window=64 --recall-per-context 4 --jobs 2
         nibble eval demo nvfp4 nvfp4:kv_scales=one --recall-cases 100 --seed 7
         nibble eval ./my-model nvfp4 k8v4 --text wiki.txt
         nibble eval ./my-model nvfp4 k8v4 --tasks gsm8k,arc_easy --limit 500

@@ -16,6 +16,7 @@ whose seeds start there, so that no evaluation case repeats a training document.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -205,7 +206,7 @@ def document(
 ) -> list[Span]:
     """Render entries and questions so that everything before the last `close` fits `length_tokens`.
 
-    The first span is the context; each question has three: what is asked, the answer, what closes it.
+    First comes a span of context, then three for each question: it, its answer, what closes that.
 
     Args:
         rng: the source of every choice.
@@ -221,10 +222,7 @@ def document(
 
     def entries_of(number: int) -> tuple[list[tuple[str, str]], list[str]]:
         pairs = [(key, values()) for key in keys(number)]
-        texts = [form.entry.format(key=key, value=value) for key, value in pairs]
-        if form.filler:
-            texts = [f"{draw_filler(rng)}\n{text}" for text in texts]
-        return pairs, texts
+        return pairs, [_render_entry(form, *pair, rng, draw_filler) for pair in pairs]
 
     # A first draw tells the size of an entry; the second one has enough entries for the length.
     pairs, entries = entries_of(16)
@@ -238,14 +236,11 @@ def document(
         spans = [Span(padding + form.head + "".join(entries[:number]) + form.tail, False)]
         for i in [i for i in order if i < number][:questions]:
             spans += _question_spans(form, *pairs[i], again=len(spans) > 1 and not apart)
-        texts = _texts_apart(spans) if apart else ("".join(span.text for span in spans[:-1]),)
-        return spans, max(map(count, texts))
+        return spans, max(map(count, _texts(spans, apart)))
 
     number = min(len(pairs), max(1, int(length_tokens / per_entry)))
     spans, total = render(number)
-    attempts = 0
-    while True:
-        attempts += 1
+    for attempts in itertools.count(1):
         room = length_tokens - total
         # The size of an entry is a mean. Too long is cut until it fits; too short is filled up twice at most,
         # so that the loop ends.
@@ -261,8 +256,16 @@ def document(
     return spans
 
 
-def _texts_apart(spans: Sequence[Span]) -> Iterator[str]:
-    """Yield the context with each of its questions and answers alone."""
+def _render_entry(form: Form, key: str, value: str, rng: random.Random, filler: Filler) -> str:
+    text = form.entry.format(key=key, value=value)
+    return f"{filler(rng)}\n{text}" if form.filler else text
+
+
+def _texts(spans: Sequence[Span], apart: bool) -> Iterator[str]:
+    """Yield what is before the last `close`; apart: the context with each of its questions and answers alone."""
+    if not apart:
+        yield "".join(span.text for span in spans[:-1])
+        return
     for i in range(1, len(spans), 3):
         yield "".join(span.text for span in (spans[0], *spans[i : i + 2]))
 

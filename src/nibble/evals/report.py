@@ -183,10 +183,15 @@ COMBINATIONS = (
     "nvfp4@0,-1=fp8_e4m3:kv_transforms=none,kv_window=0",
 )
 """Remedies for what naive 4-bit loses, alone and together; measured unless schemes are named. Few cost bytes."""
-COMBINATIONS_OF_LATENTS = tuple(
-    f"{name}:kv_window={window}"
-    for name in ("nvfp4", "nvfp4_ds_mla")
-    for name, window in ((f"{name}_amax", 0), (name, 0), (f"{name}_amax", 64), (name, 64))
+COMBINATIONS_OF_LATENTS = (
+    "nvfp4_amax:kv_window=0",
+    "nvfp4:kv_window=0",
+    "nvfp4_amax:kv_window=64",
+    "nvfp4:kv_window=64",
+    "nvfp4_ds_mla_amax:kv_window=0",
+    "nvfp4_ds_mla:kv_window=0",
+    "nvfp4_ds_mla_amax:kv_window=64",
+    "nvfp4_ds_mla:kv_window=64",
 )
 """As COMBINATIONS; no transform is for latents."""
 
@@ -256,6 +261,12 @@ class SchemeResult:
     """What measuring took."""
     request_bytes: int = 0
     """Of a running request of `request_tokens` (Report.measured), the exact window included."""
+    encoder: str = ""
+    """How the block scales of its 4-bit formats are chosen."""
+    transforms: str = ""
+    """Of K, as kmean+rot."""
+    exact_window: int = 0
+    """Newest tokens that are read in the compute dtype."""
 
     @property
     def mean_recall(self) -> float | None:
@@ -266,6 +277,16 @@ class SchemeResult:
     def mean_attention_error(self) -> float | None:
         """Return the mean over layers; None where it was not measured."""
         return sum(self.attention_error) / len(self.attention_error) if self.attention_error else None
+
+
+def _read_result(entry: Mapping[str, Any]) -> SchemeResult:
+    names = {entry.name for entry in fields(SchemeResult)}
+    values = {name: value for name, value in entry.items() if name in names}
+    # JSON has lists only, and keys are text.
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    values["recall"] = {int(length): share for length, share in values.get("recall", {}).items()}
+    values["tasks"] = tuple(TaskScore(**score) for score in values.get("tasks", ()))
+    return SchemeResult(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +301,16 @@ class Report:
     measured: Mapping[str, Any] = field(default_factory=dict)
     """How much, and on what."""
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Report:
+        """Return the report that as_dict() gave; fields of other versions are left out.
+
+        Raises:
+            KeyError, TypeError: It is none.
+        """
+        parts = {name: data.get(name, {}) for name in ("skipped", "measured", "environment")}
+        return cls(data["model"], data["yardstick"], tuple(map(_read_result, data["results"])), **parts)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ import torch
 
 import nibble
 from nibble import formats
+from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable
 from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes
 from nibble.cache.scales import KVScales
@@ -177,6 +178,18 @@ def _scales_from(plan: EnginePlan, source: str) -> KVScales:
     return resolve_scales(plan, find_source(plan, download))
 
 
+def _ingredients(plan: Plan) -> dict[str, Any]:
+    """Return what a scheme is made of, as fields of SchemeResult."""
+    layers = plan.layout.layers
+    encoders = dict.fromkeys(entry.encoder for layer in layers for entry in layer.streams if entry.encoder)
+    transforms = dict.fromkeys("+".join(layer.transforms) for layer in layers if layer.transforms)
+    return {
+        "encoder": ", ".join(encoders),
+        "transforms": ", ".join(transforms),
+        "exact_window": plan.window,
+    }
+
+
 def environment(plan: EnginePlan) -> dict[str, str]:
     """Return where an evaluation ran."""
     return {
@@ -279,6 +292,7 @@ class _Evaluation:
             sinks=kv_scales.notes,
             seconds=round(time.perf_counter() - started, 2),
             request_bytes=request_bytes(candidate.plan.plan, self._request_tokens),
+            **_ingredients(candidate.plan.plan),
         )
 
     def _scales_source(self, candidate: Candidate) -> str:
