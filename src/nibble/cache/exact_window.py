@@ -31,7 +31,8 @@ class ExactWindow:
     num_layers: int
     """Layers that attend so, one after another."""
     num_pages: int
-    """Exact pages of the pool: num_copies() + 2 for each lease that may run, max_pages() for prompts, and max_idle."""
+    """Exact pages of the pool: num_copies() + 1 for each lease that may run, max_pages() for prompts, and max_idle or,
+    where that is less, one for each lease to grow into."""
     max_idle: int
     """Most exact pages that only the prefix cache holds."""
     max_drafts: int = 0

@@ -25,6 +25,7 @@ from nibble.attention.planner.evidence import LedgerEntry, read_ledger
 from nibble.attention.planner.explain import BASELINE, Table
 from nibble.attention.planner.support import BackendInfo, Support, format_values
 from nibble.cli import docs_peers as peers
+from nibble.cli import docs_quality as quality
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, OUTPUT, JsonOption, command
 from nibble.cli.terminal import print_json
 from nibble.formats import KVFormat
@@ -416,7 +417,8 @@ OutOption = Annotated[
 def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: JsonOption = False) -> None:
     """Write capabilities.md, formats.md, kv4.md and cli.md from the rows, the formats and these commands.
 
-    The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say.
+    The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say. Tables of
+    quality.md and of the README are filled in from reports of `nibble eval --output`, as quality.json.
 
     Examples:
         nibble docs
@@ -449,6 +451,7 @@ def pages(folder: Path) -> Mapping[str, str]:
         "capabilities.md": capability_table(path=folder / LEDGER.name),
         "formats.md": formats_table(),
         "cli.md": reference(),
+        **quality.pages(folder),
     }
 
 

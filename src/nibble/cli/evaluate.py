@@ -23,7 +23,7 @@ from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries,
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
 from nibble.evals.report import CERTIFIED, QUICK, Entry, Report, Sizes, require_matplotlib, write_plot
-from nibble.files import check_writable
+from nibble.files import check_writable, write_atomic
 from nibble.models.hub import local_folder
 
 SET_HERE = ("model", "kv_format", "kv_layers", "prefix_cache", "seed")
@@ -55,6 +55,22 @@ PlotOption = Annotated[
     typer.Option(help="Write a plot of quality against bytes (png, svg or pdf).", rich_help_panel=OUTPUT),
 ]
 
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the report to this file as JSON, anew after each scheme, so that nothing measured is lost.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Schemes measured at the same time, each in a process; on a GPU name the memory of each cache with "
+        "--kv-memory.",
+    ),
+]
+
 
 @takes("config", Config, "Model and cache", without=SET_HERE, idle=IDLE)
 @takes("evaluation", Sizes, "What is measured", unset=True)
@@ -65,6 +81,8 @@ def evaluate(
     quick: QuickOption = False,
     markdown: MarkdownOption = None,
     plot: PlotOption = None,
+    output: OutputOption = None,
+    jobs: JobsOption = 1,
     as_json: JsonOption = False,
     *,
     config: Options,
@@ -82,7 +100,8 @@ def evaluate(
     Examples:
         nibble eval --quick
         nibble eval demo bf16 fp8_e4m3 nvfp4 nvfp4+kmean+rot nvfp4@0,-1=fp8_e4m3
-        nibble eval --markdown eval.md --plot eval.svg --json > eval.json
+        nibble eval --markdown eval.md --plot eval.svg --output eval.json
+        nibble eval demo nvfp4:kv_window=64 --recall-per-context 4 --jobs 2
         nibble eval demo nvfp4 nvfp4:kv_scales=one --recall-cases 100 --seed 7
         nibble eval ./my-model nvfp4 k8v4 --text wiki.txt
         nibble eval ./my-model nvfp4 k8v4 --tasks gsm8k,arc_easy --limit 500
@@ -96,10 +115,15 @@ def evaluate(
     # A missing package or folder is reported before hours of measuring, not after them.
     if plot:
         require_matplotlib()
-    for path in filter(None, (markdown, plot)):
+    for path in filter(None, (markdown, plot, output)):
         check_writable(path, "the report")
+
+    def save(report: Report) -> None:
+        if output:
+            write_atomic(output, json.dumps(report.as_dict(), indent=1) + "\n")
+
     with _progress(sizes) as advance:
-        report = run.evaluate(served, schemes or (), sizes, text, advance)
+        report = run.evaluate(served, schemes or (), sizes, text, advance, jobs=jobs, save=save)
     if as_json:
         print_json(report.as_dict())
     else:

@@ -104,12 +104,18 @@ class Parts:
 
 
 def split_text(
-    text: str, tokens: int, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
+    text: str,
+    tokens: int,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[Sequence[int]], str],
+    skip: int = 0,
 ) -> Parts:
-    """Return the first `tokens` tokens, and what follows; where that is too short, a built-in text calibrates."""
-    ids = encode(text)
+    """Return `tokens` tokens after the first `skip`, and what follows; if that is short, a built-in text calibrates."""
+    total = len(ids := encode(text))
+    ids = ids[skip:]
     if len(ids) < 2:
-        raise ConfigError(f"the text has {len(ids)} tokens; at least 2 are needed to score one")
+        skipped = f", of which {skip:,} are skipped" if skip else ""
+        raise ConfigError(f"the text has {total:,} tokens{skipped}; at least 2 are needed to score one")
     # The parts do not overlap: scales that are measured on the scored text would flatter a scheme.
     scored, rest = ids[:tokens], ids[tokens : tokens + CALIBRATION_TOKENS]
     calibration = decode(rest) if len(rest) >= LEAST_CALIBRATION else builtin_texts()[0]

@@ -16,12 +16,13 @@ whose seeds start there, so that no evaluation case repeats a training document.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle
 
 from nibble.engine.llm import LLM
 from nibble.engine.request import Delta
@@ -35,9 +36,15 @@ def grade(llm: LLM, cases: Sequence[RecallCase]) -> Iterator[bool]:
         yield _is_exact(pieces, case.answer)
 
 
+END = 200
+"""Characters before an answer."""
+
+
 def _answer_tokens(llm: LLM, case: RecallCase) -> int:
     """Return the tokens that the answer takes, however it joins on to the prompt."""
-    count = len(llm.tokenizer.encode(case.prompt + case.answer)) - len(llm.tokenizer.encode(case.prompt))
+    # Text far before the answer does not change how it joins.
+    end = case.prompt[-END:]
+    count = len(llm.tokenizer.encode(end + case.answer)) - len(llm.tokenizer.encode(end))
     # A tokenizer may join the answer's first characters to the last token of the prompt.
     return max(count, len(llm.tokenizer.encode(case.answer)), 1)
 
@@ -159,8 +166,8 @@ FAMILIES = (8, 16, 32)
 """Keys per family: a base key and its neighbours, in which one part is another or two adjacent ones swap."""
 
 
-def cases(seed: int, number: int, length_tokens: int, count: Count) -> list[RecallCase]:
-    """Draw evaluation cases that go round `KINDS` in turn.
+def cases(seed: int, number: int, length_tokens: int, count: Count, per_context: int = 1) -> list[RecallCase]:
+    """Draw evaluation cases whose contexts go round `KINDS` in turn.
 
     There is always one entry at least, so a length below some 150 tokens may be exceeded.
 
@@ -169,19 +176,22 @@ def cases(seed: int, number: int, length_tokens: int, count: Count) -> list[Reca
         number: how many cases.
         length_tokens: upper bound on prompt plus answer, in tokens.
         count: measures a text in tokens.
+        per_context: how many cases ask about one context, each about another entry of it. Neighbours share it.
 
     Raises:
         ValueError: the seed belongs to training.
     """
     if not 0 <= seed < TRAINING_SEEDS:
         raise ValueError(f"evaluation seeds lie in [0, {TRAINING_SEEDS}); got {seed}")
-    rng = random.Random(seed)
-    result = []
-    for kind in islice(cycle(KINDS), number):
-        # The last two spans are the answer and what closes it.
-        *context, answer, _ = document(rng, length_tokens, count, kind)
-        result.append(RecallCase("".join(span.text for span in context), answer.text, kind))
-    return result
+    rng, kinds = random.Random(seed), cycle(KINDS)
+    result: list[RecallCase] = []
+    while len(result) < number:
+        kind = next(kinds)
+        context, *questions = document(rng, length_tokens, count, kind, per_context, apart=True)
+        for i in range(0, len(questions), 3):
+            question, answer = questions[i : i + 2]
+            result.append(RecallCase(context.text + question.text, answer.text, kind))
+    return result[:number]
 
 
 def document(
@@ -191,8 +201,12 @@ def document(
     kind: str,
     questions: int = 1,
     filler: Filler | None = None,
+    *,
+    apart: bool = False,
 ) -> list[Span]:
     """Render entries and questions so that everything before the last `close` fits `length_tokens`.
+
+    First comes a span of context, then three for each question: it, its answer, what closes that.
 
     Args:
         rng: the source of every choice.
@@ -201,16 +215,14 @@ def document(
         kind: one of `KINDS`.
         questions: how many of the entries are asked for, at most.
         filler: draws the blocks between scattered entries; `code_filler` when left out.
+        apart: each question comes right after the context, in a text of its own, and these fit `length_tokens`.
     """
     form, draw_filler = FORMS[kind], filler or code_filler
     keys, values = _key_maker(rng), value_maker(rng, form.block)
 
     def entries_of(number: int) -> tuple[list[tuple[str, str]], list[str]]:
         pairs = [(key, values()) for key in keys(number)]
-        texts = [form.entry.format(key=key, value=value) for key, value in pairs]
-        if form.filler:
-            texts = [f"{draw_filler(rng)}\n{text}" for text in texts]
-        return pairs, texts
+        return pairs, [_render_entry(form, *pair, rng, draw_filler) for pair in pairs]
 
     # A first draw tells the size of an entry; the second one has enough entries for the length.
     pairs, entries = entries_of(16)
@@ -223,14 +235,12 @@ def document(
         """Return spans of a document with `number` entries, and its tokens up to the end of the last answer."""
         spans = [Span(padding + form.head + "".join(entries[:number]) + form.tail, False)]
         for i in [i for i in order if i < number][:questions]:
-            spans += _question_spans(form, *pairs[i], again=len(spans) > 1)
-        return spans, count("".join(span.text for span in spans[:-1]))
+            spans += _question_spans(form, *pairs[i], again=len(spans) > 1 and not apart)
+        return spans, max(map(count, _texts(spans, apart)))
 
     number = min(len(pairs), max(1, int(length_tokens / per_entry)))
     spans, total = render(number)
-    attempts = 0
-    while True:
-        attempts += 1
+    for attempts in itertools.count(1):
         room = length_tokens - total
         # The size of an entry is a mean. Too long is cut until it fits; too short is filled up twice at most,
         # so that the loop ends.
@@ -244,6 +254,20 @@ def document(
     if form.block or form.filler:  # large entries leave room
         spans, _ = render(number, _draw_padding(rng, length_tokens - total, count))
     return spans
+
+
+def _render_entry(form: Form, key: str, value: str, rng: random.Random, filler: Filler) -> str:
+    text = form.entry.format(key=key, value=value)
+    return f"{filler(rng)}\n{text}" if form.filler else text
+
+
+def _texts(spans: Sequence[Span], apart: bool) -> Iterator[str]:
+    """Yield what is before the last `close`; apart: the context with each of its questions and answers alone."""
+    if not apart:
+        yield "".join(span.text for span in spans[:-1])
+        return
+    for i in range(1, len(spans), 3):
+        yield "".join(span.text for span in (spans[0], *spans[i : i + 2]))
 
 
 def _draw_padding(rng: random.Random, room: int, count: Count) -> str:

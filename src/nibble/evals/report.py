@@ -23,7 +23,8 @@ OPTIONS_BEGIN = re.compile(rf"{OPTIONS_MARK}(?=\s*[a-z][a-z_-]*=)")
 YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
 LEAST = {
-    "tokens": 2, "window": 2, "stride": 1, "recall_cases": 0, "attention_tokens": 0, "limit": 1, "num_fewshot": 0,
+    "tokens": 2, "skip": 0, "window": 2, "stride": 1, "recall_cases": 0, "recall_per_context": 1,
+    "attention_tokens": 0, "limit": 1, "num_fewshot": 0,
 }  # fmt: skip
 """The smallest values of sizes."""
 
@@ -33,6 +34,7 @@ class Sizes:
     """What to measure, and on how much. Everything that is drawn follows from `seed`."""
 
     tokens: int = option(8192, "Tokens of the text that are scored.")
+    skip: int = option(0, "Tokens of the text before those that are scored.")
     window: int | None = option(
         None, "Tokens of a window; the model's context, or as much as 1 GiB of logits."
     )
@@ -42,6 +44,11 @@ class Sizes:
     recall_cases: int = option(8, "Recall questions at each context length; 0 for none.")
     recall_lengths: tuple[int, ...] = option(
         (), "Context lengths of recall; 1024 to 8192 as the model allows."
+    )
+    recall_per_context: int = option(
+        1,
+        "Recall questions about each context, which is then computed once and read from the prefix cache; 1: a context "
+        "for each question.",
     )
     attention_tokens: int = option(
         1024, "Tokens over which the attention error of each layer is taken; 0: none."
@@ -164,12 +171,28 @@ class Entry:
 
 
 COMBINATIONS = (
-    "nvfp4:kv_encoder=amax,kv_transforms=none,kv_window=0",
+    "nvfp4_amax:kv_transforms=none,kv_window=0",
     "nvfp4:kv_transforms=none,kv_window=0",
-    "nvfp4:kv_window=0",
-    "nvfp4@0,-1=fp8_e4m3",
+    "nvfp4+kmean:kv_window=0",
+    "nvfp4+rot:kv_window=0",
+    "nvfp4+kmean+rot:kv_window=0",
+    "nvfp4_amax+kmean+rot:kv_window=0",
+    "nvfp4_amax:kv_transforms=none,kv_window=64",
+    "nvfp4:kv_transforms=none,kv_window=64",
+    "nvfp4@0,-1=fp8_e4m3:kv_transforms=none,kv_window=0",
 )
-"""What the parts of the 4-bit default bring, and a further remedy, measured unless schemes are named."""
+"""Remedies for what naive 4-bit loses, alone and together; measured unless schemes are named. Few cost bytes."""
+COMBINATIONS_OF_LATENTS = (
+    "nvfp4_amax:kv_window=0",
+    "nvfp4:kv_window=0",
+    "nvfp4_amax:kv_window=64",
+    "nvfp4:kv_window=64",
+    "nvfp4_ds_mla_amax:kv_window=0",
+    "nvfp4_ds_mla:kv_window=0",
+    "nvfp4_ds_mla_amax:kv_window=64",
+    "nvfp4_ds_mla:kv_window=64",
+)
+"""As COMBINATIONS; no transform is for latents."""
 
 
 def parse_entries(names: Iterable[str]) -> tuple[Entry, ...]:
@@ -235,11 +258,34 @@ class SchemeResult:
     """What calibration said of values beyond the scales: attention sinks that are clipped."""
     seconds: float = 0.0
     """What measuring took."""
+    request_bytes: int = 0
+    """Of a running request of `request_tokens` (Report.measured), the exact window included."""
+    encoder: str = ""
+    """How the block scales of its 4-bit formats are chosen."""
+    transforms: str = ""
+    """Of K, as kmean+rot."""
+    exact_window: int = 0
+    """Newest tokens that are read in the compute dtype."""
+
+    @property
+    def mean_recall(self) -> float | None:
+        """Return the mean over lengths; None where it was not measured."""
+        return sum(self.recall.values()) / len(self.recall) if self.recall else None
 
     @property
     def mean_attention_error(self) -> float | None:
         """Return the mean over layers; None where it was not measured."""
         return sum(self.attention_error) / len(self.attention_error) if self.attention_error else None
+
+
+def _read_result(entry: Mapping[str, Any]) -> SchemeResult:
+    names = {entry.name for entry in fields(SchemeResult)}
+    values = {name: value for name, value in entry.items() if name in names}
+    # JSON has lists only, and keys are text.
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    values["recall"] = {int(length): share for length, share in values.get("recall", {}).items()}
+    values["tasks"] = tuple(TaskScore(**score) for score in values.get("tasks", ()))
+    return SchemeResult(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +300,16 @@ class Report:
     measured: Mapping[str, Any] = field(default_factory=dict)
     """How much, and on what."""
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Report:
+        """Return the report that as_dict() gave; fields of other versions are left out.
+
+        Raises:
+            KeyError, TypeError: It is none.
+        """
+        parts = {name: data.get(name, {}) for name in ("skipped", "measured", "environment")}
+        return cls(data["model"], data["yardstick"], tuple(map(_read_result, data["results"])), **parts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -301,7 +357,8 @@ class Report:
         return (
             f"Model `{self.model}`; top-1, KL (nats) and attention error are against {self.yardstick}. "
             f"Perplexity over {text.get('scored', 0):,} tokens in windows of {text.get('window', 0):,}; "
-            f"recall is the share of exact greedy answers, {text.get('recall_cases', 0)} questions a length; "
+            f"recall is the share of exact greedy answers, {text.get('recall_cases', 0)} questions a length"
+            f"{_contexts(text)}; "
             f"attention error is the mean over layers, on {text.get('attention_tokens', 0):,} tokens. "
             f"{self._task_caption()}Measured with {where}."
         )
@@ -341,6 +398,12 @@ class Report:
             yield "\nSkipped:\n"
             # The first line says what is refused; the reasons of every backend follow it.
             yield from (f"- {name}: {reason.splitlines()[0]}" for name, reason in self.skipped.items())
+
+
+def _contexts(measured: Mapping[str, Any]) -> str:
+    """Return how many questions share a context, and the seed."""
+    shared = measured.get("recall_per_context", 1)
+    return (f", {shared} to a context" if shared > 1 else "") + f" (seed {measured.get('seed', 0)})"
 
 
 def _with_error(value: float, stderr: float | None, sign: str = "") -> str:

@@ -1,18 +1,22 @@
-"""One evaluation: the yardstick first, then each scheme, one engine at a time.
+"""One evaluation: the yardstick first, then each scheme, one engine at a time in each process.
 
 How each thing is measured is in its own file.
 
     plan every scheme, without weights
-    yardstick: scales if any are missing, errors by layer of all schemes, predictions, recall
+    yardstick: scales if any are missing, errors by layer of all schemes, predictions; its recall beside the others
     each scheme: perplexity and agreement in one pass, recall
 """
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,9 @@ import torch
 
 import nibble
 from nibble import formats
+from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable
+from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes
 from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
@@ -30,7 +36,16 @@ from nibble.engine.scale_source import AUTO, CALIBRATE, Origin, find_source, res
 from nibble.errors import ConfigError, NibbleError
 from nibble.evals import perplexity, recall, tasks
 from nibble.evals.perplexity import Agreement, Parts, Perplexity, Prediction, Text, Window
-from nibble.evals.report import COMBINATIONS, Entry, Report, SchemeResult, Sizes, TaskScore, parse_entries
+from nibble.evals.report import (
+    COMBINATIONS,
+    COMBINATIONS_OF_LATENTS,
+    Entry,
+    Report,
+    SchemeResult,
+    Sizes,
+    TaskScore,
+    parse_entries,
+)
 from nibble.evals.tasks import TaskResult
 from nibble.formats import scheme as schemes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
@@ -70,7 +85,7 @@ def default_entries(model_spec: ModelSpec) -> tuple[Entry, ...]:
     # Plain formats other than BF16 exist for tests.
     for_tests = [name for name in formats.names() if formats.get(name).plain not in (None, "bfloat16")]
     usual = [name for name in schemes.fitting(*streams) if name not in for_tests]
-    return parse_entries((*usual, *(COMBINATIONS if streams is HEADS else ())))
+    return parse_entries((*usual, *(COMBINATIONS if streams is HEADS else COMBINATIONS_OF_LATENTS)))
 
 
 def evaluate(
@@ -81,6 +96,8 @@ def evaluate(
     progress: Progress | None = None,
     *,
     as_started: bool = False,
+    jobs: int = 1,
+    save: Callable[[Report], None] | None = None,
 ) -> Report:
     """Return the report on some schemes.
 
@@ -94,6 +111,12 @@ def evaluate(
         progress: Is called as tokens are done.
         as_started: Measure the scales that a start would measure, and where the model has no text to score, score the
             one that comes with Nibble.
+        jobs: Schemes that are measured at the same time, each in a process of its own.
+        save: Takes what is measured so far, after each scheme.
+
+    Raises:
+        ConfigError: Options do not go together.
+        NibbleError: A scheme cannot be measured; all others are by then, and saved.
     """
     # What is measured has no certificate yet.
     config = replace(config, require_quality="")
@@ -101,12 +124,21 @@ def evaluate(
     tasks.check(sizes, config.model)
     # Every scheme is planned before the first engine starts: a refusal must not come after an hour.
     candidates, skipped = candidates_of(config, parse_entries(names), Entry.parse(sizes.yardstick))
+    if jobs > 1 and not config.kv_memory and not candidates[0].plan.hardware.is_cpu:
+        raise ConfigError(
+            f"{jobs} jobs share the GPU's memory: say how much each cache may take, as --kv-memory 4GiB"
+        )
+    where, results = environment(candidates[0].plan), dict[int, SchemeResult]()
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "kv_scales.json"
         run = _Evaluation(sizes, text, candidates, progress, file, as_started)
-        results = tuple(map(run.measure, candidates))
-    where = environment(candidates[0].plan)
-    return Report(config.model, sizes.yardstick, results, skipped, run.measured(), where)
+        for index, result in run.measure_all(jobs):
+            results[index] = result
+            ordered = tuple(result for _, result in sorted(results.items()))
+            report = Report(config.model, sizes.yardstick, ordered, skipped, run.measured(), where)
+            if save:
+                save(report)
+    return report
 
 
 def candidates_of(
@@ -146,6 +178,18 @@ def _scales_from(plan: EnginePlan, source: str) -> KVScales:
     return resolve_scales(plan, find_source(plan, download))
 
 
+def _ingredients(plan: Plan) -> dict[str, Any]:
+    """Return what a scheme is made of, as fields of SchemeResult."""
+    layers = plan.layout.layers
+    encoders = dict.fromkeys(entry.encoder for layer in layers for entry in layer.streams if entry.encoder)
+    transforms = dict.fromkeys("+".join(layer.transforms) for layer in layers if layer.transforms)
+    return {
+        "encoder": ", ".join(encoders),
+        "transforms": ", ".join(transforms),
+        "exact_window": plan.window,
+    }
+
+
 def environment(plan: EnginePlan) -> dict[str, str]:
     """Return where an evaluation ran."""
     return {
@@ -174,11 +218,44 @@ class _Evaluation:
     errors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     task_results: tuple[TaskResult, ...] = ()
 
-    def measure(self, candidate: Candidate) -> SchemeResult:
-        """Measure one scheme; its engine is gone afterwards."""
+    def measure_all(self, jobs: int) -> Iterator[tuple[int, SchemeResult]]:
+        """Yield the result of each candidate with its index, as they come.
+
+        What others need of the yardstick is ready long before its own recall, so they begin then.
+        """
+        if jobs == 1:
+            yield from enumerate(map(self.measure, self.candidates))
+            return
+        futures: dict[Future[SchemeResult], int] = {}
+        # A process that has used a GPU cannot be forked.
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+
+            def start() -> None:
+                shared = copy.copy(self)
+                shared.progress = None
+                path = self.scales_file.with_name("evaluation.pickle")
+                path.write_bytes(pickle.dumps(shared))
+                others = range(1, len(self.candidates))
+                futures.update({pool.submit(_measure_apart, path, index): index for index in others})
+
+            yield 0, self.measure(self.candidates[0], start)
+            errors = []
+            for future in as_completed(futures):
+                if error := future.exception():
+                    # The others go on: what they take hours for is saved.
+                    errors.append(error)
+                    continue
+                self._advance(self.candidates[futures[future]], "measured", self._tokens_of_scheme)
+                yield futures[future], future.result()
+        if errors:
+            raise errors[0]
+
+    def measure(self, candidate: Candidate, start: Callable[[], None] | None = None) -> SchemeResult:
+        """Measure one scheme; its engine is gone afterwards. start: is called when others may begin."""
         started = time.perf_counter()
-        # No two questions share a beginning, but those of tasks do.
-        shared, scales = bool(self.sizes.tasks), self._scales_source(candidate)
+        # Otherwise no two questions have the same beginning.
+        shared = bool(self.sizes.tasks) or self.sizes.recall_per_context > 1
+        scales = self._scales_source(candidate)
         config = replace(candidate.plan.config, kv_scales=scales, prefix_cache=shared)
         llm = LLM(**asdict(config))
         # The first candidate is the yardstick, and its engine prepares what all schemes share.
@@ -186,8 +263,13 @@ class _Evaluation:
             self._prepare(llm)
         kv_scales = _scales_from(candidate.plan, scales)
         perplexity, agreement = self._measure_text(llm, candidate)
+        # Others compare their answers to tasks with the yardstick's.
+        if start and not self.sizes.tasks:
+            start()
         accuracies = {length: self._measure_recall(llm, candidate, length) for length in self.cases}
         scores = self._measure_tasks(llm, candidate)
+        if start and self.sizes.tasks:
+            start()
         # The next engine needs this one's memory.
         llm.close()
         return SchemeResult(
@@ -209,6 +291,8 @@ class _Evaluation:
             tasks=scores,
             sinks=kv_scales.notes,
             seconds=round(time.perf_counter() - started, 2),
+            request_bytes=request_bytes(candidate.plan.plan, self._request_tokens),
+            **_ingredients(candidate.plan.plan),
         )
 
     def _scales_source(self, candidate: Candidate) -> str:
@@ -219,7 +303,7 @@ class _Evaluation:
         """Draw text and questions, and do what the yardstick does for all schemes."""
         tokenizer, model_spec = llm.tokenizer, self.candidates[0].plan.model_spec
         self.parts = perplexity.split_text(
-            self.text.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode
+            self.text.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode, self.sizes.skip
         )
         # Logits are float32: 4 bytes each.
         affordable = max(LEAST_WINDOW, LOGIT_BYTES // (4 * model_spec.vocab_size))
@@ -259,18 +343,25 @@ class _Evaluation:
         def count(piece: str) -> int:
             return len(llm.tokenizer.encode(piece))
 
-        number, seed = self.sizes.recall_cases, self.sizes.seed
+        number, seed, shared = self.sizes.recall_cases, self.sizes.seed, self.sizes.recall_per_context
         # A seed for each length, so that a longer context does not repeat the questions of a shorter one.
         lengths = self.sizes.lengths(max_context)
-        return {length: recall.cases(seed + length, number, length, count) for length in lengths}
+        return {length: recall.cases(seed + length, number, length, count, shared) for length in lengths}
 
     def _advance(self, candidate: Candidate, what: str, tokens: int) -> None:
         """Report what is being measured, and how many more tokens are done."""
         if self.progress:
-            of_text = sum(len(window.ids) for window in self.windows)
-            of_recall = sum(length * len(cases) for length, cases in self.cases.items())
-            total = (of_text + of_recall) * len(self.candidates)
+            total = self._tokens_of_scheme * len(self.candidates)
             self.progress(f"{candidate.entry.name}: {what}", tokens, total)
+
+    @property
+    def _tokens_of_scheme(self) -> int:
+        of_text = sum(len(window.ids) for window in self.windows)
+        return of_text + sum(length * len(cases) for length, cases in self.cases.items())
+
+    @property
+    def _request_tokens(self) -> int:
+        return min(LONG_REQUEST, self.candidates[0].plan.model_spec.max_context)
 
     def _measure_text(self, llm: LLM, candidate: Candidate) -> tuple[Perplexity, Agreement]:
         """Return perplexity and agreement over all windows; the first scheme's predictions are the yardstick."""
@@ -317,4 +408,11 @@ class _Evaluation:
             "window": max(len(window.ids) for window in self.windows),
             "bytes_per_text_token": round(self.parts.bytes_per_token, 4),
             "recall_lengths": sorted(self.cases),
+            "request_tokens": self._request_tokens,
         }
+
+
+def _measure_apart(path: Path, index: int) -> SchemeResult:
+    """Measure a candidate in a process of its own. path: of the evaluation as the yardstick left it."""
+    run: _Evaluation = pickle.loads(path.read_bytes())
+    return run.measure(run.candidates[index])

@@ -9,7 +9,8 @@ import pytest
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.window_memory import EXACT_SHARE, SNAPSHOT_SHARE
+from nibble.attention.planner.window_memory import EXACT_SHARE, SNAPSHOT_SHARE, request_bytes
+from nibble.cache.exact_window import ExactWindow, WindowBooks
 from nibble.config import Config
 from nibble.errors import CapacityError
 from nibble.hardware import GIB, Hardware, lookup_gpu
@@ -30,13 +31,26 @@ def test_a_long_request_takes_little_more() -> None:
     """At 8K tokens the pages in the compute dtype are less than 8 % of those in NVFP4."""
     budget, plan = planned(QWEN3_8B, lookup_gpu("h200"), kv_window=64)
     assert budget.exact and (budget.exact.requests, plan.window, plan.page_size) == (256, 64, 64)
-    # The window's tokens and the page that is written; one more is held by few requests at a time.
-    held = 2 * budget.exact.bytes_per_page
-    assert held < 0.08 * 8192 * plan.layout.bytes_per_token
+    plain = 8192 * plan.layout.bytes_per_token
+    assert plain < request_bytes(plan, 8192) == plain + 2 * budget.exact.bytes_per_page < 1.08 * plain
     whole = budget.pool + budget.exact.bytes
     assert budget.exact.snapshots * budget.exact.bytes_per_page <= SNAPSHOT_SHARE * whole
     without, _ = planned(QWEN3_8B, lookup_gpu("h200"), kv_window=0)
     assert without.exact is None and without.pool > budget.pool
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("memory", ["6MiB", "64MiB", "1GiB"])
+def test_all_requests_can_grow_at_once(memory: str, prefix_cache: bool) -> None:
+    """Each into another page: snapshots give way, and where there are few, there are pages for it."""
+    budget, plan = planned(SMALL, CPU, kv_window=64, kv_memory=memory, prefix_cache=prefix_cache)
+    assert budget.exact
+    window = ExactWindow(64, len(plan.owner), budget.exact.pages, budget.exact.snapshots)
+    books = WindowBooks(window, plan.page_size)
+    books.check_lease_room(budget.exact.requests - 1)
+    assert bool(budget.exact.snapshots) == prefix_cache
+    held = budget.exact.requests * (window.num_copies(plan.page_size) + 1) + budget.exact.snapshots
+    assert held <= budget.exact.pages
 
 
 def test_fewer_requests_run_where_memory_is_short() -> None:

@@ -369,17 +369,76 @@ def test_questions_follow_the_seed(model: str, monkeypatch: pytest.MonkeyPatch) 
     assert not set(asked[0]) & set(asked[2]) and not set(asked[1]) & set(asked[3])
 
 
+def test_questions_that_share_a_context() -> None:
+    """Each is about another entry, in a text of its own that fits the length; the last context may have fewer."""
+    found = ask.cases(3, 10, 300, len, per_context=4)
+    assert len({case.prompt for case in found}) == 10
+    for first in (0, 4, 8):
+        group = found[first : first + 4]
+        context = _common([case.prompt for case in group])
+        assert len({case.kind for case in group}) == 1 and len(context) > 60
+        for case in group:
+            assert case.answer in context and len(case.prompt + case.answer) <= 300
+            # No question stands between the context and another one.
+            assert len(case.prompt) - len(context) < 60
+    assert [case.kind for case in found[::4]] == list(ask.KINDS[:3])
+
+
+def _common(texts: list[str]) -> str:
+    """The longest text that all begin with."""
+    size = next(i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+    return texts[0][:size]
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_a_shared_context_changes_no_answer(model: str, window: int) -> None:
+    """Greedy answers from the prefix cache are those of a context that is computed for each question."""
+    llms = {
+        shared: LLM(model, kv_format="nvfp4", kv_window=window, prefix_cache=shared, page_size=16)
+        for shared in (False, True)
+    }
+    prompts = [
+        case.prompt for case in ask.cases(5, 8, 400, lambda text: len(llms[True].tokenizer.encode(text)), 4)
+    ]
+    outputs = {shared: llm.generate(prompts, max_tokens=6, temperature=0) for shared, llm in llms.items()}
+    assert [output.text for output in outputs[True]] == [output.text for output in outputs[False]]
+    assert sum(output.cached_tokens for output in outputs[True]) > 1000
+    assert not any(output.cached_tokens for output in outputs[False])
+
+
+def test_skipped_tokens_are_not_scored(model: str) -> None:
+    whole, later = (perplexity.split_text(TEXT, 20, list, "".join, skip).scored for skip in (0, 7))
+    assert whole[7:] == later[:13] and len(later) == 20
+    with pytest.raises(ConfigError, match=r"of which 100,000 are skipped"):
+        perplexity.split_text(TEXT, 20, list, "".join, 100_000)
+
+
+def test_schemes_at_the_same_time_measure_the_same(model: str, report: Report) -> None:
+    """Each in a process of its own; what is measured so far is saved after each, in the order of the schemes."""
+    saved: list[Report] = []
+    names = ("nvfp4", "fp8_e4m3")
+    found = evaluate(Config(model=model), names, SMALL, jobs=2, save=saved.append)
+    expected = {result.name: result for result in report.results}
+    for result in found.results:
+        assert (result.kl, result.recall) == (expected[result.name].kl, expected[result.name].recall)
+    assert [result.name for result in found.results] == ["fp32", *names]
+    assert [len(each.results) for each in saved] == [1, 2, 3] and saved[-1] == found
+    assert found.results[0].request_bytes > found.results[1].request_bytes > 0
+
+
 def test_default_entries_leave_out_formats_for_tests() -> None:
     names = [entry.name for entry in default_entries(QWEN3_8B)]
-    assert names[0] == "bf16" and {"nvfp4", "k8v4", "nvfp4:kv_window=0"} <= set(names)
+    assert names[0] == "bf16" and {"nvfp4", "k8v4", "nvfp4+rot:kv_window=0"} <= set(names)
     assert not {"fp32", "fp16"} & set(names)
     sparse = [entry.name for entry in default_entries(DEEPSEEK_V32)]
     assert sparse[0] == "bf16" and {"fp8_ds_mla", "nvfp4_ds_mla", "fp4_mx16"} <= set(sparse)
-    assert not {"k8v4", "nvfp4+rot", "fp32"} & set(sparse)
+    assert "nvfp4_ds_mla:kv_window=64" in sparse
+    assert not {"k8v4", "nvfp4+rot:kv_window=0", "fp32"} & set(sparse)
 
 
 def test_sizes() -> None:
     assert Sizes().lengths(4096) == (1024, 2048, 4096)
-    for wrong in ({"tokens": 1}, {"stride": 0}, {"window": 8, "stride": 8}, {"recall_cases": -1}):
+    too_small = ({"tokens": 1}, {"stride": 0}, {"recall_cases": -1}, {"recall_per_context": 0}, {"skip": -1})
+    for wrong in (*too_small, {"window": 8, "stride": 8}):
         with pytest.raises(ConfigError):
             Sizes(**wrong)

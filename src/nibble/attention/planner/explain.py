@@ -20,7 +20,7 @@ from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
-from nibble.attention.planner.window_memory import ExactMemory
+from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes, running_pages
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.hardware import format_bytes
 from nibble.model_spec import LayerGroup, Phase
@@ -233,7 +233,7 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "bytes_per_token_16bit": baseline_bytes(layout),
         "ratio": round(baseline_bytes(layout) / layout.bytes_per_token, 3),
         "budget": {name: getattr(budget, name) for name in names} if budget else None,
-        "exact": asdict(budget.exact) | {"bytes": budget.exact.bytes} if budget and budget.exact else None,
+        "exact": _exact_facts(plan, budget) if budget else None,
         "staging": [_staged(entry) for entry in staging_costs(plan, budget.context)] if budget else [],
         "hisparse": _tier(plan.tier, budget) if plan.tier and budget and budget.host else None,
         "notes": list(plan.notes),
@@ -384,19 +384,34 @@ def _memory(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
     yield f"pool {format_bytes(budget.pool)} ({budget.limit}): {budget.pages:,} pages, {budget.tokens:,} tokens"
     yield f"  the same bytes hold {budget.pool // baseline_bytes(plan.layout):,} tokens in 16 bits"
     if budget.exact:
-        yield from _exact(plan, budget.exact)
+        yield from _exact(plan, budget)
     if plan.tier:
         yield from _host(plan.tier, budget)
     yield f"steps of at most {budget.step_tokens:,} tokens"
     yield from map(str, staging_costs(plan, budget.context))
 
 
-def _exact(plan: Plan, exact: ExactMemory) -> Iterator[str]:
+def _exact_facts(plan: Plan, budget: MemoryPlan) -> dict[str, Any] | None:
+    """Return the exact window's memory, and what a long request takes with it and without."""
+    if not budget.exact:
+        return None
+    tokens = min(LONG_REQUEST, budget.context)
+    window = running_pages(plan) * budget.exact.bytes_per_page
+    request = {"tokens": tokens, "bytes": request_bytes(plan, tokens), "window_bytes": window}
+    return asdict(budget.exact) | {"bytes": budget.exact.bytes, "request": request}
+
+
+def _exact(plan: Plan, budget: MemoryPlan) -> Iterator[str]:
+    exact, facts = budget.exact, _exact_facts(plan, budget)
+    assert exact and facts
     requests, rest = exact.pages - exact.snapshots, exact.snapshots
     yield (
         f"exact window {format_bytes(exact.bytes)}: {requests:,} pages in {plan.dtype} for {exact.requests:,} requests "
         f"at a time, {rest:,} for snapshots of prefixes"
     )
+    request = facts["request"]
+    factor = request["bytes"] / (request["bytes"] - request["window_bytes"])
+    yield f"  a request of {request['tokens']:,} tokens: {format_bytes(request['bytes'])}, {factor:.3f} x without it"
 
 
 def _host(tier: Tier, budget: MemoryPlan) -> Iterator[str]:

@@ -18,6 +18,8 @@ LEAST_REQUESTS = 3
 TILE = 256
 """Near tokens are counted from a multiple of this (attention/window.py): kernels that work in tiles at fixed positions
 then have the same tiles whatever the batch."""
+LONG_REQUEST = 8192
+"""Tokens of the request whose bytes are reported."""
 SNAPSHOT_SHARE = 0.05
 """Part of the cache's memory for snapshots of prefixes."""
 
@@ -54,8 +56,10 @@ def divide(plan: Plan, spec: CacheSpec, room: int) -> ExactMemory | None:
     # Where memory is short, fewer requests run at a time: pages are worth more than their number.
     fitting = int(EXACT_SHARE * room) // (_request_pages(plan) * page_bytes)
     requests = min(spec.max_running, max(1, fitting))
-    held = (requests + LEAST_REQUESTS) * _request_pages(plan)
     snapshots = int(SNAPSHOT_SHARE * room) // page_bytes if spec.prefix_cache else 0
+    # A page to grow into is needed for a step or two, and a snapshot gives way to it.
+    growing = requests + LEAST_REQUESTS
+    held = growing * running_pages(plan) + max(growing - snapshots, 0)
     return ExactMemory(requests, held + snapshots, snapshots, page_bytes)
 
 
@@ -99,6 +103,17 @@ def scratch_bytes(plan: Plan, step_tokens: int, max_prompts: int) -> int:
     return (step_tokens + max_prompts * before) * sum(layer.bytes_per_token for layer in shapes.values())
 
 
+def request_bytes(plan: Plan, tokens: int) -> int:
+    """Return the bytes of a running request of `tokens` tokens: its pages, and those of its exact window."""
+    window = running_pages(plan) * plan.exact_layout.bytes_per_page if plan.window else 0
+    return cdiv(tokens, plan.page_size) * plan.layout.bytes_per_page + window
+
+
+def running_pages(plan: Plan) -> int:
+    """Return the exact pages of a running request: of its window, and the one that is written."""
+    return cdiv(plan.window, plan.page_size) + 1
+
+
 def _request_pages(plan: Plan) -> int:
-    """Return the exact pages of a running request: of its window, the one that is written, and one to grow into."""
-    return cdiv(plan.window, plan.page_size) + 2
+    """Return the most exact pages of a running request: for a step or two it has one to grow into, too."""
+    return running_pages(plan) + 1
