@@ -260,7 +260,9 @@ def outcome(model: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune_precision, "CALIBRATION_TOKENS", 64)
         goal = replace(GOAL, verify_tokens=128, compare=("k8v4",))
-        return tune_precision.tune(Config(model=model, kv_window=0), goal, path, command="nibble tune-precision")
+        return tune_precision.tune(
+            Config(model=model, kv_window=0), goal, path, command="nibble tune-precision"
+        )
 
 
 def test_the_file_is_what_was_chosen(model: str, outcome: Outcome) -> None:
