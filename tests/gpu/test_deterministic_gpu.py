@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bits import first_difference, traced
+from bits import first_difference, preempting, traced
 from nibble import LLM
 from nibble.engine.request import Batch
 from tiny import MLA, save_tiny
@@ -218,9 +218,8 @@ def test_the_same_bits_however_computed(name: str, scheme: str, tmp_path: Path) 
         found["without graphs"] = answer(llm, [PROMPT])
         llm.engine.runner.graphs = graphs
         llm.engine.scheduler.manager.clear()
-        with few_pages(llm, -(-(len(OTHERS[3]) + len(PROMPT) + 4) // llm.plan.page_size)):
-            found["preempted"] = answer(llm, [OTHERS[3], PROMPT], target=1)
-            assert llm.engine.scheduler.metrics.preemptions > 0
+        found["preempted"] = answer(preempting(llm), [OTHERS[3], PROMPT], target=1)
+        assert llm.engine.scheduler.metrics.preemptions > 0
     problems = {case: text for case, logits in found.items() if (text := differs(logits, cold))}
     assert not problems, f"{name} in {scheme}: {problems}; test_which_module_differs says where it begins"
 
@@ -232,17 +231,6 @@ def limited(llm: LLM, tokens: int) -> Iterator[None]:
     scheduler.token_budget = scheduler.chunk = tokens
     yield
     scheduler.token_budget, scheduler.chunk = before
-
-
-@contextmanager
-def few_pages(llm: LLM, pages: int) -> Iterator[None]:
-    """Leaves so many pages to requests: a lease has the others."""
-    manager, total = llm.engine.scheduler.manager, llm.engine.runner.pool.pages
-    tokens = [0] * ((total - pages) * llm.plan.page_size)
-    lease = manager.open(tokens, "", private=True)
-    manager.reserve(lease, len(tokens))
-    yield
-    manager.release(lease)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3", "mla"])

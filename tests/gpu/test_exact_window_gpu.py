@@ -25,6 +25,8 @@ SCHEMES = {
     "demo-mla": ("nvfp4", "nvfp4_ds_mla"),
 }
 TOKENS, ANSWER = 900, 40
+ARITHMETIC = 0.03
+"""Difference of log-probabilities that bfloat16 alone brings."""
 
 
 def opened(model: str, kv_format: str, window: int, **options: Any) -> LLM:
@@ -59,7 +61,8 @@ def test_errors_shrink_with_the_window(model: str, kv_format: str) -> None:
     assert max(errors[64]) < 0.8 * min(errors[0])
     # Other chunks round otherwise; a query that reads the wrong tokens would show as an error of another size.
     assert abs(errors[64][0] - errors[64][1]) < 0.2 * max(errors[64])
-    assert decoding[1024] < decoding[64] < decoding[0]
+    # Decode steps and prompts may have kernels of other arithmetic, or the same ones.
+    assert decoding[1024] < ARITHMETIC and decoding[64] < max(decoding[0], ARITHMETIC)
 
 
 def decoding_error(llm: LLM, ids: list[int]) -> float:

@@ -5,7 +5,6 @@ Attention sees what is stored, so with fp32 compute greedy tokens are equal and 
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bits import preempting
 from nibble import LLM
 from nibble.engine.request import Batch
 from nibble.formats import scheme
@@ -146,20 +146,6 @@ def check(kv_format: str, tiny: Path, scales: Path, **fixed: Any) -> None:
         preempted = answer(pressed, [OTHERS[2], PROMPT], target=1)
         assert pressed.engine.scheduler.metrics.preemptions > 0
         same(preempted, cold)
-
-
-def preempting(llm: LLM) -> LLM:
-    """Takes the last request's pages away every third step, as if there were too few."""
-    scheduler, steps = llm.engine.scheduler, itertools.count(1)
-    schedule = scheduler.schedule
-
-    def spy() -> Batch | None:
-        if next(steps) % 3 == 0 and len(scheduler.running) > 1:
-            scheduler._preempt(scheduler.running[-1])
-        return schedule()
-
-    scheduler.schedule = spy  # type: ignore[method-assign]
-    return llm
 
 
 def test_widths_that_fill_no_vector(tmp_path: Path) -> None:

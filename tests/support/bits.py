@@ -1,13 +1,17 @@
-"""Two runs of a model, bit by bit: which module's output differs first."""
+"""Two runs of a model, bit by bit: which module's output differs first; and runs with preemption."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nibble import LLM
+from nibble.engine.request import Batch
 
 Trace = list[tuple[str, Tensor]]
 """Names of modules, in the order in which they finished, and the rows that they returned [T, ...]."""
@@ -46,8 +50,8 @@ def first_difference(one: Trace, other: Trace, rows: slice, other_rows: slice) -
     later = dict(other)
     for name, a in one:
         b = later.get(name)
-        if b is None or sum(entry == name for entry, _ in (*one, *other)) != 2:
-            continue  # one that is called for each expert has other rows each time
+        if b is None or ".experts." in name or sum(entry == name for entry, _ in (*one, *other)) != 2:
+            continue  # in experts rows have another order each time
         if len(a) < rows.stop or len(b) < other_rows.stop:
             continue  # of chosen rows alone, as logits are
         x, y = a[rows], b[other_rows]
@@ -56,3 +60,17 @@ def first_difference(one: Trace, other: Trace, rows: slice, other_rows: slice) -
             count = int((x != y).flatten(1).any(1).sum())
             return f"{name} is the first to differ: in {count} of {len(x)} rows, by {far:.3g} at most"
     return ""
+
+
+def preempting(llm: LLM) -> LLM:
+    """Takes the last request's pages away every third step, as if there were too few."""
+    scheduler, steps = llm.engine.scheduler, itertools.count(1)
+    schedule = scheduler.schedule
+
+    def spy() -> Batch | None:
+        if next(steps) % 3 == 0 and len(scheduler.running) > 1:
+            scheduler._preempt(scheduler.running[-1])
+        return schedule()
+
+    scheduler.schedule = spy  # type: ignore[method-assign]
+    return llm

@@ -35,7 +35,6 @@ from nibble.kernels import indexer, near
 from nibble.kernels.attention import merge_lse
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.indexer import PAD_INDEX
-from nibble.kernels.near.naive import without_mean
 from nibble.kernels.offload import resident_slots
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX, Phase
@@ -460,7 +459,7 @@ class _WindowedLayer:
             route = ctx.plan.near_route(self.layer, self.batch.phase)
             prepared = self._prepared(route, parts.near.batch, near_ask)
             part = prepared.attend_partially(q_THD, pages, near_ask, near_slots_TW)
-            part = without_mean(part, q_THD, far_mean_HD, params.scale)
+            part = near.without_mean(part, q_THD, far_mean_HD, params.scale)
         if parts.far is None or far_ask is None:
             return part.values_THD.to(q_THD.dtype)
         route = ctx.plan.route(self.layer, self.batch.phase)

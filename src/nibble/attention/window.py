@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import lcm
 
 import torch
@@ -30,6 +31,7 @@ from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
 from nibble.kernels.indexer import PAD_INDEX
+from nibble.kernels.transfer import to_device
 from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
 from nibble.model_spec import INDEX
 
@@ -75,7 +77,14 @@ def far_batch(batch: AttentionBatch, window: int) -> AttentionBatch | None:
         return None
     # On the device, since a CUDA graph may hold it.
     shorter = (batch.seq_lens_B - window).clamp(min=0)
-    return replace(batch, start=0, stop=batch.stop - batch.start, seq_lens=seq_lens, seq_lens_B=shorter)
+    return replace(
+        batch,
+        start=0,
+        stop=batch.stop - batch.start,
+        seq_lens=seq_lens,
+        seq_lens_B=shorter,
+        num_omitted=batch.num_omitted + window,
+    )
 
 
 # ---- near ------------------------------------------------------------------------------------------------------------
@@ -156,36 +165,48 @@ def _base(length: int, new: int, window: int, step: int) -> int:
 
 
 def _over_scratch(batch: AttentionBatch, exact_table_BN: Tensor, window: int, page_size: int) -> NearBatch:
-    lens, widths, slots = list[int](), list[int](), list[int]()
+    bases, lens, first_pages, first_slots = list[int](), list[int](), list[int](), list[int]()
     copied: list[tuple[int, int, int]] = []
-    num_pages, step = 0, lcm(TILE, page_size)
+    num_pages, row, step = 0, 0, lcm(TILE, page_size)
     for i, (new, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         base, start = _base(length, new, window, step), length - new
         # Scratch pages of a request follow each other: page n of the request is scratch page n + offset.
         offset = num_pages - base // page_size
         first = max(0, start - window + 1)
         copied += [(i, page, page + offset) for page in range(first // page_size, cdiv(start, page_size))]
-        slots += range(start + offset * page_size, length + offset * page_size)
+        # Slots of its new tokens are their rows, and so much more.
+        first_slots.append(start + offset * page_size - row)
+        first_pages.append(num_pages)
+        bases.append(base)
         lens.append(length - base)
-        widths.append(cdiv(length - base, page_size))
-        num_pages += widths[-1]
-    device = exact_table_BN.device
-    # A single tensor, so that there is one copy to the device.
-    rows_C, columns_C, target_C = torch.tensor(copied or [(0, 0, 0)], device=device)[: len(copied)].T
-    near = AttentionBatch.from_lens(batch.phase, 0, batch.query_lens, lens, _page_table(widths, device))
-    source_C = exact_table_BN[rows_C, columns_C].long()
-    slot_mapping_T = torch.tensor(slots, device=device)
-    scratch = Scratch(num_pages, source_C, target_C, slot_mapping_T)
-    return NearBatch(near, batch.seq_lens_B - near.seq_lens_B, scratch)
+        num_pages += cdiv(length - base, page_size)
+        row += new
+    rows, columns, targets = zip(*copied, strict=True) if copied else ((), (), ())
+    # One copy to the device.
+    parts = (rows, columns, targets, first_slots, first_pages, bases, lens)
+    sent = to_device(list(chain(*parts)), torch.int64, exact_table_BN.device)
+    sent_parts = sent.split([len(part) for part in parts])
+    rows_C, columns_C, target_C, first_slots_B, first_pages_B, base_B, lens_B = sent_parts
+    near = replace(
+        batch,
+        start=0,
+        stop=row,
+        seq_lens=tuple(lens),
+        page_table_BN=_page_table(first_pages_B, lens, page_size, num_pages),
+        seq_lens_B=lens_B.int(),
+        exact_table_BN=None,
+    )
+    counts_B = batch.cu_seqlens_q_B1.diff()
+    slot_mapping_T = torch.arange(row, device=sent.device)
+    slot_mapping_T = slot_mapping_T + first_slots_B.repeat_interleave(counts_B, 0, output_size=row)
+    scratch = Scratch(num_pages, exact_table_BN[rows_C, columns_C].long(), target_C, slot_mapping_T)
+    return NearBatch(near, base_B.int(), scratch)
 
 
-def _page_table(widths: list[int], device: torch.device) -> Tensor:
-    """Return int32 [B, N]: scratch pages, those of a request one after the other."""
-    table, first = [], 0
-    for width in widths:
-        table.append([first + min(n, width - 1) for n in range(max(widths))])
-        first += width
-    return torch.tensor(table, dtype=torch.int32, device=device)
+def _page_table(first_pages_B: Tensor, lens: list[int], page_size: int, num_pages: int) -> Tensor:
+    """Return int32 [B, N]: scratch pages, those of a request one after the other; behind them those of the next."""
+    columns_N = torch.arange(cdiv(max(lens), page_size), device=first_pages_B.device)
+    return (first_pages_B[:, None] + columns_N).clamp(max=num_pages - 1).int()
 
 
 class ScratchPages:

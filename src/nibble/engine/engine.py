@@ -22,13 +22,13 @@ from torch import Tensor
 from nibble.config import SamplingParams
 from nibble.engine.certificate import Certificate
 from nibble.engine.model_runner import ModelRunner
-from nibble.engine.page_tables import to_device
 from nibble.engine.request import Batch, Logprob, OnOutput, OutputStream, Request, truncated
 from nibble.engine.sampler import RowLogprobs, SampledTokens, Sampler, needs_output_tokens
 from nibble.engine.scheduler import Scheduler
 from nibble.engine.structured_output import Grammars, Matcher
 from nibble.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from nibble.errors import RequestError
+from nibble.kernels.transfer import to_device
 from nibble.models.generation_config import SamplingDefaults
 
 CLOSED = "the LLM was closed before this answer ended"

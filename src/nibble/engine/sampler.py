@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nibble.config import SamplingParams
-from nibble.engine.page_tables import to_device
 from nibble.engine.request import Logprob, Request
+from nibble.kernels.transfer import to_device
 
 INVALID_TOKEN = -1
 """Stands for a token where logits are not numbers."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from nibble.formats import KVFormat
+from nibble.kernels.transfer import to_device
 from nibble.model_spec import Phase
 
 
@@ -82,6 +82,8 @@ class AttentionBatch:
     """Whether `seq_lens` are bounds."""
     exact_table_BN: Tensor | None = None
     """int32: the exact page of each page, where there is an exact window (attention/window.py)."""
+    num_omitted: int = 0
+    """The newest tokens of each request that the batch leaves out, its new ones first: lengths are so much shorter."""
 
     @classmethod
     def from_lens(
@@ -102,8 +104,8 @@ class AttentionBatch:
             page_table_BN: int32 pages of each request.
         """
         starts = tuple(accumulate(query_lens, initial=0))
-        on_device = partial(torch.tensor, dtype=torch.int32, device=page_table_BN.device)
-        lens, lens_on_device = (tuple(query_lens), tuple(seq_lens)), (on_device(starts), on_device(seq_lens))
+        device, lens = page_table_BN.device, (tuple(query_lens), tuple(seq_lens))
+        lens_on_device = (to_device(x, torch.int32, device) for x in (starts, lens[1]))
         return cls(phase, start, start + starts[-1], *lens, page_table_BN, *lens_on_device)
 
 

@@ -1,7 +1,8 @@
 """Attention over splits of fixed keys: a query's bits are the same in any chunk and company, whoever shares the splits.
 
-In Triton's interpreter, whose arithmetic is NumPy's: this proves which keys meet in which order, and a GPU's test that
-its instructions keep that. Pages hold poison where no request has stored anything.
+In Triton's interpreter, whose arithmetic is NumPy's: this proves which keys meet in which order. That instructions of a
+GPU keep that, with the tiles and dtypes that are served there, is for tests/gpu/test_deterministic_gpu.py. Pages hold
+poison where no request has stored anything.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from nibble.kernels.mla.triton import LatentTile
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import Phase
 
-pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
+pytestmark = [
+    pytest.mark.usefixtures("scalars_bound_loops"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these tiles are for the interpreter"),
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, SPLIT, LENGTH, HEADS, GROUP, DIM = 16, 32, 50, 2, 2, 32

@@ -11,6 +11,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 
 from nibble import formats
+from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.near import naive
 from nibble.kernels.near import triton as fast
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
@@ -65,3 +66,17 @@ def test_it_is_the_definition(
     live = torch.tensor([length > 0 for length in LENS], device=DEVICE)
     assert (found.values_THD - expected.values_THD).abs().max() < TOLERANCE
     assert (found.lse_HT - expected.lse_HT)[:, live].abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim"), [(5, 6, 2, 80), (70, 8, 8, 64), (1, 4, 1, 32)]
+)
+def test_log_sum_exps_without_the_mean(tokens: int, heads: int, kv_heads: int, dim: int) -> None:
+    random = torch.Generator().manual_seed(3)
+    q = torch.randn(heads, tokens, dim, generator=random).to(DEVICE, DTYPE).transpose(0, 1)
+    mean = torch.randn(kv_heads, dim, generator=random).to(DEVICE)
+    part = PartialAttention(q.float(), torch.randn(heads, tokens, generator=random).to(DEVICE))
+    expected = naive.without_mean(part, q, mean, 0.3)
+    found = fast.without_mean(part, q, mean, 0.3)
+    assert found.values_THD is part.values_THD and (expected.lse_HT - part.lse_HT).abs().max() > 0.1
+    assert (found.lse_HT - expected.lse_HT).abs().max() < 1e-4

@@ -5,6 +5,8 @@ The kernels themselves need a GPU; here dense attention stands in for them, with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from nibble.kernels.attention import KeyTile, merge_lse, naive
 from nibble.kernels.attention import PartialAttention as Part
 from nibble.kernels.attention import triton as twin
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+from nibble.model_spec import Phase
 
 HEADS, GROUP, DIM, SIZE = 2, 3, 16, 4
 SPEC = AttentionParams(DIM**-0.5)
@@ -26,6 +29,8 @@ Request = tuple[int, int]
 """Stored tokens before the new ones, and new ones."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OMITTED = 5
+"""Tokens of the exact window that some batches leave out."""
 
 
 def dense(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, causal: bool) -> Part:
@@ -46,8 +51,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
     return dense(q, k, v, tile.causal)
 
 
+def few_sizes(sizes: tuple[int, ...]) -> set[int]:
+    """Those given, and what an exact window leaves of them."""
+    return {*sizes, *(size - OMITTED for size in sizes)}
+
+
 def cudnn(q: Tensor, k: Tensor, v: Tensor, tile: KeyTile, scale: float) -> Part:
-    assert scale == SPEC.scale and len(q) in ROWS and len(k) in (ROWS if tile.causal else KEYS)
+    assert (
+        scale == SPEC.scale
+        and len(q) in few_sizes(ROWS)
+        and len(k) in few_sizes(ROWS if tile.causal else KEYS)
+    )
     assert len(q) == len(k) or not tile.causal
     return dense(q, k, v, tile.causal)
 
@@ -64,7 +78,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, name, value)
 
 
-def attend(requests: list[Request], use_cudnn: bool, kv_format: str = "fp32") -> tuple[Part, Part]:
+def attend(
+    requests: list[Request], use_cudnn: bool, kv_format: str = "fp32", omitted: int = 0
+) -> tuple[Part, Part]:
     """What the cut prompts give, and what they should."""
     rng = torch.Generator().manual_seed(len(requests))
     lens = [max(stored + new, 0) for stored, new in requests]
@@ -82,7 +98,8 @@ def attend(requests: list[Request], use_cudnn: bool, kv_format: str = "fp32") ->
     k, v = (Paged(fmt, DIM, fmt.encode(pages[name], one), one) for name in "kv")
     q = torch.randn(sum(new for _, new in requests), HEADS * GROUP, DIM, generator=rng)
     news = [new for _, new in requests]
-    blocks = attention.plan_blocks(news, lens, table, SIZE, cudnn=use_cudnn)
+    batch = AttentionBatch.from_lens(Phase.EXTEND, 0, news, lens, table)
+    blocks = attention.plan_blocks(replace(batch, num_omitted=omitted), SIZE, cudnn=use_cudnn)
     found = attention.partial_prefill_attention(q, k, v, blocks, SPEC)
     values_THD = attention.prefill_attention(q, k, v, blocks, SPEC)
     torch.testing.assert_close(values_THD, found.values_THD)
@@ -101,10 +118,13 @@ def attend(requests: list[Request], use_cudnn: bool, kv_format: str = "fp32") ->
 
 @pytest.mark.parametrize("use_cudnn", [False, True])
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(-60, 200), st.integers(1, 90)), min_size=1, max_size=4))
-def test_cut_prompts_see_what_they_should(use_cudnn: bool, requests: list[Request]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(-60, 200), st.integers(1, 90)), min_size=1, max_size=4),
+    st.sampled_from([0, OMITTED]),
+)
+def test_cut_prompts_see_what_they_should(use_cudnn: bool, requests: list[Request], omitted: int) -> None:
     """Where less than nothing is stored before the new tokens, the first of them see nothing."""
-    found, expected = attend(requests, use_cudnn)
+    found, expected = attend(requests, use_cudnn, omitted=omitted)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -113,11 +133,13 @@ def test_quantised_pages_are_read_as_they_are_stored() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def shapes(requests: list[Request], use_cudnn: bool) -> list[object]:
+def shapes(requests: list[Request], use_cudnn: bool, omitted: int = 0) -> list[object]:
     """Of each block: the rows of every request, or its rows with the keys of its tiles and whether cuDNN takes them."""
     lens, pages = [sum(r) for r in requests], torch.zeros(len(requests), 400, dtype=torch.int32)
     found: list[object] = []
-    for block in attention.plan_blocks([new for _, new in requests], lens, pages, SIZE, cudnn=use_cudnn):
+    batch = AttentionBatch.from_lens(Phase.EXTEND, 0, [new for _, new in requests], lens, pages)
+    batch = replace(batch, num_omitted=omitted)
+    for block in attention.plan_blocks(batch, SIZE, cudnn=use_cudnn):
         if isinstance(block.plan, AttentionBatch):
             assert len(block.plan.page_table_BN) == len(block.plan.query_lens)
             found.append((block.plan.query_lens, tuple(block.plan.seq_lens_B.tolist())))
@@ -134,6 +156,13 @@ def test_cudnn_is_given_few_shapes() -> None:
         ((9,), (206,)),
     ]
     assert shapes([(100, 40)], False) == [(32, [(64, False), (36, False), (32, False)]), ((8,), (140,))]
+
+
+def test_a_window_leaves_out_the_newest_tokens_and_no_shape_is_cut() -> None:
+    """Of whole blocks the keys are so many tokens fewer, and the rows of the first."""
+    assert shapes([(-3, 32)], True, 3) == [((3,), (0,)), (29, [(29, True)])]
+    assert shapes([(61, 32)], True, 3) == [(32, [(61, True), (32, True)])]
+    assert shapes([(61, 32)], False, 3) == [(32, [(61, False), (32, False)])]
 
 
 def test_few_tokens_go_together() -> None:

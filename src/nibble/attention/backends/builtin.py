@@ -122,6 +122,8 @@ TRITON_INVARIANT = BackendInfo(
             # Where all phases use one kernel, there is no reason for another packing than the fastest.
             packing={"hnd"},
             batch_invariance=frozenset({False, True}),
+            # In float32 products have no tensor cores, and how threads share a row's sum depends on the tile.
+            dtype=HALF_DTYPES,
             # The near part of an exact window would have another arithmetic in each phase, so nothing is merged.
             lse=False,
             fixed_split=FIXED_SPLIT,

@@ -7,9 +7,9 @@ of a fixed number of tokens, whatever the context: attention over more keys is m
 log-sum-exp. No mask is made.
 
 cuDNN's kernel is the fastest on Hopper, but it makes a plan for every new shape (40 ms). So it is given few shapes: new
-tokens in blocks of QUERY_SIZES, keys in pieces of KEY_SIZES. What is left of the keys goes to torch's flash kernel.
-What is left of the tokens, and short prompts, goes to the kernel that reads pages as they are (triton.py), which splits
-keys where there are few queries.
+tokens in blocks of QUERY_SIZES, keys in pieces of KEY_SIZES (and of as many tokens less as an exact window leaves out).
+What is left of the keys goes to torch's flash kernel. What is left of the tokens, and short prompts, goes to the kernel
+that reads pages as they are (triton.py), which splits keys where there are few queries.
 
 Shape suffixes: T query tokens, B requests, N pages, L keys, H query heads, D values of a head.
 """
@@ -28,6 +28,7 @@ from nibble.kernels import PREFILL_WORKSPACE, cdiv, triton_present
 from nibble.kernels.append import dequantize_pages
 from nibble.kernels.attention import naive
 from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.transfer import to_device
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import Phase
 
@@ -111,7 +112,7 @@ def prefill_attention(
 def partial_prefill_attention(
     q_THD: Tensor, k: Paged, v: Paged, blocks: Sequence[QueryBlock], params: AttentionParams
 ) -> PartialAttention:
-    """Return what prefill_attention returns, in float32, with its log-sum-exp.
+    """Return what prefill_attention returns, with its log-sum-exp.
 
     Args:
         q_THD: Queries, request after request. There may be more of a request than it has stored tokens: the first of
@@ -122,7 +123,10 @@ def partial_prefill_attention(
         params: The scale; there is no window, no capping and no sinks.
     """
     parts = [_partial_block(q_THD[block.rows], k, v, block.plan, params) for block in blocks]
-    values_THD = torch.cat([part.values_THD.float() for part in parts])
+    if len(parts) == 1:
+        return parts[0]
+    # Those of one tile are in the query's dtype, merged ones in float32.
+    values_THD = torch.cat([part.values_THD for part in parts])
     return PartialAttention(values_THD, torch.cat([part.lse_HT for part in parts], 1))
 
 
@@ -203,33 +207,36 @@ class _Rows:
     short: bool
 
 
-def plan_blocks(
-    query_lens: Sequence[int], seq_lens: Sequence[int], page_table_BN: Tensor, page_size: int, *, cudnn: bool
-) -> tuple[QueryBlock, ...]:
+def plan_blocks(batch: AttentionBatch, page_size: int, *, cudnn: bool) -> tuple[QueryBlock, ...]:
     """Cut the queries of requests into blocks.
 
     Args:
-        query_lens: New tokens of each request, the last of its tokens. Where there are more than are stored, the first
-            of them see none.
-        seq_lens: Stored tokens of each.
-        page_table_BN: Int32 pages of each.
+        batch: The requests. Where one has more new tokens than are stored, the first of them see none.
         page_size: Tokens of a page.
         cudnn: Whether cuDNN may be used.
 
     Returns:
         Blocks in the order of rows.
     """
-    rows = _rows(query_lens, seq_lens, QUERY_SIZES if cudnn else QUERY_SIZES[:1])
+    table_BN, query_sizes = batch.page_table_BN, QUERY_SIZES if cudnn else QUERY_SIZES[:1]
+    rows = _rows(batch.query_lens, batch.seq_lens, _sizes(query_sizes, batch.num_omitted))
+    key_sizes = _sizes(KEY_SIZES if cudnn else KEY_SIZES[:1], batch.num_omitted)
     groups = (tuple(group) for _, group in groupby(rows, lambda part: None if part.short else part.row))
     return tuple(
         QueryBlock(
             slice(group[0].row, group[-1].row + group[-1].count),
-            _short_batch(group, page_table_BN)
+            _short_batch(group, table_BN)
             if group[0].short
-            else tuple(_key_tiles(group[0], page_table_BN, page_size, cudnn)),
+            else tuple(_key_tiles(group[0], table_BN, page_size, key_sizes, cudnn)),
         )
         for group in groups
     )
+
+
+def _sizes(sizes: Sequence[int], num_omitted: int) -> tuple[int, ...]:
+    """Return sizes of tiles, descending: those given, and what is left of them without the tokens omitted."""
+    shorter = [size - num_omitted for size in sizes if num_omitted < size]
+    return tuple(sorted({*sizes, *shorter}, reverse=True))
 
 
 def _rows(query_lens: Sequence[int], seq_lens: Sequence[int], sizes: Sequence[int]) -> Iterator[_Rows]:
@@ -259,10 +266,12 @@ def _short_batch(group: Sequence[_Rows], page_table_BN: Tensor) -> AttentionBatc
     return AttentionBatch.from_lens(Phase.EXTEND, group[0].row, query_lens, seq_lens, pages_BN)
 
 
-def _key_tiles(part: _Rows, page_table_BN: Tensor, page_size: int, cudnn: bool) -> Iterator[KeyTile]:
+def _key_tiles(
+    part: _Rows, page_table_BN: Tensor, page_size: int, sizes: Sequence[int], cudnn: bool
+) -> Iterator[KeyTile]:
     """Yield what all rows see, in pieces; then the keys up to the last row's."""
-    on_device = partial(torch.tensor, dtype=torch.int32, device=page_table_BN.device)
-    start, sizes = 0, KEY_SIZES if cudnn else KEY_SIZES[:1]
+    on_device = partial(to_device, dtype=torch.int32, device=page_table_BN.device)
+    start = 0
     for keys in (*_cut(part.length - part.count, sizes), part.count):
         stop, first = start + keys, start // page_size
         causal = stop == part.length
@@ -271,7 +280,7 @@ def _key_tiles(part: _Rows, page_table_BN: Tensor, page_size: int, cudnn: bool) 
             page_table_BN[part.request : part.request + 1, first : cdiv(stop, page_size)],
             slice(start - first * page_size, stop - first * page_size),
             causal,
-            cudnn and (causal or keys in KEY_SIZES),
+            cudnn and (causal or keys in sizes),
             on_device((0, part.count)),
             on_device((0, keys)),
         )

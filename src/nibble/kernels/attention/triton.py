@@ -364,7 +364,7 @@ def paged_attention(
         lse_TH: Float32, contiguous: it receives the log-sum-exp.
 
     Returns:
-        [T, H, D] in the query's dtype; in float32 if the log-sum-exp is wanted too, for merging.
+        [T, H, D] in the query's dtype; of decode steps in float32 if the log-sum-exp is wanted too, for merging.
     """
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
@@ -374,7 +374,9 @@ def paged_attention(
         running = shape.programs * gpu.processors // (num_tiles * k.heads)
         concurrency = flash.concurrency_of(running, max_seq_len)
     split = concurrency > 1
-    out = q_THD.new_empty(tokens, heads, v.dim, dtype=q_THD.dtype if lse_TH is None else torch.float32)
+    # Of prompts there are many values, which take longer to store than to compute.
+    rounds = lse_TH is None or not batch.phase.decodes
+    out = q_THD.new_empty(tokens, heads, v.dim, dtype=q_THD.dtype if rounds else torch.float32)
     rows = num_tiles * k.heads * shape.rows
     programs, parts, lse, plan = flash.workspace(out, requests, concurrency, rows, v.dim)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()

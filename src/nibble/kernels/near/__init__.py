@@ -1,4 +1,7 @@
-"""near: attention of decode steps over exact pages, which hold the newest tokens in the compute dtype."""
+"""near: attention of decode steps over exact pages, which hold the newest tokens in the compute dtype.
+
+without_mean: what makes attention over them comparable with that over far keys less their mean.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from torch import Tensor
 
 from nibble.kernels import triton_present
 from nibble.kernels.attention.naive import PartialAttention
+from nibble.kernels.near import naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import Phase
 
-__all__ = ["near_attention", "serves"]
+__all__ = ["near_attention", "serves", "without_mean"]
 
 
 def serves(q_THD: Tensor, batch: AttentionBatch, streams: Container[str]) -> bool:
@@ -37,3 +41,14 @@ def near_attention(
     from nibble.kernels.near import triton as fast
 
     return fast.near_attention(q_THD, k, v, batch, params, k_mean_HD)
+
+
+def without_mean(
+    near: PartialAttention, q_THD: Tensor, k_mean_HD: Tensor | None, scale: float
+) -> PartialAttention:
+    """Return the near part as if the mean of keys had been subtracted, as it was from far keys; see naive.py."""
+    if k_mean_HD is not None and q_THD.is_cuda and triton_present():
+        from nibble.kernels.near import triton as fast
+
+        return fast.without_mean(near, q_THD, k_mean_HD, scale)
+    return naive.without_mean(near, q_THD, k_mean_HD, scale)

@@ -1,10 +1,10 @@
-"""Attention of decode steps over exact pages in one launch, in Triton.
+"""Attention of decode steps over exact pages in one launch, and without_mean, in Triton.
 
 An exact page holds keys and values as the model made them. There are few near tokens, so a program takes all of a
 request's for one KV head. Lengths are read on the device.
 
-Shape suffixes: T requests (a token each), H query heads, M query heads of a KV head, padded, D values of a head, N keys
-of a tile. Names in capitals are constants of a kernel.
+Shape suffixes: T tokens (one of each request), H query heads, M query heads of a KV head, padded, D values of a head,
+N keys of a tile, R rows of a tile of without_mean (a token's head each). Names in capitals are constants of a kernel.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import MMA_ROWS, next_power_of_2
+from nibble.kernels import MMA_ROWS, cdiv, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 KEYS, KEY_BYTES = 64, 512
 """Keys of a tile, where a key has at most so many bytes; fewer of longer ones, to fit into the smallest GPUs."""
+SHIFT_VALUES = 4096
+"""Values of a tile of without_mean."""
 
 
 @triton.jit
@@ -118,3 +120,38 @@ def near_attention(
         N=keys,
     )  # fmt: skip
     return PartialAttention(values_THD, lse_TH.T)
+
+
+# ---- the mean of far keys --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shift_kernel(
+    q, mean, lse, out, rows, scale, q_stride_T, q_stride_H, lse_stride_H, lse_stride_T,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Subtract q . mean from log-sum-exps. Grid: tiles of rows, each a head of a token."""
+    row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token_R, head_R, keep_R = row_R // HEADS, row_R % HEADS, row_R < rows
+    d_D = tl.arange(0, WIDTH)
+    keep_RD = keep_R[:, None] & (d_D < DIM)[None, :]
+    q_at = q + (token_R * q_stride_T + head_R * q_stride_H)[:, None] + d_D[None, :]
+    q_RD = tl.load(q_at, mask=keep_RD, other=0.0).to(tl.float32)
+    mean_RD = tl.load(mean + (head_R // GROUP * DIM)[:, None] + d_D[None, :], mask=keep_RD, other=0.0)
+    lse_R = tl.load(lse + head_R * lse_stride_H + token_R * lse_stride_T, mask=keep_R, other=0.0)
+    tl.store(out + row_R, lse_R - tl.sum(q_RD * mean_RD, 1) * scale, mask=keep_R)
+
+
+def without_mean(near: PartialAttention, q_THD: Tensor, k_mean_HD: Tensor, scale: float) -> PartialAttention:
+    """Return the near part as if the mean of keys had been subtracted, in one launch; see naive.py."""
+    tokens, heads, dim = q_THD.shape
+    lse_TH = torch.empty(tokens, heads, dtype=torch.float32, device=q_THD.device)
+    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    width = next_power_of_2(dim)
+    tile = max(1, SHIFT_VALUES // width)
+    if rows := tokens * heads:
+        shift_kernel[(cdiv(rows, tile),)](
+            q_THD, k_mean_HD.contiguous(), near.lse_HT, lse_TH, rows, scale, *q_THD.stride()[:2],
+            *near.lse_HT.stride(), HEADS=heads, GROUP=heads // len(k_mean_HD), DIM=dim, R=tile, WIDTH=width,
+        )  # fmt: skip
+    return near._replace(lse_HT=lse_TH.T)

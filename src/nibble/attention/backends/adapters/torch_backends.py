@@ -269,9 +269,7 @@ class SDPA(AttentionBackend):
         cudnn = self.kind(q_THD, view, batch, params)
         if cudnn is None:
             return None
-        return attention.plan_blocks(
-            batch.query_lens, batch.seq_lens, batch.page_table_BN, view.page_size, cudnn=cudnn
-        )
+        return attention.plan_blocks(batch, view.page_size, cudnn=cudnn)
 
     def forward(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _QueryBlocks
@@ -285,7 +283,7 @@ class SDPA(AttentionBackend):
     def forward_partial(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams, state: _QueryBlocks
     ) -> PartialAttention:
-        """Attend by the fused kernels -> float32 values."""
+        """Attend by the fused kernels -> values in float32, or in the query's dtype."""
         assert (
             state is not None
         )  # torch's function returns no log-sum-exp, and rows with masks do not promise it
