@@ -87,7 +87,8 @@ def test_a_real_server_tells() -> None:
     with running(*options, "--fidelity-alert", "0.0001") as url:
         asked = {
             "model": "demo",
-            "prompt": "def fibonacci(n):\n    if n < 2",
+            # Longer than the exact window, which has no error to tell of.
+            "prompt": "def fibonacci(n):\n    if n < 2" * 8,
             "max_tokens": 8,
             "ignore_eos": True,
         }
