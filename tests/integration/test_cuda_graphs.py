@@ -18,6 +18,7 @@ from nibble.attention import backends
 from nibble.attention.planner.plan import cuda_graph_blocker, graph_sizes
 from nibble.engine.model_runner import Graphs, live
 from nibble.errors import NibbleError
+from planning import PLAIN
 from tape import record
 from tiny import CHUNKED, save_tiny
 from toys import graph_backend
@@ -35,7 +36,9 @@ def served(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     def make(**options: Any) -> LLM:
         llm = LLM(
-            **{"model": str(tiny), "kv_scales": "one", "kv_memory": "2MiB", "max_running": 6, **options}
+            # The toy's writes know no transforms, and its rows no window.
+            **PLAIN,
+            **{"model": str(tiny), "kv_scales": "one", "kv_memory": "2MiB", "max_running": 6, **options},
         )
         graph_backend.make_recordable(llm.engine.runner.pool)
         return llm

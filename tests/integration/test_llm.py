@@ -16,7 +16,7 @@ from nibble.errors import PYTHON, set_caller
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> LLM:
     return LLM(
-        str(tiny), kv_format="nvfp4", kv_scales="one", kv_memory="2MiB", max_running=8, token_budget=64
+        str(tiny), kv_format="nvfp4", kv_scales="one", kv_memory="8MiB", max_running=8, token_budget=64
     )
 
 
@@ -317,7 +317,8 @@ def test_words_for_people(llm: LLM) -> None:
     assert repr(llm).startswith("<LLM ") and repr(llm).endswith("tokens of cache>") and len(repr(llm)) < 120
     printed = str(llm.plan).splitlines()
     assert printed[0] == f"{llm.config.model} (qwen3) on {llm.hardware}"
-    assert any(line.startswith("pool 2.0 MiB (kv_memory)") for line in printed)
+    assert any(line.startswith("pool 6.3 MiB (kv_memory)") for line in printed)
+    assert any(line.startswith("exact window 1.7 MiB") for line in printed)
 
 
 def test_logits_that_are_not_numbers_end_one_request_only(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pool allocates what the plan says, to the byte: ten model shapes, all schemes, per-layer schemes too."""
+"""The pools allocate what the plan says, to the byte: ten model shapes, all schemes, per-layer schemes too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from nibble.attention.planner.memory import MemoryPlan
+from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
 from nibble.cache.pool import PagedPool
 from nibble.cache.scales import KVScales, LayerScales
@@ -53,9 +55,21 @@ def test_pool_is_the_plan_to_the_byte(shape: str, kv_format: str, kv_layers: str
         assert "not a multiple" in str(refusal) or "shifts scores" in str(refusal)
         return
     made = memory_plan(config, model, hardware, plan)
-    assert made.pages > 0 and 0 <= 1_000_000_000 - made.pool < plan.layout.bytes_per_page
+    exact = exact_bytes(plan, made)
+    # 4 bits have an exact window, unless it is refused.
+    assert bool(exact) == any(entry.codec.is_4bit for layer in plan.layout.layers for entry in layer.streams)
+    assert made.pages > 0 and 0 <= 1_000_000_000 - made.pool - exact < plan.layout.bytes_per_page
     pool = PagedPool(plan.layout, made.pages, NO_SCALES, "meta")
     assert pool.nbytes == made.pool == made.pages * plan.page_size * made.bytes_per_token
+
+
+def exact_bytes(plan: Plan, made: MemoryPlan) -> int:
+    """What the pages of the exact window take, of which one more than the plan counts stays empty."""
+    if made.exact is None:
+        return 0
+    pool = PagedPool(plan.exact_layout, made.exact.pages + 1, NO_SCALES, "meta")
+    assert pool.nbytes == made.exact.bytes
+    return pool.nbytes
 
 
 def test_refusals_are_the_exception() -> None:
