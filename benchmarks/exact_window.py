@@ -4,8 +4,8 @@
         [--prompts 16K] [--full 1K/1K@128] [--kernels] [--tiny] [--out FOLDER] [--report]
 
 One engine for each window, one after the other on the same GPU, with random weights, compiled and recorded as ever.
-`--kernels` lists what a decode step spends in which kernel. Gate: logits of a prompt against the unmodified model, and
-greedy answers of decode steps against logits of whole prompts (engine_load.gate).
+`--kernels` lists what prompts and decode steps spend in which kernel. Gate: logits of a prompt against the unmodified
+model, and greedy answers of decode steps against logits of whole prompts (engine_load.gate).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import engine_load as load
@@ -69,6 +69,8 @@ def measure(options: argparse.Namespace, window: int) -> Times:
             length = paged.tokens(text)
             times.prompts[text] = load.prefill_rate(llm, length, length if options.tiny else PREFILL_TOKENS)
             say(f"  prompts of {text}: {times.prompts[text]:.0f} tokens/s")
+            if options.kernels:
+                say(prompt_kernels(llm, length))
         for text, _, count in full:
             times.workloads[f"{text}@{count}"] = run(llm, Workload.parse(text), int(count))
             say(f"  {text}@{count}: {times.workloads[f'{text}@{count}']:.0f} output tokens/s")
@@ -102,20 +104,39 @@ def kernels(llm: LLM, requests: int, context: int) -> str:
         engine.submit(prompt, params, lambda piece: None)
     for _ in range(steps):
         engine.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+
+    def run() -> None:
         for _ in range(steps):
             engine.step()
-        torch.cuda.synchronize()
+
+    found = profile(run, steps)
     while engine.busy:
         engine.step()
     engine.scheduler.manager.clear()
-    found = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+    return found
+
+
+def prompt_kernels(llm: LLM, length: int) -> str:
+    """Milliseconds of a prompt by kernel."""
+    llm.engine.scheduler.manager.clear()
+    prompts = [load.random_prompt(length, llm.engine.vocab_size, 99)]
+    return profile(
+        lambda: llm.generate(prompts, max_tokens=1, ignore_eos=True, temperature=0, progress=False), 1
+    )
+
+
+def profile(run: Callable[[], object], steps: int) -> str:
+    """What `run` spends in which kernel, by step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
     rows = [
         (event.key[:70], f"{event.count / steps:.0f}", f"{event.device_time_total / steps / 1e3:.3f}",
          f"{event.device_time_total / event.count:.2f}")
-        for event in found[:20]
+        for event in found[:24]
     ]  # fmt: skip
-    return markdown(("kernel", "launches a step", "ms a step", "us each"), rows)
+    return markdown(("kernel", "launches", "ms", "us each"), rows)
 
 
 def say(text: str) -> None:
@@ -186,7 +207,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--decodes", default="8x1K,64x8K,64x32K")
     parser.add_argument("--prompts", default="16K")
     parser.add_argument("--full", default="1K/1K@128,8K/512@64", help="workloads to run for real")
-    parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of prompts and decode steps")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the benchmark on a CPU")
     gpu.add_output_options(parser)
     return parser

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bits import first_difference, preempting, traced
+from bits import first_difference, traced
 from nibble import LLM
 from nibble.engine.request import Batch
 from tiny import MLA, save_tiny
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
 
-ANSWER = 8
+ANSWER, LONG_ANSWER = 8, 80
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -163,14 +163,15 @@ def recorded(llm: LLM) -> Iterator[dict[str, list[Tensor]]]:
     llm.engine.runner.forward = forward  # type: ignore[method-assign]
 
 
-def answer(llm: LLM, prompts: list[list[int]], target: int = 0, **params: Any) -> Tensor:
-    """Logits [ANSWER, V] of prompts[target], answered together with the others."""
+def answer(llm: LLM, prompts: list[list[int]], target: int = 0, count: int = ANSWER, **params: Any) -> Tensor:
+    """Logits [count, V] of prompts[target], answered together with the others."""
     with recorded(llm) as seen:
-        llm.generate(prompts, max_tokens=ANSWER, ignore_eos=True, progress=False, **params)
+        llm.generate(prompts, max_tokens=count, ignore_eos=True, progress=False, **params)
     name = sorted(seen, key=lambda name: int(name.split("-")[0]))[target]
     # A preempted request samples some tokens twice; with the same bits that is the same answer.
-    assert len(seen[name]) >= ANSWER
-    return torch.stack(seen[name][:ANSWER])
+    rows = torch.stack(seen[name]).unique_consecutive(dim=0)
+    assert len(rows) >= count
+    return rows[:count]
 
 
 def differs(found: Tensor, expected: Tensor) -> str:
@@ -218,9 +219,17 @@ def test_the_same_bits_however_computed(name: str, scheme: str, tmp_path: Path) 
         found["without graphs"] = answer(llm, [PROMPT])
         llm.engine.runner.graphs = graphs
         llm.engine.scheduler.manager.clear()
-        found["preempted"] = answer(preempting(llm), [OTHERS[3], PROMPT], target=1)
-        assert llm.engine.scheduler.metrics.preemptions > 0
-    problems = {case: text for case, logits in found.items() if (text := differs(logits, cold))}
+        long = answer(llm, [PROMPT], count=LONG_ANSWER)
+        llm.engine.scheduler.manager.clear()
+        # Both are admitted, and then one takes a page more than there are.
+        with few_pages(
+            llm, sum(llm.engine.scheduler.manager.pages_for(len(x)) + 1 for x in (OTHERS[3], PROMPT))
+        ):
+            preempted = answer(llm, [OTHERS[3], PROMPT], target=1, count=LONG_ANSWER)
+            assert llm.engine.scheduler.metrics.preemptions > 0
+        found["preempted"] = preempted
+    expected = dict.fromkeys(found, cold) | {"preempted": long}
+    problems = {case: text for case, logits in found.items() if (text := differs(logits, expected[case]))}
     assert not problems, f"{name} in {scheme}: {problems}; test_which_module_differs says where it begins"
 
 
@@ -231,6 +240,17 @@ def limited(llm: LLM, tokens: int) -> Iterator[None]:
     scheduler.token_budget = scheduler.chunk = tokens
     yield
     scheduler.token_budget, scheduler.chunk = before
+
+
+@contextmanager
+def few_pages(llm: LLM, pages: int) -> Iterator[None]:
+    """Leaves so many pages to requests: a lease has the others."""
+    manager, total = llm.engine.scheduler.manager, llm.engine.runner.pool.pages
+    tokens = [0] * ((total - pages) * llm.plan.page_size)
+    lease = manager.open(tokens, "", private=True)
+    manager.reserve(lease, len(tokens))
+    yield
+    manager.release(lease)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3", "mla"])

@@ -306,7 +306,7 @@ class StepStates:
             exact: the exact window and its pages.
         """
         if batch not in self._windows:
-            self._windows[batch] = exact.split(batch)
+            self._windows[batch] = WindowParts(batch, exact)
         return self._windows[batch]
 
     def lookup(
@@ -451,11 +451,20 @@ class _WindowedLayer:
             near_ask = replace(near_ask, topk_indices_TK=choice.near_TW)
             far_ask = replace(params, topk_indices_TK=choice.far_TK)
         far_mean_HD = view.k_mean_HD if parts.far and far_ask else None
-        pages = exact.view(owner, parts, streams)
-        if near_slots_TW is None and near.serves(q_THD, self.batch, pages.streams):
-            k, v = pages.streams["k"].paged, pages.streams["v"].paged
+        has_kernel = near_slots_TW is None and near.serves(q_THD, self.batch, view.streams)
+        if has_kernel and not self.batch.phase.decodes:
+            far = None
+            if parts.far and far_ask:
+                prepared = self._prepared(ctx.plan.route(self.layer, self.batch.phase), parts.far, far_ask)
+                far = prepared.attend_partially(stored_q_THD, view, far_ask)
+            return near.near_prompt_attention(
+                q_THD, streams, *exact.keys_values(owner), self.batch, near_ask, far_mean_HD, far
+            )
+        if has_kernel:
+            k, v = exact.keys_values(owner)
             part = near.near_attention(q_THD, k, v, parts.near.batch, near_ask, far_mean_HD)
         else:
+            pages = exact.view(owner, parts, streams)
             route = ctx.plan.near_route(self.layer, self.batch.phase)
             prepared = self._prepared(route, parts.near.batch, near_ask)
             part = prepared.attend_partially(q_THD, pages, near_ask, near_slots_TW)

@@ -8,8 +8,9 @@ neither on chunking nor on prefix hits. A step's batch is attended to twice, and
     near    pages in the compute dtype, with a sliding window
 
 The near part of a decode step reads exact pages, which hold what is kept of each request (cache/snapshots.py). Of a
-prompt only its end is kept, so its near part reads scratch pages: copies of the exact pages before its first new token,
-and the new tokens. The layers of a step share them, one after the other.
+prompt only its end is kept. On a GPU a kernel reads keys and values of its new tokens as the model gave them, and those
+before them from exact pages (kernels/near). Else its near part reads scratch pages: copies of the exact pages before
+its first new token, and the new tokens. The layers of a step share them, one after the other.
 
 Shape suffixes: T tokens of the step, B requests of a batch, N pages of a request, C pages that are copied, H heads,
 D values of a head, K chosen tokens, W near tokens.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from math import lcm
 
@@ -32,7 +34,7 @@ from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.transfer import to_device
-from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams
+from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Paged
 from nibble.model_spec import INDEX
 
 
@@ -292,13 +294,28 @@ def _by_token(batch: AttentionBatch, base_B: Tensor) -> tuple[Tensor, Tensor]:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class WindowParts:
-    """A batch in two parts, which the layers of a step share."""
+    """A batch in two parts, which the layers of a step share.
 
-    far: AttentionBatch | None
-    near: NearBatch
-    scratch: ScratchPages | None
+    Args:
+        batch: the requests.
+        exact: the exact window and its pages.
+    """
+
+    def __init__(self, batch: AttentionBatch, exact: ExactCache) -> None:
+        self.far = far_batch(batch, exact.tokens)
+        self._batch, self._exact = batch, exact
+
+    @cached_property
+    def near(self) -> NearBatch:
+        """Return the near part, for layers without a kernel that needs none (kernels/near)."""
+        exact = self._exact
+        return near_batch(self._batch, exact.tokens, exact.pool.layout.page_size, exact.empty_page)
+
+    @cached_property
+    def scratch(self) -> ScratchPages | None:
+        """Return the near part's scratch pages, if it has any."""
+        return ScratchPages(self.near.scratch) if self.near.scratch else None
 
 
 class ExactCache:
@@ -320,13 +337,6 @@ class ExactCache:
         """Return one that keeps nothing, for steps that are whole prompts."""
         return cls(plan.window, PagedPool(plan.exact_layout, 1, NONE, device))
 
-    def split(self, batch: AttentionBatch) -> WindowParts:
-        """Return the far and the near part of a batch."""
-        near = near_batch(batch, self.tokens, self.pool.layout.page_size, self.empty_page)
-        return WindowParts(
-            far_batch(batch, self.tokens), near, ScratchPages(near.scratch) if near.scratch else None
-        )
-
     def write(self, layer: int, streams: Mapping[str, Tensor], meta: AttentionMetadata) -> None:
         """Keep new tokens of a layer.
 
@@ -338,6 +348,11 @@ class ExactCache:
         assert meta.exact_slot_mapping_T is not None
         values = {name: x for name, x in streams.items() if name != INDEX}
         self.pool.write(layer, values, meta.exact_slot_mapping_T)
+
+    def keys_values(self, owner: int) -> tuple[Paged, Paged]:
+        """Return the exact pages of a layer's keys and values."""
+        streams = self.pool.view(owner).streams
+        return streams["k"].paged, streams["v"].paged
 
     def view(self, owner: int, parts: WindowParts, streams: Mapping[str, Tensor]) -> KVView:
         """Return the pages of the near part for a layer.

@@ -365,7 +365,7 @@ class _GroupTest:
 
     def _near_name(self, phase: Phase) -> str:
         """Return who reads near tokens."""
-        if self.near_kernel and phase is Phase.DECODE:
+        if self.near_kernel and phase is not Phase.VERIFY:
             return "the kernel for near tokens"
         return str(self.plan.near_route(self.layer, phase))
 

@@ -105,7 +105,7 @@ class AttentionBatch:
         """
         starts = tuple(accumulate(query_lens, initial=0))
         device, lens = page_table_BN.device, (tuple(query_lens), tuple(seq_lens))
-        lens_on_device = (to_device(x, torch.int32, device) for x in (starts, lens[1]))
+        lens_on_device = to_device(starts, torch.int32, device), to_device(lens[1], torch.int32, device)
         return cls(phase, start, start + starts[-1], *lens, page_table_BN, *lens_on_device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,3 +81,49 @@ def test_log_sum_exps_without_the_mean(tokens: int, heads: int, kv_heads: int, d
     found = fast.without_mean(part, q, mean, 0.3)
     assert found.values_THD is part.values_THD and (expected.lse_HT - part.lse_HT).abs().max() > 0.1
     assert (found.lse_HT - expected.lse_HT).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page", "extra"),
+    [
+        (4, 2, 32, 16, {}),
+        (8, 1, 64, 64, {"softcap": 5.0, "far": True}),
+        (6, 2, 80, 16, {"sinks": True, "far": True}),
+        (8, 2, 64, 32, {"mean": True, "far": True}),
+    ],
+)
+@pytest.mark.parametrize("window", [1, 21, 64])
+def test_prompts_read_what_is_new_from_the_model_and_the_rest_from_exact_pages(
+    heads: int, kv_heads: int, dim: int, page: int, extra: dict[str, float], window: int
+) -> None:
+    random = torch.Generator().manual_seed(11)
+    k, v = pages(kv_heads, dim, page, 1), pages(kv_heads, dim, page, 2)
+    news, lens = (37, 5, 1, 70), (37, 150, 64, 200)
+    table = torch.stack([torch.randperm(63, generator=random)[: -(-256 // page)] + 1 for _ in lens])
+    # Nobody sees what lies before the window, nor new tokens in their pages.
+    for row, new, length in zip(table, news, lens, strict=True):
+        row[: max(length - new - window + 1, 0) // page] = 0
+        row[-(-(length - new) // page) :] = 0
+    q = torch.randn(sum(news), heads, dim, generator=random).to(DEVICE, DTYPE)
+    streams = {
+        name: torch.randn(kv_heads, sum(news), dim, generator=random).to(DEVICE, DTYPE).transpose(0, 1)
+        for name in "kv"
+    }
+    batch = AttentionBatch.from_lens(Phase.EXTEND, 0, news, lens, table.int().to(DEVICE))
+    batch = replace(batch, exact_table_BN=table.int().to(DEVICE))
+    sinks = torch.randn(heads, generator=random).to(DEVICE) if extra.get("sinks") else None
+    params = AttentionParams(dim**-0.5, window, extra.get("softcap"), sinks)
+    mean = torch.randn(kv_heads, dim, generator=random).to(DEVICE) if extra.get("mean") else None
+    far = None
+    if extra.get("far"):
+        lse = torch.randn(heads, sum(news), generator=random).to(DEVICE) + 3
+        lse[:, :3] = float("-inf")  # of queries that see no far token, whose values are anything
+        values = torch.randn(sum(news), heads, dim, generator=random).to(DEVICE, DTYPE)
+        values[:3] = float("nan")
+        far = PartialAttention(values, lse)
+    arguments = (q, streams, k, v, batch, params, mean, far)
+    expected = naive.near_prompt_attention(*arguments)
+    assert expected.isfinite().all()
+    for tile in (None, fast.PromptTile(16, 16, 4, 1)):
+        found = fast.near_prompt_attention(*arguments, tile=tile)
+        assert found.dtype == q.dtype and (found.float() - expected.float()).abs().max() < TOLERANCE

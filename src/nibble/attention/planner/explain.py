@@ -17,7 +17,7 @@ from nibble import formats
 from nibble.attention.planner import evidence
 from nibble.attention.planner.evidence import LedgerEntry
 from nibble.attention.planner.memory import MemoryPlan
-from nibble.attention.planner.options import PlanRequest
+from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
 from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes, running_pages
@@ -298,7 +298,7 @@ def _route(route: Route) -> dict[str, Any]:
 
 
 NEAR_KERNEL = "near"
-"""What the kernel of near tokens is called in plans."""
+"""What the kernels of near tokens are called in plans."""
 
 
 def _near_routes(group: GroupPlan) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def _near_routes(group: GroupPlan) -> dict[str, Any]:
             "runnable": True,
             "cites": "one launch for all near tokens",
         }
-        routes[str(Phase.DECODE)] = kernel
+        routes |= {str(phase): kernel for phase in ROUTED}
     return routes
 
 
@@ -318,7 +318,7 @@ def _near_text(group: GroupPlan) -> str:
     """Return who reads near tokens, and in which phases where these differ."""
     names = {str(route.phase): str(route) for route in group.near_routes}
     if group.near_kernel:
-        names[str(Phase.DECODE)] = "the kernel for near tokens"
+        names |= {str(phase): "the kernel for near tokens" for phase in ROUTED}
     phases: dict[str, list[str]] = {}
     for phase in Phase:
         if name := names.get(str(phase)):

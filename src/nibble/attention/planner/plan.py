@@ -79,9 +79,9 @@ class GroupPlan:
     scheme: str
     routes: tuple[Route, ...]
     near_routes: tuple[Route, ...] = ()
-    """Those of the exact window, over pages in the compute dtype; none in DECODE where `near_kernel` serves it."""
+    """Those of the exact window, over pages in the compute dtype; for VERIFY alone where there is `near_kernel`."""
     near_kernel: bool = False
-    """Whether decode steps read near tokens with a kernel of their own (kernels/near/__init__.py)."""
+    """Whether near tokens have a kernel of their own but for VERIFY (kernels/near/__init__.py)."""
 
     def __str__(self) -> str:
         return f"{self.group.name} in {self.scheme}"

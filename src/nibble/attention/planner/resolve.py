@@ -318,7 +318,7 @@ def _drafting(request: PlanRequest, routes: Iterable[Route], used: Collection[st
 
 
 def _near_kernel(request: PlanRequest, part: SchemeGroup, window: int) -> bool:
-    """Return whether decode steps have a kernel of their own for near tokens (kernels/near/__init__.py)."""
+    """Return whether near tokens have a kernel of their own but for VERIFY (kernels/near/__init__.py)."""
     triton = request.backends.get("triton")
     is_present = triton is not None and not triton.missing
     return bool(window) and part.group.kind == "mha" and not request.hardware.is_cpu and is_present
@@ -343,7 +343,7 @@ def _near_choices(
     subject = SchemeGroup(group, part.layers, schemes.parse(plain), lse=True)
     choices: dict[Phase, tuple[Route, ...]] = {}
     for phase in Phase:
-        if phase is Phase.DECODE and _near_kernel(request, part, window):
+        if phase in ROUTED and _near_kernel(request, part, window):
             continue
         routes = (*options.serving(near, subject, phase), *options.serving(for_all, subject, phase))
         choices[phase] = tuple(route for route in routes if route.fits(page, STAGED_PACKING))

@@ -96,8 +96,9 @@ def scratch_bytes(plan: Plan, step_tokens: int, max_prompts: int) -> int:
     """
     if not plan.window:
         return 0
-    # Layers of one shape share them; others have their own.
-    layers = plan.exact_layout.layers
+    # Kernels for near tokens need none. Layers of one shape share them; others have their own.
+    of_backends = {layer for group in plan.groups if not group.near_kernel for layer in group.layers}
+    layers = [layer for layer in plan.exact_layout.layers if layer.layer in of_backends]
     shapes = {tuple((x.stream.heads, x.stream.dim) for x in layer.streams): layer for layer in layers}
     before = lcm(TILE, plan.page_size) + plan.window + plan.page_size
     return (step_tokens + max_prompts * before) * sum(layer.bytes_per_token for layer in shapes.values())

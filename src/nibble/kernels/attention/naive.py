@@ -69,11 +69,19 @@ def partial_attention(
         k_GLD, v_GLD = (
             dequantize_pages(x, pages, torch.float32, heads_first=True)[0, :, :length] for x in (k, v)
         )
-        values_THD[rows], lse_HT[:, rows] = _dense(q_THD[rows].float(), k_GLD, v_GLD, params)
+        values_THD[rows], lse_HT[:, rows] = dense_attention(q_THD[rows].float(), k_GLD, v_GLD, params)
     return PartialAttention(values_THD, lse_HT)
 
 
-def _dense(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, params: AttentionParams) -> PartialAttention:
+def dense_attention(q_nHD: Tensor, k_GLD: Tensor, v_GLD: Tensor, params: AttentionParams) -> PartialAttention:
+    """Return attention of a request's last tokens over its keys and values, all in float32.
+
+    Args:
+        q_nHD: Queries.
+        k_GLD: Keys of all of its tokens.
+        v_GLD: Values.
+        params: Scale, window, capping and sinks.
+    """
     n, heads, _ = q_nHD.shape
     length, group = k_GLD.shape[1], heads // len(k_GLD)
     k_HLD, v_HLD = k_GLD.repeat_interleave(group, 0), v_GLD.repeat_interleave(group, 0)

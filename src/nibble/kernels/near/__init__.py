@@ -1,11 +1,13 @@
-"""near: attention of decode steps over exact pages, which hold the newest tokens in the compute dtype.
+"""near: attention over the newest tokens in the compute dtype: in exact pages, or as the model gave them.
+
+Decode steps have a part that is to be merged with that over far tokens; prompts merge it themselves.
 
 without_mean: what makes attention over them comparable with that over far keys less their mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from nibble.kernels.near import naive
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 from nibble.model_spec import Phase
 
-__all__ = ["near_attention", "serves", "without_mean"]
+__all__ = ["near_attention", "near_prompt_attention", "serves", "without_mean"]
 
 
 def serves(q_THD: Tensor, batch: AttentionBatch, streams: Container[str]) -> bool:
@@ -26,7 +28,7 @@ def serves(q_THD: Tensor, batch: AttentionBatch, streams: Container[str]) -> boo
         batch: Their requests.
         streams: The names of what is cached.
     """
-    return "v" in streams and q_THD.is_cuda and batch.phase is Phase.DECODE and triton_present()
+    return "v" in streams and q_THD.is_cuda and batch.phase is not Phase.VERIFY and triton_present()
 
 
 def near_attention(
@@ -37,10 +39,26 @@ def near_attention(
     params: AttentionParams,
     k_mean_HD: Tensor | None = None,
 ) -> PartialAttention:
-    """Return attention over near tokens, in float32; see naive.py for the arguments."""
+    """Return attention of a decode step over near tokens, in float32; see naive.py for the arguments."""
     from nibble.kernels.near import triton as fast
 
     return fast.near_attention(q_THD, k, v, batch, params, k_mean_HD)
+
+
+def near_prompt_attention(
+    q_THD: Tensor,
+    streams: Mapping[str, Tensor],
+    k: Paged,
+    v: Paged,
+    batch: AttentionBatch,
+    params: AttentionParams,
+    k_mean_HD: Tensor | None = None,
+    far: PartialAttention | None = None,
+) -> Tensor:
+    """Return attention of new tokens over near and far ones; see naive.py for the arguments."""
+    from nibble.kernels.near import triton as fast
+
+    return fast.near_prompt_attention(q_THD, streams, k, v, batch, params, k_mean_HD, far)
 
 
 def without_mean(

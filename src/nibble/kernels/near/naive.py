@@ -5,9 +5,14 @@ Shape suffixes: T query tokens, H query heads, D values of a head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
-from nibble.kernels.attention.naive import PartialAttention, partial_attention
+from nibble.kernels import cdiv
+from nibble.kernels.append.naive import dequantize_pages
+from nibble.kernels.attention.naive import PartialAttention, dense_attention, merge_lse, partial_attention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 
@@ -50,3 +55,51 @@ def without_mean(
     mean_HD = k_mean_HD.repeat_interleave(q_THD.shape[1] // len(k_mean_HD), 0)
     shift_TH = (q_THD.float() * mean_HD).sum(-1) * scale
     return near._replace(lse_HT=near.lse_HT - shift_TH.T)
+
+
+def near_prompt_attention(
+    q_THD: Tensor,
+    streams: Mapping[str, Tensor],
+    k: Paged,
+    v: Paged,
+    batch: AttentionBatch,
+    params: AttentionParams,
+    k_mean_HD: Tensor | None = None,
+    far: PartialAttention | None = None,
+) -> Tensor:
+    """Return attention over near tokens and far ones.
+
+    Args:
+        q_THD: Queries, the new tokens of each request.
+        streams: Their keys `k` and values `v` [T, G, D], as the model gave them.
+        k: Exact pages of the keys of tokens before them.
+        v: Exact pages of the values.
+        batch: The requests; exact_table_BN has their exact pages.
+        params: The scale, capping, sinks, and as window what is near.
+        k_mean_HD: What was subtracted from far keys before they were stored, if anything was.
+        far: Attention over far tokens, if there are any.
+
+    Returns:
+        [T, H, D] in the query's dtype.
+    """
+    assert batch.exact_table_BN is not None
+    values, lse = [], []
+    for i, length in enumerate(batch.seq_lens_B.tolist()):
+        rows = slice(*batch.cu_seqlens_q_B1[i : i + 2].tolist())
+        past = length - (rows.stop - rows.start)
+        pages = batch.exact_table_BN[i : i + 1, : cdiv(past, k.page_size)]
+        keys_values = list[Tensor]()
+        for name, stored in (("k", k), ("v", v)):
+            old_GLD = dequantize_pages(stored, pages, torch.float32, heads_first=True)[0, :, :past]
+            new_GLD = streams[name][rows].float().transpose(0, 1)
+            # Pages before the window hold anything.
+            old_GLD[:, : max(past - (params.window or past) + 1, 0)] = 0
+            keys_values.append(torch.cat((old_GLD, new_GLD), 1))
+        k_GLD, v_GLD = keys_values
+        part = dense_attention(q_THD[rows].float(), k_GLD, v_GLD, params)
+        values.append(part.values_THD)
+        lse.append(part.lse_HT)
+    near = PartialAttention(torch.cat(values), torch.cat(lse, 1))
+    if far is None:
+        return near.values_THD.to(q_THD.dtype)
+    return merge_lse(without_mean(near, q_THD, k_mean_HD, params.scale), far, q_THD.dtype).values_THD

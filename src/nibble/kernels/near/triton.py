@@ -1,4 +1,4 @@
-"""Attention of decode steps over exact pages in one launch, and without_mean, in Triton.
+"""Attention over near tokens in one launch, of decode steps and of prompts, and without_mean, in Triton.
 
 An exact page holds keys and values as the model made them. There are few near tokens, so a program takes all of a
 request's for one KV head. Lengths are read on the device.
@@ -8,6 +8,9 @@ N keys of a tile, R rows of a tile of without_mean (a token's head each). Names 
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,6 +25,8 @@ KEYS, KEY_BYTES = 64, 512
 """Keys of a tile, where a key has at most so many bytes; fewer of longer ones, to fit into the smallest GPUs."""
 SHIFT_VALUES = 4096
 """Values of a tile of without_mean."""
+PROMPT_ROWS, PROMPT_KEYS, PROMPT_BYTES = 128, 64, 256
+"""Rows and keys of a tile of prompts, where a key has at most so many bytes."""
 
 
 @triton.jit
@@ -29,6 +34,38 @@ def _load_tile(rows, offset_N, keep_N, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Load keys or values [N, D] that lie at offsets of `rows`; zeros where they are not kept."""
     column_D = tl.arange(0, WIDTH)[None, :]
     return tl.load(rows + offset_N[:, None] + column_D, mask=keep_N[:, None] & (column_D < DIM), other=0.0)
+
+
+@triton.jit
+def _attend_tile(state, q_MD, k_ND, v_ND, seen, scale, softcap, SOFTCAP: tl.constexpr):
+    """Add a tile of keys to the state of an online softmax: peaks [M], totals [M], sums [M, D]."""
+    peak_M, total_M, sums_MD = state
+    scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+    if SOFTCAP:
+        # tanh by its exponential, which Triton has on every machine
+        scores_MN = softcap * (1 - 2 / (tl.exp(2 * scores_MN / softcap) + 1))
+    scores_MN = tl.where(seen, scores_MN, float("-inf"))
+    new_M = tl.maximum(peak_M, tl.max(scores_MN, 1))
+    weights_MN, rescale_M = tl.exp(scores_MN - new_M[:, None]), tl.exp(peak_M - new_M)
+    sums_MD = sums_MD * rescale_M[:, None] + tl.dot(weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee")
+    return new_M, total_M * rescale_M + tl.sum(weights_MN, 1), sums_MD
+
+
+@triton.jit
+def _add_sink(state, sinks, head_M, live_M):
+    """Add a sink, a key without a value, to the state of an online softmax."""
+    peak_M, total_M, sums_MD = state
+    sink_M = tl.load(sinks + head_M, mask=live_M, other=0.0).to(tl.float32)
+    new_M = tl.maximum(peak_M, sink_M)
+    rescale_M = tl.exp(peak_M - new_M)
+    return new_M, total_M * rescale_M + tl.exp(sink_M - new_M), sums_MD * rescale_M[:, None]
+
+
+@triton.jit
+def _mean_shift(q_MD, k_mean, kv_head, k_D, scale, K_DIM: tl.constexpr):
+    """Return by how much scores of far keys are less, as those lack their mean."""
+    mean_D = tl.load(k_mean + kv_head * K_DIM + k_D, mask=k_D < K_DIM, other=0.0)
+    return tl.sum(q_MD.to(tl.float32) * mean_D[None, :], 1) * scale
 
 
 @triton.jit
@@ -50,9 +87,7 @@ def near_kernel(
     stop = tl.load(seq_lens + request)
     first = tl.maximum(stop - WINDOW, 0)
     # --- softmax over near tokens, tile by tile
-    peak_M = tl.full([M], -1e30, tl.float32)
-    total_M = tl.zeros([M], tl.float32)
-    sums_MD = tl.zeros([M, V_WIDTH], tl.float32)
+    state = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, V_WIDTH], tl.float32)
     for begin in range(first, stop, N):
         key_N = begin + tl.arange(0, N)
         page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=key_N < stop, other=0).to(
@@ -62,33 +97,16 @@ def near_kernel(
                           K_DIM, K_WIDTH)  # fmt: skip
         v_ND = _load_tile(v + kv_head * v_stride_H, page_N * v_stride_P + key_N % PAGE * v_stride_S, key_N < stop,
                           V_DIM, V_WIDTH)  # fmt: skip
-        scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
-        if SOFTCAP:
-            # tanh by its exponential, which Triton has on every machine
-            scores_MN = softcap * (1 - 2 / (tl.exp(2 * scores_MN / softcap) + 1))
-        scores_MN = tl.where((key_N < stop)[None, :], scores_MN, float("-inf"))
-        new_M = tl.maximum(peak_M, tl.max(scores_MN, 1))
-        weights_MN, rescale_M = tl.exp(scores_MN - new_M[:, None]), tl.exp(peak_M - new_M)
-        total_M = total_M * rescale_M + tl.sum(weights_MN, 1)
-        sums_MD = sums_MD * rescale_M[:, None] + tl.dot(
-            weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee"
-        )
-        peak_M = new_M
+        state = _attend_tile(state, q_MD, k_ND, v_ND, (key_N < stop)[None, :], scale, softcap, SOFTCAP)
     if sinks is not None:
-        sink_M = tl.load(sinks + head_M, mask=live_M, other=0.0).to(tl.float32)
-        new_M = tl.maximum(peak_M, sink_M)
-        rescale_M = tl.exp(peak_M - new_M)
-        total_M = total_M * rescale_M + tl.exp(sink_M - new_M)
-        sums_MD *= rescale_M[:, None]
-        peak_M = new_M
+        state = _add_sink(state, sinks, head_M, live_M)
+    peak_M, total_M, sums_MD = state
     # --- store; padding has no tokens at all
     keep_M = live_M & (stop > 0)
     total_M = tl.where(keep_M, total_M, 1.0)
     lse_M = peak_M + tl.log(total_M)
     if k_mean is not None:
-        # Scores of far keys lack what their mean would add; so that both compare, those of near ones lack it too.
-        mean_D = tl.load(k_mean + kv_head * K_DIM + k_D, mask=k_D < K_DIM, other=0.0)
-        lse_M -= tl.sum(q_MD.to(tl.float32) * mean_D[None, :], 1) * scale
+        lse_M -= _mean_shift(q_MD, k_mean, kv_head, k_D, scale, K_DIM)
     tl.store(lse + request * lse_stride_T + head_M, tl.where(keep_M, lse_M, float("-inf")), mask=live_M)
     values_MD = tl.where(keep_M[:, None], sums_MD / total_M[:, None], 0.0)
     values_at = values + (request * lse_stride_T + head_M)[:, None] * V_DIM + v_D[None, :]
@@ -122,6 +140,151 @@ def near_attention(
     return PartialAttention(values_THD, lse_TH.T)
 
 
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTile:
+    """How near_prompt_kernel is tiled."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def prompt_tile(key_bytes: int, group: int) -> PromptTile:
+    """Choose the tile of prompts.
+
+    Args:
+        key_bytes: Of the longer of a key and a value, padded.
+        group: Query heads of a KV head.
+    """
+    # Longer keys have smaller tiles, to fit into the smallest GPUs.
+    fitting = max(MMA_ROWS, PROMPT_ROWS * PROMPT_BYTES // max(key_bytes, PROMPT_BYTES))
+    rows = max(fitting, next_power_of_2(group))
+    return PromptTile(rows, min(PROMPT_KEYS, fitting), 8 if rows >= 128 else 4, 2)
+
+
+@triton.jit
+def near_prompt_kernel(
+    q, new_k, new_v, k, v, table, cu_seqlens_q, seq_lens, sinks, k_mean, far, far_lse, out, scale, softcap,
+    q_stride_T, q_stride_H, new_k_stride_T, new_k_stride_H, new_v_stride_T, new_v_stride_H,
+    k_stride_P, k_stride_H, k_stride_S, v_stride_P, v_stride_H, v_stride_S, table_stride,
+    far_stride_T, far_stride_H, far_lse_stride_H, far_lse_stride_T, out_stride_T,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    PAGE: tl.constexpr, M: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Attend over near tokens of a tile of queries, and merge far ones. Grid: tiles of queries, KV heads, requests.
+
+    Tokens before the request's first query are read from exact pages, and others as the model gave them.
+    """
+    # --- which queries
+    kv_head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    TOKENS: tl.constexpr = M // GROUP
+    begin = tl.load(cu_seqlens_q + request)
+    count = tl.load(cu_seqlens_q + request + 1) - begin
+    first = tl.program_id(0) * TOKENS
+    if first >= count:
+        return
+    past = tl.load(seq_lens + request) - count
+    row_M = tl.arange(0, M)
+    token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
+    live_M = (row_M < TOKENS * GROUP) & (token_M < count)
+    at_M, position_M = (begin + token_M).to(tl.int64), past + token_M
+    k_D, v_D = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
+    q_at = q + (at_M * q_stride_T + head_M * q_stride_H)[:, None] + k_D[None, :]
+    q_MD = tl.load(q_at, mask=live_M[:, None] & (k_D < K_DIM)[None, :], other=0.0)
+    # --- softmax over near tokens, tile by tile
+    state = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, V_WIDTH], tl.float32)
+    stop = past + tl.minimum(first + TOKENS, count)
+    new_k += kv_head * new_k_stride_H
+    new_v += kv_head * new_v_stride_H
+    k += kv_head * k_stride_H
+    v += kv_head * v_stride_H
+    for start in range(tl.maximum(past + first - WINDOW + 1, 0), stop, N):
+        key_N = start + tl.arange(0, N)
+        keep_N, is_new_N = key_N < stop, key_N >= past
+        page_N = tl.load(
+            table + request * table_stride + key_N // PAGE, mask=keep_N & (key_N < past), other=0
+        )
+        page_N, slot_N, new_N = page_N.to(tl.int64), key_N % PAGE, (begin + key_N - past).to(tl.int64)
+        k_N = tl.where(
+            is_new_N, new_k + new_N * new_k_stride_T, k + (page_N * k_stride_P + slot_N * k_stride_S)
+        )
+        v_N = tl.where(
+            is_new_N, new_v + new_N * new_v_stride_T, v + (page_N * v_stride_P + slot_N * v_stride_S)
+        )
+        k_ND = tl.load(k_N[:, None] + k_D[None, :], mask=keep_N[:, None] & (k_D < K_DIM)[None, :], other=0.0)
+        v_ND = tl.load(v_N[:, None] + v_D[None, :], mask=keep_N[:, None] & (v_D < V_DIM)[None, :], other=0.0)
+        distance_MN = position_M[:, None] - key_N[None, :]
+        seen_MN = (distance_MN >= 0) & (distance_MN < WINDOW)
+        state = _attend_tile(state, q_MD, k_ND, v_ND, seen_MN, scale, softcap, SOFTCAP)
+    if sinks is not None:
+        state = _add_sink(state, sinks, head_M, live_M)
+    peak_M, total_M, sums_MD = state
+    # A query sees itself, so only rows that there are not have a sum of nothing.
+    total_M = tl.where(live_M, total_M, 1.0)
+    sums_MD /= total_M[:, None]
+    # --- merge
+    if far is not None:
+        near_M = peak_M + tl.log(total_M)
+        if k_mean is not None:
+            near_M -= _mean_shift(q_MD, k_mean, kv_head, k_D, scale, K_DIM)
+        far_at = far_lse + head_M * far_lse_stride_H + at_M * far_lse_stride_T
+        far_M = 1 / (1 + tl.exp(near_M - tl.load(far_at, mask=live_M, other=float("-inf"))))
+        # Values without a weight are not loaded.
+        keep_MD = (live_M & (far_M > 0.0))[:, None] & (v_D < V_DIM)[None, :]
+        far_MD = tl.load(
+            far + (at_M * far_stride_T + head_M * far_stride_H)[:, None] + v_D[None, :],
+            mask=keep_MD,
+            other=0.0,
+        )
+        sums_MD = sums_MD * (1.0 - far_M)[:, None] + far_MD.to(tl.float32) * far_M[:, None]
+    # --- store
+    out_at = out + (at_M * out_stride_T + head_M * V_DIM)[:, None] + v_D[None, :]
+    tl.store(out_at, sums_MD.to(out.dtype.element_ty), mask=live_M[:, None] & (v_D < V_DIM)[None, :])
+
+
+def near_prompt_attention(
+    q_THD: Tensor,
+    streams: Mapping[str, Tensor],
+    k: Paged,
+    v: Paged,
+    batch: AttentionBatch,
+    params: AttentionParams,
+    k_mean_HD: Tensor | None = None,
+    far: PartialAttention | None = None,
+    tile: PromptTile | None = None,
+) -> Tensor:
+    """Attend over near tokens and merge far ones in one launch; see naive.py for the arguments."""
+    (k_plane,), (v_plane,), table_BN = k.planes_PHS, v.planes_PHS, batch.exact_table_BN
+    assert table_BN is not None
+    tokens, heads, _ = q_THD.shape
+    out_THD = q_THD.new_empty(tokens, heads, v.dim)
+    q_THD, new_k, new_v = (_readable(x, k_plane.dtype) for x in (q_THD, streams["k"], streams["v"]))
+    values, lse_HT = (None, None) if far is None else (_readable(far.values_THD), far.lse_HT)
+    group = heads // k.heads
+    tile = tile or prompt_tile(next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize, group)
+    grid = cdiv(max(batch.query_lens), tile.rows // group), k.heads, len(batch.query_lens)
+    near_prompt_kernel[grid](
+        q_THD, new_k, new_v, k_plane, v_plane, table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B, params.sinks_H,
+        k_mean_HD, values, lse_HT, out_THD, params.scale, params.softcap or 0.0,
+        *q_THD.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3],
+        table_BN.stride(0), *(values.stride()[:2] if values is not None else (0, 0)),
+        *(lse_HT.stride() if lse_HT is not None else (0, 0)), out_THD.stride(0),
+        WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
+        M=tile.rows, K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim), N=tile.keys,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_THD
+
+
+def _readable(x_THD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    x_THD = x_THD if dtype is None else x_THD.to(dtype)
+    return x_THD if x_THD.stride(2) == 1 else x_THD.contiguous()
+
+
 # ---- the mean of far keys --------------------------------------------------------------------------------------------
 
 
@@ -146,7 +309,7 @@ def without_mean(near: PartialAttention, q_THD: Tensor, k_mean_HD: Tensor, scale
     """Return the near part as if the mean of keys had been subtracted, in one launch; see naive.py."""
     tokens, heads, dim = q_THD.shape
     lse_TH = torch.empty(tokens, heads, dtype=torch.float32, device=q_THD.device)
-    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    q_THD = _readable(q_THD)
     width = next_power_of_2(dim)
     tile = max(1, SHIFT_VALUES // width)
     if rows := tokens * heads:
