@@ -60,7 +60,7 @@ def test_errors_shrink_with_the_window(model: str, kv_format: str) -> None:
     assert max(errors[1024]) < 0.1 * min(errors[0])
     assert max(errors[64]) < 0.8 * min(errors[0])
     # Other chunks round otherwise; a query that reads the wrong tokens would show as an error of another size.
-    assert abs(errors[64][0] - errors[64][1]) < 0.2 * max(errors[64])
+    assert abs(errors[64][0] - errors[64][1]) < 0.35 * max(errors[64])
     # Decode steps and prompts may have kernels of other arithmetic, or the same ones.
     assert decoding[1024] < ARITHMETIC and decoding[64] < max(decoding[0], ARITHMETIC)
 

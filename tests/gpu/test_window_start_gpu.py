@@ -13,6 +13,7 @@ import torch
 
 from nibble import LLM, BackendError
 from nibble.attention import layer, window
+from nibble.kernels import near
 from nibble.kernels.types import AttentionBatch
 from nibble.model_spec import Phase
 
@@ -47,14 +48,18 @@ def test_what_is_served_passes(model: str, kv_format: str) -> None:
 def test_exact_pages_of_another_request_stop_the_start(
     model: str, kv_format: str, phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near_batch = window.near_batch
+    near_batch, prompt_attention = window.near_batch, near.near_prompt_attention
 
-    def mixed(batch: AttentionBatch, *rest: Any) -> Any:
+    def mixed(batch: AttentionBatch) -> AttentionBatch:
         if batch.phase is phase and batch.exact_table_BN is not None:
-            batch = replace(batch, exact_table_BN=batch.exact_table_BN.roll(1, 0))
-        return near_batch(batch, *rest)
+            return replace(batch, exact_table_BN=batch.exact_table_BN.roll(1, 0))
+        return batch
 
-    monkeypatch.setattr(window, "near_batch", mixed)
+    def of_kernel(q: Any, streams: Any, k: Any, v: Any, batch: AttentionBatch, *rest: Any) -> Any:
+        return prompt_attention(q, streams, k, v, mixed(batch), *rest)
+
+    monkeypatch.setattr(window, "near_batch", lambda batch, *rest: near_batch(mixed(batch), *rest))
+    monkeypatch.setattr(near, "near_prompt_attention", of_kernel)
     with pytest.raises(BackendError, match=rf"exact window of 64 tokens \(by .*\) wrongly in {phase}"):
         opened(model, kv_format, 64)
 

@@ -205,18 +205,18 @@ def near_prompt_kernel(
     for start in range(tl.maximum(past + first - WINDOW + 1, 0), stop, N):
         key_N = start + tl.arange(0, N)
         keep_N, is_new_N = key_N < stop, key_N >= past
-        page_N = tl.load(
-            table + request * table_stride + key_N // PAGE, mask=keep_N & (key_N < past), other=0
-        )
-        page_N, slot_N, new_N = page_N.to(tl.int64), key_N % PAGE, (begin + key_N - past).to(tl.int64)
-        k_N = tl.where(
-            is_new_N, new_k + new_N * new_k_stride_T, k + (page_N * k_stride_P + slot_N * k_stride_S)
-        )
-        v_N = tl.where(
-            is_new_N, new_v + new_N * new_v_stride_T, v + (page_N * v_stride_P + slot_N * v_stride_S)
-        )
-        k_ND = tl.load(k_N[:, None] + k_D[None, :], mask=keep_N[:, None] & (k_D < K_DIM)[None, :], other=0.0)
-        v_ND = tl.load(v_N[:, None] + v_D[None, :], mask=keep_N[:, None] & (v_D < V_DIM)[None, :], other=0.0)
+        # Two loads, as addresses that are chosen one by one are not known to be aligned.
+        new_N = (begin + key_N - past).to(tl.int64)
+        k_ND = _load_tile(new_k, new_N * new_k_stride_T, keep_N & is_new_N, K_DIM, K_WIDTH)
+        v_ND = _load_tile(new_v, new_N * new_v_stride_T, keep_N & is_new_N, V_DIM, V_WIDTH)
+        if start < past:
+            page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=key_N < past, other=0).to(
+                tl.int64
+            )
+            slot_N, is_old_N1 = key_N % PAGE, (key_N < past)[:, None]
+            old_k_ND = _load_tile(k, page_N * k_stride_P + slot_N * k_stride_S, key_N < past, K_DIM, K_WIDTH)
+            old_v_ND = _load_tile(v, page_N * v_stride_P + slot_N * v_stride_S, key_N < past, V_DIM, V_WIDTH)
+            k_ND, v_ND = tl.where(is_old_N1, old_k_ND, k_ND), tl.where(is_old_N1, old_v_ND, v_ND)
         distance_MN = position_M[:, None] - key_N[None, :]
         seen_MN = (distance_MN >= 0) & (distance_MN < WINDOW)
         state = _attend_tile(state, q_MD, k_ND, v_ND, seen_MN, scale, softcap, SOFTCAP)
