@@ -17,6 +17,14 @@ from nibble.models.forward import compiled, plain, plain_invariant
 from tiny import MLA, save_tiny
 
 PROMPT = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+# Queries read near tokens exactly, and others quantised.
+OPTIONS: dict[str, Any] = {
+    "kv_scales": "one",
+    "kv_memory": "4MiB",
+    "max_running": 4,
+    "kv_window": 24,
+    "deterministic": True,
+}
 
 
 def logits(llm: LLM, chunk: int) -> torch.Tensor:
@@ -28,7 +36,7 @@ def logits(llm: LLM, chunk: int) -> torch.Tensor:
 def test_the_same_bits_in_any_chunks(family: str, is_compiled: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = MLA if family == "deepseek_v3" else {}
     path, scheme = str(save_tiny(tmp_path, family, **options)), "nvfp4"
-    llm = LLM(path, kv_format=scheme, kv_scales="one", kv_memory="4MiB", max_running=4, deterministic=True)
+    llm = LLM(path, kv_format=scheme, **OPTIONS)
     experts = {"experts_implementation": "grouped_mm"} if family == "deepseek_v3" else {}
     model = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation=hook.NAME, dtype=torch.float32, **experts
@@ -47,9 +55,7 @@ def test_the_same_bits_in_any_chunks(family: str, is_compiled: bool, tmp_path: P
 
 
 def test_samples_do_not_depend_on_company(tiny: Path) -> None:
-    llm = LLM(
-        str(tiny), kv_format="nvfp4", kv_scales="one", kv_memory="4MiB", max_running=4, deterministic=True
-    )
+    llm = LLM(str(tiny), kv_format="nvfp4", **OPTIONS)
     assert any(note.startswith("deterministic") for note in llm.plan.notes)
 
     def sampled(*prompts: list[int]) -> Any:

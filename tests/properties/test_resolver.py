@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nibble.attention.planner.defaults import BEST
 from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.planner.support import BackendInfo, Origin, SchemeGroup, Support, scheme_groups
@@ -41,6 +42,7 @@ def rows() -> st.SearchStrategy[Support]:
         page=st.none() | some(PAGES),
         window=st.none() | some(BOTH),
         gathers=st.booleans(),
+        lse=st.booleans(),
     )
 
 
@@ -67,6 +69,8 @@ def configs(draw: st.DrawFn, table: dict[str, BackendInfo]) -> Config:
         model="m",
         kv_format=draw(st.sampled_from(FORMATS)),
         kv_layers=draw(st.sampled_from(("", "0=fp8_e4m3", "1,3=nvfp4"))),
+        kv_window=draw(st.sampled_from((None, 0))),
+        kv_transforms=draw(st.sampled_from(("auto", "none"))),
         page_size=draw(st.none() | st.sampled_from(PAGES)),
         prefill_backend=draw(named),
         decode_backend=draw(named),
@@ -122,7 +126,10 @@ def test_every_route_is_served_by_its_row(question: tuple) -> None:
     made = attempt(*question)
     if made is None:
         return
-    for group, part in zip(made.groups, scheme_groups(CacheSpec.from_config(config), model), strict=True):
+    assert made.window in {0, 0 if config.kv_window == 0 else BEST.window}
+    parts = scheme_groups(CacheSpec.from_config(config), model, made.window, BEST.transforms)
+    for group, part in zip(made.groups, parts, strict=True):
+        assert bool(group.near_routes) == bool(made.window)
         assert (group.layers, group.scheme) == (part.layers, part.scheme.name)
         assert {route.phase for route in group.routes} >= {Phase.PREFILL, Phase.EXTEND, Phase.DECODE}
         for route in group.routes:
