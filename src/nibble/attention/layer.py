@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.sinks import sink_params
 from nibble.attention.staging import PagePart, cut_parts, dequantize_pages
 from nibble.attention.window import (
     ExactCache,
@@ -444,28 +445,48 @@ class _WindowedLayer:
         """
         ctx, exact, params = self.ctx, self.exact, self.params
         parts, owner = ctx.states.window_parts(self.batch, exact), ctx.plan.owner[self.layer]
-        view, near_slots_TW = ctx.pool.view(owner), None
+        sinks = parts.sinks if ctx.plan.has_sinks(self.layer) else None
+        far, view, near_slots_TW = sinks.far if sinks else parts.far, ctx.pool.view(owner), None
         near_ask, far_ask = near_params(params, exact.tokens), far_params(params, exact.tokens)
         if params.topk_indices_TK is not None:
             choice = _split_choice(ctx, exact, self.layer, self.batch, params)
             near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
             near_ask = replace(near_ask, topk_indices_TK=choice.near_TW)
             far_ask = replace(params, topk_indices_TK=choice.far_TK)
-        far_mean_HD = view.k_mean_HD if parts.far and far_ask else None
+        far_mean_HD = view.k_mean_HD if far and far_ask else None
+        # What is merged with sinks is shifted afterwards, or its bits would depend on whether there is a far part.
+        near_mean_HD = None if sinks else far_mean_HD
         pages = exact.view(owner, parts, streams)
         if near_slots_TW is None and near.serves(q_THD, self.batch, pages.streams):
             k, v = pages.streams["k"].paged, pages.streams["v"].paged
-            part = near.near_attention(q_THD, k, v, parts.near.batch, near_ask, far_mean_HD)
+            part = near.near_attention(q_THD, k, v, parts.near.batch, near_ask, near_mean_HD)
         else:
             route = ctx.plan.near_route(self.layer, self.batch.phase)
             prepared = self._prepared(route, parts.near.batch, near_ask)
             part = prepared.attend_partially(q_THD, pages, near_ask, near_slots_TW)
+            part = without_mean(part, q_THD, near_mean_HD, params.scale)
+        if sinks and sinks.sinks:
+            part = merge_lse(part, self._over_sinks(q_THD, sinks.sinks), torch.float32)
             part = without_mean(part, q_THD, far_mean_HD, params.scale)
-        if parts.far is None or far_ask is None:
+        if far is None or far_ask is None:
             return part.values_THD.to(q_THD.dtype)
         route = ctx.plan.route(self.layer, self.batch.phase)
-        prepared = self._prepared(route, parts.far, far_ask)
+        prepared = self._prepared(route, far, far_ask)
         return prepared.attend_merged(stored_q_THD, view, far_ask, part, topk_slots_TK)
+
+    def _over_sinks(self, q_THD: Tensor, batch: AttentionBatch) -> PartialAttention:
+        """Return attention over sinks, as a decode step reads near tokens.
+
+        Args:
+            q_THD: the batch's queries.
+            batch: a request for each of them, over exact pages.
+        """
+        pages = self.exact.pool.view(self.ctx.plan.owner[self.layer])
+        ask = sink_params(self.params, self.exact.sinks)
+        if near.serves(q_THD, batch, pages.streams):
+            return near.near_attention(q_THD, pages.streams["k"].paged, pages.streams["v"].paged, batch, ask)
+        route = self.ctx.plan.near_route(self.layer, Phase.DECODE)
+        return self._prepared(route, batch, ask).attend_partially(q_THD, pages, ask)
 
     def _prepared(self, route: Route, batch: AttentionBatch, params: AttentionParams) -> PreparedBatch:
         return self.ctx.states.lookup(route, self.ctx.backends, self.ctx.pool.layout.page_size, batch, params)

@@ -33,7 +33,7 @@ FOLDER, FOLDER_VARIABLE = "certificates", "NIBBLE_CERTIFICATES"
 ELSEWHERE = frozenset(
     {
         "model", "revision", "download_dir", "kv_format", "kv_layers", "kv_encoder", "kv_transforms", "kv_window",
-        "kv_scales", "page_size", "packing", "dtype", "hisparse",
+        "kv_sinks", "kv_scales", "page_size", "packing", "dtype", "hisparse",
     }
 )  # fmt: skip
 """Fields of Config that other items of a subject stand for."""

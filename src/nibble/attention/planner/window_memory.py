@@ -110,8 +110,8 @@ def request_bytes(plan: Plan, tokens: int) -> int:
 
 
 def running_pages(plan: Plan) -> int:
-    """Return the exact pages of a running request: of its window, and the one that is written."""
-    return cdiv(plan.window, plan.page_size) + 1
+    """Return the exact pages of a running request: of its sinks and its window, and the one that is written."""
+    return plan.sinks // plan.page_size + cdiv(plan.window, plan.page_size) + 1
 
 
 def _request_pages(plan: Plan) -> int:
