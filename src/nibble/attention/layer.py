@@ -482,11 +482,13 @@ class _WindowedLayer:
             batch: a request for each of them, over exact pages.
         """
         pages = self.exact.pool.view(self.ctx.plan.owner[self.layer])
-        ask = sink_params(self.params, self.exact.sinks)
+        sink_ask = sink_params(self.params, self.exact.sinks)
         if near.serves(q_THD, batch, pages.streams):
-            return near.near_attention(q_THD, pages.streams["k"].paged, pages.streams["v"].paged, batch, ask)
+            return near.near_attention(
+                q_THD, pages.streams["k"].paged, pages.streams["v"].paged, batch, sink_ask
+            )
         route = self.ctx.plan.near_route(self.layer, Phase.DECODE)
-        return self._prepared(route, batch, ask).attend_partially(q_THD, pages, ask)
+        return self._prepared(route, batch, sink_ask).attend_partially(q_THD, pages, sink_ask)
 
     def _prepared(self, route: Route, batch: AttentionBatch, params: AttentionParams) -> PreparedBatch:
         return self.ctx.states.lookup(route, self.ctx.backends, self.ctx.pool.layout.page_size, batch, params)
