@@ -52,6 +52,18 @@ def test_a_row_is_the_same_request_in_a_decode_step() -> None:
     assert parts.sinks.page_table_BN.tolist() == [[100, 101], [108, 109]]
 
 
+def test_a_recorded_step_takes_lengths_from_the_device() -> None:
+    """The host has bounds alone; the third row is padding."""
+    bounds = batch(Phase.DECODE, (1, 1, 1), (128, 128, 128))
+    lens = torch.tensor([21, 90, 0], dtype=torch.int32)
+    recorded = replace(bounds, bounds=True, seq_lens_B=lens)
+    parts = split_sinks(recorded, far_batch(recorded, WINDOW), WINDOW, SINKS, PAGE)
+    assert parts and parts.sinks and parts.far
+    assert parts.sinks.bounds and parts.sinks.seq_lens == (SINKS,) * 3
+    assert parts.sinks.seq_lens_B.tolist() == [1, 32, 0]
+    assert parts.far.seq_lens_B.tolist() == [0, 90 - WINDOW - SINKS, 0]
+
+
 def test_there_may_be_nothing_to_read() -> None:
     short, some = batch(Phase.PREFILL, (20,), (20,)), batch(Phase.PREFILL, (50,), (50,))
     none = split_sinks(short, far_batch(short, WINDOW), WINDOW, SINKS, PAGE)

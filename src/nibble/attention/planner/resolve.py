@@ -357,23 +357,23 @@ def _near_choices(
 
 def _sinks(request: PlanRequest, groups: Iterable[GroupPlan], page: int) -> int:
     """Return the first tokens that are read exactly, in whole pages; raise ConfigError where they cannot be had."""
-    asked = request.spec.sinks
+    tokens = request.spec.sinks
     # Where no layer is quantised, all tokens are read exactly.
-    if not asked or request.is_plain:
+    if not tokens or request.is_plain:
         return 0
     if not request.window:
-        raise ConfigError(f"--kv-sinks {asked} needs an exact window; leave --kv-window out, or above 0")
+        raise ConfigError(f"--kv-sinks {tokens} needs an exact window; leave --kv-window out, or above 0")
     if any(group.group.kind == "dsa" for group in groups):
         raise ConfigError(
-            f"--kv-sinks {asked}: this model's layers choose the tokens that they read (sparse attention), for which "
+            f"--kv-sinks {tokens}: this model's layers choose the tokens that they read (sparse attention), for which "
             "there are no exact first tokens; leave --kv-sinks out"
         )
     if not any(group.sees_all for group in groups):
         raise ConfigError(
-            f"--kv-sinks {asked}: all layers of this model have a sliding window or chunks, so that first tokens are "
+            f"--kv-sinks {tokens}: all layers of this model have a sliding window or chunks, so that first tokens are "
             "not seen for long; leave --kv-sinks out"
         )
-    return cdiv(min(asked, request.longest), page) * page
+    return cdiv(min(tokens, request.longest), page) * page
 
 
 def _check_sparse(request: PlanRequest, parts: tuple[SchemeGroup, ...]) -> None:
