@@ -77,6 +77,17 @@ def test_right_parts_pass_and_leave_no_trace(kind: str, tokens: int, models: Any
                 assert (untouched.contiguous().view(torch.uint8) == 0xFF).all()
 
 
+@pytest.mark.parametrize("kind", ["heads", "sinks", "latents", "chunks", "caps"])
+def test_first_tokens_are_tested_too(kind: str, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(kind, models, 5, kv_sinks=40)
+    assert engine.runner.exact and engine.runner.exact.sinks == 48
+    check(engine)
+    params = layer.sink_params
+    monkeypatch.setattr(layer, "sink_params", lambda p, n: replace(params(p, n), scale=p.scale / 2))
+    with pytest.raises(BackendError, match=r"attends with an exact window of 5 tokens .* and 16 sinks"):
+        check(engine)
+
+
 def other_window(monkeypatch: pytest.MonkeyPatch, phase: Phase, by: int) -> None:
     """Near tokens are more or fewer than they should be, and all others are read from pages, each once."""
     near_batch, far_batch, near_params = window.near_batch, window.far_batch, layer.near_params
