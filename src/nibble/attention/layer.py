@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nibble.attention.chunks import cut_at_chunks
 from nibble.attention.planner.plan import Plan, Route
-from nibble.attention.sinks import sink_params
+from nibble.attention.sinks import SinkParts, sink_params
 from nibble.attention.staging import PagePart, cut_parts, dequantize_pages
 from nibble.attention.window import (
     ExactCache,
@@ -466,7 +466,7 @@ class _WindowedLayer:
             part = prepared.attend_partially(q_THD, pages, near_ask, near_slots_TW)
             part = without_mean(part, q_THD, near_mean_HD, params.scale)
         if sinks and sinks.sinks:
-            part = merge_lse(part, self._over_sinks(q_THD, sinks.sinks), torch.float32)
+            part = self._with_sinks(q_THD, part, sinks)
             part = without_mean(part, q_THD, far_mean_HD, params.scale)
         if far is None or far_ask is None:
             return part.values_THD.to(q_THD.dtype)
@@ -474,13 +474,17 @@ class _WindowedLayer:
         prepared = self._prepared(route, far, far_ask)
         return prepared.attend_merged(stored_q_THD, view, far_ask, part, topk_slots_TK)
 
-    def _over_sinks(self, q_THD: Tensor, batch: AttentionBatch) -> PartialAttention:
-        """Return attention over sinks, as a decode step reads near tokens.
+    def _with_sinks(self, q_THD: Tensor, part: PartialAttention, sinks: SinkParts) -> PartialAttention:
+        """Return `part` merged with attention over sinks."""
+        merged = []
+        for rows, batch in sinks.sinks:
+            theirs = PartialAttention(part.values_THD[rows], part.lse_HT[:, rows])
+            merged.append(merge_lse(theirs, self._over_sinks(q_THD[rows], batch), torch.float32))
+        values, lse = zip(*merged, strict=True)
+        return PartialAttention(_concatenate(list(values)), torch.cat(lse, 1))
 
-        Args:
-            q_THD: the batch's queries.
-            batch: a request for each of them, over exact pages.
-        """
+    def _over_sinks(self, q_THD: Tensor, batch: AttentionBatch) -> PartialAttention:
+        """Return attention over sinks, read as a decode step reads near tokens: each query is a request."""
         pages = self.exact.pool.view(self.ctx.plan.owner[self.layer])
         sink_ask = sink_params(self.params, self.exact.sinks)
         if near.serves(q_THD, batch, pages.streams):

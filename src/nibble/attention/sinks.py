@@ -16,12 +16,16 @@ Shape suffixes: T tokens of the batch, B requests, N pages of a request.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from nibble.kernels.types import AttentionBatch, AttentionParams
 from nibble.model_spec import Phase
+
+ROWS = 1024
+"""Queries that are merged at a time: the parts of long prompts in float32 would take much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,8 @@ class SinkParts:
 
     far: AttentionBatch | None
     """Without sinks; None where all tokens are near or sinks."""
-    sinks: AttentionBatch | None
-    """Over exact pages, a request for each row; None where all sinks are near."""
+    sinks: tuple[tuple[slice, AttentionBatch], ...]
+    """Rows of the batch, and over exact pages a request for each of them; none where all sinks are near."""
 
 
 def split_sinks(
@@ -49,8 +53,9 @@ def split_sinks(
     if not sinks:
         return None
     if far is None:
-        return SinkParts(None, None)
-    return SinkParts(_after_sinks(far, sinks, page_size), _sink_batch(batch, window, sinks, page_size))
+        return SinkParts(None, ())
+    batches = tuple(_sink_batches(batch, window, sinks, page_size))
+    return SinkParts(_after_sinks(far, sinks, page_size), batches)
 
 
 def sink_params(params: AttentionParams, sinks: int) -> AttentionParams:
@@ -77,8 +82,10 @@ def _after_sinks(far: AttentionBatch, sinks: int, page_size: int) -> AttentionBa
     )
 
 
-def _sink_batch(batch: AttentionBatch, window: int, sinks: int, page_size: int) -> AttentionBatch:
-    """Return each row of a batch as a request that ends where the row's near tokens begin, or where sinks end."""
+def _sink_batches(
+    batch: AttentionBatch, window: int, sinks: int, page_size: int
+) -> Iterator[tuple[slice, AttentionBatch]]:
+    """Yield each row of a batch as a request that ends where the row's near tokens begin, or where sinks end."""
     assert batch.exact_table_BN is not None
     table_BN = batch.exact_table_BN[:, : sinks // page_size]
     total, ends_B = batch.stop - batch.start, batch.seq_lens_B
@@ -93,14 +100,14 @@ def _sink_batch(batch: AttentionBatch, window: int, sinks: int, page_size: int) 
         ends_B = starts_T1[1:] + shift_T
         pairs = zip(batch.query_lens, batch.seq_lens, strict=True)
         ends = tuple(end for new, length in pairs for end in range(length - new + 1, length + 1))
-    return AttentionBatch(
-        Phase.DECODE,
-        0,
-        total,
-        (1,) * total,
-        tuple(min(max(end - window, 0), sinks) for end in ends),
-        table_BN.contiguous(),
-        starts_T1,
-        (ends_B - window).clamp(min=0, max=sinks),
-        bounds=batch.bounds,
-    )
+    lens, lens_T = tuple(min(max(end - window, 0), sinks) for end in ends), (ends_B - window).clamp(0, sinks)
+    for first in range(0, total, ROWS):
+        rows = slice(first, min(first + ROWS, total))
+        count = rows.stop - first
+        yield (
+            rows,
+            AttentionBatch(
+                Phase.DECODE, 0, count, (1,) * count, lens[rows], table_BN[rows].contiguous(), starts_T1[: count + 1],
+                lens_T[rows], bounds=batch.bounds,
+            ),
+        )  # fmt: skip

@@ -35,11 +35,13 @@ def batch(phase: Phase, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) 
 def test_each_query_is_a_request_that_ends_where_near_tokens_begin() -> None:
     whole = batch(Phase.EXTEND, (3, 2), (22, 90))
     parts = split_sinks(whole, far_batch(whole, WINDOW), WINDOW, SINKS, PAGE)
-    assert parts and parts.sinks and parts.far
+    assert parts and parts.far
+    ((rows, sinks),) = parts.sinks
+    assert rows == slice(0, 5)
     # Tokens 19, 20, 21 see 0, 1, 2 of them; later ones all.
-    assert parts.sinks.seq_lens == (0, 1, 2, 32, 32) == tuple(parts.sinks.seq_lens_B.tolist())
-    assert parts.sinks.query_lens == (1,) * 5 and parts.sinks.cu_seqlens_q_B1.tolist() == [0, 1, 2, 3, 4, 5]
-    assert parts.sinks.page_table_BN.tolist() == [[100, 101]] * 3 + [[108, 109]] * 2
+    assert sinks.seq_lens == (0, 1, 2, 32, 32) == tuple(sinks.seq_lens_B.tolist())
+    assert sinks.query_lens == (1,) * 5 and sinks.cu_seqlens_q_B1.tolist() == [0, 1, 2, 3, 4, 5]
+    assert sinks.page_table_BN.tolist() == [[100, 101]] * 3 + [[108, 109]] * 2
     assert parts.far.seq_lens == (0, 90 - WINDOW - SINKS) == tuple(parts.far.seq_lens_B.tolist())
     assert parts.far.page_table_BN[1].tolist() == [10, 11, 12, 13, 14, 15]
 
@@ -47,9 +49,10 @@ def test_each_query_is_a_request_that_ends_where_near_tokens_begin() -> None:
 def test_a_row_is_the_same_request_in_a_decode_step() -> None:
     decode = batch(Phase.DECODE, (1, 1), (21, 90))
     parts = split_sinks(decode, far_batch(decode, WINDOW), WINDOW, SINKS, PAGE)
-    assert parts and parts.sinks
-    assert parts.sinks.seq_lens == (1, 32) == tuple(parts.sinks.seq_lens_B.tolist())
-    assert parts.sinks.page_table_BN.tolist() == [[100, 101], [108, 109]]
+    assert parts
+    ((_, sinks),) = parts.sinks
+    assert sinks.seq_lens == (1, 32) == tuple(sinks.seq_lens_B.tolist())
+    assert sinks.page_table_BN.tolist() == [[100, 101], [108, 109]]
 
 
 def test_a_recorded_step_takes_lengths_from_the_device() -> None:
@@ -58,16 +61,27 @@ def test_a_recorded_step_takes_lengths_from_the_device() -> None:
     lens = torch.tensor([21, 90, 0], dtype=torch.int32)
     recorded = replace(bounds, bounds=True, seq_lens_B=lens)
     parts = split_sinks(recorded, far_batch(recorded, WINDOW), WINDOW, SINKS, PAGE)
-    assert parts and parts.sinks and parts.far
-    assert parts.sinks.bounds and parts.sinks.seq_lens == (SINKS,) * 3
-    assert parts.sinks.seq_lens_B.tolist() == [1, 32, 0]
+    assert parts and parts.far
+    ((_, sinks),) = parts.sinks
+    assert sinks.bounds and sinks.seq_lens == (SINKS,) * 3
+    assert sinks.seq_lens_B.tolist() == [1, 32, 0]
     assert parts.far.seq_lens_B.tolist() == [0, 90 - WINDOW - SINKS, 0]
+
+
+def test_long_prompts_are_merged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nibble.attention.sinks.ROWS", 2)
+    whole = batch(Phase.EXTEND, (3, 2), (22, 90))
+    parts = split_sinks(whole, far_batch(whole, WINDOW), WINDOW, SINKS, PAGE)
+    assert parts and [rows for rows, _ in parts.sinks] == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert [part.seq_lens for _, part in parts.sinks] == [(0, 1), (2, 32), (32,)]
+    assert [part.seq_lens_B.tolist() for _, part in parts.sinks] == [[0, 1], [2, 32], [32]]
+    assert [part.cu_seqlens_q_B1.tolist() for _, part in parts.sinks] == [[0, 1, 2], [0, 1, 2], [0, 1]]
 
 
 def test_there_may_be_nothing_to_read() -> None:
     short, some = batch(Phase.PREFILL, (20,), (20,)), batch(Phase.PREFILL, (50,), (50,))
     none = split_sinks(short, far_batch(short, WINDOW), WINDOW, SINKS, PAGE)
-    assert none and none.sinks is None and none.far is None
+    assert none and none.sinks == () and none.far is None
     no_far = split_sinks(some, far_batch(some, WINDOW), WINDOW, SINKS, PAGE)
     assert no_far and no_far.sinks and no_far.far is None
     assert split_sinks(some, far_batch(some, WINDOW), WINDOW, 0, PAGE) is None

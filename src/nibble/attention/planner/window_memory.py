@@ -18,8 +18,8 @@ LEAST_REQUESTS = 3
 TILE = 256
 """Near tokens are counted from a multiple of this (attention/window.py): kernels that work in tiles at fixed positions
 then have the same tiles whatever the batch."""
-MERGED = 5
-"""Copies of a layer's output that are in memory at once, while sinks and near tokens are merged."""
+MERGED = 3
+"""Copies of a layer's output in float32 that are in memory at once, while sinks and near tokens are merged."""
 LONG_REQUEST = 8192
 """Tokens of the request whose bytes are reported."""
 SNAPSHOT_SHARE = 0.05
