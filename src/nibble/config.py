@@ -19,6 +19,8 @@ BUNDLED = ("demo", "demo-mla")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_WINDOW = 4096
 """Most tokens of an exact window."""
+MAX_SINKS = 1024
+"""Most first tokens that all queries read exactly."""
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0: dividing logits by it would overflow."""
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -73,6 +75,11 @@ class Config:
         None,
         "Newest tokens that a query reads in the compute dtype beside the quantised cache; 0: none. Left out: 64 where "
         "any layer is stored in 4 bits and this can be served, else none (docs/quality.md).",
+    )
+    kv_sinks: int = option(
+        0,
+        "First tokens, rounded up to whole pages, that all queries read in the compute dtype, for models whose first "
+        "keys are far larger (attention sinks); needs an exact window, of 64 tokens where --kv-window is left out.",
     )
     kv_encoder: str = option(
         "auto",
@@ -183,6 +190,10 @@ class Config:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.kv_window is not None and not 0 <= self.kv_window <= MAX_WINDOW:
             raise ConfigError(f"kv_window must lie in [0, {MAX_WINDOW}], not {self.kv_window}")
+        if not 0 <= self.kv_sinks <= MAX_SINKS:
+            raise ConfigError(f"kv_sinks must lie in [0, {MAX_SINKS}], not {self.kv_sinks}")
+        if self.kv_sinks and self.kv_window == 0:
+            raise ConfigError("kv_sinks needs an exact window; leave kv_window out, or above 0")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(
@@ -215,8 +226,9 @@ class Config:
     def with_plain_cache(self, format: str) -> Config:
         """Return the same with a cache that stores all layers unquantised, in the plain format `format`."""
         return replace(
-            self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=0
-        )
+            self, kv_format=format, kv_layers="", kv_encoder="auto", kv_transforms="none", kv_window=0,
+            kv_sinks=0,
+        )  # fmt: skip
 
     @property
     def quality(self) -> Mapping[str, float]:

@@ -21,6 +21,7 @@ class ConfigOptions(TypedDict, total=False):
     kv_format: str
     kv_layers: str
     kv_window: int | None
+    kv_sinks: int
     kv_encoder: str
     kv_transforms: str
     kv_scales: str | os.PathLike[str]

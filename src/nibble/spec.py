@@ -138,6 +138,8 @@ class CacheSpec:
     watches_fidelity: bool
     window: int | None
     """Tokens that a query reads in the compute dtype: those nearer than this; None where the plan decides."""
+    sinks: int
+    """First tokens that all queries read in the compute dtype, before they are rounded up to pages."""
     chooses_transforms: bool
     """Whether the plan decides on the transforms of K of schemes that name none."""
 
@@ -168,8 +170,14 @@ class CacheSpec:
             deterministic=config.deterministic,
             watches_fidelity=bool(config.watch_fidelity),
             window=_window(config, file),
+            sinks=config.kv_sinks,
             chooses_transforms=schemes.parse_transforms(config.kv_transforms) is None,
         )
+
+    @property
+    def requires_window(self) -> bool:
+        """Whether an exact window is not left to the plan: it is given, or first tokens are to be read exactly."""
+        return self.window is not None or self.sinks > 0
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:

@@ -25,7 +25,7 @@ from conformance_report import PROPERTY
 from nibble import formats
 from nibble.attention import backends
 from nibble.attention.backends.adapters.torch_backends import TorchRef
-from nibble.attention.layer import StepContext, attention, page_table_by_token
+from nibble.attention.layer import StepContext, attention
 from nibble.attention.planner.evidence import LedgerEntry, shipped_rankings, versions
 from nibble.attention.planner.plan import STAGED_PACKING, GroupPlan, Plan, Route
 from nibble.attention.planner.support import PROMPT, BackendInfo, Need, Support
@@ -310,7 +310,7 @@ def check_partial(case: Case, route: Route, batch: tuple[tuple[int, int], ...]) 
         far, positions_T = whole, torch.cat([torch.arange(old, old + new) for old, new in batch]).to(DEVICE)
         early = params.topk_indices_TK <= positions_T[:, None] - EXACT
         indices_TK = torch.where(early, params.topk_indices_TK, -1)
-        slots_TK = resident_slots(indices_TK, page_table_by_token(whole), None, view.page_size)
+        slots_TK = resident_slots(indices_TK, whole.page_table_TN, None, view.page_size)
         params = replace(params, topk_indices_TK=indices_TK, topk_slots_TK=slots_TK)
     q_THD = view.query(s.q_THD)
     state = backend.prepare(q_THD, view, far, params)

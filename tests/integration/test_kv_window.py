@@ -45,8 +45,8 @@ def engine(model: tuple[Path, Path], kv_format: str, window: int, **options: Any
 # ---- the definition --------------------------------------------------------------------------------------------------
 
 
-def dense_logits(llm: LLM, path: Path, ids: list[int], window: int) -> Tensor:
-    """Logits by the definition."""
+def dense_logits(llm: LLM, path: Path, ids: list[int], window: int, first: int = 0) -> Tensor:
+    """Logits by the definition, in which so many first tokens may be read exactly too."""
 
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **options: Any
@@ -56,10 +56,10 @@ def dense_logits(llm: LLM, path: Path, ids: list[int], window: int) -> Tensor:
         group, T = len(q_HTD) // len(k_HTD), k_HTD.shape[1]
         stored_k, stored_v = (stored(view, name, x) for name, x in (("k", k_HTD), ("v", v_HTD)))
         distance = torch.arange(T)[:, None] - torch.arange(T)
-        near = distance < window
+        sliding = options.get("sliding_window")
+        near = (distance < window) | (torch.arange(T) < (0 if sliding else first))
         wide = [x.repeat_interleave(group, 0) for x in (k_HTD, stored_k, v_HTD, stored_v)]
         scores = torch.where(near, q_HTD @ wide[0].mT, q_HTD @ wide[1].mT) * scaling
-        sliding = options.get("sliding_window")
         hidden = (distance < 0) | (distance >= (sliding or T))
         weights = scores.masked_fill(hidden, -torch.inf)
         sinks = options.get("s_aux")

@@ -19,6 +19,7 @@ from nibble.engine.engine import Engine
 from nibble.engine.model_runner import adapters
 from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
+from nibble.kernels import near
 from nibble.kernels.types import AttentionBatch, AttentionMetadata
 from nibble.model_spec import Phase
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
@@ -75,6 +76,17 @@ def test_right_parts_pass_and_leave_no_trace(kind: str, tokens: int, models: Any
             for plane in planes:
                 untouched = plane if empty is None else plane[:empty]
                 assert (untouched.contiguous().view(torch.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("kind", ["heads", "sinks", "latents", "chunks", "caps"])
+def test_first_tokens_are_tested_too(kind: str, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(kind, models, 5, kv_sinks=40)
+    assert engine.runner.exact and engine.runner.exact.sinks == 48
+    check(engine)
+    params = layer.sink_params
+    monkeypatch.setattr(layer, "sink_params", lambda p, n: replace(params(p, n), scale=p.scale / 2))
+    with pytest.raises(BackendError, match=r"attends with an exact window of 5 tokens .* and 16 sinks"):
+        check(engine)
 
 
 def other_window(monkeypatch: pytest.MonkeyPatch, phase: Phase, by: int) -> None:
@@ -135,13 +147,13 @@ def of_another(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
 
 def without_shift(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
     """Scores of far tokens lack the mean of keys, those of near ones have it."""
-    inner, without_mean = layer._WindowedLayer.attend, layer.without_mean
+    inner, without_mean = layer._WindowedLayer.attend, near.without_mean
 
     def attend(self: Any, *arguments: Any) -> Any:
         with monkeypatch.context() as patch:
             forgetful = self.batch.phase is phase
             patch.setattr(
-                layer, "without_mean", lambda part, *rest: part if forgetful else without_mean(part, *rest)
+                near, "without_mean", lambda part, *rest: part if forgetful else without_mean(part, *rest)
             )
             return inner(self, *arguments)
 

@@ -2,7 +2,7 @@
 
 The keys and values of a token in layer `l + 1` follow from what it reads in layer `l`: pages, and exact copies of the
 tokens before it as far as the window reaches. So a copy is right in one layer more than the worst of those that it was
-computed from, and a copy of something else, or of nothing, is right in none.
+computed from, and a copy of something else, or of nothing, is right in none. Sinks are read by all tokens after them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ class ExactModel:
     def compute(self, lease: Lease, hashes: Sequence[int], start: int, end: int, write_from: int) -> None:
         """A chunk: what is written to pages, or sampled from, must be right in all layers."""
         reach, top = self.window.tokens - 1, self.window.num_layers
-        layers = {p: self.read(lease, hashes, p) for p in range(max(start - reach, 0), start)}
+        sinks = range(self.window.num_sinks * self.page_size)
+        before = {*sinks[:start], *range(max(start - reach, 0), start)}
+        layers = {p: self.read(lease, hashes, p) for p in before}
         for p in range(start, end):
-            layers[p] = min([top, *(layers[q] + 1 for q in range(max(p - reach, 0), p))])
+            near = {*sinks[:p], *range(max(p - reach, 0), p)}
+            layers[p] = min([top, *(layers[q] + 1 for q in near)])
             assert p < write_from or layers[p] == top, (
                 f"token {p} of a chunk from {start} on reads a wrong exact copy: right in {layers[p]} layers"
             )

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nibble.attention.chunks import cut_at_chunks
+from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan, Route
+from nibble.attention.sinks import SinkParts, sink_params
 from nibble.attention.staging import PagePart, cut_parts, dequantize_pages
 from nibble.attention.window import (
     ExactCache,
@@ -114,29 +116,6 @@ class AttentionBackend:
             params: what the layer asks for.
         """
         return self.forward(q_THD, view, batch, params, self.prepare(q_THD, view, batch, params))
-
-
-class AttentionObserver(Protocol):
-    """Looks on while a step attends (engine/error_monitor.py). Must not write to what it is shown."""
-
-    def observe(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        streams: Mapping[str, Tensor],
-        params: AttentionParams,
-        out_THD: Tensor,
-    ) -> None:
-        """Compare a layer's query and streams, as the model gave them, with its output.
-
-        Args:
-            layer: the layer's index.
-            q_THD: its query.
-            streams: its new tokens.
-            params: what it asked for.
-            out_THD: what attention returned.
-        """
-        ...
 
 
 class PreparedBatch:
@@ -443,37 +422,70 @@ class _WindowedLayer:
         """
         ctx, exact, params = self.ctx, self.exact, self.params
         parts, owner = ctx.states.window_parts(self.batch, exact), ctx.plan.owner[self.layer]
-        view, near_slots_TW = ctx.pool.view(owner), None
+        sinks = parts.sinks if ctx.plan.has_sinks(self.layer) else None
+        far, view, near_slots_TW = sinks.far if sinks else parts.far, ctx.pool.view(owner), None
         near_ask, far_ask = near_params(params, exact.tokens), far_params(params, exact.tokens)
         if params.topk_indices_TK is not None:
             choice = _split_choice(ctx, exact, self.layer, self.batch, params)
             near_slots_TW = _resident(choice.near_TW, parts.near.batch, view.page_size)
             near_ask = replace(near_ask, topk_indices_TK=choice.near_TW)
             far_ask = replace(params, topk_indices_TK=choice.far_TK)
-        far_mean_HD = view.k_mean_HD if parts.far and far_ask else None
+        far_mean_HD = view.k_mean_HD if far and far_ask else None
         has_kernel = near_slots_TW is None and near.serves(q_THD, self.batch, view.streams)
         if has_kernel and not self.batch.phase.decodes:
-            far = None
-            if parts.far and far_ask:
-                prepared = self._prepared(ctx.plan.route(self.layer, self.batch.phase), parts.far, far_ask)
-                far = prepared.attend_partially(stored_q_THD, view, far_ask)
+            part = None
+            if far and far_ask:
+                prepared = self._prepared(ctx.plan.route(self.layer, self.batch.phase), far, far_ask)
+                part = prepared.attend_partially(stored_q_THD, view, far_ask)
+            if sinks and sinks.sinks:
+                part = self._with_sinks(q_THD, part, sinks, far_mean_HD)
             return near.near_prompt_attention(
-                q_THD, streams, *exact.keys_values(owner), self.batch, near_ask, far_mean_HD, far
+                q_THD, streams, *exact.keys_values(owner), self.batch, near_ask, far_mean_HD, part
             )
+        # What is merged with sinks is shifted afterwards, or its bits would depend on whether there is a far part.
+        near_mean_HD = None if sinks else far_mean_HD
         if has_kernel:
-            k, v = exact.keys_values(owner)
-            part = near.near_attention(q_THD, k, v, parts.near.batch, near_ask, far_mean_HD)
+            of_owner = exact.keys_values(owner)
+            part = near.near_attention(q_THD, *of_owner, parts.near.batch, near_ask, near_mean_HD)
         else:
             pages = exact.view(owner, parts, streams)
             route = ctx.plan.near_route(self.layer, self.batch.phase)
             prepared = self._prepared(route, parts.near.batch, near_ask)
             part = prepared.attend_partially(q_THD, pages, near_ask, near_slots_TW)
+            part = near.without_mean(part, q_THD, near_mean_HD, params.scale)
+        if sinks and sinks.sinks:
+            part = self._with_sinks(q_THD, part, sinks)
             part = near.without_mean(part, q_THD, far_mean_HD, params.scale)
-        if parts.far is None or far_ask is None:
+        if far is None or far_ask is None:
             return part.values_THD.to(q_THD.dtype)
         route = ctx.plan.route(self.layer, self.batch.phase)
-        prepared = self._prepared(route, parts.far, far_ask)
+        prepared = self._prepared(route, far, far_ask)
         return prepared.attend_merged(stored_q_THD, view, far_ask, part, topk_slots_TK)
+
+    def _with_sinks(
+        self, q_THD: Tensor, part: PartialAttention | None, sinks: SinkParts, k_mean_HD: Tensor | None = None
+    ) -> PartialAttention:
+        """Return `part`, if there is one, merged with attention over sinks, less the mean if one is given."""
+        merged = []
+        for rows, batch in sinks.sinks:
+            own = self._over_sinks(q_THD[rows], batch)
+            own = near.without_mean(own, q_THD[rows], k_mean_HD, self.params.scale)
+            if part is not None:
+                theirs = PartialAttention(part.values_THD[rows], part.lse_HT[:, rows])
+                own = merge_lse(theirs, own, torch.float32)
+            merged.append(own)
+        values, lse = zip(*merged, strict=True)
+        return PartialAttention(_concatenate(list(values)), torch.cat(lse, 1))
+
+    def _over_sinks(self, q_THD: Tensor, batch: AttentionBatch) -> PartialAttention:
+        """Return attention over sinks, read as a decode step reads near tokens: each query is a request."""
+        owner = self.ctx.plan.owner[self.layer]
+        pages = self.exact.pool.view(owner)
+        sink_ask = sink_params(self.params, self.exact.sinks)
+        if near.serves(q_THD, batch, pages.streams):
+            return near.near_attention(q_THD, *self.exact.keys_values(owner), batch, sink_ask)
+        route = self.ctx.plan.near_route(self.layer, Phase.DECODE)
+        return self._prepared(route, batch, sink_ask).attend_partially(q_THD, pages, sink_ask)
 
     def _prepared(self, route: Route, batch: AttentionBatch, params: AttentionParams) -> PreparedBatch:
         return self.ctx.states.lookup(route, self.ctx.backends, self.ctx.pool.layout.page_size, batch, params)
@@ -540,7 +552,7 @@ def _start_fetch(
         topk_indices_TK = ctx.states.split_choice(layer, batch, topk_indices_TK, ctx.exact).far_TK
     if ctx.tier is None:
         return PendingFetch(_resident(topk_indices_TK, batch, ctx.pool.layout.page_size))
-    page_table_TN = page_table_by_token(batch)
+    page_table_TN = batch.page_table_TN
     # Only decoding requests have hot buffers; the pages of others are on the device.
     if batch.phase is not Phase.DECODE:
         return ctx.tier.lookup_resident(topk_indices_TK, page_table_TN)
@@ -567,13 +579,4 @@ def _lookup_topk_slots(ctx: StepContext, layer: int, params: AttentionParams) ->
 
 def _resident(topk_indices_TK: Tensor, batch: AttentionBatch, page_size: int) -> Tensor:
     """Return the slots of chosen tokens whose pages are all on the device."""
-    return resident_slots(topk_indices_TK, page_table_by_token(batch), None, page_size)
-
-
-def page_table_by_token(batch: AttentionBatch) -> Tensor:
-    """Return int32 [T, N]: the pages of each token's request."""
-    total = batch.stop - batch.start
-    if len(batch.query_lens) == total:
-        return batch.page_table_BN
-    counts_B = batch.cu_seqlens_q_B1.diff()
-    return batch.page_table_BN.repeat_interleave(counts_B, 0, output_size=total)
+    return resident_slots(topk_indices_TK, batch.page_table_TN, None, page_size)

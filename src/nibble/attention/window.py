@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.window_memory import TILE
+from nibble.attention.sinks import SinkParts, split_sinks
 from nibble.cache.pool import KVView, PagedPool, StreamView
 from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
@@ -313,29 +314,38 @@ class WindowParts:
         return near_batch(self._batch, exact.tokens, exact.pool.layout.page_size, exact.empty_page)
 
     @cached_property
+    def sinks(self) -> SinkParts | None:
+        """Return what differs in layers with sinks."""
+        exact = self._exact
+        return split_sinks(self._batch, self.far, exact.tokens, exact.sinks, exact.pool.layout.page_size)
+
+    @cached_property
     def scratch(self) -> ScratchPages | None:
         """Return the near part's scratch pages, if it has any."""
         return ScratchPages(self.near.scratch) if self.near.scratch else None
 
 
 class ExactCache:
-    """The newest tokens of requests in the compute dtype.
+    """The newest tokens of requests in the compute dtype, and the first ones.
 
     Args:
         tokens: how near a token must be to be read exactly.
         pool: the exact pages, the last of which stays empty.
+        sinks: first tokens that are read exactly however far they are, in whole pages.
     """
 
-    def __init__(self, tokens: int, pool: PagedPool) -> None:
+    def __init__(self, tokens: int, pool: PagedPool, sinks: int = 0) -> None:
         self.tokens = tokens
         self.pool = pool
+        self.sinks = sinks
         self.empty_page = pool.pages - 1
         pool.clear_page(self.empty_page)
 
     @classmethod
     def empty(cls, plan: Plan, device: torch.device) -> ExactCache:
-        """Return one that keeps nothing, for steps that are whole prompts."""
-        return cls(plan.window, PagedPool(plan.exact_layout, 1, NONE, device))
+        """Return one that keeps nothing but sinks of one request, for steps that are whole prompts."""
+        pages = plan.sinks // plan.page_size + 1
+        return cls(plan.window, PagedPool(plan.exact_layout, pages, NONE, device), plan.sinks)
 
     def write(self, layer: int, streams: Mapping[str, Tensor], meta: AttentionMetadata) -> None:
         """Keep new tokens of a layer.

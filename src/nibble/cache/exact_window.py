@@ -9,6 +9,10 @@ are right. Two rules keep copies right:
 - A replay that begins without a snapshot saw none of the window before its first tokens, so their copies are wrong in
   all layers but the first. Such a copy is never attached to the tree.
 - An exact page is given back only by what is committed: steps in flight read what was held when they were reserved.
+
+The first pages of a lease, its sinks, may be read exactly by all tokens after them. A lease holds their copies until it
+is closed, and the tree has them beside its pages. Nothing goes on after pages of the tree whose sinks it lacks: these
+are computed again from the first that is missing. So copies of sinks are always right.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ class ExactWindow:
     """Most exact pages that only the prefix cache holds."""
     max_drafts: int = 0
     """Most draft tokens of a step, which may be taken back."""
+    num_sinks: int = 0
+    """Leading pages of a request whose exact copies stay until it ends."""
 
     def num_copies(self, page_size: int) -> int:
         """Return how many pages before a page boundary have exact copies in a snapshot there."""
@@ -44,7 +50,7 @@ class ExactWindow:
 
     def max_pages(self, page_size: int) -> int:
         """Return the most exact pages that one lease cannot do without: three chunks, two of them in flight."""
-        return 3 * (self.num_copies(page_size) + 1 + cdiv(self.max_drafts, page_size))
+        return self.num_sinks + 3 * (self.num_copies(page_size) + 1 + cdiv(self.max_drafts, page_size))
 
     def clean_from(self, start: int) -> int:
         """Return the first token whose copies are right in all layers, where a replay begins without a snapshot."""
@@ -120,7 +126,7 @@ class WindowBooks:
         """Raise OutOfPages where one more lease would leave too few exact pages to so many open ones."""
         # A lease that decodes holds the copies before its last page boundary, that page, and what it grows into.
         growth = max(1, cdiv(self.window.max_drafts, self.page_size))
-        needed = (num_leases + 1) * (self.num_copies + 1 + growth)
+        needed = (num_leases + 1) * (self.window.num_sinks + self.num_copies + 1 + growth)
         # A lease that is alone has enough.
         if num_leases and needed > self.window.num_pages:
             raise OutOfPages(f"{needed} exact pages are needed, there are {self.window.num_pages}")
@@ -129,6 +135,9 @@ class WindowBooks:
         """Choose where computation goes on: at the last snapshot of the shared pages, or a replay before their end."""
         size, end, previous = self.page_size, lease.num_shared_pages, lease.num_stored_tokens
         was_replaying, rebuild = lease.is_replaying, self.window.replay_start(end, size)
+        # To replay sinks from their midst would make wrong copies of them.
+        if rebuild < self.window.num_sinks * size or self._sinks(lease, self.window.num_sinks) is None:
+            rebuild = 0
         # A lease that has computed tokens itself can go on after these, too.
         least = max(cdiv(max(previous, rebuild), size), 1)
         boundary = next((b for b in range(end, least - 1, -1) if self._has_snapshot(lease, b)), None)
@@ -136,11 +145,11 @@ class WindowBooks:
         lease.replay_until = end * size
         is_turn = False
         if boundary is not None:
-            self._hold(lease, range(max(boundary - self.num_copies, 0), boundary))
+            self._hold(lease, range(max(boundary - self.num_copies, 0), boundary), boundary)
             lease.num_stored_tokens, lease.clean_from = boundary * size, 0
             is_turn = self._note_use(lease, boundary)
         elif rebuild > previous:
-            self._hold(lease, range(0))
+            self._hold(lease, range(0), self.window.num_sinks)
             lease.num_stored_tokens, lease.clean_from = rebuild, self.window.clean_from(rebuild)
         if lease.num_stored_tokens > previous or not was_replaying:
             lease.resumed_at = lease.num_stored_tokens
@@ -206,8 +215,10 @@ class WindowBooks:
             return
         for boundary in [boundary for boundary in pending if boundary <= full]:
             self._attach(lease, boundary, pending.pop(boundary))
+        if previous < self.window.num_sinks * self.page_size:
+            self._attach_sinks(lease, full)
         # Only what is committed counts: a step in flight may read the copies before its first token.
-        old = [i for i in lease.exact_pages if i < full - self.num_copies and not self._is_pending(lease, i)]
+        old = [i for i in lease.exact_pages if self._is_old(lease, i, full)]
         self.snapshots.release([lease.exact_pages.pop(i) for i in old])
 
     def release(self, lease: Lease, is_preempted: bool) -> None:
@@ -231,27 +242,47 @@ class WindowBooks:
             # Before a replay that begins without a snapshot there are no copies.
             begin = max(lease.clean_from - self.window.clean_from(0), 0)
             stored, size = lease.num_stored_tokens, self.page_size
-            places = range(max(stored // size - self.num_copies, begin // size, 0), cdiv(stored, size))
+            places = [
+                *range(min(self.window.num_sinks, cdiv(stored, size))),
+                *range(max(stored // size - self.num_copies, begin // size, 0), cdiv(stored, size)),
+            ]
             missing = [i for i in places if i not in lease.exact_pages]
             assert not missing, f"pages {missing} have no exact copy, with {stored} tokens stored"
         self.snapshots.check_integrity(num_users, is_node)
 
     def _has_snapshot(self, lease: Lease, boundary: int) -> bool:
         nodes = lease.pages[max(boundary - self.num_copies, 0) : boundary]
-        return all(self.snapshots.value_of(node) is not None for node in nodes)
+        is_whole = all(self.snapshots.value_of(node) is not None for node in nodes)
+        return is_whole and self._sinks(lease, boundary) is not None
 
-    def _hold(self, lease: Lease, places: range) -> None:
-        """Hold the attached copies of these pages, in place of all that are held."""
+    def _sinks(self, lease: Lease, boundary: int) -> dict[int, int] | None:
+        """Return exact pages of the sinks before `boundary`, of `lease` or of the tree; None where one is missing."""
+        num_own, sinks = lease.num_stored_tokens // self.page_size, dict[int, int]()
+        for place in range(min(self.window.num_sinks, boundary)):
+            own = lease.exact_pages.get(place) if place < num_own else None
+            page = self.snapshots.value_of(lease.pages[place]) if own is None else own
+            if page is None:
+                return None
+            sinks[place] = page
+        return sinks
+
+    def _hold(self, lease: Lease, places: range, boundary: int = 0) -> None:
+        """Hold the attached copies of these pages and the sinks before `boundary`, in place of all that are held."""
         values = {i: self.snapshots.value_of(lease.pages[i]) for i in places}
         copies = {i: value for i, value in values.items() if value is not None}
+        copies |= self._sinks(lease, boundary) or {}
         self.snapshots.retain(tuple(copies.values()))
-        self.snapshots.release(lease.exact_pages.values())
+        # Sinks last: all that goes on after them needs them.
+        ordered = sorted(lease.exact_pages, key=lambda place: place < self.window.num_sinks)
+        self.snapshots.release([lease.exact_pages[place] for place in ordered])
         lease.exact_pages = copies
 
     def _required(self, lease: Lease, upto: int, num_drafts: int) -> list[int]:
         """Return the pages that need an exact page before `upto` tokens are computed."""
+        stop = cdiv(upto, self.page_size)
         first = (upto - num_drafts) // self.page_size - self.num_copies
-        return self._missing(lease, first, cdiv(upto, self.page_size))
+        num_sinks = min(self.window.num_sinks, stop)
+        return self._missing(lease, 0, num_sinks) + self._missing(lease, max(first, num_sinks), stop)
 
     def _missing(self, lease: Lease, first: int, stop: int) -> list[int]:
         """Return those of the pages first to stop - 1 that have no exact page, and are not computed yet."""
@@ -265,6 +296,21 @@ class WindowBooks:
     def _is_pending(self, lease: Lease, place: int) -> bool:
         """Return whether a snapshot to come has a copy of the page at `place`."""
         return any(b - self.num_copies <= place < b for b in lease.snapshot_boundaries)
+
+    def _is_old(self, lease: Lease, place: int, full: int) -> bool:
+        """Return whether a lease with `full` full pages needs the copy of the page at `place` no more."""
+        is_before = self.window.num_sinks <= place < full - self.num_copies
+        return is_before and not self._is_pending(lease, place)
+
+    def _attach_sinks(self, lease: Lease, full: int) -> None:
+        """Attach the sinks of `full` full pages, where the tree has these pages."""
+        for place in range(min(self.window.num_sinks, full, lease.num_shared_pages)):
+            value = self.snapshots.value_of(lease.pages[place])
+            if value is None:
+                self.snapshots.attach(lease.pages[place], lease.exact_pages[place])
+            else:
+                # All go on from there, so it belongs to no turn.
+                self.snapshots.regroup(value, None)
 
     def _attach(self, lease: Lease, boundary: int, place: Place) -> None:
         """Keep a snapshot at `boundary`, if the tree has the pages before it and all copies are right."""

@@ -228,7 +228,7 @@ def _exact_cache(engine_plan: EnginePlan, poison: bool) -> ExactCache | None:
     pool = PagedPool(
         plan.exact_layout, exact.pages + 1, kv_scales.NONE, engine_plan.hardware.device, poison=poison
     )
-    return ExactCache(plan.window, pool)
+    return ExactCache(plan.window, pool, plan.sinks)
 
 
 def _error_monitor(engine_plan: EnginePlan, device: torch.device) -> ErrorMonitor | None:
@@ -255,7 +255,10 @@ def _engine(
     budget = engine_plan.budget
     window = None
     if budget.exact:
-        window = ExactWindow(plan.window, len(plan.owner), budget.exact.pages, budget.exact.snapshots)
+        window = ExactWindow(
+            plan.window, len(plan.owner), budget.exact.pages, budget.exact.snapshots,
+            num_sinks=plan.sinks // plan.page_size,
+        )  # fmt: skip
     manager = CacheManager(pool.pages, plan.page_size, config.prefix_cache, residency, window)
     scheduler = Scheduler(
         manager,

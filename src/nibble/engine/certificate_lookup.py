@@ -51,12 +51,12 @@ SPEC_ELSEWHERE = frozenset(
     {
         "scheme", "scheme_file", "layer_rules", "dtype", "page_size", "packing", "prefill_backend", "decode_backend",
         "allow_staging", "kv_memory", "offload", "max_running", "max_context", "token_budget", "prefix_cache", "graphs",
-        "watches_fidelity", "chooses_transforms",
+        "watches_fidelity", "chooses_transforms", "sinks",
     }
 )  # fmt: skip
 """Fields of CacheSpec that other items of a subject stand for, or that change no distribution. All others count."""
-PLAN_ELSEWHERE = frozenset({"layout", "groups", "owner", "dtype", "notes", "tier", "meaning"})
-"""The same of Plan."""
+PLAN_ELSEWHERE = frozenset({"layout", "groups", "owner", "dtype", "notes", "tier", "meaning", "sinks"})
+"""The same of Plan. Sinks count as an option of Config: who asks for none has the certificates of before."""
 UNSAID = frozenset(
     {
         "model", "kv_format", "kv_layers", "chat_template", "kv_memory", "max_running", "prefix_cache",

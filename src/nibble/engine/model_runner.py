@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from nibble.attention import backends
-from nibble.attention.layer import AttentionBackend, AttentionObserver, StepContext
+from nibble.attention.layer import AttentionBackend, StepContext
+from nibble.attention.observer import AttentionObserver
 from nibble.attention.planner.plan import Plan
 from nibble.attention.window import ExactCache
 from nibble.cache.hot_buffer import HotBuffers

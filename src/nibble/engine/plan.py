@@ -233,11 +233,11 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
     spec, window = CacheSpec.from_config(cache_plan.config), cache_plan.plan.window
     try:
         engine_plan = _with_budget(cache_plan, spec)
-        if spec.window is not None or not _lacks_snapshots(engine_plan, spec):
+        if spec.requires_window or not _lacks_snapshots(engine_plan, spec):
             return engine_plan
         why = "the cache is too small for snapshots of prefixes, without which it would not be reused"
     except CapacityError as error:
-        if spec.window is not None or not window:
+        if spec.requires_window or not window:
             raise _refused(cache_plan, spec, error) from None
         why = f"{window} tokens do not fit ({str(error).partition('; what would help')[0]})"
     without = with_defaults(cache_plan, cache_plan.defaults.without_window(why))

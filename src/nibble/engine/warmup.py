@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nibble.attention.backends.adapters.torch_backends import TorchRef
 from nibble.attention.chunks import cut_at_chunks
-from nibble.attention.layer import AttentionBackend, StepContext, attention, page_table_by_token
+from nibble.attention.layer import AttentionBackend, StepContext, attention
 from nibble.attention.planner.memory import MIN_RESERVE_LEFT, MemoryPlan
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, cuda_graph_blocker, graph_sizes
 from nibble.attention.window import ExactCache
@@ -189,7 +189,9 @@ def self_test(
         BackendError: a route does not do what it should.
     """
     if exact and exact.tokens > MAX_EXACT:
-        exact = ExactCache(MAX_EXACT, exact.pool)
+        exact = ExactCache(MAX_EXACT, exact.pool, exact.sinks)
+    if exact and exact.sinks:
+        exact = ExactCache(exact.tokens, exact.pool, plan.page_size)
     for group in plan.groups:
         owner = plan.owner[group.layers[0]]
         pages = _pages(pool, exact)
@@ -253,8 +255,10 @@ def _pages(pool: PagedPool, exact: ExactCache | None) -> dict[tuple[int, ...], _
         needed = cdiv(sum(lens), pool.layout.page_size)
         # What the steps after the prompt read exactly, and what they write.
         first = max(0, lens[0] - exact.tokens + 1) // pool.layout.page_size if exact else needed
-        if needed <= len(free) and needed - first <= len(free_exact):
-            copies = {place: _from_both_ends(free_exact, place) for place in range(first, needed)}
+        sinks = exact.sinks // pool.layout.page_size if exact else 0
+        places = [*range(min(sinks, first)), *range(first, needed)]
+        if needed <= len(free) and len(places) <= len(free_exact):
+            copies = {place: _from_both_ends(free_exact, place) for place in places}
             pages[lens] = _Pages([_from_both_ends(free, i) for i in range(needed)], copies)
     return pages
 
@@ -356,6 +360,8 @@ class _GroupTest:
             return
         near = self._near_name(route.phase)
         what = f"attends with an exact window of {self.exact.tokens} tokens (by {near})"
+        if self.plan.has_sinks(self.layer):
+            what += f" and {self.exact.sinks} sinks"
         expected_THD = self._expected_with_window(q_THD, query_lens, streams, params)
         # Apart, as answers to short requests are larger and only long ones have far tokens.
         for actual, expected in zip(
@@ -372,7 +378,7 @@ class _GroupTest:
     def _expected(self, q_THD: Tensor, batch: AttentionBatch, params: AttentionParams) -> Tensor:
         """Return the reference's answer over the same pool, so that the format's error does not count."""
         if params.topk_indices_TK is not None:
-            table_TN, size = page_table_by_token(batch), self.plan.page_size
+            table_TN, size = batch.page_table_TN, self.plan.page_size
             topk_slots_TK = resident_slots(params.topk_indices_TK, table_TN, None, size)
             params = replace(params, topk_slots_TK=topk_slots_TK)
         if self.group.chunk:
@@ -400,7 +406,13 @@ class _GroupTest:
             )
             outputs.append(
                 window_reference.attend(
-                    q_THD[rows], exact, stored, params_of_request, self.exact.tokens, self.group.chunk
+                    q_THD[rows],
+                    exact,
+                    stored,
+                    params_of_request,
+                    self.exact.tokens,
+                    self.group.chunk,
+                    self.exact.sinks if self.plan.has_sinks(self.layer) else 0,
                 )
             )
         return torch.cat(outputs)

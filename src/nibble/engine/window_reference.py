@@ -58,7 +58,13 @@ class Tokens:
 
 
 def attend(
-    q_nHD: Tensor, exact: Tokens, stored: Tokens, params: AttentionParams, tokens: int, chunk: int | None
+    q_nHD: Tensor,
+    exact: Tokens,
+    stored: Tokens,
+    params: AttentionParams,
+    tokens: int,
+    chunk: int | None,
+    sinks: int = 0,
 ) -> Tensor:
     """Return attention of a request's last n tokens -> float32 [n, H, Dv].
 
@@ -69,13 +75,14 @@ def attend(
         params: what the layer asks for; its chosen tokens are those of these queries.
         tokens: a token is near to a query that comes fewer tokens behind it.
         chunk: tokens of a chunk, None without.
+        sinks: the first tokens, which are read as near ones are.
     """
     n, heads, _ = q_nHD.shape
     length, group = len(exact.k_LGD), heads // exact.k_LGD.shape[1]
     key_L = torch.arange(length, device=q_nHD.device)
     query_n1 = key_L[length - n :, None]
     distance_nL = query_n1 - key_L
-    near_nL = distance_nL < tokens
+    near_nL = (distance_nL < tokens) | (key_L < sinks)
     q_HnD = q_nHD.float().transpose(0, 1)
     near_k, far_k, near_v, far_v = (
         x.transpose(0, 1).repeat_interleave(group, 0)

@@ -307,9 +307,10 @@ def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.devi
     slot_mapping_T = torch.arange(tokens, device=device)
     exact, exact_slots_T = None, None
     if plan.window:
-        # The whole prompt is one step, so nothing of it need be kept.
-        exact, exact_slots_T = ExactCache.empty(plan, device), torch.full_like(slot_mapping_T, -1)
-        batch = replace(batch, exact_table_BN=torch.full_like(table, exact.empty_page))
+        # The whole prompt is one step, so nothing of it need be kept but sinks: they have the first exact pages.
+        exact = ExactCache.empty(plan, device)
+        exact_slots_T = slot_mapping_T.where(slot_mapping_T < exact.sinks, -1)
+        batch = replace(batch, exact_table_BN=table.clamp(max=exact.empty_page))
     meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=exact_slots_T)
     return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta, exact=exact)
 

@@ -71,6 +71,7 @@ class Target:
             kv_transforms=schemes.AUTO,
             # What codes lose is measured where all tokens are read from them, unless a window is asked for.
             kv_window=self.config.kv_window or 0,
+            kv_sinks=self.config.kv_sinks if self.config.kv_window else 0,
             hisparse="",
         )
         return resolve(config, self.model_spec, self.hardware, self.backends)

@@ -108,6 +108,15 @@ class AttentionBatch:
         lens_on_device = to_device(starts, torch.int32, device), to_device(lens[1], torch.int32, device)
         return cls(phase, start, start + starts[-1], *lens, page_table_BN, *lens_on_device)
 
+    @property
+    def page_table_TN(self) -> Tensor:
+        """Return int32 [T, N]: the pages of each token's request."""
+        total = self.stop - self.start
+        if len(self.query_lens) == total:
+            return self.page_table_BN
+        counts_B = self.cu_seqlens_q_B1.diff()
+        return self.page_table_BN.repeat_interleave(counts_B, 0, output_size=total)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:

@@ -9,7 +9,7 @@ import pytest
 from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
-from nibble.attention.planner.window_memory import EXACT_SHARE, SNAPSHOT_SHARE, request_bytes
+from nibble.attention.planner.window_memory import EXACT_SHARE, SNAPSHOT_SHARE, request_bytes, running_pages
 from nibble.cache.exact_window import ExactWindow, WindowBooks
 from nibble.config import Config
 from nibble.errors import CapacityError
@@ -51,6 +51,23 @@ def test_all_requests_can_grow_at_once(memory: str, prefix_cache: bool) -> None:
     assert bool(budget.exact.snapshots) == prefix_cache
     held = budget.exact.requests * (window.num_copies(plan.page_size) + 1) + budget.exact.snapshots
     assert held <= budget.exact.pages
+
+
+@pytest.mark.parametrize("memory", ["6MiB", "64MiB"])
+def test_first_tokens_have_pages_in_every_request(memory: str) -> None:
+    budget, plan = planned(SMALL, CPU, kv_window=64, kv_sinks=40, kv_memory=memory)
+    without, _ = planned(SMALL, CPU, kv_window=64, kv_memory=memory)
+    assert budget.exact and without.exact and (plan.sinks, plan.page_size) == (48, 16)
+    window = ExactWindow(
+        64,
+        len(plan.owner),
+        budget.exact.pages,
+        budget.exact.snapshots,
+        num_sinks=plan.sinks // plan.page_size,
+    )
+    WindowBooks(window, plan.page_size).check_lease_room(budget.exact.requests - 1)
+    assert running_pages(plan) == 3 + 4 + 1
+    assert budget.exact.requests <= without.exact.requests and budget.staging > without.staging
 
 
 def test_fewer_requests_run_where_memory_is_short() -> None:

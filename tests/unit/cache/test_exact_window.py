@@ -18,9 +18,16 @@ class Books:
     """A manager with a model of what its exact pages hold."""
 
     def __init__(
-        self, tokens: int = 4, layers: int = 3, *, exact: int = 60, idle: int = 40, pages: int = 60
+        self,
+        tokens: int = 4,
+        layers: int = 3,
+        *,
+        exact: int = 60,
+        idle: int = 40,
+        pages: int = 60,
+        sinks: int = 0,
     ) -> None:
-        self.window = ExactWindow(tokens, layers, exact, idle)
+        self.window = ExactWindow(tokens, layers, exact, idle, num_sinks=sinks)
         self.manager = CacheManager(pages, SIZE, window=self.window)
         self.model = ExactModel(self.window, SIZE)
 
@@ -390,3 +397,57 @@ def test_the_model_catches_arithmetic_that_is_off(monkeypatch, fact, wrong):
                 lease, fork, *(end for end in (36, 41) if end > lease.num_stored_tokens), length + 1
             )
             books.manager.release(lease)
+
+
+# ---- first pages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 50])
+def test_sinks_stay_until_the_lease_is_closed(chunk):
+    books = Books(sinks=2)
+    lease = books.open(TEXT)
+    for end in [*range(chunk, len(TEXT), chunk), len(TEXT)]:
+        books.compute(lease, TEXT, end)
+        last = range(max(end // SIZE - 1, 0), -(-end // SIZE))
+        assert sorted(lease.exact_pages) == sorted({*range(min(2, -(-end // SIZE))), *last})
+    assert books.attached(TEXT)[:2] == [0, 1]
+    books.manager.release(lease)
+    assert books.manager.stats.window.in_use == 0 and books.attached(TEXT)[:2] == [0, 1]
+
+
+def test_requests_that_begin_alike_share_sinks():
+    books = Books(sinks=2)
+    books.store(TEXT)
+    one, two = books.open(TEXT), books.open([*TEXT[:40], 7, 8, 9, 10])
+    assert [one.exact_pages[i] for i in (0, 1)] == [two.exact_pages[i] for i in (0, 1)]
+    books.compute(two, [*TEXT[:40], 7, 8, 9, 10])
+    assert [one.exact_pages[i] for i in (0, 1)] == [two.exact_pages[i] for i in (0, 1)]
+
+
+def test_without_its_sinks_a_prefix_is_computed_again_from_the_first_that_is_missing():
+    books = Books(sinks=2)
+    books.store(TEXT)
+    books.snapshots.drop(books.manager._radix.match("", TEXT, 8)[1])
+    lease = books.open(TEXT)
+    assert (lease.num_stored_tokens, lease.clean_from) == (SIZE, 0), (
+        "the first page has its copy, and is the window"
+    )
+    books.compute(lease, TEXT)
+    assert books.attached(TEXT)[:2] == [0, 1]
+
+
+@pytest.mark.parametrize(("sinks", "attached", "start"), [(0, 0, 16), (4, 4, 16), (5, 2, 8), (5, 0, 0)])
+def test_no_replay_begins_among_sinks(sinks, attached, start):
+    books = Books(layers=2, sinks=sinks)
+    books.store(TEXT[:25])
+    for node in books.manager._radix.match("", TEXT, 24)[attached:]:
+        books.snapshots.drop(node)
+    lease = books.open(TEXT)
+    assert lease.num_stored_tokens == start
+    books.compute(lease, TEXT)
+
+
+def test_sinks_are_evicted_after_what_goes_on_from_them():
+    books = Books(sinks=2, idle=3)
+    books.store(TEXT)
+    assert books.attached(TEXT)[:2] == [0, 1] and len(books.attached(TEXT)) == 3

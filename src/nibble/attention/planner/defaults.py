@@ -45,7 +45,9 @@ PLAIN = "--kv-encoder amax --kv-transforms none --kv-window 0"
 """What makes a 4-bit scheme plain: the bytes of other engines' appends, and nothing beside them."""
 
 
-def meaning(config: Config, spec: CacheSpec, parts: Iterable[SchemeGroup], window: int, dtype: str) -> str:
+def meaning(
+    config: Config, spec: CacheSpec, parts: Iterable[SchemeGroup], window: int, sinks: int, dtype: str
+) -> str:
     """Return what a 4-bit scheme gives here, in a line; empty for other schemes.
 
     Args:
@@ -53,12 +55,14 @@ def meaning(config: Config, spec: CacheSpec, parts: Iterable[SchemeGroup], windo
         spec: The same, parsed.
         parts: The layers, by scheme.
         window: Tokens of the exact window.
+        sinks: First tokens that are read exactly too.
         dtype: The compute dtype.
     """
     parts = tuple(part for part in parts if part.scheme.is_4bit)
     if not parts:
         return ""
-    near = f"the newest {window} tokens in {dtype}" if window else "no exact window"
+    newest = f"the first {sinks} and the newest {window}" if sinks else f"the newest {window}"
+    near = f"{newest} tokens in {dtype}" if window else "no exact window"
     clauses = (f"block scales by {', '.join(_encoders(parts))}", *_keys(parts), near)
     name = config.kv_format if spec.scheme_file else spec.scheme.name
     rules = f" with --kv-layers {config.kv_layers}" if config.kv_layers else ""

@@ -227,6 +227,7 @@ def as_dict(plan: Plan, budget: MemoryPlan | None) -> dict[str, Any]:
         "packing": layout.packing,
         "fingerprint": layout.fingerprint,
         "kv_window": plan.window,
+        "kv_sinks": plan.sinks,
         "meaning": plan.meaning,
         "groups": [_group(plan, group) for group in plan.groups],
         "bytes_per_token": layout.bytes_per_token,
@@ -355,6 +356,18 @@ def _routes(plan: Plan) -> Iterator[str]:
             yield f"  {route.phase:<8} {route!s:<{width}}  {mark}{route.why}"
         if plan.window:
             yield f"  the newest {plan.window} tokens in {plan.dtype}: {_near_text(group)}"
+        if plan.sinks:
+            yield f"  {_sinks_text(plan, group)}"
+
+
+def _sinks_text(plan: Plan, group: GroupPlan) -> str:
+    """Return whether a group reads the first tokens exactly."""
+    if group.sees_all:
+        return f"the first {plan.sinks} tokens in {plan.dtype}: as in decode steps"
+    of_its_own = (
+        f"chunks of {group.group.chunk}" if group.group.chunk else f"a window of {group.group.window}"
+    )
+    return f"the first tokens as all others, because of {of_its_own} tokens"
 
 
 def _bytes(plan: Plan) -> Iterator[str]:

@@ -18,6 +18,7 @@ from nibble.attention.planner.plan import STAGED_PACKING, Plan, Route
 from nibble.attention.planner.support import BackendInfo, Need, Origin, SchemeGroup, Support
 from nibble.config import Config
 from nibble.errors import ConfigError, unknown
+from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec, Phase
 from nibble.spec import CacheSpec
@@ -74,19 +75,32 @@ class PlanRequest:
     @property
     def chooses_window(self) -> bool:
         """Whether the exact window is left to Nibble, and there would be one."""
-        return self.spec.window is None and self.window > 0
+        return not self.spec.requires_window and self.window > 0
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no layer is quantised."""
+        return all(scheme.is_plain for scheme in self._schemes)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request."""
+        longest = self.model_spec.max_context
+        return min(self.spec.max_context or longest, longest)
 
     @cached_property
     def window(self) -> int:
         """Tokens of the exact window: none where no layer is quantised, and no more than a request has."""
+        has_default = bool(self.spec.sinks) or any(scheme.is_4bit for scheme in self._schemes)
+        window = self.defaults.window if has_default else 0
+        if self.spec.window is not None:
+            window = self.spec.window
+        return 0 if self.is_plain else min(window, self.longest)
+
+    @property
+    def _schemes(self) -> set[Scheme]:
         stored = self.spec.scheme_by_layer(self.model_spec.layers)
-        schemes = {stored[owner] for owner in self.model_spec.owner}
-        if self.spec.window is None:
-            window = self.defaults.window if any(scheme.is_4bit for scheme in schemes) else 0
-        else:
-            window = 0 if all(scheme.is_plain for scheme in schemes) else self.spec.window
-        longest = self.model_spec.max_context
-        return min(window, self.spec.max_context or longest, longest)
+        return {stored[owner] for owner in self.model_spec.owner}
 
     @cached_property
     def parts(self) -> tuple[SchemeGroup, ...]:

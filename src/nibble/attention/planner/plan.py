@@ -86,6 +86,11 @@ class GroupPlan:
     def __str__(self) -> str:
         return f"{self.group.name} in {self.scheme}"
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether its queries see all tokens before them, so that sinks are among them."""
+        return self.group.window is None and self.group.chunk is None
+
     def route(self, phase: Phase) -> Route:
         """Return the route of `phase`; raise Unsupported where the plan has none (VERIFY only, see its notes)."""
         if route := _of_phase(self.routes, phase):
@@ -120,6 +125,8 @@ class Plan:
     """The host tier, where there is one."""
     window: int = 0
     """Tokens that a query reads in the compute dtype: those nearer than this; 0 for none."""
+    sinks: int = 0
+    """First tokens that queries read in the compute dtype however far they are, in whole pages; 0 for none."""
     meaning: str = ""
     """What a 4-bit scheme gives here, in a line (defaults.py); empty for other schemes."""
 
@@ -142,7 +149,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Digits that differ if the meaning of a page's bytes differs; part of every prefix key."""
         # What a layer stores depends on what the layers below it have read.
-        return f"{self.layout.fingerprint}/{self.window}"
+        return f"{self.layout.fingerprint}/{self.window}" + (f"/{self.sinks}" if self.sinks else "")
 
     @property
     def page_size(self) -> int:
@@ -158,6 +165,10 @@ class Plan:
         route = _of_phase(self._group(layer).near_routes, phase)
         assert route, f"the plan has no exact window in {phase}"
         return route
+
+    def has_sinks(self, layer: int) -> bool:
+        """Return whether attention layer `layer` reads the first tokens in the compute dtype."""
+        return self.sinks > 0 and self._group(layer).sees_all
 
     @property
     def exact_layout(self) -> CacheLayout:

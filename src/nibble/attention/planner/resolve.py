@@ -212,9 +212,9 @@ def _resolve_as_it_is(request: PlanRequest) -> Plan:
     notes = (*shared, *request.defaults.notes, *explain.plan_notes(request, groups, page, packing))
     # Layers that share KV store nothing, so the layout has owners only.
     layout = support.layout(parts, request.model_spec, page, packing)
-    tier = _tier(request.spec.offload, parts, layout)
-    meaning = defaults.meaning(request.config, request.spec, parts, window, request.dtype)
-    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, meaning)
+    tier, sinks = _tier(request.spec.offload, parts, layout), _sinks(request, groups, page)
+    meaning = defaults.meaning(request.config, request.spec, parts, window, sinks, request.dtype)
+    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, sinks, meaning)
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:
@@ -353,6 +353,27 @@ def _near_choices(
                 f"{part.group.name} in {phase} on {request.hardware}; --kv-window 0 serves without"
             )
     return choices
+
+
+def _sinks(request: PlanRequest, groups: Iterable[GroupPlan], page: int) -> int:
+    """Return the first tokens that are read exactly, in whole pages; raise ConfigError where they cannot be had."""
+    tokens = request.spec.sinks
+    # Where no layer is quantised, all tokens are read exactly.
+    if not tokens or request.is_plain:
+        return 0
+    if not request.window:
+        raise ConfigError(f"--kv-sinks {tokens} needs an exact window; leave --kv-window out, or above 0")
+    if any(group.group.kind == "dsa" for group in groups):
+        raise ConfigError(
+            f"--kv-sinks {tokens}: this model's layers choose the tokens that they read (sparse attention), for which "
+            "there are no exact first tokens; leave --kv-sinks out"
+        )
+    if not any(group.sees_all for group in groups):
+        raise ConfigError(
+            f"--kv-sinks {tokens}: all layers of this model have a sliding window or chunks, so that first tokens are "
+            "not seen for long; leave --kv-sinks out"
+        )
+    return cdiv(min(tokens, request.longest), page) * page
 
 
 def _check_sparse(request: PlanRequest, parts: tuple[SchemeGroup, ...]) -> None:

@@ -18,6 +18,8 @@ LEAST_REQUESTS = 3
 TILE = 256
 """Near tokens are counted from a multiple of this (attention/window.py): kernels that work in tiles at fixed positions
 then have the same tiles whatever the batch."""
+MERGED = 3
+"""Copies of a layer's output in float32 that are in memory at once, while sinks and near tokens are merged."""
 LONG_REQUEST = 8192
 """Tokens of the request whose bytes are reported."""
 SNAPSHOT_SHARE = 0.05
@@ -87,7 +89,7 @@ def least_bytes(plan: Plan) -> int:
 
 
 def scratch_bytes(plan: Plan, step_tokens: int, max_prompts: int) -> int:
-    """Return the bytes of scratch pages: a step's new tokens, and of each prompt what comes before them.
+    """Return the bytes of scratch pages: a step's new tokens, and of each prompt what comes before them; and of sinks.
 
     Args:
         plan: What the cache stores.
@@ -101,7 +103,10 @@ def scratch_bytes(plan: Plan, step_tokens: int, max_prompts: int) -> int:
     layers = [layer for layer in plan.exact_layout.layers if layer.layer in of_backends]
     shapes = {tuple((x.stream.heads, x.stream.dim) for x in layer.streams): layer for layer in layers}
     before = lcm(TILE, plan.page_size) + plan.window + plan.page_size
-    return (step_tokens + max_prompts * before) * sum(layer.bytes_per_token for layer in shapes.values())
+    scratch = (step_tokens + max_prompts * before) * sum(layer.bytes_per_token for layer in shapes.values())
+    # The parts of a layer's output in float32, as they are merged.
+    heads = (group.group.q_heads * group.group.head_dim for group in plan.groups if group.sees_all)
+    return scratch + (step_tokens * MERGED * 4 * max(heads) if plan.sinks else 0)
 
 
 def request_bytes(plan: Plan, tokens: int) -> int:
@@ -111,8 +116,8 @@ def request_bytes(plan: Plan, tokens: int) -> int:
 
 
 def running_pages(plan: Plan) -> int:
-    """Return the exact pages of a running request: of its window, and the one that is written."""
-    return cdiv(plan.window, plan.page_size) + 1
+    """Return the exact pages of a running request: of its sinks and its window, and the one that is written."""
+    return plan.sinks // plan.page_size + cdiv(plan.window, plan.page_size) + 1
 
 
 def _request_pages(plan: Plan) -> int:

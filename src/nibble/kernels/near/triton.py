@@ -198,10 +198,8 @@ def near_prompt_kernel(
     # --- softmax over near tokens, tile by tile
     state = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, V_WIDTH], tl.float32)
     stop = past + tl.minimum(first + TOKENS, count)
-    new_k += kv_head * new_k_stride_H
-    new_v += kv_head * new_v_stride_H
-    k += kv_head * k_stride_H
-    v += kv_head * v_stride_H
+    new_k, new_v = new_k + kv_head * new_k_stride_H, new_v + kv_head * new_v_stride_H
+    k, v = k + kv_head * k_stride_H, v + kv_head * v_stride_H
     for start in range(tl.maximum(past + first - WINDOW + 1, 0), stop, N):
         key_N = start + tl.arange(0, N)
         keep_N, is_new_N = key_N < stop, key_N >= past

@@ -21,7 +21,7 @@ from torch import Tensor
 from nibble.attention.backends import flashinfer as facts
 from nibble.attention.backends.adapters import Scales, Workspace, capability, check_latents, clamp_lens
 from nibble.attention.backends.vendor import RANK, ROPE
-from nibble.attention.layer import AttentionBackend, page_table_by_token
+from nibble.attention.layer import AttentionBackend
 from nibble.attention.planner.support import BLACKWELL
 from nibble.cache.pool import KVView
 from nibble.kernels import cdiv
@@ -538,7 +538,7 @@ class CutlassMla(AttentionBackend):
 
 
 def _split_tokens(batch: AttentionBatch, page_size: int) -> _CutlassState:
-    page_table_TN, lens_T = page_table_by_token(batch), batch.seq_lens_B
+    page_table_TN, lens_T = batch.page_table_TN, batch.seq_lens_B
     if batch.phase is not Phase.DECODE:
         total, counts_B = batch.stop - batch.start, batch.cu_seqlens_q_B1.diff()
         # A token sees as many as its place in the step and this difference, which its request's last token has too.
