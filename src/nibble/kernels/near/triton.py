@@ -37,14 +37,14 @@ def _load_tile(rows, offset_N, keep_N, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(state, q_MD, k_ND, v_ND, seen, scale, softcap, SOFTCAP: tl.constexpr):
+def _attend_tile(state, q_MD, k_ND, v_ND, visible, scale, softcap, SOFTCAP: tl.constexpr):
     """Add a tile of keys to the state of an online softmax: peaks [M], totals [M], sums [M, D]."""
     peak_M, total_M, sums_MD = state
     scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
     if SOFTCAP:
         # tanh by its exponential, which Triton has on every machine
         scores_MN = softcap * (1 - 2 / (tl.exp(2 * scores_MN / softcap) + 1))
-    scores_MN = tl.where(seen, scores_MN, float("-inf"))
+    scores_MN = tl.where(visible, scores_MN, float("-inf"))
     new_M = tl.maximum(peak_M, tl.max(scores_MN, 1))
     weights_MN, rescale_M = tl.exp(scores_MN - new_M[:, None]), tl.exp(peak_M - new_M)
     sums_MD = sums_MD * rescale_M[:, None] + tl.dot(weights_MN.to(v_ND.dtype), v_ND, input_precision="ieee")
@@ -216,8 +216,8 @@ def near_prompt_kernel(
             old_v_ND = _load_tile(v, page_N * v_stride_P + slot_N * v_stride_S, key_N < past, V_DIM, V_WIDTH)
             k_ND, v_ND = tl.where(is_old_N1, old_k_ND, k_ND), tl.where(is_old_N1, old_v_ND, v_ND)
         distance_MN = position_M[:, None] - key_N[None, :]
-        seen_MN = (distance_MN >= 0) & (distance_MN < WINDOW)
-        state = _attend_tile(state, q_MD, k_ND, v_ND, seen_MN, scale, softcap, SOFTCAP)
+        visible_MN = (distance_MN >= 0) & (distance_MN < WINDOW)
+        state = _attend_tile(state, q_MD, k_ND, v_ND, visible_MN, scale, softcap, SOFTCAP)
     if sinks is not None:
         state = _add_sink(state, sinks, head_M, live_M)
     peak_M, total_M, sums_MD = state
