@@ -146,7 +146,7 @@ class Config:
     deterministic: bool = option(
         False,
         "On a GPU: give a request the same bits whatever else is computed with it, and however its prompt was cut, "
-        "cached or computed again. It is slower, and on trial: not proven on GPUs yet.",
+        "cached or computed again. It is slower.",
     )
     watch_fidelity: float = option(
         0.0,

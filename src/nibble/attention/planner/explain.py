@@ -461,10 +461,7 @@ def plan_notes(request: PlanRequest, groups: tuple[GroupPlan, ...], page: int, p
         packing: How planes lie in a page.
     """
     if request.spec.deterministic:
-        trial = (
-            "" if request.hardware.is_cpu else "; on trial, not proven on GPUs yet (docs/deterministic.md)"
-        )
-        yield f"deterministic: {DETERMINISTIC}{trial}"
+        yield f"deterministic: {DETERMINISTIC}"
     if request.spec.dtype is None:
         why = "exact, and fastest on a CPU" if request.hardware.is_cpu else "the usual one on a GPU"
         yield f"dtype {request.dtype}: {why}"
