@@ -163,7 +163,8 @@ def prompt_tile(key_bytes: int, group: int) -> PromptTile:
     # Longer keys have smaller tiles, to fit into the smallest GPUs.
     fitting = max(MMA_ROWS, PROMPT_ROWS * PROMPT_BYTES // max(key_bytes, PROMPT_BYTES))
     rows = max(fitting, next_power_of_2(group))
-    return PromptTile(rows, min(PROMPT_KEYS, fitting), 8 if rows >= 128 else 4, 2)
+    is_long = key_bytes > PROMPT_BYTES
+    return PromptTile(rows, min(PROMPT_KEYS, fitting), 8 if rows >= 128 else 4, 1 if is_long else 2)
 
 
 @triton.jit
