@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed here", allow_module_level=True)
 
+import nibble
 from nibble import formats
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.near import naive
@@ -127,3 +132,43 @@ def test_prompts_read_what_is_new_from_the_model_and_the_rest_from_exact_pages(
     for tile in (None, fast.PromptTile(16, 16, 4, 1)):
         found = fast.near_prompt_attention(*arguments, tile=tile)
         assert found.dtype == q.dtype and (found.float() - expected.float()).abs().max() < TOLERANCE
+
+
+COMPILED = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nibble.kernels.near import triton as near
+
+kernel = near.near_prompt_kernel
+names = kernel.arg_names
+pointers = {"table": "*i32", "cu_seqlens_q": "*i32", "seq_lens": "*i32", "k_mean": "*fp32", "far_lse": "*fp32"}
+for arch, dim, dtype, group in ((89, 128, "bf16", 4), (89, 256, "bf16", 2), (90, 128, "fp32", 4), (90, 64, "bf16", 1)):
+    tile = near.prompt_tile(dim * {"bf16": 2, "fp32": 4}[dtype], group)
+    fixed = dict(sinks=None, WINDOW=64, SOFTCAP=False, GROUP=group, K_DIM=dim, V_DIM=dim, PAGE=64, M=tile.rows,
+                 K_WIDTH=dim, V_WIDTH=dim, N=tile.keys)
+    floats = dict.fromkeys(("q", "new_k", "new_v", "k", "v", "far", "out"), "*" + dtype)
+    known = {**pointers, **floats, "scale": "fp32", "softcap": "fp32"}
+    signature = {n: "constexpr" if n in fixed else known.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if n not in fixed and signature[n] != "fp32" and not n.startswith("far_lse_")}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
+    options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    single = re.findall(r"ld.global[^;]*b16|cp.async.ca[^;]*, 0x[24],", compiled.asm["ptx"])
+    print(arch, dim, dtype, compiled.metadata.shared, len(single))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_of_prompts_fits_into_small_gpus_and_loads_whole_rows() -> None:
+    """Compiled as for a GPU, which none is needed for: shared memory of Ada, and no load of a single value."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
+    source = Path(nibble.__file__).parent.parent
+    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 4
+    for arch, dim, dtype, shared, single in lines:
+        assert int(shared) <= 99 << 10 and single == "0", (arch, dim, dtype)
