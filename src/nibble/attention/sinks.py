@@ -79,6 +79,7 @@ def _after_sinks(far: AttentionBatch, sinks: int, page_size: int) -> AttentionBa
         seq_lens=seq_lens,
         seq_lens_B=(far.seq_lens_B - sinks).clamp(min=0),
         page_table_BN=far.page_table_BN[:, sinks // page_size :],
+        num_omitted=far.num_omitted + sinks,
     )
 
 

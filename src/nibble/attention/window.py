@@ -309,7 +309,7 @@ class WindowParts:
 
     @cached_property
     def near(self) -> NearBatch:
-        """Return the near part, for layers without a kernel that needs none (kernels/near)."""
+        """Return the near part, which all layers read but for prompts with a kernel of their own (kernels/near)."""
         exact = self._exact
         return near_batch(self._batch, exact.tokens, exact.pool.layout.page_size, exact.empty_page)
 

@@ -83,16 +83,14 @@ def plan_parts(config: Config, calibrate: Sequence[str] | None = None) -> Engine
         WeightError: the checkpoint is missing or broken.
         CapacityError: the memory does not suffice.
     """
-    engine_plan = plan_engine(config, calibrated=calibrate is not None)
-    require_runnable(engine_plan.plan)
-    require_served(engine_plan.model_spec.stored_weights)
+    engine_plan = _runnable(plan_engine(config, calibrated=calibrate is not None))
     # From here on weights are needed.
     had_weights = has_weights(local_folder(engine_plan.config.model))
     model = pinned(config, weights=True).model
     if not had_weights and config.kv_scales == AUTO and calibrate is None:
         download(model)
         # KV scales that it brings have a say in the transforms.
-        engine_plan = plan_engine(config)
+        engine_plan = _runnable(plan_engine(config))
     defaults = sampling_defaults(model, config.generation_config)
     tokenizer = tokenizer_of(model, config.chat_template, config.trust_remote_code)
     source = GIVEN_TEXTS if calibrate is not None else find_source(engine_plan, download)
@@ -135,6 +133,13 @@ def preflight(
     return params
 
 
+def _runnable(engine_plan: EnginePlan) -> EnginePlan:
+    """Return the plan; raise ConfigError where it cannot run, or its weights are not served."""
+    require_runnable(engine_plan.plan)
+    require_served(engine_plan.model_spec.stored_weights)
+    return engine_plan
+
+
 def build(
     config: Config, calibrate: Sequence[str] | None = None, *, poison: bool = False, test: bool = True
 ) -> tuple[Engine, EnginePlan]:
@@ -157,7 +162,7 @@ def build(
     parts, startup = plan_parts(config, calibrate), StartupReport()
     engine_plan = parts.plan
     startup.meaning = engine_plan.plan.meaning
-    startup.notes += filter(None, [engine_plan.warning, *engine_plan.defaults.notes])
+    startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
     model, scales = _load(parts, startup, meter)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

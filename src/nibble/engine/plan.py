@@ -235,7 +235,9 @@ def plan_memory(cache_plan: CachePlan) -> EnginePlan:
         engine_plan = _with_budget(cache_plan, spec)
         if spec.requires_window or not _lacks_snapshots(engine_plan, spec):
             return engine_plan
-        why = "the cache is too small for snapshots of prefixes, without which it would not be reused"
+        why = (
+            "its share of the cache holds no snapshot of a prefix, without which prefixes would not be reused"
+        )
     except CapacityError as error:
         if spec.requires_window or not window:
             raise _refused(cache_plan, spec, error) from None

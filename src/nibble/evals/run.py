@@ -256,7 +256,9 @@ class _Evaluation:
         # Otherwise no two questions have the same beginning.
         shared = bool(self.sizes.tasks) or self.sizes.recall_per_context > 1
         scales = self._scales_source(candidate)
-        config = replace(candidate.plan.config, kv_scales=scales, prefix_cache=shared)
+        # The window that was planned, as serving would have it: what fits may depend on the prefix cache.
+        window = candidate.plan.plan.window
+        config = replace(candidate.plan.config, kv_scales=scales, prefix_cache=shared, kv_window=window)
         llm = LLM(**asdict(config))
         # The first candidate is the yardstick, and its engine prepares what all schemes share.
         if not self.windows:

@@ -83,7 +83,7 @@ class AttentionBatch:
     exact_table_BN: Tensor | None = None
     """int32: the exact page of each page, where there is an exact window (attention/window.py)."""
     num_omitted: int = 0
-    """The newest tokens of each request that the batch leaves out, its new ones first: lengths are so much shorter."""
+    """Tokens of each request that the batch leaves out, the newest and maybe the first: lengths are so much shorter."""
 
     @classmethod
     def from_lens(

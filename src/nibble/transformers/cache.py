@@ -459,12 +459,12 @@ def _plan_cache(model: Any, options: dict[str, Any], *, calibrated: bool) -> Cac
     table = backends.available_backends()
     times = evidence.load_tuned(hardware, table) if config.tuned else evidence.NO_RANKINGS
     plan = resolve(config, model_spec, hardware, table, measured=times)
-    require_runnable(plan)
     cache_plan = CachePlan(config, hardware, model_spec, plan, times=times)
-    if calibrated:
-        return cache_plan
-    folder_of = download if _has_checkpoint(model) else _no_folder
-    return with_usable_transforms(cache_plan, folder_of, measures=_may_measure(model, config))
+    if not calibrated:
+        folder_of = download if _has_checkpoint(model) else _no_folder
+        cache_plan = with_usable_transforms(cache_plan, folder_of, measures=_may_measure(model, config))
+    require_runnable(cache_plan.plan)
+    return cache_plan
 
 
 def _config(model: Any, options: dict[str, Any]) -> Config:

@@ -115,6 +115,7 @@ def test_the_meaning_is_one_line() -> None:
 
 def test_a_window_that_no_backend_serves_is_left_out_unless_it_was_asked_for() -> None:
     made = plan(kv_format="nvfp4", deterministic=True)
+    assert any("no exact window" in note for note in made.default_notes)
     assert made.window == 0 and not any(group.near_routes for group in made.groups)
     (note,) = (note for note in made.notes if note.startswith("no exact window"))
     assert "log-sum-exp" in note

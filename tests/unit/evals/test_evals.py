@@ -18,7 +18,7 @@ from nibble import LLM
 from nibble.config import Config
 from nibble.engine.request import Delta
 from nibble.errors import ConfigError, NibbleError, ScaleError
-from nibble.evals import perplexity
+from nibble.evals import perplexity, run
 from nibble.evals import recall as ask
 from nibble.evals.perplexity import Agreement, Perplexity, Prediction, losses, windows
 from nibble.evals.recall import RecallCase
@@ -404,6 +404,26 @@ def test_a_shared_context_changes_no_answer(model: str, window: int) -> None:
     assert [output.text for output in outputs[True]] == [output.text for output in outputs[False]]
     assert sum(output.cached_tokens for output in outputs[True]) > 1000
     assert not any(output.cached_tokens for output in outputs[False])
+
+
+@pytest.mark.parametrize("kv_memory", ["1MiB", "16MiB"])
+def test_what_is_measured_is_what_is_planned(
+    model: str, kv_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines have no prefix cache here, with which a default window may not fit."""
+    windows: list[int] = []
+
+    def spy(**options: Any) -> LLM:
+        llm = LLM(**options)
+        windows.append(llm.plan.window)
+        return llm
+
+    monkeypatch.setattr(run, "LLM", spy)
+    found = evaluate(
+        Config(model=model, kv_memory=kv_memory, max_context=80), ["nvfp4"], replace(SMALL, recall_cases=0)
+    )
+    assert windows == [result.exact_window for result in found.results]
+    assert bool(windows[-1]) == (kv_memory == "16MiB")
 
 
 def test_skipped_tokens_are_not_scored(model: str) -> None:

@@ -165,6 +165,12 @@ def test_a_window_leaves_out_the_newest_tokens_and_no_shape_is_cut() -> None:
     assert shapes([(61, 32)], False, 3) == [(32, [(61, False), (32, False)])]
 
 
+def test_windows_almost_as_long_as_a_block_add_no_tiny_blocks() -> None:
+    assert attention._sizes((32, 16), 5) == (32, 27, 16, 11)
+    assert attention._sizes((64, 32, 16), 30) == (64, 34, 32, 16)
+    assert attention._sizes((32, 16), 40) == (32, 16)
+
+
 def test_few_tokens_go_together() -> None:
     assert shapes([(0, 9), (100, 5), (7, 17), (0, 15), (60, 32), (60, 2)], True) == [
         ((9, 5), (9, 105)),

@@ -109,7 +109,9 @@ class PlanRequest:
 
     def without_window(self, why: str = "") -> PlanRequest:
         """Return the same with no window where that is left to Nibble, and a note that says why."""
-        return replace(self, defaults=self.defaults.without_window(why))
+        return (
+            self if self.spec.requires_window else replace(self, defaults=self.defaults.without_window(why))
+        )
 
     @property
     def dtype(self) -> str:

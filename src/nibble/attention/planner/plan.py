@@ -129,6 +129,8 @@ class Plan:
     """First tokens that queries read in the compute dtype however far they are, in whole pages; 0 for none."""
     meaning: str = ""
     """What a 4-bit scheme gives here, in a line (defaults.py); empty for other schemes."""
+    default_notes: tuple[str, ...] = ()
+    """Those of `notes` that say why a 4-bit scheme gives less than it could."""
 
     @property
     def stores(self) -> tuple[CacheLayout, ...]:

@@ -214,7 +214,10 @@ def _resolve_as_it_is(request: PlanRequest) -> Plan:
     layout = support.layout(parts, request.model_spec, page, packing)
     tier, sinks = _tier(request.spec.offload, parts, layout), _sinks(request, groups, page)
     meaning = defaults.meaning(request.config, request.spec, parts, window, sinks, request.dtype)
-    return Plan(layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, sinks, meaning)
+    less = request.defaults.notes
+    return Plan(
+        layout, groups, request.model_spec.owner, request.dtype, notes, tier, window, sinks, meaning, less
+    )
 
 
 def _choices(request: PlanRequest, parts: Iterable[SchemeGroup]) -> Options:

@@ -74,9 +74,10 @@ def check(plan: Plan, exact: ExactMemory | None, room: int) -> None:
         room: Bytes of the cache.
     """
     if exact and exact.bytes >= room:
+        sinks = " or --kv-sinks" if plan.sinks else ""
         raise CapacityError(
             f"the exact window of {plan.window} tokens takes {format_bytes(exact.bytes)}, and the cache has "
-            f"{format_bytes(room)}; what would help: a smaller --kv-window, or a larger --kv-memory"
+            f"{format_bytes(room)}; what would help: a smaller --kv-window{sinks}, or a larger --kv-memory"
         )
 
 

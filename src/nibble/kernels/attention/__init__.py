@@ -234,8 +234,11 @@ def plan_blocks(batch: AttentionBatch, page_size: int, *, cudnn: bool) -> tuple[
 
 
 def _sizes(sizes: Sequence[int], num_omitted: int) -> tuple[int, ...]:
-    """Return sizes of tiles, descending: those given, and what is left of them without the tokens omitted."""
-    shorter = [size - num_omitted for size in sizes if num_omitted < size]
+    """Return sizes of tiles, descending: those given, and what is left of them without the tokens omitted.
+
+    Small ones are left out: a prompt would be cut into very many.
+    """
+    shorter = [size - num_omitted for size in sizes if 2 * (size - num_omitted) >= min(sizes)]
     return tuple(sorted({*sizes, *shorter}, reverse=True))
 
 

@@ -167,7 +167,10 @@ def prompt_tile(key_bytes: int, group: int) -> PromptTile:
     return PromptTile(rows, min(PROMPT_KEYS, fitting), 8 if rows >= 128 else 4, 1 if is_long else 2)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "far_lse_stride_H", "far_lse_stride_T"],
+    do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens", "sinks", "far_lse"],
+)
 def near_prompt_kernel(
     q, new_k, new_v, k, v, table, cu_seqlens_q, seq_lens, sinks, k_mean, far, far_lse, out, scale, softcap,
     q_stride_T, q_stride_H, new_k_stride_T, new_k_stride_H, new_v_stride_T, new_v_stride_H,
@@ -287,7 +290,7 @@ def _readable(x_THD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 # ---- the mean of far keys --------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "lse_stride_H", "lse_stride_T"])
 def shift_kernel(
     q, mean, lse, out, rows, scale, q_stride_T, q_stride_H, lse_stride_H, lse_stride_T,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
