@@ -171,7 +171,9 @@ def test_the_log_sum_exp_agrees_with_its_reference(case: Case) -> None:
     values_THD = triton_attention.paged_attention(
         *given, shape=case.shape, concurrency=case.concurrency, lse_TH=lse_TH
     )
-    assert values_THD.dtype == torch.float32
+    # Of prompts values are rounded to the query's dtype.
+    assert values_THD.dtype == (torch.float32 if given[3].phase.decodes else case.dtype)
+    values_THD = values_THD.float()
     tolerance = 1e-5 if case.dtype == torch.float32 else 2e-3
     torch.testing.assert_close(values_THD, expected.values_THD, rtol=0, atol=tolerance)
     torch.testing.assert_close(lse_TH.T, expected.lse_HT, rtol=0, atol=tolerance)
