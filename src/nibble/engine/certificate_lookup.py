@@ -55,7 +55,9 @@ SPEC_ELSEWHERE = frozenset(
     }
 )  # fmt: skip
 """Fields of CacheSpec that other items of a subject stand for, or that change no distribution. All others count."""
-PLAN_ELSEWHERE = frozenset({"layout", "groups", "owner", "dtype", "notes", "tier", "meaning", "sinks"})
+PLAN_ELSEWHERE = frozenset(
+    {"layout", "groups", "owner", "dtype", "notes", "default_notes", "tier", "meaning", "sinks"}
+)
 """The same of Plan. Sinks count as an option of Config: who asks for none has the certificates of before."""
 UNSAID = frozenset(
     {
