@@ -46,6 +46,8 @@ from nibble.model_spec import INDEX, LATENT, Phase
 
 FIRST_STEP = 24
 """Tokens of the step that compiles: as many as a usual step decodes, so that code is tuned for these."""
+CHUNKS = (1, 3, 5, 17, 80)
+"""New tokens of steps that compile kernels for short prompts: of few rows for any number of heads, of some, of many."""
 TOP_K = 40
 """Tokens that a query of sparse attention looks at here: every second one, from its own backwards, or fewer of them so
 that they reach twice as far as an exact window."""
@@ -97,6 +99,8 @@ def warm_up(
             _run_prompts(runner, (min(FIRST_STEP, max_tokens),))
         with startup.part("graphs"):
             _record(runner, config, budget, startup)
+        with startup.part("short prompts"):
+            _run_chunks(runner, min(budget.step_tokens, max_tokens))
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
@@ -127,6 +131,23 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     chunks = (ScheduledRequest.next_chunk(request, len(request.token_ids)) for request in requests)
     runner.forward(Batch.from_scheduled(chunks))
     for request in requests:
+        manager.release(request.lease)
+
+
+def _run_chunks(runner: ModelRunner, max_tokens: int) -> None:
+    """Run a few new tokens after few and after many, so that no request waits for what such steps compile."""
+    manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
+    most = min(max_tokens, runner.pool.pages * runner.plan.page_size)
+    for first in (FIRST_STEP, most - sum(CHUNKS)):
+        counts = [first, *CHUNKS]
+        request = Request("warm", [0] * sum(counts))
+        if first <= 0 or request.num_tokens > most:
+            continue
+        request.lease = manager.open(request.token_ids, "")
+        manager.reserve(request.lease, request.num_tokens)
+        for count in counts:
+            request.in_flight = ScheduledRequest.next_chunk(request, count)
+            runner.forward(Batch.from_scheduled([request.in_flight]))
         manager.release(request.lease)
 
 

@@ -125,7 +125,6 @@ def partial_prefill_attention(
     parts = [_partial_block(q_THD[block.rows], k, v, block.plan, params) for block in blocks]
     if len(parts) == 1:
         return parts[0]
-    # Those of one tile are in the query's dtype, merged ones in float32.
     values_THD = torch.cat([part.values_THD for part in parts])
     return PartialAttention(values_THD, torch.cat([part.lse_HT for part in parts], 1))
 
@@ -135,7 +134,7 @@ def _block(
 ) -> Tensor:
     if isinstance(plan, AttentionBatch):
         return _short(q_THD, k, v, plan, params)
-    return _tiles(q_THD, k, v, plan, params.scale, q_THD.dtype).values_THD
+    return _tiles(q_THD, k, v, plan, params.scale).values_THD
 
 
 def _partial_block(
@@ -143,17 +142,15 @@ def _partial_block(
 ) -> PartialAttention:
     if isinstance(plan, AttentionBatch):
         return _partial_short(q_THD, k, v, plan, params)
-    return _tiles(q_THD, k, v, plan, params.scale, torch.float32)
+    return _tiles(q_THD, k, v, plan, params.scale)
 
 
-def _tiles(
-    q_THD: Tensor, k: Paged, v: Paged, tiles: tuple[KeyTile, ...], scale: float, dtype: torch.dtype
-) -> PartialAttention:
-    """Return attention over all tiles. dtype: of merged values; those of one tile have the query's."""
+def _tiles(q_THD: Tensor, k: Paged, v: Paged, tiles: tuple[KeyTile, ...], scale: float) -> PartialAttention:
+    """Return attention over all tiles; values are in the query's dtype."""
     total = _tile(q_THD, k, v, tiles[0], scale)
     for tile in tiles[1:]:
         # Merged parts stay in float32, and only the last merge rounds.
-        rounded = dtype if tile is tiles[-1] else torch.float32
+        rounded = q_THD.dtype if tile is tiles[-1] else torch.float32
         total = merge_lse(total, _tile(q_THD, k, v, tile, scale), rounded)
     return total
 

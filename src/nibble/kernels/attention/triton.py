@@ -387,7 +387,7 @@ def paged_attention(
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
         requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
         group, dim, v.dim, params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
-        shape.join, shape.rows, shape.keys, flash.padded_requests(requests), flash.SHARE_SIZES, 0,
+        shape.join, shape.rows, shape.keys, flash.padded_requests(requests) if split else 1, flash.SHARE_SIZES, 0,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import MMA_ROWS, cdiv, next_power_of_2
+from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
@@ -25,8 +25,11 @@ KEYS, KEY_BYTES = 64, 512
 """Keys of a tile, where a key has at most so many bytes; fewer of longer ones, to fit into the smallest GPUs."""
 SHIFT_VALUES = 4096
 """Values of a tile of without_mean."""
-PROMPT_ROWS, PROMPT_KEYS, PROMPT_BYTES = 128, 64, 256
-"""Rows and keys of a tile of prompts, where a key has at most so many bytes."""
+MANY_PROGRAMS = 4
+"""Programs of a processor from which they hide each other's waiting: then each is small."""
+PROMPT_ROWS, PROMPT_KEYS, PROMPT_BYTES = 64, 16, 512
+"""Rows and keys of a tile of prompts, where a key has at most so many bytes. Few keys, as most tiles begin or end
+within one."""
 
 
 @triton.jit
@@ -128,16 +131,30 @@ def near_attention(
     lse_TH = torch.empty(requests, heads, dtype=torch.float32, device=q_THD.device)
     group, table_BN = heads // k.heads, batch.page_table_BN
     longest = next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize
-    keys = max(MMA_ROWS, min(KEYS, KEYS * KEY_BYTES // longest))
+    keys, warps, stages = decode_tile(longest, requests * k.heads, gpu_of(q_THD.device))
     near_kernel[requests, k.heads](
         q_THD, k_plane, v_plane, table_BN, batch.seq_lens_B, params.sinks_H, k_mean_HD, values_THD, lse_TH,
         params.scale, params.softcap or 0.0,
         *q_THD.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3], table_BN.stride(0), lse_TH.stride(0),
         WINDOW=params.window, SOFTCAP=bool(params.softcap), GROUP=group, K_DIM=k.dim, V_DIM=v.dim, PAGE=k.page_size,
         M=max(MMA_ROWS, next_power_of_2(group)), K_WIDTH=next_power_of_2(k.dim), V_WIDTH=next_power_of_2(v.dim),
-        N=keys,
+        N=keys, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return PartialAttention(values_THD, lse_TH.T)
+
+
+def decode_tile(key_bytes: int, programs: int, gpu: GPU) -> tuple[int, int, int]:
+    """Choose the keys, warps and stages of decode steps.
+
+    Args:
+        key_bytes: Of the longer of a key and a value, padded.
+        programs: How many there are.
+        gpu: Sizes of the GPU.
+    """
+    keys = max(MMA_ROWS, min(KEYS, KEYS * KEY_BYTES // key_bytes))
+    if key_bytes <= KEY_BYTES // 2 and programs >= MANY_PROGRAMS * gpu.processors:
+        return keys // 2, 1, 3
+    return keys, 4, 1
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -161,10 +178,9 @@ def prompt_tile(key_bytes: int, group: int) -> PromptTile:
         group: Query heads of a KV head.
     """
     # Longer keys have smaller tiles, to fit into the smallest GPUs.
-    fitting = max(MMA_ROWS, PROMPT_ROWS * PROMPT_BYTES // max(key_bytes, PROMPT_BYTES))
-    rows = max(fitting, next_power_of_2(group))
     is_long = key_bytes > PROMPT_BYTES
-    return PromptTile(rows, min(PROMPT_KEYS, fitting), 8 if rows >= 128 else 4, 1 if is_long else 2)
+    rows = max(MMA_ROWS, PROMPT_ROWS * PROMPT_BYTES // key_bytes) if is_long else PROMPT_ROWS
+    return PromptTile(max(rows, next_power_of_2(group)), PROMPT_KEYS, 4, 1 if is_long else 3)
 
 
 @triton.jit(
@@ -179,16 +195,16 @@ def near_prompt_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     PAGE: tl.constexpr, M: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Attend over near tokens of a tile of queries, and merge far ones. Grid: tiles of queries, KV heads, requests.
+    """Attend over near tokens of a tile of queries, and merge far ones. Grid: KV heads, tiles of queries, requests.
 
     Tokens before the request's first query are read from exact pages, and others as the model gave them.
     """
     # --- which queries
-    kv_head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    kv_head, request = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     TOKENS: tl.constexpr = M // GROUP
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
-    first = tl.program_id(0) * TOKENS
+    first = tl.program_id(1) * TOKENS
     if first >= count:
         return
     past = tl.load(seq_lens + request) - count
@@ -199,26 +215,25 @@ def near_prompt_kernel(
     k_D, v_D = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
     q_at = q + (at_M * q_stride_T + head_M * q_stride_H)[:, None] + k_D[None, :]
     q_MD = tl.load(q_at, mask=live_M[:, None] & (k_D < K_DIM)[None, :], other=0.0)
-    # --- softmax over near tokens, tile by tile
+    # --- softmax over near tokens, tile by tile: those in pages, then new ones
     state = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, V_WIDTH], tl.float32)
-    stop = past + tl.minimum(first + TOKENS, count)
+    start, stop = tl.maximum(past + first - WINDOW + 1, 0), past + tl.minimum(first + TOKENS, count)
     new_k, new_v = new_k + kv_head * new_k_stride_H, new_v + kv_head * new_v_stride_H
     k, v = k + kv_head * k_stride_H, v + kv_head * v_stride_H
-    for start in range(tl.maximum(past + first - WINDOW + 1, 0), stop, N):
-        key_N = start + tl.arange(0, N)
-        keep_N, is_new_N = key_N < stop, key_N >= past
-        # Two loads, as addresses that are chosen one by one are not known to be aligned.
+    for at in tl.range(start, past, N, num_stages=1):  # few tiles have any
+        key_N = at + tl.arange(0, N)
+        keep_N = key_N < past
+        page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=keep_N, other=0).to(tl.int64)
+        slot_N = key_N % PAGE
+        k_ND = _load_tile(k, page_N * k_stride_P + slot_N * k_stride_S, keep_N, K_DIM, K_WIDTH)
+        v_ND = _load_tile(v, page_N * v_stride_P + slot_N * v_stride_S, keep_N, V_DIM, V_WIDTH)
+        visible_MN = (position_M[:, None] - key_N[None, :] < WINDOW) & keep_N[None, :]
+        state = _attend_tile(state, q_MD, k_ND, v_ND, visible_MN, scale, softcap, SOFTCAP)
+    for at in range(tl.maximum(start, past), stop, N):
+        key_N = at + tl.arange(0, N)
         new_N = (begin + key_N - past).to(tl.int64)
-        k_ND = _load_tile(new_k, new_N * new_k_stride_T, keep_N & is_new_N, K_DIM, K_WIDTH)
-        v_ND = _load_tile(new_v, new_N * new_v_stride_T, keep_N & is_new_N, V_DIM, V_WIDTH)
-        if start < past:
-            page_N = tl.load(table + request * table_stride + key_N // PAGE, mask=key_N < past, other=0).to(
-                tl.int64
-            )
-            slot_N, is_old_N1 = key_N % PAGE, (key_N < past)[:, None]
-            old_k_ND = _load_tile(k, page_N * k_stride_P + slot_N * k_stride_S, key_N < past, K_DIM, K_WIDTH)
-            old_v_ND = _load_tile(v, page_N * v_stride_P + slot_N * v_stride_S, key_N < past, V_DIM, V_WIDTH)
-            k_ND, v_ND = tl.where(is_old_N1, old_k_ND, k_ND), tl.where(is_old_N1, old_v_ND, v_ND)
+        k_ND = _load_tile(new_k, new_N * new_k_stride_T, key_N < stop, K_DIM, K_WIDTH)
+        v_ND = _load_tile(new_v, new_N * new_v_stride_T, key_N < stop, V_DIM, V_WIDTH)
         distance_MN = position_M[:, None] - key_N[None, :]
         visible_MN = (distance_MN >= 0) & (distance_MN < WINDOW)
         state = _attend_tile(state, q_MD, k_ND, v_ND, visible_MN, scale, softcap, SOFTCAP)
@@ -268,7 +283,7 @@ def near_prompt_attention(
     values, lse_HT = (None, None) if far is None else (_readable(far.values_THD), far.lse_HT)
     group = heads // k.heads
     tile = tile or prompt_tile(next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize, group)
-    grid = cdiv(max(batch.query_lens), tile.rows // group), k.heads, len(batch.query_lens)
+    grid = k.heads, cdiv(max(batch.query_lens), tile.rows // group), len(batch.query_lens)
     near_prompt_kernel[grid](
         q_THD, new_k, new_v, k_plane, v_plane, table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B, params.sinks_H,
         k_mean_HD, values, lse_HT, out_THD, params.scale, params.softcap or 0.0,

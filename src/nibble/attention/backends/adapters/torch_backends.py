@@ -47,10 +47,11 @@ BATCHED = 8
 """Requests with up to so many new tokens are computed together; longer prompts one by one."""
 
 
-def _pad_rows(rows: int) -> int:
-    """Return the rows of a matrix product that holds `rows`."""
+def _pad_rows(rows: int, dim: int) -> int:
+    """Return the rows of a matrix product that holds `rows`, of sums over `dim` values."""
     # With fewer, the sum of a row may be added in another order, and would depend on the batch.
-    return rows if rows >= 8 else 4 if rows <= 4 else 8
+    least = 16 if dim > 160 else 8 if dim > 64 or rows > 4 else 4
+    return max(rows, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,10 @@ class TorchRef(AttentionBackend):
     """The adapter of the definition. Its state: where the queries of a batch may look."""
 
     def kind(self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams) -> Hashable:
-        """Return query heads of a KV head, values of a stream, window, and whether the attention is dense."""
+        """Return query heads of a KV head, sizes of keys and values, window, and whether the attention is dense."""
         keys = view.keys.stream
-        return q_THD.shape[1] // keys.heads, keys.values, params.window, params.topk_slots_TK is None
+        is_dense = params.topk_slots_TK is None
+        return q_THD.shape[1] // keys.heads, keys.dim, keys.values, params.window, is_dense
 
     def prepare(
         self, q_THD: Tensor, view: KVView, batch: AttentionBatch, params: AttentionParams
@@ -134,7 +136,8 @@ def _rectangles(
             stop = min(start + step, n)
             lens = tuple(length - n + stop for length in seq_lens)
             rows = slice(row + start, row + start + (stop - start) * len(lens))
-            spans = tuple(_spans(lens, stop - start, group, values, window, q_THD.device))
+            padded = _pad_rows((stop - start) * group, q_THD.shape[2])
+            spans = tuple(_spans(lens, stop - start, group, padded, values, window, q_THD.device))
             yield _Rectangle(rows, stop - start, slice(first, last), spans)
         row += n * len(seq_lens)
 
@@ -149,12 +152,20 @@ def _equal_runs(lens: tuple[int, ...], size: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(
-    lens: tuple[int, ...], n: int, group: int, values: int, window: int | None, device: torch.device
+    lens: tuple[int, ...],
+    n: int,
+    group: int,
+    padded: int,
+    values: int,
+    window: int | None,
+    device: torch.device,
 ) -> Iterator[_Span]:
-    """Yield key ranges that start on a tile and cover all that the last n tokens of requests of `lens` tokens see."""
+    """Yield key ranges that start on a tile and cover all that the last n tokens of requests of `lens` tokens see.
+
+    Each has `group` rows, and all of them are padded.
+    """
     positions_Bn = torch.tensor(lens, device=device)[:, None] + torch.arange(-n, 0, device=device)
-    rows = n * group
-    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, _pad_rows(rows) - rows))
+    positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, padded - n * group))
     positions_BR = positions_BR[:, None, :, None]
     # Down to a tile's start: tiles lie at the same keys in every batch.
     first = 0 if window is None else max(0, min(lens) - n - window + 1) // TILE * TILE
@@ -179,7 +190,8 @@ def _attend_rectangle(
 ) -> PartialAttention:
     """Attend over one rectangle -> float32 values [B * n, H, Dv]."""
     B, n, H, G = len(page_table_BN), rect.n, q_THD.shape[1], view.keys.stream.heads
-    rows, padding = n * H // G, _pad_rows(n * H // G) - n * H // G
+    rows = n * H // G
+    padding = _pad_rows(rows, q_THD.shape[2]) - rows
     q_BnGHD = q_THD[rect.rows].float().view(B, n, G, H // G, -1)
     q_BGRD = F.pad(q_BnGHD.transpose(1, 2).flatten(2, 3) * params.scale, (0, 0, 0, padding))
     tiles = [_tiles(q_BGRD, view, page_table_BN, params, span) for span in rect.spans]
