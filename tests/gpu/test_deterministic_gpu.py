@@ -107,11 +107,11 @@ def test_rows_of_experts() -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "fp8_e4m3"])
 def test_rows_of_attention(name: str, dim: int) -> None:
-    """Every tile, and splits that one program has or many share."""
+    """Both tiles, and splits that one program has or many share."""
     from nibble import formats
     from nibble.kernels import gpu_of
     from nibble.kernels.attention import naive
-    from nibble.kernels.attention.fixed import fixed_attention, fixed_tiles
+    from nibble.kernels.attention.triton import fixed_attention, fixed_shape_of
     from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
     from nibble.model_spec import Phase
 
@@ -134,7 +134,7 @@ def test_rows_of_attention(name: str, dim: int) -> None:
         batch = AttentionBatch.from_lens(Phase.EXTEND, 0, (64,), (length,), table)
         expected = naive.paged_attention(q[-64:].float(), k, v, batch, params)
         assert (whole[-64:].float() - expected).abs().max() < 0.03
-        shapes = fixed_tiles(group, k, v, q.dtype, gpu_of(q.device))
+        shapes = [fixed_shape_of(many, group, k, v, q.dtype, gpu_of(q.device)) for many in (False, True)]
         for shape, spread in itertools.product(shapes, (False, True)):
             found = attend(length, 100, shape=shape, spread=spread)
             assert torch.equal(found, whole[-100:]), f"{shape}, shared {spread}, window {window}"

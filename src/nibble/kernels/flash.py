@@ -239,8 +239,8 @@ def fixed_splits(past, first, last, SIZE: tl.constexpr, WINDOW: tl.constexpr, N:
 
 
 @triton.jit
-def merge_states(a, b, AXIS: tl.constexpr = 1):
-    """Merge two softmaxes, b's keys behind a's: peaks [M], totals [M], parts of sums [M, W], or [W, M] if AXIS is 0.
+def merge_states(a, b):
+    """Merge two softmaxes, b's keys behind a's: peaks [M], totals [M], and parts of sums [M, W].
 
     A softmax over no keys changes nothing, bit for bit. Products and sums are fused as they stand here, whatever the
     kernel, so that programs that share keys come to what a single one does.
@@ -251,8 +251,8 @@ def merge_states(a, b, AXIS: tl.constexpr = 1):
     a_M, b_M = tl.exp2(peak_M - top_M), tl.exp2(b_peak_M - top_M)
     merged = ()
     for j in tl.static_range(len(sums)):
-        scale = tl.broadcast_to(tl.expand_dims(b_M, AXIS), b_sums[j].shape)
-        merged += (tl.fma(b_sums[j], scale, sums[j] * tl.expand_dims(a_M, AXIS)),)  # type: ignore[assignment]
+        scale = tl.broadcast_to(b_M[:, None], b_sums[j].shape)
+        merged += (tl.fma(b_sums[j], scale, sums[j] * a_M[:, None]),)  # type: ignore[assignment]
     return top_M, tl.fma(b_total_M, b_M, total_M * a_M), merged
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from nibble import formats
 from nibble.formats.base import raw
 from nibble.kernels.attention import naive
-from nibble.kernels.attention.fixed import FixedTile, fixed_attention
+from nibble.kernels.attention.triton import TileShape, fixed_attention
 from nibble.kernels.mla import naive as naive_mla
 from nibble.kernels.mla.fixed import fixed_mla_attention
 from nibble.kernels.mla.triton import LatentTile
@@ -33,7 +33,7 @@ pytestmark = [
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, SPLIT, LENGTH, HEADS, GROUP, DIM = 16, 32, 50, 2, 2, 32
-FEW = FixedTile(rows=8, keys=16, warps=4, stages=1)
+FEW = TileShape(rows=16, keys=16, join=True, warps=4, stages=1, programs=1)
 MANY = replace(FEW, rows=32)
 LATENT = LatentTile(rows=16, latents=16, warps=4, stages=1, programs=1)
 

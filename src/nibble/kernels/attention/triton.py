@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
+from nibble.kernels import FIXED_SPLIT, GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import DECODERS, tiles
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
@@ -30,6 +30,8 @@ MANY_ROWS = 65
 """Rows from which it makes no difference how many there are."""
 MERGE_VALUES = 2048
 """Values of a tile of merge_lse."""
+FIXED_ROWS = 64
+"""Rows of the smaller tile over fixed splits: those of a warp group's instruction on Hopper."""
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -155,11 +157,13 @@ def attention_kernel(
     q, out, out_lse, parts, lse, plan, k, v, table, cu_seqlens_q, seq_lens, sinks, scale, softcap, requests,
     concurrency, table_stride, q_stride_T, q_stride_H, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, K: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a tile of queries over a split of a request's keys.
 
-    Grid: tiles of a request's queries, KV heads, and requests; if SPLIT, requests + K / 2 * concurrency.
+    Grid: tiles of a request's queries, KV heads, and requests; if SPLIT, requests + K / 2 * concurrency. FIXED: keys of
+    a split, where splits are the same in every batch; a program has one if SPLIT, and merges all of them else. Then
+    concurrency is the number of query tokens, lse the statistics of parts, and the grid has requests x splits.
     """
     # --- which request, queries and keys
     TOKENS: tl.constexpr = M // GROUP
@@ -167,11 +171,11 @@ def attention_kernel(
     tile, head, program = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     max_keys = WINDOW + TOKENS if WINDOW else 1 << 30
     request, split, splits = flash.take_split(
-        program, seq_lens, requests, concurrency, max_keys, SPLIT, 0, R, K
+        program, seq_lens, requests, concurrency, max_keys, SPLIT, FIXED, R, K
     )
     if SPLIT and request >= requests:
         return
-    flash.store_plan(plan, program, request, split, splits, SPLIT, 0)
+    flash.store_plan(plan, program, request, split, splits, SPLIT, FIXED)
     begin = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - begin
     first = tile * TOKENS
@@ -179,6 +183,13 @@ def attention_kernel(
         return
     past = tl.load(seq_lens + request) - count
     last = tl.minimum(first + TOKENS, count) - 1
+    low, high = 0, 0
+    if FIXED:
+        low, high = flash.fixed_splits(past, first, last, FIXED, WINDOW, N)
+        if SPLIT:
+            if (split < low) | (split >= high):
+                return
+            low, high = split, split + 1
     row_M = tl.arange(0, M)
     token_M, query_head_M = first + row_M // GROUP, head * GROUP + row_M % GROUP
     live_M = (row_M < TOKENS * GROUP) & (token_M < count)
@@ -190,14 +201,30 @@ def attention_kernel(
     K_WIDTH: tl.constexpr = k.items.WIDTH * k.PARTS // K_PARTS
     V_WIDTH: tl.constexpr = v.items.WIDTH * v.PARTS // V_PARTS
     queries = flash.load_queries(q, offset_M, live_M, K_PARTS, K_WIDTH, K_DIM, k.DTYPE)
-    state = _init_state(sinks, query_head_M, live_M, split, V_PARTS, V_WIDTH, SINKS, JOIN, M, N)
+    # What programs with fixed splits leave is merged with the sink in the end.
+    state = _init_state(
+        sinks, query_head_M, live_M, split, V_PARTS, V_WIDTH, SINKS and not (FIXED and SPLIT), JOIN, M, N
+    )
 
     # --- accumulate
-    bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
+    if not FIXED:
+        bounds = flash.split_bounds(past, first, last, split, splits, WINDOW, N)
     table += request.to(tl.int64) * table_stride
     unit = scale * tiles.global_scale(k, head)
-    state = _attend(state, queries, k, v, table, head, past + token_M, bounds, unit, softcap, WINDOW, SOFTCAP,
-                    JOIN, N)  # fmt: skip
+    if FIXED:
+        for part in range(low, high):
+            bounds = flash.fixed_bounds(past, first, last, part, FIXED, WINDOW, N)
+            fresh = _init_state(sinks, query_head_M, live_M, 0, V_PARTS, V_WIDTH, False, JOIN, M, N)
+            fresh = _attend(fresh, queries, k, v, table, head, past + token_M, bounds, unit, softcap, WINDOW, SOFTCAP,
+                            JOIN, N)  # fmt: skip
+            state = flash.merge_states(state, fresh)
+        if SPLIT:
+            flash.store_part(parts, lse, state, tiles.global_scale(v, head), split, begin + token_M, query_head_M,
+                             live_M, concurrency, tl.num_programs(1) * GROUP, V_DIM)  # fmt: skip
+            return
+    else:
+        state = _attend(state, queries, k, v, table, head, past + token_M, bounds, unit, softcap, WINDOW, SOFTCAP,
+                        JOIN, N)  # fmt: skip
 
     # --- store
     peak_M, total, sums = state
@@ -206,7 +233,7 @@ def attention_kernel(
     total_M = tl.where(empty_M, 1.0, total_M)
     factor_M = tiles.global_scale(v, head) / total_M
     flash.store_tile(out, out_lse, parts, lse, peak_M, total_M, empty_M, sums, factor_M, begin + token_M, query_head_M,
-               live_M, program, tile, head, splits, GROUP, V_DIM, SPLIT, M)  # fmt: skip
+               live_M, program, tile, head, splits, GROUP, V_DIM, SPLIT and not FIXED, M)  # fmt: skip
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -360,7 +387,7 @@ def paged_attention(
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
         requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
         group, dim, v.dim, params.window or 0, params.softcap is not None, params.sinks_H is not None, split,
-        shape.join, shape.rows, shape.keys, flash.padded_requests(requests) if split else 1, flash.SHARE_SIZES,
+        shape.join, shape.rows, shape.keys, flash.padded_requests(requests) if split else 1, flash.SHARE_SIZES, 0,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if split:
@@ -391,6 +418,84 @@ def partial_attention(
     """
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
     return PartialAttention(paged_attention(q_THD, k, v, batch, params, max_seq_len, lse_TH=lse_TH), lse_TH.T)
+
+
+def fixed_shape_of(
+    many: bool, group: int, k: Paged, v: Paged, query: torch.dtype, gpu: GPU
+) -> TileShape:  # fmt: skip
+    """Choose the tile of attention over fixed splits: of one arithmetic, whatever the number of queries.
+
+    Tiles of keys are as large for many queries as for few, and each warp has 16 rows of queries, so that Hopper's wgmma
+    computes both and a row's sums are shared by the same threads.
+
+    Args:
+        many: Whether there are more rows than a small tile has.
+        group: Query heads of a KV head.
+        k: Pages of the keys.
+        v: Pages of the values.
+        query: The query's dtype.
+        gpu: Sizes of the GPU.
+    """
+    return _fixed_shape(many, next_power_of_2(group), stored_tokens(k, v), query.itemsize, gpu)
+
+
+@functools.cache
+def _fixed_shape(many: bool, group: int, kv: StoredTokens, item: int, gpu: GPU) -> TileShape:
+    few = [
+        TileShape(max(FIXED_ROWS, group), keys, True, 4, stages, 1)
+        for keys in (64, 32, 16)
+        for stages in (3, 2, 1)
+    ]
+    small = next(shape for shape in few if memory_of(shape, kv, item, gpu) <= gpu.memory)
+    large = [replace(small, rows=2 * small.rows, warps=8, stages=stages) for stages in (3, 2, 1)]
+    fitting = (shape for shape in large if memory_of(shape, kv, item, gpu) <= gpu.memory)
+    return next(fitting, small) if many and small.rows == FIXED_ROWS else small
+
+
+def fixed_attention(
+    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams, *,
+    shape: TileShape | None = None, size: int = FIXED_SPLIT, spread: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Return attention as naive.py defines it, in which a row depends on nothing but its query and the keys it sees.
+
+    Splits of keys begin at multiples of `size`, each has a softmax of its own over tiles at fixed keys, and they are
+    merged in their order: by one program, or by a second launch where programs share them, with the same bits.
+
+    Args:
+        q_THD: Queries, request after request.
+        k: Pages of the keys.
+        v: Pages of the values.
+        batch: The pages and lengths of requests.
+        params: Scale, window, capping and sinks.
+        shape: Another tile than the fastest.
+        size: Keys of a split.
+        spread: Whether programs share the splits; by the number of queries if left out.
+
+    Returns:
+        [T, H, D] in the query's dtype.
+    """
+    (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
+    group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
+    shape = shape or fixed_shape_of(max_query_len * group > FIXED_ROWS, group, k, v, q_THD.dtype, gpu)
+    num_tiles, splits = cdiv(max_query_len, shape.rows // group), cdiv(max(batch.seq_lens), size)
+    out = q_THD.new_empty(tokens, heads, v.dim)
+    spread, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, spread)
+    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    sinks, has_sinks = q_THD if params.sinks_H is None else params.sinks_H, params.sinks_H is not None
+    window = params.window or 0
+    attention_kernel[(num_tiles, k.heads, requests * splits if spread else requests)](
+        q_THD, out, None, parts, stats, out, _tiles(k, q_THD.dtype, True), _tiles(v, q_THD.dtype, True),
+        batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B, sinks, params.scale, params.softcap or 0.0,
+        requests, tokens, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
+        group, dim, v.dim, window, params.softcap is not None, has_sinks, spread,
+        True, shape.rows, shape.keys, 1, 1, size, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if spread:
+        flash.combine_fixed_kernel[(max_query_len, heads, requests)](
+            out, parts, stats, batch.cu_seqlens_q_B1, batch.seq_lens_B, sinks, tokens, heads, shape.rows // group,
+            v.dim, next_power_of_2(v.dim), size, window, has_sinks, shape.keys, num_warps=1,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])

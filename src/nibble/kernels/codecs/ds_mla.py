@@ -106,7 +106,7 @@ CODECS = {
     ),
     "nvfp4_ds_mla": base.Codec(
         row=base.RowEncoder(nvfp4.ENCODERS, 16, rope_apart=True),
-        latent=base.LatentDecoder(nvfp4.DECODER, rope_apart=True),
+        latent=base.LatentDecoder(nvfp4.LATENT_DECODER, rope_apart=True),
         cuda_latent=_cuda_fp4(warpgroups=2, depth=2),
     ),
     "index_fp8": base.Codec(

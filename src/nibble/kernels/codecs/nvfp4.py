@@ -5,10 +5,11 @@ Shape suffixes: R rows, D values of a row, B blocks of a row, S values of a bloc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 from nibble.formats import nvfp4 as definition
 from nibble.kernels.codecs import small_floats as floats
@@ -110,18 +111,21 @@ def encode_4over6(x_RD, scale_R1):
 
 
 @triton.jit
+def decode(items, scale, DTYPE: tl.constexpr):
+    """Decode words of four E2M1 values, times their block scales."""
+    return floats.unpack_e2m1(items, scale, False)
+
+
+@triton.jit
 def e4m3_scale(codes, DTYPE: tl.constexpr):
     """Decode block scales, times what leaves 2^-7 of unpack_e2m1's factor, in every dtype."""
-    if floats.HAS_PTX and tl.float16 == DTYPE and cuda_capability_geq(8, 9):  # which convert FP8
-        scale = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * 2.0**7
+    scale = floats.e4m3_to_fp16(codes.to(tl.int16)).to(tl.float32)
+    if tl.float16 == DTYPE:
+        scale *= 2.0**15
+    elif tl.bfloat16 == DTYPE:
+        scale *= 2.0**127
     else:
-        scale = floats.e4m3_to_fp16(codes.to(tl.int16)).to(tl.float32)
-        if tl.float16 == DTYPE:
-            scale *= 2.0**15
-        elif tl.bfloat16 == DTYPE:
-            scale *= 2.0**127
-        else:
-            scale *= 2.0
+        scale *= 2.0
     return scale.to(DTYPE)
 
 
@@ -136,7 +140,7 @@ UNPACK_8 = tl.constexpr(
 
 
 @triton.jit
-def decode(items, scale, DTYPE: tl.constexpr):
+def decode_latent(items, scale, DTYPE: tl.constexpr):
     """Decode words of four E2M1 values, times their block scales: in float16 all four parts at once."""
     if floats.HAS_PTX and tl.float16 == DTYPE:
         # The dtypes stand in the call, because Triton 3.9 does not see the tuple in a constexpr.
@@ -154,6 +158,7 @@ def decode(items, scale, DTYPE: tl.constexpr):
 
 
 DECODER = Decoder(decode, e4m3_scale, parts=4, block=16, fold=128.0, half=torch.float16)
+LATENT_DECODER = replace(DECODER, decode=decode_latent)
 
 ENCODERS = {"amax": encode_amax, "sweep": encode_sweep, "4over6": encode_4over6}
 
@@ -162,7 +167,7 @@ CODECS = {
         ENCODERS,
         DECODER,
         RowEncoder(ENCODERS, 16),
-        LatentDecoder(DECODER),
+        LatentDecoder(LATENT_DECODER),
         cuda=CudaFormat("NVFP4", 4, 16),
     )
 }

@@ -380,12 +380,12 @@ def decode_tile(tiles, items, scales, AXIS: tl.constexpr):
     """Decode words and their block scales -> a tuple of PARTS tiles of values, but for the global scale."""
     wide = scales
     if tiles.EACH:
-        wide = spread(scales, items.shape, AXIS)
+        wide = _spread(scales, items.shape, AXIS)
     return tiles.DECODE(items, wide, tiles.DTYPE)
 
 
 @triton.jit
-def spread(scales, LIKE: tl.constexpr, AXIS: tl.constexpr):
+def _spread(scales, LIKE: tl.constexpr, AXIS: tl.constexpr):
     """Repeat block scales along AXIS for the words that share them -> a tile of shape LIKE."""
     EACH: tl.constexpr = LIKE[AXIS] // scales.shape[AXIS]
     if AXIS == 0:

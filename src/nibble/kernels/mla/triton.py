@@ -111,9 +111,7 @@ def mla_kernel(
     """Compute attention of a tile of queries over a split of a request's latents.
 
     Grid: tiles of a request's queries, groups of GROUP heads, and requests; if SPLIT, requests + K / 2 * concurrency.
-    FIXED: latents of a split, where splits are the same in every batch; a program has one if SPLIT, and merges all of
-    them else. Then concurrency is the number of query tokens, lse the statistics of parts, and the grid has requests
-    times splits.
+    FIXED is attention_kernel's (kernels/attention/triton.py).
     """
     # --- which request, queries and latents
     TOKENS: tl.constexpr = M // GROUP
