@@ -5,8 +5,10 @@ A model is prepared once its tensors are checked: MLA absorbed, rope fixed, line
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,12 +22,14 @@ from transformers import PretrainedConfig
 from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook
-from nibble.models.checkpoint_scales import INDEX, WEIGHTS, has_weights, is_scale
+from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
-from nibble.models.hub import first_line, locate, quiet, read_json
+from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
 from nibble.models.linear import merge_and_tune_linears, merge_linears, pack_experts, pack_linears
 from nibble.models.mla import fix_rope, tabulate_rope
+from nibble.models.quantization import is_unpacked, quantization_entry
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
+from nibble.models.unpack import unpacked
 
 
 def load(
@@ -50,11 +54,13 @@ def load(
     path = locate(model_spec.model)
     _check_files(Path(path))
     try:
-        renaming, others = _text_tensors(config, path)
-        with quiet():
+        with quiet(), ExitStack() as files:
+            source, config, tensors = _source(config, path, device, files)
+            renaming, others = _text_tensors(config, path, tensors)
             model, info = model_class(config).from_pretrained(
-                path,
+                source,
                 config=config,
+                state_dict=tensors,
                 dtype=getattr(torch, dtype),
                 attn_implementation=text_attention(config, hook.NAME),
                 output_loading_info=True,
@@ -78,7 +84,21 @@ def load(
     return prepare_model(model.to(device), model_spec, deterministic=deterministic)
 
 
-def _text_tensors(config: PretrainedConfig, path: str) -> tuple[dict[str, str] | None, set[str]]:
+def _source(
+    config: PretrainedConfig, path: str, device: str, files: ExitStack
+) -> tuple[str | None, PretrainedConfig, dict[str, Any] | None]:
+    """Return what Transformers is to load: the checkpoint as it is, or its tensors with quantised ones unpacked."""
+    entry = quantization_entry(config)
+    if not is_unpacked(str(entry.get("quant_method") or ""), is_cpu=torch.device(device).type == "cpu"):
+        return path, config, None
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    return None, plain, unpacked(download(path), entry, files)
+
+
+def _text_tensors(
+    config: PretrainedConfig, path: str, tensors: dict[str, Any] | None
+) -> tuple[dict[str, str] | None, set[str]]:
     """Return how tensors are renamed, and those of other towers, where Transformers knows the language model alone."""
     raw, _ = PretrainedConfig.get_config_dict(path)
     if nested_text(raw) is None:
@@ -87,14 +107,14 @@ def _text_tensors(config: PretrainedConfig, path: str) -> tuple[dict[str, str] |
         model = model_class(config)._from_config(config)
     table = model.get_input_embeddings().weight
     embedding = next(name for name, parameter in model.named_parameters() if parameter is table)
-    names = list(_tensor_names(download(path)))
+    names = list(tensors or _tensor_names(download(path)))
     renaming = key_mapping(names, embedding)
     is_text = re.compile("|".join(renaming)).match
     return renaming, {name for name in names if not is_text(name)}
 
 
 def _tensor_names(folder: Path) -> Iterator[str]:
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             yield from tensors.keys()
 
@@ -139,10 +159,10 @@ def _check_files(folder: Path) -> None:
             f"{folder} has no weights: neither *.safetensors nor *.bin beside its config.json; download or save the "
             "checkpoint again (`nibble plan` needs no weights)"
         )
-    named = set((read_json(folder / INDEX).get("weight_map") or {}).values())
+    named = set((read_json(folder / INDEX_FILE).get("weight_map") or {}).values())
     if absent := sorted(name for name in named if not (folder / name).exists()):
         raise WeightError(
-            f"{folder} lacks {len(absent)} of the {len(named)} weight files that {INDEX} names, {absent[0]} "
+            f"{folder} lacks {len(absent)} of the {len(named)} weight files that {INDEX_FILE} names, {absent[0]} "
             "among them: the download may be incomplete"
         )
 
@@ -184,7 +204,7 @@ def find_broken_weight(folder: Path | None, model: nn.Module, layer: int) -> str
         model: whose parameters are looked at where the folder has none.
         layer: where K or V are not finite; what stands nearest before it is looked at first.
     """
-    paths = sorted(folder.glob(WEIGHTS)) if folder else []
+    paths = weight_files(folder) if folder else []
     files: list[Any] = [safe_open(path, framework="pt") for path in paths]
     stored: dict[str, Callable[[], Tensor]] = {
         name: partial(file.get_tensor, name) for file in files for name in list(file.keys())

@@ -20,10 +20,9 @@ from nibble.errors import ScaleError, WeightError
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file
 from nibble.formats.base import E2M1_MAX
-from nibble.models.hub import modelopt_entry, read_json
+from nibble.models.hub import INDEX_FILE, modelopt_entry, read_json
 
 WEIGHTS = "*.safetensors"
-INDEX = "model.safetensors.index.json"
 _ATTENTION = r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
 _SCALE_NAME = re.compile(
     _ATTENTION + r"(?:(?:attn\.|qkv_proj\.)?(?P<stream>k|v|kv)_scale"
@@ -56,7 +55,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
     """
     names = {name for file in _files(folder) for name in _header(file) if name != "__metadata__"}
     # A folder may have the index alone: enough to plan with, and to know the scales' names.
-    index = {} if names else read_json(folder / INDEX).get("weight_map") or {}
+    index = {} if names else read_json(folder / INDEX_FILE).get("weight_map") or {}
     return frozenset(names or index)
 
 
@@ -64,7 +63,7 @@ def has_weights(folder: Path | None) -> bool:
     """Return whether there is a folder with a checkpoint's tensors, or an index that names them."""
     # PyTorch's own files have no header that could be read alone, and no scales that anyone looks for.
     return folder is not None and any(
-        True for pattern in (WEIGHTS, INDEX, "*.bin") for _ in folder.glob(pattern)
+        True for pattern in (WEIGHTS, INDEX_FILE, "*.bin") for _ in folder.glob(pattern)
     )
 
 

@@ -19,6 +19,7 @@ from nibble.config import BUNDLED, Config
 from nibble.errors import ConfigError, WeightError
 from nibble.formats import scheme_file
 
+INDEX_FILE = "model.safetensors.index.json"
 MODELOPT_FILE = "hf_quant_config.json"
 """File of a checkpoint in which ModelOpt says what it has quantised."""
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "merges.txt")
@@ -255,6 +256,17 @@ def own_kv_formats(folder: Path) -> Path | None:
         return own
     paths = (folder / MODELOPT_FILE, folder / "config.json")
     return next((path for path in paths if scheme_file.modelopt_layers(read_json(path)) is not None), None)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that Transformers loads: those of the index, else the one of its name, else all.
+
+    A folder may hold the same weights in another spelling, as `consolidated.safetensors`.
+    """
+    if index := read_json(folder / INDEX_FILE).get("weight_map"):
+        return sorted({folder / name for name in index.values()})
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def modelopt_entry(folder: Path) -> dict[str, Any]:

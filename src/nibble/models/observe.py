@@ -112,8 +112,7 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
 
 def _stored_weights(model: Any, config: PretrainedConfig) -> StoredWeights | None:
     """Return what the quantised weights of a checkpoint take; None where they are not quantised."""
-    entry = getattr(config, "quantization_config", None) or {}
-    quantization = quantized.parse(entry if isinstance(entry, dict) else entry.to_dict())
+    quantization = quantized.parse(quantized.quantization_entry(config))
     if quantization is None:
         return None
     size = quantized.stored_bytes(quantization, _parameters(model))

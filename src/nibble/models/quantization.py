@@ -21,11 +21,12 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from nibble.errors import ConfigError, WeightError
+from nibble.errors import WeightError
 from nibble.formats.scheme_file import MIXED_PRECISION, modelopt_layers
 from nibble.hardware import Hardware, format_bytes
 from nibble.kernels import import_problem
 from nibble.model_spec import StoredWeights
+from nibble.models.hub import weight_files
 
 MODELOPT = "modelopt"
 NO_ALGORITHM = (None, "", "NONE", "none")
@@ -188,6 +189,7 @@ _ALGORITHMS = {
     "FP8_PB_REAL": FP8_BLOCK,
     "NVFP4": NVFP4,
     "W4A8_NVFP4_FP8": NVFP4,
+    "W4A16_NVFP4": NVFP4,
     "NVFP4_AWQ": NVFP4,
     "W4A16_AWQ": MatrixFormat("4 bits", 4, 128, 2),
     "W4A8_AWQ": MatrixFormat("4 bits", 4, 128, 2),
@@ -309,20 +311,12 @@ def folder_bytes(folder: Path, layers: int) -> int | None:
     Raises:
         WeightError: A file is broken or cut short.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files or any(not (folder / name).exists() for name in _index(folder)):
+    files = weight_files(folder)
+    if not files or any(not file.exists() for file in files):
         return None
     headers = (entry for file in files for entry in _header(file).items())
     return sum(
         _SIZES.get(x["dtype"], 1) * prod(x["shape"]) for name, x in headers if _is_loaded(name, layers)
-    )
-
-
-def _index(folder: Path) -> set[str]:
-    """Return the names of the files that the weights are cut into."""
-    path = folder / "model.safetensors.index.json"
-    return (
-        set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()) if path.exists() else set()
     )
 
 
@@ -352,13 +346,67 @@ _PACKAGES = {
     "awq": ("accelerate", "gptqmodel"),
     "gptq": ("optimum", "gptqmodel"),
     "bitsandbytes": ("accelerate", "bitsandbytes"),
-    "compressed-tensors": ("compressed_tensors",),
 }
 """Packages with which Transformers loads a method's weights, besides its own."""
-_UNPACKED = ("compressed-tensors",)
-"""Methods whose weights Transformers unpacks, whatever the machine."""
-_UNPACKED_WITHOUT = {"fp8": "kernels", "mxfp4": "kernels"}
-"""Methods whose weights are unpacked where a package is missing."""
+READABLE = frozenset({"fp8", "mxfp4", "awq", "gptq", "compressed-tensors", MODELOPT})
+"""Methods whose weights Nibble unpacks itself (models/unpack.py)."""
+_ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT})
+"""Those that Transformers does not keep as they are, whatever the machine."""
+_KEPT_WITH = {"fp8": "kernels", "mxfp4": "kernels", "awq": "gptqmodel", "gptq": "gptqmodel"}
+"""Packages with which Transformers keeps a method's weights on a GPU as they are."""
+READABLE_ALGORITHMS = frozenset({
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4",
+    "NVFP4_AWQ",
+    MIXED_PRECISION,
+})  # fmt: skip
+"""Of ModelOpt."""
+
+
+_CT_FORMATS = frozenset({
+    "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
+})  # fmt: skip
+"""Names by compressed-tensors of how matrices are stored."""
+_WORD_BITS = (2, 4, 8)
+"""Of integers that fill words without a rest."""
+
+
+def unreadable(entry: Mapping[str, Any]) -> str:
+    """Return what of a quantisation cannot be read, in words; empty if nothing.
+
+    Args:
+        entry: A `quantization_config` whose method is READABLE, ModelOpt's with what its own file says.
+    """
+    method, bits = entry.get("quant_method"), int(entry.get("bits") or entry.get("w_bit") or 4)
+    if method == MODELOPT:
+        layers = (entry.get("quantized_layers") or {}).values()
+        algorithms = {modelopt_algorithm(entry), *(layer.get("quant_algo") for layer in layers)}
+        return ", ".join(sorted(str(x) for x in algorithms if x not in {*NO_ALGORITHM, *READABLE_ALGORITHMS}))
+    if method == "compressed-tensors":
+        formats = {
+            entry.get("format"),
+            *(x.get("format") for x in (entry.get("config_groups") or {}).values()),
+        }
+        unknown = {str(x) for x in formats if x and x not in _CT_FORMATS}
+        sparsity = (entry.get("sparsity_config") or {}).get("format")
+        return ", ".join(sorted({*unknown, *({str(sparsity)} if sparsity not in (None, "dense") else ())}))
+    if method == "awq":
+        version = str(entry.get("version") or "gemm").lower()
+        return "" if (bits, version) == (4, "gemm") else f"{bits} bits in the layout {version!r}"
+    return f"{bits} bits" if method == "gptq" and bits not in _WORD_BITS else ""
+
+
+def quantization_entry(config: Any) -> dict[str, Any]:
+    """Return what a model's config says of its quantisation, as a dict that may be empty."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return dict(entry if isinstance(entry, dict) else entry.to_dict())
+
+
+def is_unpacked(method: str, *, is_cpu: bool) -> bool:
+    """Return whether weights of a method are unpacked to the compute dtype on this machine."""
+    if method not in READABLE:
+        return False
+    return is_cpu or method in _ALWAYS_UNPACKED or bool(import_problem(_KEPT_WITH[method]))
 
 
 def resident_bytes(stored: StoredWeights, full: int, hardware: Hardware, *, here: bool) -> int:
@@ -368,17 +416,10 @@ def resident_bytes(stored: StoredWeights, full: int, hardware: Hardware, *, here
         stored: As the checkpoint has them.
         full: In the compute dtype.
         hardware: The machine; a CPU has no kernels for them.
-        here: Whether it is this machine, with the packages that are installed; another is taken to have all of them,
-            and to keep what is quantised.
+        here: Whether it is this machine, with the packages that are installed; another is taken to have all of them.
     """
-    if hardware.is_cpu or (here and _is_unpacked(stored.method)):
-        return full
-    return stored.bytes
-
-
-def _is_unpacked(method: str) -> bool:
-    missing = _UNPACKED_WITHOUT.get(method)
-    return method in _UNPACKED or bool(missing and import_problem(missing))
+    unpacked = is_unpacked(stored.method, is_cpu=False) if here else stored.method in _ALWAYS_UNPACKED
+    return full if unpacked or hardware.is_cpu else stored.bytes
 
 
 def notes(stored: StoredWeights, full: int, dtype: str, hardware: Hardware, *, here: bool) -> Iterator[str]:
@@ -397,26 +438,12 @@ def notes(stored: StoredWeights, full: int, dtype: str, hardware: Hardware, *, h
         yield f"weights in {stored.title}: {format_bytes(stored.bytes)} as stored, {other}"
     else:
         yield f"weights in {stored.title}: {other}, as they are unpacked here; {format_bytes(stored.bytes)} as stored"
-    if stored.method == MODELOPT:
-        yield f"weights in {stored.title} are not served yet: Transformers would load them as if they were unquantised"
+    if resident == full and stored.method in READABLE:
         return
     packages = _PACKAGES.get(stored.method, ())
     missing = [name for name in packages if import_problem(name)] if here else packages
-    what = "Transformers loads them"
-    if stored.method in _UNPACKED:
-        what = f"not served as stored yet: Transformers unpacks them to {dtype} ({format_bytes(full)})"
     needs = f", and needs {_listing(missing)}" if missing else ""
-    yield f"serving weights in {stored.title}: {what}{needs}; not tested with Nibble"
-
-
-def require_served(stored: StoredWeights | None) -> None:
-    """Raise ConfigError for weights that Transformers would load with wrong values."""
-    if stored and stored.method == MODELOPT:
-        raise ConfigError(
-            f"this checkpoint holds {stored.kind} weights written by ModelOpt, which are not served yet: Transformers "
-            "would load them as if they were unquantised; use the BF16 checkpoint (its KV scales may be given with "
-            "--kv-scales FILE)"
-        )
+    yield f"serving weights in {stored.title}: Transformers loads them{needs}; not tested with Nibble"
 
 
 def _listing(names: Sequence[str]) -> str:

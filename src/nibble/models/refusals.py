@@ -34,7 +34,13 @@ from nibble.models.hub import (
     read_json,
     unreachable,
 )
-from nibble.models.quantization import MODELOPT, NO_ALGORITHM, modelopt_algorithm
+from nibble.models.quantization import (
+    MODELOPT,
+    NO_ALGORITHM,
+    modelopt_algorithm,
+    quantization_entry,
+    unreadable,
+)
 from nibble.models.towers import ALIASES, model_class, nested_text, text_config_of, use_class
 
 _DRAFT = "it is a draft model, which attends over the keys and values of another model"
@@ -96,10 +102,10 @@ def load_config(
                 f"--index-topk is for models with sparse attention (DSA), which {model} has not"
             )
         text.index_topk = index_topk
-    if _modelopt_algo(_quantization(config), folder) not in NO_ALGORITHM:
+    if _modelopt_algo(quantization_entry(config), folder) not in NO_ALGORITHM:
         # Its own file says more than config.json, which may lack the entry.
         entry = modelopt_entry(folder) if folder else {}
-        config.quantization_config = {**_quantization(config), **entry, "quant_method": MODELOPT}
+        config.quantization_config = {**quantization_entry(config), **entry, "quant_method": MODELOPT}
     elif _quantizes_kv_only(config):
         del config.quantization_config
     return config
@@ -186,29 +192,27 @@ def _check_class(config: PretrainedConfig) -> None:
         )
 
 
-def _quantization(config: PretrainedConfig) -> dict[str, Any]:
-    quantization = getattr(config, "quantization_config", None) or {}
-    return dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
-
-
 def _quantizes_kv_only(config: PretrainedConfig) -> bool:
     """Return whether the quantisation entry is about the KV cache only."""
-    quant = _quantization(config)
+    quant = quantization_entry(config)
     method = quant.get("quant_method")
-    # ModelOpt's entry is about the KV cache alone here: check_config() has refused its weights.
+    # ModelOpt's entry that names an algorithm of weights was handled before.
     return method == MODELOPT or (method == "compressed-tensors" and not quant.get("config_groups"))
 
 
 def _check_weights(config: PretrainedConfig, path: Path | None, planned: bool) -> None:
     """Raise ConfigError for quantised weights that Transformers would load with wrong values."""
-    quant = _quantization(config)
+    quant = quantization_entry(config)
     method = quant.get("quant_method")
     algo = _modelopt_algo(quant, path)
-    if algo not in NO_ALGORITHM and not planned:
+    if algo not in NO_ALGORITHM:
+        entry = modelopt_entry(path) if path else {}
+        method = MODELOPT
+        quant = {**quant, **(quant.get("quantization") or {}), **entry, "quant_method": method}
+    if not planned and (unknown := unreadable(quant)):
         raise ConfigError(
-            f"this checkpoint holds {algo} weights written by ModelOpt, which Transformers would load as if "
-            "they were unquantised; use the BF16 checkpoint (its KV scales may be given with --kv-scales "
-            "FILE)"
+            f"this checkpoint holds weights of {method} that cannot be read: {unknown}; use another "
+            "quantisation of the model, or its BF16 checkpoint (its KV scales may be given with --kv-scales FILE)"
         )
     if quant and method != MODELOPT and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ConfigError(

@@ -362,27 +362,33 @@ def test_auto_takes_what_modelopt_says_of_each_layer(folder: Path) -> None:
     }  # fmt: skip
     weights = {**entry, "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}}}
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": weights}))
-    with pytest.raises(ConfigError, match="MIXED_PRECISION weights written by ModelOpt"):
+    with pytest.raises(
+        WeightError, match="declares weights quantised by modelopt, and holds no quantised matrix"
+    ):
         serve(folder)
 
 
 @pytest.mark.usefixtures("no_weights")
 class TestQuantisedWeights:
-    @pytest.mark.parametrize("algo", ["FP8", "NVFP4", "W4A8_AWQ", "MIXED_PRECISION"])
+    @pytest.mark.parametrize("algo", ["W4A8_AWQ", "W4A16_AWQ", "MXFP8", "OF_TOMORROW"])
     def test_modelopt_in_config_json(self, folder: Path, algo: str) -> None:
         edit(folder, quantization_config=modelopt(algo))
-        with pytest.raises(ConfigError, match=f"{algo} weights written by ModelOpt.*use the BF16 checkpoint"):
+        with pytest.raises(
+            ConfigError, match=f"weights of modelopt that cannot be read: {algo}; use another"
+        ):
             serve(folder)
 
     def test_modelopt_in_its_older_form(self, folder: Path) -> None:
-        edit(folder, quantization_config={"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}})
-        with pytest.raises(ConfigError, match="FP8 weights written by ModelOpt"):
+        entry = {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}}
+        edit(folder, quantization_config=entry)
+        with pytest.raises(ConfigError, match="modelopt that cannot be read: W4A8_AWQ"):
             serve(folder)
 
-    @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
-    def test_modelopt_in_its_own_file(self, folder: Path, algo: str) -> None:
-        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algo}}))
-        with pytest.raises(ConfigError, match=f"{algo} weights written by ModelOpt"):
+    def test_modelopt_in_its_own_file(self, folder: Path) -> None:
+        layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_AWQ"}, "lm_head": {"quant_algo": "FP8"}}
+        entry = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": entry}))
+        with pytest.raises(ConfigError, match="modelopt that cannot be read: W4A16_AWQ;"):
             serve(folder)
 
     def test_a_broken_modelopt_file(self, folder: Path) -> None:

@@ -168,11 +168,11 @@ def test_what_serving_does_with_them_is_noted(tiny: Path, tmp_path: Path) -> Non
 
     awq = notes({"quant_method": "awq", "bits": 4, "group_size": 128})
     assert "weights in awq 4 bits: " in awq and "needs accelerate and gptqmodel" in awq
-    unpacked = notes({"quant_method": CT, "config_groups": group(num_bits=4, type="float", group_size=16)})
-    assert f"serving weights in {CT} nvfp4: not served as stored yet: Transformers unpacks them" in unpacked
-    assert "in float32, as they are unpacked here" in notes({"quant_method": "mxfp4"}, None)
+    entry = {"quant_method": CT, "config_groups": group(num_bits=4, type="float", group_size=16)}
+    assert "in bfloat16, as they are unpacked here" in notes(entry) and "serving weights" not in notes(entry)
     modelopt = notes({"quant_method": "modelopt", "quant_algo": "NVFP4"})
-    assert "weights in modelopt NVFP4 are not served yet" in modelopt
+    assert "in bfloat16, as they are unpacked here" in modelopt
+    assert "in float32, as they are unpacked here" in notes({"quant_method": "mxfp4"}, None)
 
 
 def test_every_published_config_has_a_name_on_the_hub() -> None:

@@ -1,0 +1,322 @@
+"""Quantised matrices of a checkpoint as plain ones, each unpacked when it is read.
+
+A checkpoint names what belongs to a matrix after its module, and what is there says how it is stored:
+
+    weight          FP8 or INT8, with weight_scale or weight_scale_inv: of the matrix, of rows, of blocks
+    weight          bytes with two E2M1 values each, weight_scale and weight_scale_2: ModelOpt's NVFP4
+    weight_packed   compressed-tensors': words of integers, or bytes of E2M1 (NVFP4, MXFP4)
+    qweight         GPTQ's and AWQ's words of integers, with inputs before outputs
+    *_blocks        gpt-oss' experts in MXFP4
+
+Sources: compressed-tensors `compressors/`, ModelOpt `torch/export/quant_utils.py` and `torch/quantization/qtensor/`,
+Transformers `integrations/finegrained_fp8.py` and `integrations/mxfp4.py`, GPTQModel `nn_modules/qlinear/`, AutoAWQ
+`awq/utils/packing_utils.py`.
+
+Shape suffixes: N outputs, K inputs, G groups of inputs; E experts, B blocks of 32 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nibble.errors import WeightError
+from nibble.models.hub import weight_files
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E8M0_BIAS = 127
+WORD = 32
+BLOCK = (128, 128)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the outputs of a word lie in AWQ's GEMM layout, by output."""
+GPTQ_V2 = "gptq_v2"
+"""GPTQ's `checkpoint_format` in which zero points are stored as they are; in the first they are one less."""
+
+_FOR_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale", "activation_scale"})
+"""Of inputs that other engines quantise too. Here they are left as they are, which is only more exact."""
+_SIDE_TENSORS = frozenset({
+    "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_g_idx",
+    "weight_shape", "pre_quant_scale", "qzeros", "scales", "g_idx", *_FOR_ACTIVATIONS,
+})  # fmt: skip
+"""What belongs to a matrix."""
+
+
+class _Slice:
+    """A matrix that is computed where it is read, with what Transformers' loader asks of safetensors' slices."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._compute()[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The tensors of a matrix."""
+
+    name: str
+    """Of the matrix, for errors."""
+    stored: Mapping[str, Callable[[], Tensor]]
+    """By the end of their names."""
+    config: Mapping[str, Any]
+    """The checkpoint's `quantization_config`."""
+
+    def __getitem__(self, end: str) -> Tensor:
+        if end not in self.stored:
+            raise WeightError(f"the checkpoint lacks {end!r} beside the quantised matrix {self.name}")
+        return self.stored[end]()
+
+    def get(self, *ends: str) -> Tensor | None:
+        """Return the first of them that is there."""
+        return next((self.stored[end]() for end in ends if end in self.stored), None)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs of a block of FP8."""
+        height, width = self.config.get("weight_block_size") or BLOCK
+        return height, width
+
+    def check(self, right: bool, what: str) -> None:
+        """Raise WeightError unless what is stored fits together."""
+        if not right:
+            raise WeightError(f"the quantised matrix {self.name} does not fit together: {what}")
+
+
+def unpacked(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+    """Return a checkpoint's tensors by name: quantised matrices unpacked when they are read, the others as slices.
+
+    Args:
+        folder: With safetensors files.
+        config: Its `quantization_config`.
+        stack: Keeps the files open.
+
+    Raises:
+        WeightError: A matrix lacks something. Others are raised when a matrix is read.
+    """
+    files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
+    owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    plain: dict[str, Any] = {}
+    modules: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    for name, file in owner.items():
+        module, end = _split(name)
+        modules.setdefault(module, {})[end] = lambda name=name, file=file: file.get_tensor(name)  # type: ignore[misc]
+    for module, stored in modules.items():
+        dtypes = {end: owner[_join(module, end)].get_slice(_join(module, end)).get_dtype() for end in stored}
+        spelling = _spelling(dtypes, config)
+        for end in stored:
+            name = _join(module, end)
+            if spelling is None or (end != spelling.codes and end not in _SIDE_TENSORS and end != "_scales"):
+                plain[name] = owner[name].get_slice(name)
+        if spelling:
+            name = _join(module, "" if spelling.codes == "_blocks" else "weight")
+            parts = _Parts(name, stored, config)
+            plain[name] = _Slice(lambda parts=parts, spelling=spelling: spelling.unpack(parts))  # type: ignore[misc]
+    if owner.keys() == plain.keys():
+        raise WeightError(
+            f"{folder} declares weights quantised by {config.get('quant_method')}, and holds no quantised matrix; its "
+            "config.json or its weight files are another checkpoint's"
+        )
+    return plain
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the module of a tensor and the end of its name; of gpt-oss' experts the parameter."""
+    for end in ("_blocks", "_scales"):
+        if name.endswith(end):
+            return name.removesuffix(end), end
+    module, _, end = name.rpartition(".")
+    return module, end
+
+
+def _join(module: str, end: str) -> str:
+    return module + end if end.startswith("_") or not end else f"{module}.{end}" if module else end
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _e2m1(packed: Tensor) -> Tensor:
+    """Return the values of bytes that hold two each, the first in the lower half -> float32, twice as many columns."""
+    table = torch.tensor(E2M1)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return table[codes.int()]
+
+
+def _e8m0(exponents: Tensor) -> Tensor:
+    return torch.exp2(exponents.float() - E8M0_BIAS)
+
+
+def _integers(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Return the unsigned integers that words hold along a dimension, the first in the lowest bits -> int32."""
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)[: WORD // bits]
+    codes = codes.unsqueeze(dim + 1)
+    shape = [1] * codes.dim()
+    shape[dim + 1] = len(shifts)
+    return ((codes >> shifts.view(shape)) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+
+
+def _scaled(x_NK: Tensor, scale: Tensor, parts: _Parts) -> Tensor:
+    """Multiply by a scale of the matrix, of rows, of groups of a row, or of blocks."""
+    return _rounded(x_NK * _spread(x_NK, scale.float(), parts), scale)
+
+
+def _rounded(x_NK: Tensor, scale: Tensor) -> Tensor:
+    """Return values in the dtype of their scale, where that is one of 16 bits, in which libraries multiply too."""
+    return x_NK.to(scale.dtype) if scale.dtype in (torch.bfloat16, torch.float16) else x_NK
+
+
+def _spread(x_NK: Tensor, scale: Tensor, parts: _Parts) -> Tensor:
+    """Return the scale of each value, in a shape that broadcasts."""
+    if scale.numel() == 1:
+        return scale.view(())
+    if scale.dim() == 4:  # ModelOpt's blocks: [N, 1, K, 1]
+        scale = scale[:, 0, :, 0]
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    (rows, columns), (row_scales, groups) = x_NK.shape, scale.shape
+    if row_scales == rows:
+        parts.check(columns % groups == 0, f"{groups} scales for {columns} inputs")
+        return scale.repeat_interleave(columns // groups, 1)
+    height, width = parts.block
+    fits = (row_scales, groups) == (-(-rows // height), -(-columns // width))
+    parts.check(
+        fits, f"{row_scales} x {groups} scales for {rows} x {columns} values in blocks of {height} x {width}"
+    )
+    return scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+
+
+# ---- spellings -------------------------------------------------------------------------------------------------------
+
+
+def _small_floats(parts: _Parts) -> Tensor:
+    """FP8 and INT8."""
+    x_NK = parts["weight"].float()
+    if (zero := parts.get("weight_zero_point")) is not None and zero.any():
+        x_NK = x_NK - (zero if zero.dim() else zero[None]).float().view(-1, 1)
+    scale = parts.get("weight_scale_inv")
+    scale = parts["weight_scale"] if scale is None else scale
+    return _scaled(x_NK, _e8m0(scale) if scale.dtype == torch.uint8 else scale, parts)
+
+
+def _modelopt_nvfp4(parts: _Parts) -> Tensor:
+    x_NK = _scaled(_e2m1(parts["weight"]), parts["weight_scale"], parts) * parts["weight_scale_2"].float()
+    smoothed = parts.get("pre_quant_scale")  # inputs are multiplied by it
+    return x_NK if smoothed is None else x_NK * smoothed.float()
+
+
+def _packed_floats(parts: _Parts) -> Tensor:
+    """NVFP4 and MXFP4 by compressed-tensors, which divides by NVFP4's global scale."""
+    x_NK, scale = _e2m1(parts["weight_packed"]), parts["weight_scale"]
+    if scale.dtype == torch.uint8:
+        return _scaled(x_NK, _e8m0(scale), parts)
+    # Its library computes this dtype, whatever the model's.
+    return _scaled(x_NK, scale.float() / parts["weight_global_scale"].float(), parts).bfloat16()
+
+
+def _packed_integers(parts: _Parts) -> Tensor:
+    """Words along inputs, and zero points in words along outputs; both with half of their range added."""
+    codes, (rows, columns) = parts["weight_packed"], parts["weight_shape"].tolist()
+    bits = _bits_of(columns, codes.shape[1], parts)
+    half = 1 << (bits - 1)
+    x_NK = _integers(codes, bits, 1)[:, :columns] - half
+    zero = parts.get("weight_zero_point")
+    scale, index_K = parts["weight_scale"], parts.get("weight_g_idx")
+    parts.check(x_NK.shape[0] == rows, f"{x_NK.shape[0]} rows for {rows}")
+    if zero is not None:
+        zero = (_integers(zero, bits, 0)[:rows] - half) if zero.dtype == torch.int32 else zero.int()
+    return _by_group(x_NK, scale, zero, index_K, parts)
+
+
+def _gptq(parts: _Parts) -> Tensor:
+    """Words along inputs; zero points in words along outputs, in the first format one less than they are."""
+    codes, scale_GN = parts["qweight"], parts["scales"]
+    index_K = parts.get("g_idx")
+    bits = int(parts.config.get("bits") or 4)
+    parts.check(bits in (2, 4, 8), f"{bits} bits do not fill words")
+    x_KN, zero_GN = _integers(codes, bits, 0), _integers(parts["qzeros"], bits, 1)
+    if parts.config.get("checkpoint_format") != GPTQ_V2:
+        zero_GN = zero_GN + 1
+    return _by_group(x_KN.T, scale_GN.T, zero_GN.T, index_K, parts)
+
+
+def _awq(parts: _Parts) -> Tensor:
+    """Words along outputs, in an order of their own."""
+    bits = int(parts.config.get("bits") or parts.config.get("w_bit") or 4)
+    version = str(parts.config.get("version") or "gemm").lower()
+    parts.check(
+        bits == 4 and version == "gemm", f"{bits} bits in the {version!r} layout, where 4 in 'gemm' are known"
+    )
+    x_KN, zero_GN = (
+        _integers(parts[end], bits, 1).unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(1)
+        for end in ("qweight", "qzeros")
+    )
+    return _by_group(x_KN.T, parts["scales"].T, zero_GN.T, None, parts)
+
+
+def _experts_mxfp4(parts: _Parts) -> Tensor:
+    """Experts of gpt-oss -> [E, K, N]."""
+    x_ENB32, scale_ENB = _e2m1(parts["_blocks"]), _e8m0(parts["_scales"])
+    parts.check(x_ENB32.shape[:-1] == scale_ENB.shape, f"{tuple(scale_ENB.shape)} scales")
+    return (x_ENB32 * scale_ENB[..., None]).flatten(2).transpose(1, 2).contiguous()
+
+
+def _bits_of(values: int, count: int, parts: _Parts) -> int:
+    """Return the bits of each of `values` that lie in so many words."""
+    sizes = [bits for bits in (2, 4, 8) if -(-values * bits // WORD) == count]
+    parts.check(bool(sizes), f"{values} values in {count} words")
+    return sizes[0]
+
+
+def _by_group(
+    x_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, index_K: Tensor | None, parts: _Parts
+) -> Tensor:
+    """Return (x - zero) * scale, where each input is of a group: one after the other, or as an index says."""
+    columns, groups = x_NK.shape[1], scale_NG.shape[1]
+    if index_K is None or not (index_K >= 0).all():
+        parts.check(columns % groups == 0, f"{groups} groups of {columns} inputs")
+        index_K = torch.arange(columns) // (columns // groups)
+    fits = len(index_K) == columns and int(index_K.max()) < groups and scale_NG.shape[0] == x_NK.shape[0]
+    parts.check(fits, f"scales {tuple(scale_NG.shape)} for {tuple(x_NK.shape)} values")
+    index_K = index_K.long()
+    x_NK = x_NK.float()
+    if zero_NG is not None:
+        parts.check(zero_NG.shape == scale_NG.shape, f"zero points {tuple(zero_NG.shape)}")
+        x_NK = x_NK - zero_NG.float()[:, index_K]
+    return _rounded(x_NK * scale_NG.float()[:, index_K], scale_NG)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    codes: str
+    """The end of the name of the tensor that holds a matrix's codes."""
+    unpack: Callable[[_Parts], Tensor]
+
+
+def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling | None:
+    """Return how a module's matrix is stored, None where it is not quantised.
+
+    Args:
+        dtypes: Of its tensors, by the end of their names, as safetensors writes them.
+        config: The checkpoint's `quantization_config`.
+    """
+    if "_blocks" in dtypes:
+        return _Spelling("_blocks", _experts_mxfp4)
+    if "qweight" in dtypes:
+        return _Spelling("qweight", _awq if config.get("quant_method") == "awq" else _gptq)
+    if "weight_packed" in dtypes:
+        return _Spelling(
+            "weight_packed", _packed_integers if dtypes["weight_packed"] == "I32" else _packed_floats
+        )
+    if dtypes.get("weight") in {"F8_E4M3", "I8"}:
+        return _Spelling("weight", _small_floats)
+    if dtypes.get("weight") == "U8":
+        return _Spelling("weight", _modelopt_nvfp4)
+    return None
