@@ -18,14 +18,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from nibble import LLM
+from nibble.cli.main import app
 from nibble.config import Config
 from nibble.engine.plan import plan_cache
 from nibble.errors import ConfigError, NibbleError, WeightError
 from nibble.models.quantization import quantization_entry
 from nibble.models.refusals import load_config
 from nibble.models.unpack import unpacked
+from tiny import save_tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "quantized"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -99,6 +102,17 @@ def test_a_plan_counts_the_bytes_of_the_file(name: str) -> None:
     with safe_open(FIXTURES / name / WEIGHTS, "pt") as file:
         assert stored.bytes == sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
     assert any("as they are unpacked here" in note for note in plan.plan.notes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_line_answers_over_a_4_bit_cache(name: str, tmp_path: Path) -> None:
+    folder = save_tokenizer(copied(name, tmp_path), symbols=63)
+    sizes = ("--max-tokens", "4", "--max-context", "64", "--kv-memory", "4MiB")
+    result = CliRunner().invoke(
+        app, ["generate", "ABC", "--model", str(folder), "--kv-format", "nvfp4", "--ignore-eos", *sizes]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip()
 
 
 def swap(a: str, b: str) -> Callable[[dict[str, Tensor]], None]:

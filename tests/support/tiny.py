@@ -65,9 +65,9 @@ def set_generation_config(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path) -> Path:
-    """Saves a byte-level tokenizer: 256 bytes, and `<eos>`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def save_tokenizer(folder: Path, symbols: int = 256) -> Path:
+    """Saves a byte-level tokenizer: 256 bytes, or the first few of them, and `<eos>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:symbols]
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
