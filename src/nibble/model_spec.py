@@ -98,6 +98,8 @@ class StoredWeights:
     """What they are, for people: `nvfp4`, `4 bits`."""
     bytes: int
     """With scales, and with all that is not quantised."""
+    unreadable: str = ""
+    """What of them cannot be read, in words."""
 
     @property
     def title(self) -> str:

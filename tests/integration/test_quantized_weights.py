@@ -115,6 +115,25 @@ def test_the_command_line_answers_over_a_4_bit_cache(name: str, tmp_path: Path) 
     assert result.stdout.strip()
 
 
+def test_end_tokens_that_stand_in_the_generation_config_alone(tmp_path: Path) -> None:
+    folder = copied("ct_w4a16_g128", tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7]}))
+    with LLM(str(folder), device="cpu", max_context=64, kv_memory="4MiB") as llm:
+        assert llm.engine.runner.model.generation_config.eos_token_id == [3, 7]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_add_nothing_to_layers_without_one(value: float, tmp_path: Path) -> None:
+    """As AutoGPTQ wrote them."""
+    bias = {f"{Q_PROJ}.bias": torch.full((64,), value, dtype=torch.float16)}
+    folder = edit(copied("gptq_sym", tmp_path), lambda tensors: tensors.update(bias))
+    if value:
+        with pytest.raises(WeightError, match=r"q_proj.bias among them"):
+            error_of(folder, "gptq_sym")
+    else:
+        assert error_of(folder, "gptq_sym") < TOLERANCE
+
+
 def swap(a: str, b: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[a], tensors[b] = tensors[b], tensors[a]

@@ -48,7 +48,7 @@ def test_a_few_tokens_after_few_and_after_many(
             return logits
 
         monkeypatch.setattr(type(runner), "forward", recorded)
-        warmup._run_chunks(runner, 300)
+        warmup._run_chunks(runner, 8192, 300)
         monkeypatch.undo()
         assert [count for _, count, _ in steps] == [
             24,

@@ -144,3 +144,25 @@ def test_waiting_threads_sleep_soon(given: dict[str, str], expected: str) -> Non
     env = {name: value for name, value in os.environ.items() if name not in threads.SPIN_LIMITS} | given
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert found.stdout.split() == [expected, "False"]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "expected"),
+    [
+        ("GenuineIntel", "sse avx2", "AUTO,STRICT"),
+        ("GenuineIntel", "avx2 avx512f", None),
+        ("AuthenticAMD", "avx2", None),
+        ("GenuineIntel", "sse", None),
+    ],
+)
+def test_products_in_a_strict_order_where_mkl_would_choose_another(
+    vendor: str, flags: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"vendor_id : {vendor}", f"flags\t\t: fpu {flags}"]
+    monkeypatch.setattr(threads, "read_lines", lambda path: lines)
+    monkeypatch.setattr(os, "environ", {})
+    threads.fix_products()
+    assert os.environ.get("MKL_CBWR") == expected
+    monkeypatch.setattr(os, "environ", {"MKL_CBWR": "COMPATIBLE"})
+    threads.fix_products()
+    assert os.environ["MKL_CBWR"] == "COMPATIBLE"

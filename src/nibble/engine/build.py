@@ -48,6 +48,7 @@ from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
 from nibble.models.observe import context_limits
+from nibble.models.quantization import require_readable
 from nibble.models.refusals import load_config
 from nibble.threads import LoadMeter
 
@@ -133,8 +134,9 @@ def preflight(
 
 
 def _runnable(engine_plan: EnginePlan) -> EnginePlan:
-    """Return the plan; raise ConfigError where it cannot run, or its weights are not served."""
+    """Return the plan; raise ConfigError where it cannot run, or its weights cannot be read."""
     require_runnable(engine_plan.plan)
+    require_readable(engine_plan.model_spec.stored_weights)
     return engine_plan
 
 

@@ -100,7 +100,7 @@ def warm_up(
         with startup.part("graphs"):
             _record(runner, config, budget, startup)
         with startup.part("short prompts"):
-            _run_chunks(runner, min(budget.step_tokens, max_tokens))
+            _run_chunks(runner, budget.step_tokens, max_tokens)
         # No step takes more memory, so a plan that is too tight fails here and not at a request.
         with startup.part("largest step"):
             _run_prompts(runner, _longest_prompts(runner, budget.step_tokens, max_tokens))
@@ -134,12 +134,12 @@ def _run_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
         manager.release(request.lease)
 
 
-def _run_chunks(runner: ModelRunner, max_tokens: int) -> None:
-    """Run a few new tokens after few and after many, so that no request waits for what such steps compile."""
+def _run_chunks(runner: ModelRunner, step_tokens: int, max_tokens: int) -> None:
+    """Run a few new tokens after few and after many, so that fewer requests wait for what such steps compile."""
     manager = CacheManager(runner.pool.pages, runner.plan.page_size, prefix_cache=False)
     most = min(max_tokens, runner.pool.pages * runner.plan.page_size)
-    for first in (FIRST_STEP, most - sum(CHUNKS)):
-        counts = [first, *CHUNKS]
+    for first in (FIRST_STEP, min(step_tokens, most - sum(CHUNKS))):
+        counts = [first, *(min(count, step_tokens) for count in CHUNKS)]
         request = Request("warm", [0] * sum(counts))
         if first <= 0 or request.num_tokens > most:
             continue

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
@@ -68,6 +69,10 @@ def load(
                 trust_remote_code=False,
                 key_mapping=renaming,
             )
+            if tensors is not None:
+                # Transformers does so where it is given a path.
+                _set_generation_config(model, download(path))
+                others |= {name for name in info["unexpected_keys"] if _is_zero_bias(name, tensors)}
     except SafetensorError as error:
         raise WeightError(
             f"a weight file of {path} is broken or cut short ({error}); download it again"
@@ -92,8 +97,20 @@ def _source(
     if not is_unpacked(str(entry.get("quant_method") or ""), is_cpu=torch.device(device).type == "cpu"):
         return path, config, None
     plain = copy.deepcopy(config)
-    del plain.quantization_config
+    for part in (plain, plain.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return None, plain, unpacked(download(path), entry, files)
+
+
+def _set_generation_config(model: Any, folder: Path) -> None:
+    if (folder / GENERATION_CONFIG_NAME).exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def _is_zero_bias(name: str, tensors: dict[str, Any]) -> bool:
+    """Return whether a tensor adds nothing, as biases that AutoGPTQ wrote for layers that have none."""
+    return name.endswith(".bias") and name in tensors and not tensors[name][...].any()
 
 
 def _text_tensors(
@@ -235,7 +252,11 @@ def download(model: str) -> Path:
 
     try:
         return Path(
-            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"])
+            snapshot_download(
+                model,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"],
+                ignore_patterns=["original/*", "consolidated*"],  # the same weights as their makers have them
+            )
         )
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise WeightError(f"cannot fetch {model!r}: {first_line(error)}") from error

@@ -259,14 +259,15 @@ def own_kv_formats(folder: Path) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that Transformers loads: those of the index, else the one of its name, else all.
+    """Return the safetensors files that Transformers loads: the one of its name, else those of the index, else all.
 
     A folder may hold the same weights in another spelling, as `consolidated.safetensors`.
     """
-    if index := read_json(folder / INDEX_FILE).get("weight_map"):
-        return sorted({folder / name for name in index.values()})
     whole = folder / "model.safetensors"
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    if whole.exists():
+        return [whole]
+    index = read_json(folder / INDEX_FILE).get("weight_map") or {}
+    return sorted({folder / name for name in index.values()}) or sorted(folder.glob("*.safetensors"))
 
 
 def modelopt_entry(folder: Path) -> dict[str, Any]:

@@ -21,11 +21,11 @@ import nibble
 from nibble import files
 from nibble.hardware import cache_folder
 from nibble.model_spec import LayerGroup, ModelSpec, StoredWeights, Stream
-from nibble.models.hub import MODELOPT_FILE, cached_folder, locate, require_hub
+from nibble.models.hub import INDEX_FILE, MODELOPT_FILE, cached_folder, locate, require_hub
 from nibble.models.quantization import folder_bytes
 
 FOLDER = "observed"
-CONFIG_FILES = ("config.json", MODELOPT_FILE)
+CONFIG_FILES = ("config.json", INDEX_FILE, MODELOPT_FILE)
 """Files of a checkpoint that say what the model is, or that refuse it."""
 PACKAGES = ("transformers", "torch")
 """Packages whose code is observed, or observes."""
@@ -70,7 +70,7 @@ def observe_model(
         from nibble.models.observe import observe
         from nibble.models.refusals import load_config
 
-        config = load_config(model, index_topk, planned=True, trust_remote_code=trust_remote_code)
+        config = load_config(model, index_topk, trust_remote_code=trust_remote_code)
         model_spec = observe(config, model, dtype, max_context)
     stored = model_spec.stored_weights
     if stored and (size := folder_bytes(folder, model_spec.layers)):

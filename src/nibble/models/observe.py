@@ -112,11 +112,12 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
 
 def _stored_weights(model: Any, config: PretrainedConfig) -> StoredWeights | None:
     """Return what the quantised weights of a checkpoint take; None where they are not quantised."""
-    quantization = quantized.parse(quantized.quantization_entry(config))
+    entry = quantized.quantization_entry(config)
+    quantization = quantized.parse(entry)
     if quantization is None:
         return None
     size = quantized.stored_bytes(quantization, _parameters(model))
-    return StoredWeights(quantization.method, quantization.kind, size)
+    return StoredWeights(quantization.method, quantization.kind, size, quantized.unreadable(entry))
 
 
 def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:

@@ -21,7 +21,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from nibble.errors import WeightError
+from nibble.errors import ConfigError, WeightError
 from nibble.formats.scheme_file import MIXED_PRECISION, modelopt_layers
 from nibble.hardware import Hardware, format_bytes
 from nibble.kernels import import_problem
@@ -352,8 +352,6 @@ READABLE = frozenset({"fp8", "mxfp4", "awq", "gptq", "compressed-tensors", MODEL
 """Methods whose weights Nibble unpacks itself (models/unpack.py)."""
 _ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT})
 """Those that Transformers does not keep as they are, whatever the machine."""
-_KEPT_WITH = {"fp8": "kernels", "mxfp4": "kernels", "awq": "gptqmodel", "gptq": "gptqmodel"}
-"""Packages with which Transformers keeps a method's weights on a GPU as they are."""
 READABLE_ALGORITHMS = frozenset({
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4",
     "NVFP4_AWQ",
@@ -379,6 +377,7 @@ def unreadable(entry: Mapping[str, Any]) -> str:
     """
     method, bits = entry.get("quant_method"), int(entry.get("bits") or entry.get("w_bit") or 4)
     if method == MODELOPT:
+        entry = {**entry, **(entry.get("quantization") or {})}
         layers = (entry.get("quantized_layers") or {}).values()
         algorithms = {modelopt_algorithm(entry), *(layer.get("quant_algo") for layer in layers)}
         return ", ".join(sorted(str(x) for x in algorithms if x not in {*NO_ALGORITHM, *READABLE_ALGORITHMS}))
@@ -396,6 +395,15 @@ def unreadable(entry: Mapping[str, Any]) -> str:
     return f"{bits} bits" if method == "gptq" and bits not in _WORD_BITS else ""
 
 
+def require_readable(stored: StoredWeights | None) -> None:
+    """Raise ConfigError for weights in a form that cannot be read."""
+    if stored and stored.unreadable:
+        raise ConfigError(
+            f"this checkpoint holds weights of {stored.method} that cannot be read: {stored.unreadable}; use another "
+            "quantisation of the model, or its BF16 checkpoint (its KV scales may be given with --kv-scales FILE)"
+        )
+
+
 def quantization_entry(config: Any) -> dict[str, Any]:
     """Return what a model's config says of its quantisation, as a dict that may be empty."""
     entry = getattr(config, "quantization_config", None) or {}
@@ -406,7 +414,7 @@ def is_unpacked(method: str, *, is_cpu: bool) -> bool:
     """Return whether weights of a method are unpacked to the compute dtype on this machine."""
     if method not in READABLE:
         return False
-    return is_cpu or method in _ALWAYS_UNPACKED or bool(import_problem(_KEPT_WITH[method]))
+    return is_cpu or method in _ALWAYS_UNPACKED or any(map(import_problem, _PACKAGES[method]))
 
 
 def resident_bytes(stored: StoredWeights, full: int, hardware: Hardware, *, here: bool) -> int:
@@ -438,6 +446,9 @@ def notes(stored: StoredWeights, full: int, dtype: str, hardware: Hardware, *, h
         yield f"weights in {stored.title}: {format_bytes(stored.bytes)} as stored, {other}"
     else:
         yield f"weights in {stored.title}: {other}, as they are unpacked here; {format_bytes(stored.bytes)} as stored"
+    if stored.unreadable:
+        yield f"weights in {stored.title} are not served: {stored.unreadable} cannot be read"
+        return
     if resident == full and stored.method in READABLE:
         return
     packages = _PACKAGES.get(stored.method, ())

@@ -39,7 +39,6 @@ from nibble.models.quantization import (
     NO_ALGORITHM,
     modelopt_algorithm,
     quantization_entry,
-    unreadable,
 )
 from nibble.models.towers import ALIASES, model_class, nested_text, text_config_of, use_class
 
@@ -66,7 +65,7 @@ UNKNOWN_LAYER = "are more than attention over one key and value for each token"
 
 
 def load_config(
-    model: str, index_topk: int | None = None, *, planned: bool = False, trust_remote_code: bool = False
+    model: str, index_topk: int | None = None, *, trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """Return the config of a model.
 
@@ -75,7 +74,6 @@ def load_config(
     Args:
         model: a folder or hub name.
         index_topk: tokens that sparse attention looks at, None for the model's own.
-        planned: whether weights that cannot be loaded right may pass, as nothing is loaded.
         trust_remote_code: whether code that comes with the checkpoint may run.
 
     Raises:
@@ -94,7 +92,7 @@ def load_config(
         raise _unreadable(model, local, error) from error
     # Before the quantisation entry is removed: a refusal may rest on it.
     folder = local if local.exists() else _cached_modelopt_folder(path)
-    check_config(config, folder, planned=planned)
+    check_config(config)
     if index_topk is not None:
         text = config.get_text_config()
         if not hasattr(text, "index_topk"):
@@ -154,14 +152,8 @@ def _unreadable(model: str, local: Path, error: Exception) -> ConfigError | Weig
     return ConfigError(f"cannot read the config of {model!r}: {' '.join(str(error).split())}")
 
 
-def check_config(config: PretrainedConfig, path: Path | None = None, *, planned: bool = False) -> None:
-    """Raise ConfigError if this family, or the way its weights are stored, cannot be served right.
-
-    Args:
-        config: the model's config.
-        path: folder of the checkpoint, where ModelOpt's file may lie.
-        planned: whether weights that cannot be loaded right may pass.
-    """
+def check_config(config: PretrainedConfig) -> None:
+    """Raise ConfigError if this family, or the way its weights are stored, cannot be served right."""
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{config.model_type} cannot be served: it is an encoder-decoder model")
     try:
@@ -173,7 +165,7 @@ def check_config(config: PretrainedConfig, path: Path | None = None, *, planned:
             raise ConfigError(f"{family} cannot be served: {REFUSED[family]}")
     _check_layer_types(text)
     _check_class(config)
-    _check_weights(config, path, planned)
+    _check_weights(config)
 
 
 def _check_layer_types(text: PretrainedConfig) -> None:
@@ -197,23 +189,16 @@ def _quantizes_kv_only(config: PretrainedConfig) -> bool:
     quant = quantization_entry(config)
     method = quant.get("quant_method")
     # ModelOpt's entry that names an algorithm of weights was handled before.
-    return method == MODELOPT or (method == "compressed-tensors" and not quant.get("config_groups"))
+    groups = (quant.get("config_groups") or {}).values()
+    return method == MODELOPT or (
+        method == "compressed-tensors" and not any(group.get("weights") for group in groups)
+    )
 
 
-def _check_weights(config: PretrainedConfig, path: Path | None, planned: bool) -> None:
+def _check_weights(config: PretrainedConfig) -> None:
     """Raise ConfigError for quantised weights that Transformers would load with wrong values."""
     quant = quantization_entry(config)
     method = quant.get("quant_method")
-    algo = _modelopt_algo(quant, path)
-    if algo not in NO_ALGORITHM:
-        entry = modelopt_entry(path) if path else {}
-        method = MODELOPT
-        quant = {**quant, **(quant.get("quantization") or {}), **entry, "quant_method": method}
-    if not planned and (unknown := unreadable(quant)):
-        raise ConfigError(
-            f"this checkpoint holds weights of {method} that cannot be read: {unknown}; use another "
-            "quantisation of the model, or its BF16 checkpoint (its KV scales may be given with --kv-scales FILE)"
-        )
     if quant and method != MODELOPT and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ConfigError(
             f"this checkpoint's weights are quantised by {method or 'an unnamed method'}, which "

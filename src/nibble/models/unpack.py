@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nibble.errors import WeightError
-from nibble.models.hub import weight_files
+from nibble.models.hub import first_line, weight_files
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS = 127
@@ -51,11 +52,18 @@ _SIDE_TENSORS = frozenset({
 class _Slice:
     """A matrix that is computed where it is read, with what Transformers' loader asks of safetensors' slices."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute = compute
+    def __init__(self, parts: _Parts, unpack: Callable[[_Parts], Tensor], lock: Lock) -> None:
+        self._parts, self._unpack, self._lock = parts, unpack, lock
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._compute()[index]
+        # The loader reads with several threads, and what is computed on the way is several times the matrix.
+        with self._lock:
+            try:
+                return self._unpack(self._parts)[index]
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise WeightError(
+                    f"the quantised matrix {self._parts.name} cannot be unpacked: {first_line(error)}"
+                ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +72,20 @@ class _Parts:
 
     name: str
     """Of the matrix, for errors."""
-    stored: Mapping[str, Callable[[], Tensor]]
-    """By the end of their names."""
+    stored: Mapping[str, Any]
+    """Safetensors' slices by the end of their names."""
     config: Mapping[str, Any]
     """The checkpoint's `quantization_config`."""
 
     def __getitem__(self, end: str) -> Tensor:
         if end not in self.stored:
             raise WeightError(f"the checkpoint lacks {end!r} beside the quantised matrix {self.name}")
-        return self.stored[end]()
+        tensor: Tensor = self.stored[end][...]
+        return tensor
 
     def get(self, *ends: str) -> Tensor | None:
         """Return the first of them that is there."""
-        return next((self.stored[end]() for end in ends if end in self.stored), None)
+        return next((self[end] for end in ends if end in self.stored), None)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -103,22 +112,24 @@ def unpacked(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> dict[
     """
     files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
     owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    plain: dict[str, Any] = {}
-    modules: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    plain, lock = dict[str, Any](), Lock()
+    modules: dict[str, dict[str, Any]] = {}
     for name, file in owner.items():
         module, end = _split(name)
-        modules.setdefault(module, {})[end] = lambda name=name, file=file: file.get_tensor(name)  # type: ignore[misc]
+        # As slices, because threads must not share a file.
+        modules.setdefault(module, {})[end] = file.get_slice(name)
     for module, stored in modules.items():
-        dtypes = {end: owner[_join(module, end)].get_slice(_join(module, end)).get_dtype() for end in stored}
+        dtypes = {end: tensor.get_dtype() for end, tensor in stored.items()}
         spelling = _spelling(dtypes, config)
-        for end in stored:
-            name = _join(module, end)
+        for end, tensor in stored.items():
             if spelling is None or (end != spelling.codes and end not in _SIDE_TENSORS and end != "_scales"):
-                plain[name] = owner[name].get_slice(name)
+                plain[_join(module, end)] = tensor
         if spelling:
             name = _join(module, "" if spelling.codes == "_blocks" else "weight")
             parts = _Parts(name, stored, config)
-            plain[name] = _Slice(lambda parts=parts, spelling=spelling: spelling.unpack(parts))  # type: ignore[misc]
+            plain[name] = _Slice(parts, spelling.unpack, lock)
+    if not owner:
+        raise WeightError(f"{folder} has no *.safetensors, from which alone quantised weights are read")
     if owner.keys() == plain.keys():
         raise WeightError(
             f"{folder} declares weights quantised by {config.get('quant_method')}, and holds no quantised matrix; its "
@@ -145,7 +156,7 @@ def _join(module: str, end: str) -> str:
 
 def _e2m1(packed: Tensor) -> Tensor:
     """Return the values of bytes that hold two each, the first in the lower half -> float32, twice as many columns."""
-    table = torch.tensor(E2M1)
+    table = torch.tensor(E2M1, dtype=torch.float32)
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return table[codes.int()]
 
@@ -182,10 +193,10 @@ def _spread(x_NK: Tensor, scale: Tensor, parts: _Parts) -> Tensor:
     if scale.dim() == 1:
         scale = scale[:, None]
     (rows, columns), (row_scales, groups) = x_NK.shape, scale.shape
-    if row_scales == rows:
+    height, width = parts.block
+    if row_scales == rows and height > 1:
         parts.check(columns % groups == 0, f"{groups} scales for {columns} inputs")
         return scale.repeat_interleave(columns // groups, 1)
-    height, width = parts.block
     fits = (row_scales, groups) == (-(-rows // height), -(-columns // width))
     parts.check(
         fits, f"{row_scales} x {groups} scales for {rows} x {columns} values in blocks of {height} x {width}"
@@ -263,9 +274,14 @@ def _awq(parts: _Parts) -> Tensor:
 
 def _experts_mxfp4(parts: _Parts) -> Tensor:
     """Experts of gpt-oss -> [E, K, N]."""
-    x_ENB32, scale_ENB = _e2m1(parts["_blocks"]), _e8m0(parts["_scales"])
-    parts.check(x_ENB32.shape[:-1] == scale_ENB.shape, f"{tuple(scale_ENB.shape)} scales")
-    return (x_ENB32 * scale_ENB[..., None]).flatten(2).transpose(1, 2).contiguous()
+    blocks_ENB16, scales_ENB = parts["_blocks"], parts["_scales"]
+    (experts, outputs, blocks, half), scale_shape = blocks_ENB16.shape, tuple(scales_ENB.shape)
+    parts.check(scale_shape == (experts, outputs, blocks), f"{scale_shape} scales")
+    # Values of two bits times powers of two are exact in BF16.
+    x_EKN = torch.empty(experts, blocks * 2 * half, outputs, dtype=torch.bfloat16)
+    for x_KN, blocks_NB16, scales_NB in zip(x_EKN, blocks_ENB16, scales_ENB, strict=True):
+        x_KN.copy_((_e2m1(blocks_NB16) * _e8m0(scales_NB)[..., None]).flatten(1).T)
+    return x_EKN
 
 
 def _bits_of(values: int, count: int, parts: _Parts) -> int:

@@ -162,7 +162,7 @@ def _spans(
 ) -> Iterator[_Span]:
     """Yield key ranges that start on a tile and cover all that the last n tokens of requests of `lens` tokens see.
 
-    Each has `group` rows, and all of them are padded.
+    Each token has `group` rows; those of all are padded to `padded`.
     """
     positions_Bn = torch.tensor(lens, device=device)[:, None] + torch.arange(-n, 0, device=device)
     positions_BR = F.pad(positions_Bn.repeat_interleave(group, 1), (0, padded - n * group))
