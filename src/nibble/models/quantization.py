@@ -354,12 +354,9 @@ _ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT})
 """Those that Transformers does not keep as they are, whatever the machine."""
 READABLE_ALGORITHMS = frozenset({
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4",
-    "NVFP4_AWQ",
-    MIXED_PRECISION,
+    "NVFP4_AWQ", MIXED_PRECISION,
 })  # fmt: skip
-"""Of ModelOpt."""
-
-
+"""ModelOpt's names of algorithms whose weights are read."""
 _CT_FORMATS = frozenset({
     "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",

@@ -28,8 +28,8 @@ SHIFT_VALUES = 4096
 MANY_PROGRAMS = 4
 """Programs of a processor from which they hide each other's waiting: then each is small."""
 PROMPT_ROWS, PROMPT_KEYS, PROMPT_BYTES = 64, 16, 512
-"""Rows and keys of a tile of prompts, where a key has at most so many bytes. Few keys, as most tiles begin or end
-within one."""
+"""Rows and keys of a tile of prompts, where a key has at most so many bytes. Few keys, since of a window's first and
+last ones most are hidden."""
 
 
 @triton.jit
