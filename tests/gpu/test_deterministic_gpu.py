@@ -111,7 +111,7 @@ def test_rows_of_attention(name: str, dim: int) -> None:
     from nibble import formats
     from nibble.kernels import gpu_of
     from nibble.kernels.attention import naive
-    from nibble.kernels.attention.triton import fixed_attention, fixed_shape_of
+    from nibble.kernels.attention.fixed import fixed_attention, fixed_shape_of
     from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
     from nibble.model_spec import Phase
 
@@ -140,6 +140,62 @@ def test_rows_of_attention(name: str, dim: int) -> None:
             assert torch.equal(found, whole[-100:]), f"{shape}, shared {spread}, window {window}"
         for end, count in ((1, 1), (1024, 1), (1025, 1), (2500, 1), (2500, 7), (1100, 90), (2050, 1030)):
             assert torch.equal(attend(end, count), whole[end - count : end]), f"{count} tokens up to {end}"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "formats_of", [("nvfp4", "nvfp4"), ("fp8_e4m3", "nvfp4"), ("fp8_e5m2", "fp8_e4m3")], ids=str
+)
+def test_decode_steps_in_cuda_have_the_bits_of_prompts(formats_of: tuple[str, str], dim: int) -> None:
+    """Mixed lengths, one token or some that are verified, with a window and without: rows of a prompt in Triton."""
+    from nibble import formats
+    from nibble.kernels import gpu_of
+    from nibble.kernels.attention import fixed
+    from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
+    from nibble.model_spec import Phase
+
+    torch.manual_seed(1)
+    heads, group, page, lens = 2, 4, 16, (2500, 1, 63, 64, 65, 1024, 1025, 1090, 2113, 17)
+    counts = [-(-n // page) for n in lens]
+    pages = iter(torch.randperm(sum(counts)).tolist())
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    for row, count in zip(table, counts, strict=True):
+        row[:count] = torch.tensor([next(pages) for _ in range(count)], dtype=torch.int32)
+    table = table.cuda()
+
+    def stored(name: str) -> Paged:
+        fmt = formats.get(name)
+        scale = torch.tensor(0.02 if fmt.needs_scale else 1.0, device="cuda")
+        x = torch.randn(sum(counts), heads, page, dim, device="cuda") * torch.randn(
+            1, heads, 1, dim, device="cuda"
+        )
+        return Paged(fmt, dim, fmt.encode(x, scale), scale)
+
+    k, v = map(stored, formats_of)
+    assert fixed._decode_kernel(k, v, gpu_of(torch.device("cuda"))), "Triton would be compared with itself"
+    q = [torch.randn(n, heads * group, dim, device="cuda").bfloat16() for n in lens]
+    for window in (None, 100, 1200):
+        params = AttentionParams(dim**-0.5, window)
+        wholes = []
+        for i, n in enumerate(lens):
+            batch = AttentionBatch.from_lens(Phase.EXTEND, 0, (n,), (n,), table[i : i + 1])
+            many = n * group > fixed.FIXED_ROWS
+            shape = fixed.fixed_shape_of(many, group, k, v, torch.bfloat16, gpu_of(table.device))
+            wholes.append(fixed.fixed_attention(q[i], k, v, batch, params, shape=shape))
+        for new in (1, 2, 4):
+            rows = [i for i, n in enumerate(lens) if n >= new]
+            phase = Phase.DECODE if new == 1 else Phase.VERIFY
+            batch = AttentionBatch.from_lens(
+                phase,
+                0,
+                (new,) * len(rows),
+                [lens[i] for i in rows],
+                table[torch.tensor(rows, device="cuda")],
+            )
+            found = fixed.fixed_attention(torch.cat([q[i][-new:] for i in rows]), k, v, batch, params)
+            expected = torch.cat([wholes[i][-new:] for i in rows])
+            differs = (found != expected).flatten(1).any(1).nonzero()[:, 0].tolist()
+            assert torch.equal(found, expected), f"window {window}, {new} tokens: rows {differs} of {rows}"
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

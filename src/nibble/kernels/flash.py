@@ -46,14 +46,20 @@ def load_queries(
     """
     parts = ()
     for j in tl.static_range(PARTS):
-        value = tl.arange(0, WIDTH) * PARTS + j
-        keep = live_M[:, None] & (value < DIM)[None, :]
-        x = tl.load(q + offset_M[:, None] + value[None, :], mask=keep, other=0.0)
-        # bfloat16 and float32 reach further than float16, in which some formats decode
-        if x.dtype != tl.float16 and tl.float16 == DTYPE:
-            x = tl.clamp(x.to(tl.float32), -MAX_FP16, MAX_FP16, propagate_nan=tl.PropagateNan.ALL)
-        parts += (x.to(DTYPE),)  # type: ignore[assignment]
+        part = load_values(q, offset_M, live_M, tl.arange(0, WIDTH) * PARTS + j, DIM, DTYPE)
+        parts += (part,)  # type: ignore[assignment]
     return parts
+
+
+@triton.jit
+def load_values(q, offset_M, live_M, value_D, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """Load values of query rows -> [M, D]; see load_queries. value_D: which, in the order of the result."""
+    keep = live_M[:, None] & (value_D < DIM)[None, :]
+    x = tl.load(q + offset_M[:, None] + value_D[None, :], mask=keep, other=0.0)
+    # bfloat16 and float32 reach further than float16, in which some formats decode
+    if x.dtype != tl.float16 and tl.float16 == DTYPE:
+        x = tl.clamp(x.to(tl.float32), -MAX_FP16, MAX_FP16, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(DTYPE)
 
 
 @triton.jit

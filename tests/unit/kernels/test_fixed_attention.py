@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 from nibble import formats
 from nibble.formats.base import raw
 from nibble.kernels.attention import naive
-from nibble.kernels.attention.triton import TileShape, fixed_attention
+from nibble.kernels.attention.fixed import fixed_attention
+from nibble.kernels.attention.triton import TileShape
 from nibble.kernels.mla import naive as naive_mla
 from nibble.kernels.mla.fixed import fixed_mla_attention
 from nibble.kernels.mla.triton import LatentTile

@@ -1,4 +1,4 @@
-"""The launcher of decode.cu, decode attention in CUDA C++: which variant serves a call, and its arguments.
+"""Launchers of decode.cu and decode_fixed.cu, decode attention in CUDA C++: which variant serves a call, its arguments.
 
 Shape suffixes: T query rows, B requests, N pages of a request, H query heads, G KV heads, D values of a head.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import cdiv, gpu_of
+from nibble.kernels import GPU, cdiv, gpu_of
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
@@ -21,7 +21,9 @@ from nibble.kernels.nvrtc import FLOAT, INT, POINTER, Kernel, cubin
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SOURCE = Path(__file__).with_name("decode.cu")
+FIXED_SOURCE = Path(__file__).with_name("decode_fixed.cu")
 HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
 COLUMNS = 16
 """Most query tokens x query heads of one KV head and request."""
 MAX_BATCH = 2048
@@ -32,6 +34,7 @@ MERGE_BLOCKS = 8
 RESERVED = 1024 + 256
 """Bytes of a multiprocessor's shared memory that a block cannot have, plus those that the kernel declares."""
 _TYPES = (*[POINTER] * 14, FLOAT, FLOAT, *[INT] * 7)
+_FIXED_TYPES = (*[POINTER] * 12, FLOAT, *[INT] * 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +267,78 @@ class Decode:
             self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), types, arguments
         )
         return out_THD
+
+
+@dataclass(frozen=True, slots=True)
+class FixedDecode:
+    """The launcher of decode_fixed.cu for one layer's pages."""
+
+    key: Format
+    value: Format
+    dim: int
+    page: int
+    gpu: GPU
+    tile: int
+    """Tokens of a tile."""
+
+    @classmethod
+    def of(cls, k: Paged, v: Paged, gpu: GPU) -> FixedDecode | None:
+        """Return the launcher that serves these pages, if one does."""
+        plain = all(x.is_contiguous() for pages in (k, v) for x in pages.planes_PHS)
+        if not plain or k.interleave or v.interleave or k.dim != v.dim:
+            return None
+        if k.dim not in HEAD_DIMS or k.page_size not in PAGE_SIZES:
+            return None
+        key, value = FORMATS[k.format.name], FORMATS[v.format.name]
+        return cls(key, value, k.dim, k.page_size, gpu, tokens_of_tile(key))
+
+    def serves(self, q_THD: Tensor, k: Paged, batch: AttentionBatch, params: AttentionParams) -> bool:
+        """Return whether the kernel serves these queries."""
+        columns = max(batch.query_lens) * q_THD.shape[1] // k.heads
+        is_half = q_THD.dtype in (torch.bfloat16, torch.float16)
+        return is_half and columns <= COLUMNS and len(batch.seq_lens_B) <= MAX_BATCH and not params.softcap
+
+    def fixed_parts(
+        self, q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams,
+        parts: tuple[Tensor, Tensor], size: int,
+    ) -> None:  # fmt: skip
+        """Compute each split of keys by itself.
+
+        Args:
+            q_THD: Queries, contiguous.
+            k: Pages of the keys.
+            v: Pages of the values.
+            batch: The pages and lengths of requests.
+            params: Scale and window.
+            parts: What flash.combine_fixed_kernel merges: float32 [S, T, H, D] and [S, T, H, 3].
+            size: Keys of a split.
+
+        Raises:
+            BackendError: The driver refuses the launch.
+        """
+        (rows, heads, _), queries = q_THD.shape, max(batch.query_lens)
+        wide, bf16 = 8 if queries * heads // k.heads <= 8 else 16, q_THD.dtype is torch.bfloat16
+        warps = warps_of_block(self.key, self.value, self.dim, wide, self.gpu.memory)
+        variant = Variant(self.dim, self.key, self.value, wide, self.tile, warps, self.page, bf16, False)
+        pointers = (
+            q_THD, *parts, *_values_and_scales(k), *_values_and_scales(v), batch.seq_lens_B,
+            None if queries == 1 else batch.cu_seqlens_q_B1, batch.page_table_BN, k.scale, v.scale,
+        )  # fmt: skip
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in pointers)
+        requests, group = len(batch.seq_lens_B), heads // k.heads
+        sizes = rows, requests, batch.page_table_BN.stride(0), k.heads, group, params.window or 0
+        per_head = (int(pages.scale.dim() > 0) for pages in (k, v))
+        kernel = _fixed_kernel(variant, size, self.gpu.arch, q_THD.device.index or 0)
+        kernel.launch(
+            self.gpu.processors, 32 * warps, variant.shared_bytes(requests), _FIXED_TYPES,
+            (*addresses, params.scale, *sizes, *per_head),
+        )  # fmt: skip
+
+
+@cache
+def _fixed_kernel(variant: Variant, size: int, arch: int, device: int) -> Kernel:
+    code = cubin(FIXED_SOURCE, arch, variant.macros | {"SPLIT": size})
+    return Kernel(code, "decode_fixed", variant.shared_bytes(MAX_BATCH))
 
 
 def _values_and_scales(pages: Paged) -> tuple[Tensor, Tensor | None]:

@@ -52,21 +52,6 @@ static_assert(WARP_BYTES >= PARTIAL_BYTES, "a warp leaves its partial result whe
 // eights.
 constexpr int MERGE_BLOCKS = 8;
 
-// Slots that were never written may hold NaN, and 0 * NaN is NaN: zero the values of a tile behind its
-// `num_tokens`.
-DEVICE void clear_unwritten(u8* values, int num_tokens, int lane) {
-  for (int i = num_tokens * row_bytes(VF) + 4 * lane; i < TILE * row_bytes(VF); i += 128)
-    *(u32*)(values + i) = 0;
-  for (int i = num_tokens * scale_bytes(VF) + lane; i < TILE * scale_bytes(VF); i += 32) {
-    values[TILE * row_bytes(VF) + i] = 0;
-  }
-#if __CUDA_ARCH__ >= 900
-  // The next bulk copy to this place must not overtake these stores.
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-  __syncwarp();
-}
-
 // Requests of no tokens have outputs of zeros, or what they have from other keys. thread: threadIdx.x, which is read in the kernel, as its
 // launch bounds tell the compiler there how large it can be.
 DEVICE void clear_empty_requests(const Batch& batch, const Output& output, int batch_size, u32 thread) {
@@ -129,37 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u8* const warp_partials = workspace + (u64)blockIdx.x * WARPS * PARTIAL_BYTES;
   u8* const block_partials = workspace + (u64)gridDim.x * WARPS * PARTIAL_BYTES;
 
-#if __CUDA_ARCH__ >= 900
-  if (lane == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0],1;\nmbarrier.init.shared::cta.b64 [%1],1;"
-                 :: "r"(key_barrier), "r"(value_barrier) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-#endif
+  init_barriers(key_barrier, value_barrier, lane);
 
   // --- partition
-  // Tiles before each request: a scan, THREADS requests at a time.
-  for (int base = 0, before = 0; base < batch_size; base += THREADS) {
-    int request = base + threadIdx.x, len = request < batch_size ? seq_lens[request] : 0;
-    int tiles = len > 0 ? (len + TILE - 1) / TILE - batch.first_tile(request) : 0, x = tiles;
-#pragma unroll
-    for (int i = 1; i < 32; i <<= 1) {
-      int y = __shfl_up_sync(ALL_LANES, x, i);
-      if (lane >= i) x += y;
-    }
-    if (lane == 31) warp_sums[warp] = x;
-    __syncthreads();
-    int total = 0;
-    for (int i = 0; i < WARPS; i++) {
-      if (i < warp) x += warp_sums[i];
-      total += warp_sums[i];
-    }
-    if (request < batch_size) cu_tiles[request + 1] = before + x;
-    before += total;
-    __syncthreads();  // before warp_sums is written again
-  }
-  if (threadIdx.x == 0) cu_tiles[0] = 0;
-  __syncthreads();
+  sum_up_requests<WARPS>(cu_tiles, warp_sums, batch_size, [&](int request) {
+    const int len = seq_lens[request];
+    return len > 0 ? (len + TILE - 1) / TILE - batch.first_tile(request) : 0;
+  });
   const int num_tiles = cu_tiles[batch_size] * kv_heads;
   const EvenSplit blocks(num_tiles, gridDim.x);
   const int block_begin = blocks.start(blockIdx.x), block_end = blocks.start(blockIdx.x + 1);

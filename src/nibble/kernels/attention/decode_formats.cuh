@@ -51,6 +51,12 @@ DEVICE u32 pack_operand(float lo, float hi) { return MMA_BF16 ? pack_bf16(lo, hi
 // A pair of the type of queries and output.
 DEVICE u32 pack_output(float lo, float hi) { return Q_BF16 ? pack_bf16(lo, hi) : pack_f16(lo, hi); }
 
+// A pair of queries as an operand. bfloat16 reaches further than float16.
+DEVICE u32 pack_queries(float lo, float hi) {
+  const u32 pair = pack_operand(lo, hi);
+  return Q_BF16 && !MMA_BF16 ? clamp_f16x2(pair) : pair;
+}
+
 DEVICE void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (MMA_BF16) {
     mma_bf16(c, a0, a1, a2, a3, b0, b1);

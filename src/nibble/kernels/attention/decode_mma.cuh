@@ -133,7 +133,7 @@ DEVICE void load_queries(u32 (*q)[2], const u16* from, bool exists, int c) {
       int dim0 = operand_dim(KF, 0, s, u, 0), dim1 = operand_dim(KF, 0, s, u, 1);
       int i0 = dim0 / (4 * chunk_dims(KF)) * chunk_dims(KF) + dim0 % chunk_dims(KF);
       int i1 = dim1 / (4 * chunk_dims(KF)) * chunk_dims(KF) + dim1 % chunk_dims(KF);
-      q[s][u] = pack_operand(query_value(pairs[i0 / 2], i0 % 2), query_value(pairs[i1 / 2], i1 % 2));
+      q[s][u] = pack_queries(query_value(pairs[i0 / 2], i0 % 2), query_value(pairs[i1 / 2], i1 % 2));
     }
   }
 }
@@ -238,6 +238,21 @@ DEVICE void apply_mask(float (*scores)[COLUMN_GROUPS][4], const int (*limit)[2],
 // far inside float32, and P inside float16.
 constexpr float RESCALE_SLACK = 8.f;
 
+// The sum of a column's weights in a tile of 64 tokens, in one order: token t with t ^ 32, then t ^ 16, t ^ 8, t ^ 1,
+// t ^ 4 and t ^ 2. Rows of a fragment are tokens 4 * (g & 1) + (g >> 1), and 8 more.
+DEVICE float sum_of_tile(const float (*weights)[2]) {
+  float sum[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    sum[r] = (weights[0][r] + weights[GROUPS / 2][r]) + (weights[1][r] + weights[GROUPS / 2 + 1][r]);
+  }
+  float x = sum[0] + sum[1];
+  x += __shfl_xor_sync(ALL_LANES, x, 8);
+  x += __shfl_xor_sync(ALL_LANES, x, 4);
+  x += __shfl_xor_sync(ALL_LANES, x, 16);
+  return x;
+}
+
 // The running softmax of a warp: O, and of each column the maximum that it is relative to and the sum of
 // weights. The sum is of the lane's tokens alone.
 struct Accumulator {
@@ -259,19 +274,19 @@ struct Accumulator {
     }
   }
 
-  // Rescale a column to the maximum over all lanes.
-  DEVICE void rescale(int n, int e, float top) {
+  // Rescale O of a column to the maximum over all lanes. Returns the factor, by which its sum is to be rescaled.
+  DEVICE float rescale(int n, int e, float top) {
 #pragma unroll
     for (int x = 4; x < 32; x <<= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, x));
     top = fmaxf(top, m[n][e]);
     const float factor = ex2(m[n][e] - top);
     m[n][e] = top;
-    l[n][e] *= factor;
 #pragma unroll
     for (int t = 0; t < D / 16; t++) {
       o[n][t][e] *= factor;
       o[n][t][e + 2] *= factor;
     }
+    return factor;
   }
 
   // Scores -> P, as the operand of accumulate_values().
@@ -294,7 +309,7 @@ struct Accumulator {
 #pragma unroll
       for (int n = 0; n < COLUMN_GROUPS; n++) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) rescale(n, e, top[n][e]);
+        for (int e = 0; e < 2; e++) l[n][e] *= rescale(n, e, top[n][e]);
       }
     }
 #pragma unroll
@@ -309,6 +324,37 @@ struct Accumulator {
         }
         p[i][n][0] = transpose_8x8(pack_operand(weight[0], weight[1]));
         p[i][n][1] = transpose_8x8(pack_operand(weight[2], weight[3]));
+      }
+    }
+  }
+
+  // As softmax(), but sums are rescaled wherever the maximum grows, and weights are summed in one order, so that
+  // the result depends on the keys alone. The sum is of all tokens.
+  DEVICE void softmax_in_order(u32 (*p)[COLUMN_GROUPS][2], float (*scores)[COLUMN_GROUPS][4], float scale) {
+#pragma unroll
+    for (int n = 0; n < COLUMN_GROUPS; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float top = LOWEST;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) top = fmaxf(top, fmaxf(scores[i][n][e], scores[i][n][e + 2]) * scale);
+        // To rescale by 1 changes nothing.
+        const float factor = __any_sync(ALL_LANES, top > m[n][e]) ? rescale(n, e, top) : 1.f;
+        float weights[GROUPS][2];
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            weights[i][r] = ex2(fmaf(scores[i][n][e + 2 * r], scale, -m[n][e]));
+            scores[i][n][e + 2 * r] = weights[i][r];
+          }
+        }
+        l[n][e] = fmaf(l[n][e], factor, sum_of_tile(weights));
+      }
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++) {
+        p[i][n][0] = transpose_8x8(pack_operand(scores[i][n][0], scores[i][n][1]));
+        p[i][n][1] = transpose_8x8(pack_operand(scores[i][n][2], scores[i][n][3]));
       }
     }
   }

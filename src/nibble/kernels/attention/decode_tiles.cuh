@@ -39,6 +39,34 @@ struct Batch {
   }
 };
 
+// Write cu[i] = count(0) + ... + count(i - 1) to shared memory, for all requests and one more: a scan, a block's
+// threads at a time. warp_sums: shared memory, one for each warp.
+template <int WARPS_, class Count>
+DEVICE void sum_up_requests(int* cu, int* warp_sums, int batch_size, Count count) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  for (int base = 0, before = 0; base < batch_size; base += 32 * WARPS_) {
+    const int request = base + threadIdx.x;
+    int x = request < batch_size ? count(request) : 0;
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) {
+      int y = __shfl_up_sync(ALL_LANES, x, i);
+      if (lane >= i) x += y;
+    }
+    if (lane == 31) warp_sums[warp] = x;
+    __syncthreads();
+    int total = 0;
+    for (int i = 0; i < WARPS_; i++) {
+      if (i < warp) x += warp_sums[i];
+      total += warp_sums[i];
+    }
+    if (request < batch_size) cu[request + 1] = before + x;
+    before += total;
+    __syncthreads();  // before warp_sums is written again
+  }
+  if (threadIdx.x == 0) cu[0] = 0;
+  __syncthreads();
+}
+
 // A position in the line of tiles: requests outermost, then KV heads.
 struct TileCursor {
   int request, head, tile;                  // tile: of those of the (request, head)
@@ -174,4 +202,30 @@ DEVICE void wait_copy(u32 barrier, u32 parity) {
   asm volatile("cp.async.wait_group 1;" ::: "memory");  // keys and values alternate: all but the latest
   __syncwarp();
 #endif
+}
+
+// Make ready a warp's barriers of copied keys and values, which it must not use before a __syncwarp().
+DEVICE void init_barriers(u32 key_barrier, u32 value_barrier, int lane) {
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0],1;\nmbarrier.init.shared::cta.b64 [%1],1;"
+                 :: "r"(key_barrier), "r"(value_barrier) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#endif
+}
+
+// Slots that were never written may hold NaN, and 0 * NaN is NaN: zero the values of a tile behind its
+// `num_tokens`.
+DEVICE void clear_unwritten(u8* values, int num_tokens, int lane) {
+  for (int i = num_tokens * row_bytes(VF) + 4 * lane; i < TILE * row_bytes(VF); i += 128)
+    *(u32*)(values + i) = 0;
+  for (int i = num_tokens * scale_bytes(VF) + lane; i < TILE * scale_bytes(VF); i += 32) {
+    values[TILE * row_bytes(VF) + i] = 0;
+  }
+#if __CUDA_ARCH__ >= 900
+  // The next bulk copy to this place must not overtake these stores.
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncwarp();
 }

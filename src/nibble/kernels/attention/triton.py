@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import FIXED_SPLIT, GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
+from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import DECODERS, tiles
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
@@ -30,8 +30,73 @@ MANY_ROWS = 65
 """Rows from which it makes no difference how many there are."""
 MERGE_VALUES = 2048
 """Values of a tile of merge_lse."""
-FIXED_ROWS = 64
-"""Rows of the smaller tile over fixed splits: those of a warp group's instruction on Hopper."""
+HEAD_DIMS = (64, 128, 256)
+"""Values of a head that decode_fixed.cu serves."""
+
+
+# ---- one arithmetic for prompts and decode steps ---------------------------------------------------------------------
+#
+# decode_fixed.cu says what is summed in which order.
+
+
+@triton.constexpr_function
+def _chunk_words(parts: int, dim: int) -> int:
+    """Return the words of 32 bits that a lane of decode_fixed.cu reads at once, of four lanes that share a row.
+
+    0 where it serves no such keys: then they are joined in the order of their dims.
+    """
+    return min(4, dim // (8 * parts)) if parts > 1 and dim in HEAD_DIMS else 0
+
+
+@triton.jit
+def _join_in_order(parts, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Join parts of keys [N, W] in the order in which decode_fixed.cu has their dims -> [N, W * PARTS]."""
+    N: tl.constexpr = parts[0].shape[0]
+    D: tl.constexpr = parts[0].shape[1] * PARTS
+    CHUNKS: tl.constexpr = D // (8 * PARTS * CHUNK)
+    x = tiles.interleave(parts, PARTS)
+    # chunks, lanes, words, and values of a word; those of a step of 16 come together
+    if PARTS == 4:
+        x = tl.permute(tl.reshape(x, [N, CHUNKS, 4, CHUNK, 2, 2, 2]), 0, 1, 3, 5, 2, 4, 6)
+    else:
+        x = tl.permute(tl.reshape(x, [N, CHUNKS, 4, CHUNK, 4]), 0, 1, 3, 2, 4)
+    return tl.reshape(x, [N, D])
+
+
+@triton.jit
+def _dims_in_order(PARTS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr):
+    """Return the dim of each place of _join_in_order."""
+    place = tl.arange(0, DIM)
+    inner, lane, rest = place % 4, place // 4 % 4, place // 16
+    if PARTS == 4:
+        inner, rest = inner // 2 * 4 + rest % 2 * 2 + inner % 2, rest // 2
+    return ((rest // CHUNK * 4 + lane) * CHUNK + rest % CHUNK) * 2 * PARTS + inner
+
+
+@triton.jit
+def _load_queries(
+    q, offset_M, live_M, k, PARTS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Load query rows as values meet those of keys: in parts, or in the order of _join_in_order."""
+    if CHUNK:
+        order_D = _dims_in_order(k.PARTS, CHUNK, DIM)
+        queries = (flash.load_values(q, offset_M, live_M, order_D, DIM, k.DTYPE),)
+    else:
+        queries = flash.load_queries(q, offset_M, live_M, PARTS, WIDTH, DIM, k.DTYPE)
+    return queries
+
+
+@triton.jit
+def _sum_of_tile(x_MN):
+    """Sum a tile's weights in one order: key n with n ^ 32, then n ^ 16, n ^ 8, n ^ 1, n ^ 4 and n ^ 2 -> [M]."""
+    M: tl.constexpr = x_MN.shape[0]
+    if x_MN.shape[1] == 64:
+        x_MN = tl.sum(tl.reshape(x_MN, [M, 2, 32]), 1)
+    if x_MN.shape[1] == 32:
+        x_MN = tl.sum(tl.reshape(x_MN, [M, 2, 16]), 1)
+    x_M8 = tl.sum(tl.reshape(x_MN, [M, 2, 8]), 1)
+    x_M4 = tl.sum(tl.reshape(x_M8, [M, 4, 2]), 2)
+    return tl.sum(tl.sum(tl.reshape(x_M4, [M, 2, 2]), 1), 1)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -47,13 +112,16 @@ def _load_scales(k, v, page, first, n_N, stop, head, MASKED: tl.constexpr, JOIN:
 
 @triton.jit
 def _load_tile(
-    stream, scales, page, first, n_N, stop, head, AXIS: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr
-):
-    """Load the parts of a tile of keys or values, or the one tile that they are joined to."""
+    stream, scales, page, first, n_N, stop, head, AXIS: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr,
+    CHUNK: tl.constexpr = 0,
+):  # fmt: skip
+    """Load the parts of a tile of keys or values, or the one tile that they are joined to, by CHUNK in order."""
     slot_N, keep_N = tiles.slots_of(first, n_N, stream.PAGE_SIZE), first + n_N < stop
     items = tiles.read_words(stream, page, slot_N, head, keep_N, AXIS, MASKED)
     parts = tiles.decode_tile(stream, items, scales, AXIS)
-    if JOIN:
+    if CHUNK:
+        parts = (_join_in_order(parts, stream.PARTS, CHUNK),)
+    elif JOIN:
         parts = (tiles.interleave(parts, stream.PARTS),)
     return parts
 
@@ -80,6 +148,7 @@ def _scores(q, keys, key_N, position_M, unit, softcap, WINDOW: tl.constexpr, SOF
 def _accumulate(
     state, q, k, v, table, head, position_M, start, stop, unit, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, JOIN: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Add keys [start, stop), in whole tiles, to the state of an online softmax: peaks, totals and sums of values."""
     # Decoded tiles that are joined go to shared memory: keys and values at once, for a single barrier.
@@ -101,17 +170,22 @@ def _accumulate(
             scales, next_scales = next_scales, _load_scales(
                 k, v, next_page, first + N, n_N, stop, head, True, JOIN
             )  # fmt: skip
-        keys = _load_tile(k, scales[0], page, first, n_N, stop, head, 1 if JOIN else 0, MASKED, JOIN)
+        keys = _load_tile(k, scales[0], page, first, n_N, stop, head, 1 if JOIN else 0, MASKED, JOIN, CHUNK)
         if VALUES_FIRST:
             values = _load_tile(v, scales[1], page, first, n_N, stop, head, 1, MASKED, JOIN)
         # --- scores
         scores = _scores(q, keys, first + n_N, position_M, unit, softcap, WINDOW, SOFTCAP, MASKED, JOIN)
         # --- softmax
         top_M = tl.maximum(peak_M, tl.max(scores, 1) * base)
-        weights = tl.exp2(scores * base - top_M[:, None])
         rescale_M = tl.exp2(peak_M - top_M)
-        # What is not joined is summed up in the end: a sum over warps would cost a barrier.
-        total = total * rescale_M + tl.sum(weights, 1) if JOIN else total * rescale_M[:, None] + weights
+        if FIXED:  # what is fused is said, since compilers choose
+            base_MN = tl.full(scores.shape, base, tl.float32)
+            weights = tl.exp2(tl.fma(scores, base_MN, tl.broadcast_to(-top_M[:, None], scores.shape)))
+            total = tl.fma(total, rescale_M, _sum_of_tile(weights))
+        else:
+            weights = tl.exp2(scores * base - top_M[:, None])
+            # What is not joined is summed up in the end: a sum over warps would cost a barrier.
+            total = total * rescale_M + tl.sum(weights, 1) if JOIN else total * rescale_M[:, None] + weights
         # --- accumulate
         if not VALUES_FIRST:
             values = _load_tile(v, scales[1], page, first, n_N, stop, head, 1, MASKED, JOIN)
@@ -136,17 +210,17 @@ def _init_state(sinks, query_head_M, live_M, split, PARTS: tl.constexpr, WIDTH: 
 @triton.jit
 def _attend(
     state, q, k, v, table, head, position_M, bounds, unit, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    JOIN: tl.constexpr, N: tl.constexpr,
+    JOIN: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Add keys to the state of an online softmax; only the tiles at both ends need masks (flash.split_bounds)."""
     start, inner, outer, stop = bounds
     if WINDOW:
         state = _accumulate(state, q, k, v, table, head, position_M, start, inner, unit, softcap, WINDOW, SOFTCAP,
-                            True, JOIN, N)  # fmt: skip
+                            True, JOIN, N, CHUNK, FIXED)  # fmt: skip
     state = _accumulate(state, q, k, v, table, head, position_M, inner, outer, unit, softcap, WINDOW, SOFTCAP,
-                        False, JOIN, N)  # fmt: skip
+                        False, JOIN, N, CHUNK, FIXED)  # fmt: skip
     return _accumulate(state, q, k, v, table, head, position_M, outer, stop, unit, softcap, WINDOW, SOFTCAP,
-                       True, JOIN, N)  # fmt: skip
+                       True, JOIN, N, CHUNK, FIXED)  # fmt: skip
 
 
 @triton.jit(
@@ -200,7 +274,8 @@ def attention_kernel(
     offset_M = (begin + token_M).to(tl.int64) * q_stride_T + query_head_M * q_stride_H
     K_WIDTH: tl.constexpr = k.items.WIDTH * k.PARTS // K_PARTS
     V_WIDTH: tl.constexpr = v.items.WIDTH * v.PARTS // V_PARTS
-    queries = flash.load_queries(q, offset_M, live_M, K_PARTS, K_WIDTH, K_DIM, k.DTYPE)
+    CHUNK: tl.constexpr = _chunk_words(k.PARTS, K_DIM) if FIXED else 0
+    queries = _load_queries(q, offset_M, live_M, k, K_PARTS, K_WIDTH, K_DIM, CHUNK)
     # What programs with fixed splits leave is merged with the sink in the end.
     state = _init_state(
         sinks, query_head_M, live_M, split, V_PARTS, V_WIDTH, SINKS and not (FIXED and SPLIT), JOIN, M, N
@@ -216,7 +291,7 @@ def attention_kernel(
             bounds = flash.fixed_bounds(past, first, last, part, FIXED, WINDOW, N)
             fresh = _init_state(sinks, query_head_M, live_M, 0, V_PARTS, V_WIDTH, False, JOIN, M, N)
             fresh = _attend(fresh, queries, k, v, table, head, past + token_M, bounds, unit, softcap, WINDOW, SOFTCAP,
-                            JOIN, N)  # fmt: skip
+                            JOIN, N, CHUNK, True)  # fmt: skip
             state = flash.merge_states(state, fresh)
         if SPLIT:
             flash.store_part(parts, lse, state, tiles.global_scale(v, head), split, begin + token_M, query_head_M,
@@ -224,7 +299,7 @@ def attention_kernel(
             return
     else:
         state = _attend(state, queries, k, v, table, head, past + token_M, bounds, unit, softcap, WINDOW, SOFTCAP,
-                        JOIN, N)  # fmt: skip
+                        JOIN, N, CHUNK, False)  # fmt: skip
 
     # --- store
     peak_M, total, sums = state
@@ -332,13 +407,14 @@ def stored_tokens(k: Paged, v: Paged) -> StoredTokens:
     return StoredTokens(parts, max(k.dim, v.dim), sum(widths))
 
 
-def _tiles(stream: Paged, query: torch.dtype, join: bool) -> tiles.Tiles:
+def stored_tiles(stream: Paged, query: torch.dtype, join: bool, fixed: bool = False) -> tiles.Tiles:
     """Return the stream as a kernel's argument.
 
-    Joined tiles are in the query's dtype, so that the tensor cores may read the query where it was loaded to.
+    Joined tiles are in the query's dtype, so that the tensor cores may read the query where it was loaded to; over
+    fixed splits in what decodes with the least work, as decode steps are.
     """
     half = DECODERS[stream.format.name].half
-    dtype = query if join or half is None or query == torch.float32 else half
+    dtype = query if (join and not fixed) or half is None or query == torch.float32 else half
     return tiles.Tiles.of(stream, dtype, copied=join)
 
 
@@ -382,7 +458,7 @@ def paged_attention(
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     # Constants by position: each by name would take 0.15 us of the host, for every layer of a decode step.
     attention_kernel[(num_tiles, k.heads, programs)](
-        q_THD, out, lse_TH, parts, lse, plan, _tiles(k, q_THD.dtype, shape.join), _tiles(v, q_THD.dtype, shape.join),
+        q_THD, out, lse_TH, parts, lse, plan, *(stored_tiles(stream, q_THD.dtype, shape.join) for stream in (k, v)),
         batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B,
         q_THD if params.sinks_H is None else params.sinks_H, params.scale, params.softcap or 0.0,
         requests, concurrency, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
@@ -418,84 +494,6 @@ def partial_attention(
     """
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
     return PartialAttention(paged_attention(q_THD, k, v, batch, params, max_seq_len, lse_TH=lse_TH), lse_TH.T)
-
-
-def fixed_shape_of(
-    many: bool, group: int, k: Paged, v: Paged, query: torch.dtype, gpu: GPU
-) -> TileShape:  # fmt: skip
-    """Choose the tile of attention over fixed splits: of one arithmetic, whatever the number of queries.
-
-    Tiles of keys are as large for many queries as for few, and each warp has 16 rows of queries, so that Hopper's wgmma
-    computes both and a row's sums are shared by the same threads.
-
-    Args:
-        many: Whether there are more rows than a small tile has.
-        group: Query heads of a KV head.
-        k: Pages of the keys.
-        v: Pages of the values.
-        query: The query's dtype.
-        gpu: Sizes of the GPU.
-    """
-    return _fixed_shape(many, next_power_of_2(group), stored_tokens(k, v), query.itemsize, gpu)
-
-
-@functools.cache
-def _fixed_shape(many: bool, group: int, kv: StoredTokens, item: int, gpu: GPU) -> TileShape:
-    few = [
-        TileShape(max(FIXED_ROWS, group), keys, True, 4, stages, 1)
-        for keys in (64, 32, 16)
-        for stages in (3, 2, 1)
-    ]
-    small = next(shape for shape in few if memory_of(shape, kv, item, gpu) <= gpu.memory)
-    large = [replace(small, rows=2 * small.rows, warps=8, stages=stages) for stages in (3, 2, 1)]
-    fitting = (shape for shape in large if memory_of(shape, kv, item, gpu) <= gpu.memory)
-    return next(fitting, small) if many and small.rows == FIXED_ROWS else small
-
-
-def fixed_attention(
-    q_THD: Tensor, k: Paged, v: Paged, batch: AttentionBatch, params: AttentionParams, *,
-    shape: TileShape | None = None, size: int = FIXED_SPLIT, spread: bool | None = None,
-) -> Tensor:  # fmt: skip
-    """Return attention as naive.py defines it, in which a row depends on nothing but its query and the keys it sees.
-
-    Splits of keys begin at multiples of `size`, each has a softmax of its own over tiles at fixed keys, and they are
-    merged in their order: by one program, or by a second launch where programs share them, with the same bits.
-
-    Args:
-        q_THD: Queries, request after request.
-        k: Pages of the keys.
-        v: Pages of the values.
-        batch: The pages and lengths of requests.
-        params: Scale, window, capping and sinks.
-        shape: Another tile than the fastest.
-        size: Keys of a split.
-        spread: Whether programs share the splits; by the number of queries if left out.
-
-    Returns:
-        [T, H, D] in the query's dtype.
-    """
-    (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
-    group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
-    shape = shape or fixed_shape_of(max_query_len * group > FIXED_ROWS, group, k, v, q_THD.dtype, gpu)
-    num_tiles, splits = cdiv(max_query_len, shape.rows // group), cdiv(max(batch.seq_lens), size)
-    out = q_THD.new_empty(tokens, heads, v.dim)
-    spread, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, spread)
-    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-    sinks, has_sinks = q_THD if params.sinks_H is None else params.sinks_H, params.sinks_H is not None
-    window = params.window or 0
-    attention_kernel[(num_tiles, k.heads, requests * splits if spread else requests)](
-        q_THD, out, None, parts, stats, out, _tiles(k, q_THD.dtype, True), _tiles(v, q_THD.dtype, True),
-        batch.page_table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B, sinks, params.scale, params.softcap or 0.0,
-        requests, tokens, batch.page_table_BN.stride(0), q_THD.stride(0), q_THD.stride(1),
-        group, dim, v.dim, window, params.softcap is not None, has_sinks, spread,
-        True, shape.rows, shape.keys, 1, 1, size, num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    if spread:
-        flash.combine_fixed_kernel[(max_query_len, heads, requests)](
-            out, parts, stats, batch.cu_seqlens_q_B1, batch.seq_lens_B, sinks, tokens, heads, shape.rows // group,
-            v.dim, next_power_of_2(v.dim), size, window, has_sinks, shape.keys, num_warps=1,
-        )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -41,6 +41,14 @@ DEVICE float clamp_f16(float x) {
   return r;
 }
 
+// The same for a pair, infinite ones included.
+DEVICE u32 clamp_f16x2(u32 x) {
+  u32 r;
+  asm("{\n.reg .b32 t;\nmax.NaN.f16x2 t,%1,%2;\nmin.NaN.f16x2 %0,t,%3;\n}"
+      : "=r"(r) : "r"(x), "r"(0xFBFFFBFFu), "r"(0x7BFF7BFFu));
+  return r;
+}
+
 DEVICE u32 pack_f16(float lo, float hi) {
   u32 r;
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo));

@@ -41,7 +41,7 @@ def fixed_mla_attention(
 ) -> Tensor:  # fmt: skip
     """Return attention as naive.py defines it, in which a row depends on nothing but its query and what it sees.
 
-    As fixed_attention() in kernels/attention/triton.py, over latents.
+    As fixed_attention() in kernels/attention/fixed.py, over latents.
 
     Args:
         q_THD: Queries with the projections of keys absorbed, request after request.

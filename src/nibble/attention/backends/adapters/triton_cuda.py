@@ -12,8 +12,9 @@ from torch import Tensor
 from nibble.attention.layer import AttentionBackend
 from nibble.cache.pool import KVView
 from nibble.kernels import UNBOUNDED
+from nibble.kernels.attention.fixed import fixed_attention
 from nibble.kernels.attention.naive import PartialAttention
-from nibble.kernels.attention.triton import fixed_attention, paged_attention, partial_attention
+from nibble.kernels.attention.triton import paged_attention, partial_attention
 from nibble.kernels.mla import (
     mla_attention,
     partial_mla_attention,
