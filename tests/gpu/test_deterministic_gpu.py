@@ -146,7 +146,9 @@ def test_rows_of_attention(name: str, dim: int) -> None:
 @pytest.mark.parametrize(
     "formats_of", [("nvfp4", "nvfp4"), ("fp8_e4m3", "nvfp4"), ("fp8_e5m2", "fp8_e4m3")], ids=str
 )
-def test_decode_steps_in_cuda_have_the_bits_of_prompts(formats_of: tuple[str, str], dim: int) -> None:
+def test_decode_steps_in_cuda_have_the_bits_of_prompts(
+    formats_of: tuple[str, str], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mixed lengths, one token or some that are verified, with a window and without: rows of a prompt in Triton."""
     from nibble import formats
     from nibble.kernels import gpu_of
@@ -155,6 +157,7 @@ def test_decode_steps_in_cuda_have_the_bits_of_prompts(formats_of: tuple[str, st
     from nibble.model_spec import Phase
 
     torch.manual_seed(1)
+    monkeypatch.setattr(fixed, "SPLITS_OF_PROCESSOR", 0)
     heads, group, page, lens = 2, 4, 16, (2500, 1, 63, 64, 65, 1024, 1025, 1090, 2113, 17)
     counts = [-(-n // page) for n in lens]
     pages = iter(torch.randperm(sum(counts)).tolist())

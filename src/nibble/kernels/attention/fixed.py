@@ -26,6 +26,8 @@ from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 FIXED_ROWS = 64
 """Rows of the smaller tile: those of a warp group's instruction on Hopper."""
+SPLITS_OF_PROCESSOR = 1
+"""Splits for each processor from which decode_fixed.cu, a warp of which takes a split, is faster than Triton."""
 
 
 def fixed_shape_of(
@@ -86,7 +88,9 @@ def fixed_attention(
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
     splits, out = cdiv(max(batch.seq_lens), size), q_THD.new_empty(tokens, heads, v.dim)
-    decode = None if shape else _decode_kernel(k, v, gpu)
+    # Few splits take less time where several warps share one, as they do in Triton.
+    many = requests * splits * k.heads >= SPLITS_OF_PROCESSOR * gpu.processors
+    decode = _decode_kernel(k, v, gpu) if many and shape is None else None
     if decode and decode.serves(q_THD, k, batch, params):
         _, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, True)
         decode.fixed_parts(q_THD.contiguous(), k, v, batch, params, (parts, stats), size)
