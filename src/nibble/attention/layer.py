@@ -359,9 +359,7 @@ def attention(
     # Padding rows have no slot. They are the last rows, so they are cut off.
     streams = {name: x[: len(slot_mapping_T)] for name, x in streams.items()}
     if owner == layer:
-        ctx.pool.write(layer, streams, slot_mapping_T)
-        if ctx.exact:
-            ctx.exact.write(layer, streams, meta)
+        ctx.pool.write(layer, streams, slot_mapping_T, meta.exact_slot_mapping_T)
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
     view = ctx.pool.view(owner)

@@ -35,8 +35,7 @@ from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.transfer import to_device
-from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Paged
-from nibble.model_spec import INDEX
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 
 def far_params(params: AttentionParams, window: int) -> AttentionParams | None:
@@ -346,18 +345,6 @@ class ExactCache:
         """Return one that keeps nothing but sinks of one request, for steps that are whole prompts."""
         pages = plan.sinks // plan.page_size + 1
         return cls(plan.window, PagedPool(plan.exact_layout, pages, NONE, device), plan.sinks)
-
-    def write(self, layer: int, streams: Mapping[str, Tensor], meta: AttentionMetadata) -> None:
-        """Keep new tokens of a layer.
-
-        Args:
-            layer: a stored layer.
-            streams: stream name -> [T, H, D].
-            meta: of the step.
-        """
-        assert meta.exact_slot_mapping_T is not None
-        values = {name: x for name, x in streams.items() if name != INDEX}
-        self.pool.write(layer, values, meta.exact_slot_mapping_T)
 
     def keys_values(self, owner: int) -> tuple[Paged, Paged]:
         """Return the exact pages of a layer's keys and values."""
