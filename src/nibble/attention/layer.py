@@ -432,6 +432,8 @@ class _WindowedLayer:
         has_kernel = near_slots_TW is None and near.serves(q_THD, self.batch, view.streams)
         if has_kernel and not self.batch.phase.decodes:
             part = None
+            # Parts that are merged with sinks need all rows.
+            far = far if sinks else parts.sighted
             if far and far_ask:
                 prepared = self._prepared(ctx.plan.route(self.layer, self.batch.phase), far, far_ask)
                 part = prepared.attend_partially(stored_q_THD, view, far_ask)

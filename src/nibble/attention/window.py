@@ -89,6 +89,21 @@ def far_batch(batch: AttentionBatch, window: int) -> AttentionBatch | None:
     )
 
 
+def sighted_rows(far: AttentionBatch) -> AttentionBatch:
+    """Return the far part of a prompt from the first row that sees any of it. The rows of several requests all stay.
+
+    To compute the rows before costs little, but their output would have to be put before that of the others: a copy.
+
+    Args:
+        far: from far_batch.
+    """
+    blind = far.query_lens[0] - far.seq_lens[0]
+    if len(far.query_lens) > 1 or blind <= 0:
+        return far
+    counts_B1 = far.cu_seqlens_q_B1.clamp(max=far.seq_lens[0])
+    return replace(far, start=blind, query_lens=far.seq_lens, cu_seqlens_q_B1=counts_B1)
+
+
 # ---- near ------------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +326,11 @@ class WindowParts:
         """Return the near part, which all layers read but for prompts with a kernel of their own (kernels/near)."""
         exact = self._exact
         return near_batch(self._batch, exact.tokens, exact.pool.layout.page_size, exact.empty_page)
+
+    @cached_property
+    def sighted(self) -> AttentionBatch | None:
+        """Return the far part without first rows that see none of it."""
+        return sighted_rows(self.far) if self.far else None
 
     @cached_property
     def sinks(self) -> SinkParts | None:
