@@ -2,7 +2,7 @@
 
 Attention sees what is stored: K and V are written first and read back from the pool, dequantised into a workspace where
 a backend cannot read their format (staging.py). With an exact window (window.py) the newest tokens are written to exact
-pages too; a query reads those exactly and all others from the pool, and both parts are merged.
+pages too, by the same call; a query reads those exactly and all others from the pool, and both parts are merged.
 
 Shape suffixes: T tokens, H query heads, D values of a head, K chosen tokens, W near tokens, N pages of a request,
 B requests.

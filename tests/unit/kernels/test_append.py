@@ -6,15 +6,20 @@ that are stored in bfloat16 here have no more bits than that.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import nibble
 from nibble import formats
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool, _targets
@@ -320,3 +325,46 @@ def test_encoders_agree_with_the_definition_on_hard_blocks(
     monkeypatch.setattr(f"{__name__}.PAGES", 16)
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
     compare(kv_format, "hnd", {"k": hard(case), "v": hard(case).flip(0)}, slots)
+
+
+COMPILED = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nibble.kernels.append import triton as append
+from nibble.kernels.codecs import ENCODERS
+
+kernel, dim = append.append_heads_kernel, 128
+names = kernel.arg_names
+exact = dict(exact_slots="*i64", exact_k="*bf16", exact_v="*bf16")
+pointers = dict(k="*bf16", v="*bf16", slots="*i64", k_scale_H="*fp32", v_scale_H="*fp32", k_mean_HD="*fp32", **exact)
+for arch in (89, 90):
+    for name, widths in (("nvfp4", (64, 8)), ("mxfp4", (64, 4)), ("fp8_e4m3", (128,))):
+        encode = next(iter(ENCODERS[name].values()))
+        fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
+                     ROTATE=dim, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8)
+        planes = dict.fromkeys(("k_planes", "v_planes"), ("*u8",) * len(widths))
+        for absent in (dict.fromkeys(exact), {}):
+            constants = {**fixed, **absent}
+            signature = {n: "constexpr" if n in constants else {**pointers, **planes}.get(n, "i32") for n in names}
+            paths = [(i, *j) for i, n in enumerate(names) if n not in constants
+                     for j in ([(part,) for part in range(len(widths))] if n in planes else [()])]
+            source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()},
+                               {path: [["tt.divisibility", 16]] for path in paths})
+            ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=4)).asm["ptx"]
+            print(name, len(re.findall("ld.global.b64", ptx)), len(re.findall("ld.global", ptx)),
+                  len(re.findall("st.global", ptx)), len(re.findall("st.global.v4.b32", ptx)))
+"""
+
+
+@pytest.mark.slow
+def test_exact_pages_cost_a_slot_and_a_store_of_whole_rows() -> None:
+    """Compiled as for a GPU, which none is needed for: of K and V each 8 values of a thread go in one store."""
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
+    environment, source = os.environ | {"TRITON_INTERPRET": "0"}, Path(nibble.__file__).parent.parent
+    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 12
+    for without, both in zip(lines[::2], lines[1::2], strict=True):
+        assert [int(b) - int(a) for a, b in zip(without[1:], both[1:], strict=True)] == [1, 1, 2, 2], both

@@ -158,7 +158,7 @@ for arch, dim, dtype, group in ((89, 128, "bf16", 4), (89, 256, "bf16", 2), (90,
     known = {**pointers, **floats, "scale": "fp32", "softcap": "fp32"}
     signature = {n: "constexpr" if n in fixed else known.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-               if n not in fixed and signature[n] != "fp32" and not n.startswith("far_lse_")}
+               if n not in fixed and signature[n] != "fp32" and not n.startswith(("far_lse_", "far_first"))}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
