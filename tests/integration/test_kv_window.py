@@ -19,6 +19,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from nibble import LLM
 from nibble.engine.build import run_prompt
+from nibble.kernels import near
+from nibble.kernels.near import naive
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
 
 TOLERANCE = 5e-3
@@ -105,6 +107,29 @@ def test_it_is_the_definition(kv_format: str, window: int, tiny: tuple[Path, Pat
     expected = dense_logits(llm, tiny[0], PROMPT, window)
     for chunk in (512, 7, 1):
         assert difference(engine_logits(llm, PROMPT, chunk), expected) < TOLERANCE, chunk
+
+
+@pytest.mark.parametrize("window", [1, 16, 40])
+@pytest.mark.parametrize("kv_format", ["nvfp4", "nvfp4+kmean+rot"])
+def test_kernels_for_near_tokens_are_given_what_they_ask(
+    kv_format: str, window: int, tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their definitions stand in for them. Rows of a prompt that see no far token are left out of its far part."""
+    firsts: set[int] = set()
+
+    def attend(q_THD: Tensor, *rest: Any) -> Tensor:
+        far = rest[-1]
+        firsts.add(-1 if far is None else len(q_THD) - len(far.values_THD))
+        return naive.near_prompt_attention(q_THD, *rest)
+
+    llm = engine(tiny, kv_format, window)
+    monkeypatch.setattr(near, "serves", lambda *_: True)
+    monkeypatch.setattr(near, "near_prompt_attention", attend)
+    monkeypatch.setattr(near, "near_attention", naive.near_attention)
+    expected = dense_logits(llm, tiny[0], PROMPT, window)
+    for chunk in (512, 7, 1):
+        assert difference(engine_logits(llm, PROMPT, chunk), expected) < TOLERANCE, chunk
+    assert {0, window} <= firsts
 
 
 @pytest.mark.parametrize("page_size", [1, 48, 128])

@@ -59,10 +59,10 @@ def store(
     written: dict[int, list[tuple[Streams, Tensor]]] = {}
     write = pool.write
 
-    def spy(layer: int, streams: Streams, slot_mapping_T: Tensor) -> None:
+    def spy(layer: int, streams: Streams, slot_mapping_T: Tensor, *exact: Tensor | None) -> None:
         rows = {name: x_THD[: len(slot_mapping_T)].clone() for name, x_THD in streams.items()}
         written.setdefault(layer, []).append((rows, slot_mapping_T.clone()))
-        write(layer, streams, slot_mapping_T)
+        write(layer, streams, slot_mapping_T, *exact)
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, "write", spy)

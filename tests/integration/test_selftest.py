@@ -107,7 +107,7 @@ def test_wrong_bytes_stop_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         runner.pool,
         "write",
-        lambda layer, streams, slots: write(layer, {**streams, "v": streams["v"] / 2}, slots),
+        lambda layer, streams, *slots: write(layer, {**streams, "v": streams["v"] / 2}, *slots),
     )
     with pytest.raises(
         BackendError, match=r"torch_ref stores v wrongly in prefill of nvfp4@nhd.*--attention-backend"

@@ -13,14 +13,16 @@ from test_invariance import measured
 
 from nibble import BackendError
 from nibble.attention import layer, window
+from nibble.attention.planner.plan import Route
 from nibble.config import Config
+from nibble.engine import warmup
 from nibble.engine.build import build
 from nibble.engine.engine import Engine
 from nibble.engine.model_runner import adapters
 from nibble.engine.warmup import self_test
 from nibble.formats.base import raw
 from nibble.kernels import near
-from nibble.kernels.types import AttentionBatch, AttentionMetadata
+from nibble.kernels.types import AttentionBatch
 from nibble.model_spec import Phase
 from tiny import CHUNKED, MLA, SPARSE, save_tiny
 
@@ -124,13 +126,17 @@ def near_off_by_one(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
 def stale(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
     """Tokens are not written to exact pages: the prompt's, or the step's own where it reads them there."""
     lacking = Phase.PREFILL if phase is Phase.EXTEND else phase
-    write = window.ExactCache.write
+    exact_slots, step = warmup._GroupTest._exact_slots, warmup._GroupTest._step
 
-    def lazy(self: Any, number: int, streams: Any, meta: AttentionMetadata) -> None:
-        if meta.batches[0].phase is not lacking:
-            write(self, number, streams, meta)
+    def lazy(self: Any, route: Route, query_lens: tuple[int, ...]) -> None:
+        with monkeypatch.context() as patch:
+            if route.phase is lacking:
+                patch.setattr(
+                    warmup._GroupTest, "_exact_slots", lambda *given: torch.full_like(exact_slots(*given), -1)
+                )
+            step(self, route, query_lens)
 
-    monkeypatch.setattr(window.ExactCache, "write", lazy)
+    monkeypatch.setattr(warmup._GroupTest, "_step", lazy)
 
 
 def of_another(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:

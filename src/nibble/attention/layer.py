@@ -2,7 +2,7 @@
 
 Attention sees what is stored: K and V are written first and read back from the pool, dequantised into a workspace where
 a backend cannot read their format (staging.py). With an exact window (window.py) the newest tokens are written to exact
-pages too; a query reads those exactly and all others from the pool, and both parts are merged.
+pages too, by the same call; a query reads those exactly and all others from the pool, and both parts are merged.
 
 Shape suffixes: T tokens, H query heads, D values of a head, K chosen tokens, W near tokens, N pages of a request,
 B requests.
@@ -359,9 +359,7 @@ def attention(
     # Padding rows have no slot. They are the last rows, so they are cut off.
     streams = {name: x[: len(slot_mapping_T)] for name, x in streams.items()}
     if owner == layer:
-        ctx.pool.write(layer, streams, slot_mapping_T)
-        if ctx.exact:
-            ctx.exact.write(layer, streams, meta)
+        ctx.pool.write(layer, streams, slot_mapping_T, meta.exact_slot_mapping_T)
     # The newest tokens are read back too, so an answer depends neither on how its prompt was cut nor on
     # whether its prefix was cached.
     view = ctx.pool.view(owner)
@@ -434,6 +432,8 @@ class _WindowedLayer:
         has_kernel = near_slots_TW is None and near.serves(q_THD, self.batch, view.streams)
         if has_kernel and not self.batch.phase.decodes:
             part = None
+            # Parts that are merged with sinks need all rows.
+            far = far if sinks else parts.sighted
             if far and far_ask:
                 prepared = self._prepared(ctx.plan.route(self.layer, self.batch.phase), far, far_ask)
                 part = prepared.attend_partially(stored_q_THD, view, far_ask)

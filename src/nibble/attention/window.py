@@ -35,8 +35,7 @@ from nibble.cache.scales import NONE
 from nibble.kernels import cdiv
 from nibble.kernels.indexer import PAD_INDEX
 from nibble.kernels.transfer import to_device
-from nibble.kernels.types import AttentionBatch, AttentionMetadata, AttentionParams, Paged
-from nibble.model_spec import INDEX
+from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 
 def far_params(params: AttentionParams, window: int) -> AttentionParams | None:
@@ -88,6 +87,21 @@ def far_batch(batch: AttentionBatch, window: int) -> AttentionBatch | None:
         seq_lens_B=shorter,
         num_omitted=batch.num_omitted + window,
     )
+
+
+def sighted_rows(far: AttentionBatch) -> AttentionBatch:
+    """Return the far part of a prompt from the first row that sees any of it. The rows of several requests all stay.
+
+    To compute the rows before costs little, but their output would have to be put before that of the others: a copy.
+
+    Args:
+        far: from far_batch.
+    """
+    blind = far.query_lens[0] - far.seq_lens[0]
+    if len(far.query_lens) > 1 or blind <= 0:
+        return far
+    counts_B1 = far.cu_seqlens_q_B1.clamp(max=far.seq_lens[0])
+    return replace(far, start=blind, query_lens=far.seq_lens, cu_seqlens_q_B1=counts_B1)
 
 
 # ---- near ------------------------------------------------------------------------------------------------------------
@@ -314,6 +328,11 @@ class WindowParts:
         return near_batch(self._batch, exact.tokens, exact.pool.layout.page_size, exact.empty_page)
 
     @cached_property
+    def sighted(self) -> AttentionBatch | None:
+        """Return the far part without first rows that see none of it."""
+        return sighted_rows(self.far) if self.far else None
+
+    @cached_property
     def sinks(self) -> SinkParts | None:
         """Return what differs in layers with sinks."""
         exact = self._exact
@@ -346,18 +365,6 @@ class ExactCache:
         """Return one that keeps nothing but sinks of one request, for steps that are whole prompts."""
         pages = plan.sinks // plan.page_size + 1
         return cls(plan.window, PagedPool(plan.exact_layout, pages, NONE, device), plan.sinks)
-
-    def write(self, layer: int, streams: Mapping[str, Tensor], meta: AttentionMetadata) -> None:
-        """Keep new tokens of a layer.
-
-        Args:
-            layer: a stored layer.
-            streams: stream name -> [T, H, D].
-            meta: of the step.
-        """
-        assert meta.exact_slot_mapping_T is not None
-        values = {name: x for name, x in streams.items() if name != INDEX}
-        self.pool.write(layer, values, meta.exact_slot_mapping_T)
 
     def keys_values(self, owner: int) -> tuple[Paged, Paged]:
         """Return the exact pages of a layer's keys and values."""

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, B requests, N pages of a request, L tokens (N * page_s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -149,6 +149,7 @@ class PagedPool:
         scales: global scales and means of K.
         device: where the pages lie.
         frames: with a host tier, the pages of what attention reads that have room here; index keys have room for all.
+        exact: with an exact window, the pages that `write` stores new tokens in too, as the model made them.
         poison: fill with bytes that decode to NaN wherever the format can, so that a read of an unwritten slot shows.
 
     Raises:
@@ -163,13 +164,17 @@ class PagedPool:
         device: torch.device | str = "cpu",
         *,
         frames: int | None = None,
+        exact: PagedPool | None = None,
         poison: bool = False,
     ) -> None:
         self.layout = layout
         self.pages, self.frames = pages, frames or pages
         self.device = torch.device(device)
         self.views = {layer.layer: self._allocate(layer, scales) for layer in layout.layers}
-        self._appends = {layer: tuple(_appends(view)) for layer, view in self.views.items()}
+        self._appends = {
+            layer: tuple(_appends(view, exact.view(layer) if exact else None))
+            for layer, view in self.views.items()
+        }
         if poison:
             for plane in self._planes():
                 raw(plane).fill_(POISON if plane.itemsize == 1 else -1)  # sets all bits in both cases
@@ -218,7 +223,13 @@ class PagedPool:
         """Return what a backend reads of stored layer `layer`."""
         return self.views[layer]
 
-    def write(self, layer: int, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None = None,
+    ) -> None:
         """Encode and store new tokens.
 
         Streams that attention reads are passed together. An index key is needed earlier and may come alone.
@@ -227,16 +238,18 @@ class PagedPool:
             layer: a stored layer.
             streams: stream name -> [T, H, D].
             slot_mapping_T: int64 slots; nothing is stored where negative.
+            exact_slot_mapping_T: slots in exact pages likewise, to store the tokens there too.
         """
         for first, write in self._appends[layer]:
             if first in streams:
                 together = {name: x for name, x in streams.items() if (name == INDEX) == (first == INDEX)}
-                write(together, slot_mapping_T)
+                # Index keys have no exact pages: all tokens are scored as they are stored.
+                write(together, slot_mapping_T, None if first == INDEX else exact_slot_mapping_T)
 
 
-def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:
+def _appends(view: KVView, exact: KVView | None) -> Iterator[tuple[str, append.KVAppend]]:
     """Yield the writers of a layer, each with the first of the streams that it writes together."""
-    targets = _targets(view)
+    targets = _targets(view, exact)
     # An index key has a writer of its own, because it comes before keys and values of its layer.
     index = targets.pop(INDEX, None)
     yield next(iter(targets)), append.prepare(targets, view.joint_scale)
@@ -244,11 +257,14 @@ def _appends(view: KVView) -> Iterator[tuple[str, append.KVAppend]]:
         yield INDEX, append.prepare({INDEX: index})
 
 
-def _targets(view: KVView) -> dict[str, append.Target]:
+def _targets(view: KVView, exact: KVView | None = None) -> dict[str, append.Target]:
     """Return what a writer needs of each stream. Only keys are transformed."""
-    targets = {name: append.Target(entry.paged) for name, entry in view.streams.items()}
+    exact_pages = {name: entry.paged for name, entry in exact.streams.items()} if exact else {}
+    targets = {
+        name: append.Target(entry.paged, exact=exact_pages.get(name)) for name, entry in view.streams.items()
+    }
     if view.transforms:
-        targets["k"] = append.Target(view.streams["k"].paged, view.transforms, view.k_mean_HD)
+        targets["k"] = replace(targets["k"], transforms=view.transforms, mean_HD=view.k_mean_HD)
     return targets
 
 

@@ -168,9 +168,12 @@ def build(
     startup.certificate = certificate_lookup.require(engine_plan, scales)
     plan, budget, device = engine_plan.plan, engine_plan.budget, engine_plan.hardware.device
     with explain_out_of_memory(budget):
-        pool = PagedPool(plan.layout, budget.pages, scales, device, frames=budget.frames, poison=poison)
-        tier = _tier(engine_plan, pool, scales)
         exact = _exact_cache(engine_plan, poison)
+        pool = PagedPool(
+            plan.layout, budget.pages, scales, device, frames=budget.frames, poison=poison,
+            exact=exact.pool if exact else None,
+        )  # fmt: skip
+        tier = _tier(engine_plan, pool, scales)
     engine = _engine(engine_plan, model, pool, scales, parts.tokenizer, tier, exact)
     # It takes its memory before the start checks what is left, and runs only after the start.
     error_monitor = _error_monitor(engine_plan, pool.device)

@@ -362,9 +362,7 @@ class _GroupTest:
         q_THD = self._noise(len(slot_mapping_T), self.group.q_heads, self.group.head_dim)
         meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=self._exact_slots(query_lens))
         if self.owner != self.layer:  # this group reads what another stores
-            self.pool.write(self.owner, streams, slot_mapping_T)
-            if self.exact:
-                self.exact.write(self.owner, streams, meta)
+            self.pool.write(self.owner, streams, slot_mapping_T, meta.exact_slot_mapping_T)
         ctx = StepContext(self.plan, self.pool, self.backends, meta, exact=self.exact)
         params = self.params
         if self.group.top_k:

@@ -312,7 +312,8 @@ def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.devi
         exact_slots_T = slot_mapping_T.where(slot_mapping_T < exact.sinks, -1)
         batch = replace(batch, exact_table_BN=table.clamp(max=exact.empty_page))
     meta = AttentionMetadata(slot_mapping_T, (batch,), exact_slot_mapping_T=exact_slots_T)
-    return StepContext(plan, PagedPool(plan.layout, pages, scales, device), adapters(plan), meta, exact=exact)
+    pool = PagedPool(plan.layout, pages, scales, device, exact=exact.pool if exact else None)
+    return StepContext(plan, pool, adapters(plan), meta, exact=exact)
 
 
 @torch.inference_mode()

@@ -6,14 +6,20 @@ that are stored in bfloat16 here have no more bits than that.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import nibble
 from nibble import formats
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.cache.pool import PagedPool, _targets
@@ -50,7 +56,13 @@ def values(seed: int, tokens: int = 7, heads: int = HEADS, dim: int = DIM) -> Te
     return x.bfloat16()
 
 
-def pool(kv_format: str, packing: str, dims: tuple[int, int] = (DIM, DIM), heads: int = HEADS) -> PagedPool:
+def pool(
+    kv_format: str,
+    packing: str,
+    dims: tuple[int, int] = (DIM, DIM),
+    heads: int = HEADS,
+    exact: PagedPool | None = None,
+) -> PagedPool:
     chosen = scheme.parse(kv_format)
     streams = [Stream(name, heads, dim) for name, dim in zip("kv", dims, strict=True)]
     entries = tuple(StreamLayout.of(stream, chosen.format_of(stream)) for stream in streams)
@@ -61,7 +73,7 @@ def pool(kv_format: str, packing: str, dims: tuple[int, int] = (DIM, DIM), heads
         for i, name in enumerate(("k", "v", "k+rot", "k+kmean", "k+kmean+rot"))
     }
     scales = KVScales("test", {0: LayerScales(amax, tuple(map(tuple, mean)))})
-    return PagedPool(layout, PAGES, scales, DEVICE, poison=True)
+    return PagedPool(layout, PAGES, scales, DEVICE, exact=exact, poison=True)
 
 
 def planes(
@@ -75,6 +87,10 @@ def planes(
     write = HeadsAppend(targets) if fused else Reference(targets, target.view(0).joint_scale)
     with np.errstate(all="ignore"):  # numpy, which the interpreter computes with, warns of what IEEE defines
         write({name: x.to(DEVICE) for name, x in streams.items()}, torch.tensor(slots, device=DEVICE))
+    return bytes_of(target)
+
+
+def bytes_of(target: PagedPool) -> list[Tensor]:
     return [
         plane.view(torch.uint8).cpu() for stream in target.view(0).streams.values() for plane in stream.planes
     ]
@@ -176,6 +192,84 @@ def test_queries_are_rotated(dim: int, dtype: torch.dtype) -> None:
         assert (rotate_twin(rotate_twin(q_THD)) - q_THD).abs().max() < 1e-4
 
 
+NEVER = [-1] * 7
+MIXED, MIXED_EXACT = [-1, 13, 0, -1, 7, -9, 3], [-1, 7, -8, 3, 9, 14, -1]
+"""Of each pair of signs there is a token."""
+
+
+def once(
+    kv_format: str,
+    places: tuple[str, str, str],
+    streams: dict[str, Tensor],
+    slots: list[list[int]],
+    *,
+    fused: bool,
+) -> list[Tensor]:
+    """The bytes of pages, then of exact pages, after one launch or two."""
+    packing, exact_packing, exact_format = places
+    exact = pool(exact_format, exact_packing)
+    target = pool(kv_format, packing)
+    slots_T, exact_slots_T = (torch.tensor(of_pages, device=DEVICE) for of_pages in slots)
+    targets = _targets(target.view(0), exact.view(0))
+    assert HeadsAppend.serves(targets)
+    with np.errstate(all="ignore"):
+        if fused:
+            HeadsAppend(targets)(streams, slots_T, exact_slots_T)
+        else:
+            HeadsAppend(_targets(target.view(0)))(streams, slots_T)
+            HeadsAppend(_targets(exact.view(0)))(streams, exact_slots_T)
+    return bytes_of(target) + bytes_of(exact)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "places"),
+    [
+        ("nvfp4+kmean+rot", ("hnd", "nhd", "bf16")),
+        ("nvfp4_amax", ("nhd", "nhd", "fp32")),
+        ("fp8_e4m3+kmean", ("hnd", "nhd", "bf16")),
+        ("mxfp4+rot", ("nhd", "hnd", "bf16")),
+        ("k8v4+none", ("hnd", "hnd", "fp32")),
+        ("bf16", ("hnd", "nhd", "bf16")),
+    ],
+)
+def test_exact_pages_are_filled_in_the_same_launch(kv_format: str, places: tuple[str, str, str]) -> None:
+    """Byte for byte what two launches store, of strided K and V, whichever slots a token has."""
+    k, v = values(1).transpose(0, 1).contiguous().transpose(0, 1), values(2).repeat(1, 1, 2)[..., ::2]
+    assert not k.is_contiguous() and not v.is_contiguous()
+    streams = {"k": k.to(DEVICE), "v": v.to(DEVICE)}
+    for slots, exact_slots in ((MIXED, MIXED_EXACT), (NEVER, MIXED_EXACT), (MIXED, NEVER)):
+        found, expected = (
+            once(kv_format, places, streams, [slots, exact_slots], fused=fused) for fused in (True, False)
+        )
+        assert all(map(torch.equal, found, expected)), (slots, exact_slots)
+        assert all((plane == 0xFF).all() for plane in found[-2:]) == (exact_slots == NEVER)
+        assert all((plane == 0xFF).all() for plane in found[:-2]) == (slots == NEVER)
+
+
+@pytest.mark.parametrize(
+    ("exact_slots", "dims"), [([0, 7, 18, 3, 9, 14, 5], (DIM, DIM)), (MIXED_EXACT, (128, 64))]
+)
+def test_exact_pages_hold_what_the_model_made(exact_slots: list[int], dims: tuple[int, int]) -> None:
+    """By the kernel, by the definition, and by the pool's own write; a launch without exact slots leaves them alone."""
+    streams = {name: values(i, dim=dim) for i, (name, dim) in enumerate(zip("kv", dims, strict=True))}
+    places = torch.tensor(SLOTS, device=DEVICE), torch.tensor(exact_slots, device=DEVICE)
+    for make in (HeadsAppend, Reference, None):
+        exact = pool("bf16", "nhd", dims)
+        target = pool("fp8_e4m3+kmean", "hnd", dims, exact=exact)
+        write = make(_targets(target.view(0), exact.view(0))) if make else partial(target.write, 0)
+        given = {name: x.to(DEVICE) for name, x in streams.items()}
+        with np.errstate(all="ignore"):
+            write(given, places[0])
+            assert all((plane == 0xFF).all() for plane in bytes_of(exact))
+            write(given, *places)
+        for name, x_THD in streams.items():
+            rows = exact.view(0).streams[name].planes[0].flatten(0, 1).cpu()
+            for x_HD, slot in zip(x_THD, exact_slots, strict=True):
+                assert slot < 0 or torch.equal(rows[slot].view(torch.int16), x_HD.view(torch.int16))
+            empty = [slot for slot in range(len(rows)) if slot not in exact_slots]
+            assert (rows[empty].view(torch.int16) == -1).all()
+
+
 def refused() -> Iterator[dict[str, Target]]:
     """Layers that the kernel leaves to the reference."""
     good = _targets(pool("nvfp4", "hnd").view(0))
@@ -186,6 +280,14 @@ def refused() -> Iterator[dict[str, Target]]:
     yield {"k": replace(k, transforms=(transform.get("rot"), transform.get("kmean"))), "v": v}
     yield {"k": k, "v": _targets(pool("nvfp4", "hnd", heads=2).view(0))["v"]}
     yield {"k": replace(k, pages=replace(k.pages, dim=40)), "v": v}
+    bf16, fp8 = (_targets(pool(name, "nhd").view(0))["k"].pages for name in ("bf16", "fp8_e4m3"))
+    for exact in (
+        (bf16, None),
+        (None, bf16),
+        (fp8, fp8),
+        (bf16, _targets(pool("bf16", "hnd").view(0))["v"].pages),
+    ):
+        yield {name: replace(good[name], exact=pages) for name, pages in zip("kv", exact, strict=True)}
 
 
 def test_what_the_kernel_cannot_take_is_left_to_the_reference() -> None:
@@ -223,3 +325,46 @@ def test_encoders_agree_with_the_definition_on_hard_blocks(
     monkeypatch.setattr(f"{__name__}.PAGES", 16)
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
     compare(kv_format, "hnd", {"k": hard(case), "v": hard(case).flip(0)}, slots)
+
+
+COMPILED = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nibble.kernels.append import triton as append
+from nibble.kernels.codecs import ENCODERS
+
+kernel, dim = append.append_heads_kernel, 128
+names = kernel.arg_names
+exact = dict(exact_slots="*i64", exact_k="*bf16", exact_v="*bf16")
+pointers = dict(k="*bf16", v="*bf16", slots="*i64", k_scale_H="*fp32", v_scale_H="*fp32", k_mean_HD="*fp32", **exact)
+for arch in (89, 90):
+    for name, widths in (("nvfp4", (64, 8)), ("mxfp4", (64, 4)), ("fp8_e4m3", (128,))):
+        encode = next(iter(ENCODERS[name].values()))
+        fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
+                     ROTATE=dim, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8)
+        planes = dict.fromkeys(("k_planes", "v_planes"), ("*u8",) * len(widths))
+        for absent in (dict.fromkeys(exact), {}):
+            constants = {**fixed, **absent}
+            signature = {n: "constexpr" if n in constants else {**pointers, **planes}.get(n, "i32") for n in names}
+            paths = [(i, *j) for i, n in enumerate(names) if n not in constants
+                     for j in ([(part,) for part in range(len(widths))] if n in planes else [()])]
+            source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()},
+                               {path: [["tt.divisibility", 16]] for path in paths})
+            ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=4)).asm["ptx"]
+            print(name, len(re.findall("ld.global.b64", ptx)), len(re.findall("ld.global", ptx)),
+                  len(re.findall("st.global", ptx)), len(re.findall("st.global.v4.b32", ptx)))
+"""
+
+
+@pytest.mark.slow
+def test_exact_pages_cost_a_slot_and_a_store_of_whole_rows() -> None:
+    """Compiled as for a GPU, which none is needed for: of K and V each 8 values of a thread go in one store."""
+    command = [sys.executable, "-W", "ignore", "-c", COMPILED]
+    environment, source = os.environ | {"TRITON_INTERPRET": "0"}, Path(nibble.__file__).parent.parent
+    run = subprocess.run(command, cwd=source, env=environment, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 12
+    for without, both in zip(lines[::2], lines[1::2], strict=True):
+        assert [int(b) - int(a) for a, b in zip(without[1:], both[1:], strict=True)] == [1, 1, 2, 2], both

@@ -122,6 +122,28 @@ def compare(case: Case, x_THD: Tensor, slots: list[int]) -> None:
         assert torch.equal(a, b), f"plane {i}: {int((a != b).sum())} of {a.numel()} differ"
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_ds_mla", "fp8_e4m3"])
+def test_exact_pages_hold_what_the_model_made(name: str) -> None:
+    case = Case(name)
+    x_THD = values(case).to(DEVICE)
+    exact_slots = [-1, 4, 19, -1, 0, 1, 2, 3]
+    places = (torch.tensor(slots, device=DEVICE) for slots in ([-1, *SLOTS[1:]], exact_slots))
+    slots_T, exact_T = places
+    for make in (RowAppend, Reference):
+        targets = {LATENT: Target(pages(case), exact=pages(replace(case, format="bf16")))}
+        assert RowAppend.serves(targets)
+        write = make(targets)
+        with np.errstate(all="ignore"):
+            write({LATENT: x_THD}, slots_T, exact_T)
+        (plane,) = targets[LATENT].exact.planes_PHS
+        rows = plane[:, 0].flatten(0, 1)
+        kept = exact_T >= 0
+        assert torch.equal(raw(rows[exact_T[kept]]), raw(x_THD[kept, 0].bfloat16()))
+        assert int((raw(rows) != -1).any(1).sum()) == int(kept.sum())
+        alone = written(case, x_THD, slots_T.tolist(), fused=make is RowAppend)
+        assert all(map(torch.equal, map(bits, targets[LATENT].pages.planes_PHS), alone))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_are_those_of_the_format(case: Case) -> None:
     compare(case, values(case), SLOTS)

@@ -27,6 +27,8 @@ class Target:
     """Applied in order before the stream is encoded."""
     mean_HD: Tensor | None = None
     """What transforms that need a mean subtract."""
+    exact: Paged | None = None
+    """Plain pages of the same size, in which it is stored as the model made it too; all streams have some, or none."""
 
 
 class KVAppend(Protocol):
@@ -37,8 +39,16 @@ class KVAppend(Protocol):
         """Return whether a CUDA graph may hold it."""
         ...
 
-    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
-        """Store streams (name -> [T, H, D]) at slots, page * page_size + offset each; nothing where negative."""
+    def __call__(
+        self,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None = None,
+    ) -> None:
+        """Store streams (name -> [T, H, D]) at slots, page * page_size + offset each; nothing where negative.
+
+        Exact slots, if they are given, are those in exact pages. A token may have either slot, both or none.
+        """
         ...
 
 
@@ -57,9 +67,19 @@ class NaiveAppend:
             )
             for name, target in targets.items()
         }
+        exact = {name: Target(target.exact) for name, target in targets.items() if target.exact}
+        self._exact = NaiveAppend(exact) if exact else None
 
-    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+    def __call__(
+        self,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None = None,
+    ) -> None:
         """Store streams; see KVAppend."""
+        if exact_slot_mapping_T is not None:
+            assert self._exact, "there are exact slots, but no exact pages"
+            self._exact(streams, exact_slot_mapping_T)
         if len(slot_mapping_T) and int(slot_mapping_T.min()) < 0:
             stored_T = slot_mapping_T >= 0
             streams = {name: x_THD[stored_T] for name, x_THD in streams.items()}

@@ -2,7 +2,7 @@
 
 What a format does to a tile is its encoder's business (codecs/base.py), which the kernel gets as an argument: a kernel
 knows planes, and no format. K and V go through HeadsAppend, a single stream of one head (latents, index keys) through
-RowAppend, which also serves columns of records.
+RowAppend, which also serves columns of records. HeadsAppend fills exact pages in the same launch.
 
 Shape suffixes: T tokens, H heads, D values of a head, R rows of a tile: heads of a token in HeadsAppend, tokens in
 RowAppend and gather_kernel; B requests, N pages of a request, L tokens (N * page size). A tile's R and D are padded to
@@ -36,6 +36,8 @@ FEW_TOKENS = 1024
 it takes 32, or several rows."""
 MANY_ROWS, ROW_WARPS = 4, 2
 """Of a program of RowAppend, where there are more tokens."""
+NO_EXACT = (None, None, None)
+"""Stands for the slots and planes of exact pages where nothing is stored there."""
 TILE_VALUES = 4096
 """Values of a tile of gather_kernel."""
 
@@ -45,42 +47,61 @@ TILE_VALUES = 4096
 
 @triton.jit
 def append_heads_kernel(
-    k, v, slots, k_planes, v_planes, k_scale_H, v_scale_H, k_mean_HD,
+    k, v, slots, exact_slots, exact_k, exact_v, k_planes, v_planes, k_scale_H, v_scale_H, k_mean_HD,
     k_stride_T, k_stride_H, v_stride_T, v_stride_H,
     K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    HEADS_FIRST: tl.constexpr, R: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, EXACT_HEADS_FIRST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Append R heads of a token of K or V. Grid: tokens, groups of R heads, and 2: K and V."""
+    """Append R heads of a token of K or V. Grid: tokens, groups of R heads, and 2: K and V.
+
+    Where there are exact pages, the heads are stored there too, at a slot of their own.
+    """
     token = tl.program_id(0).to(tl.int64)
     head_R = tl.program_id(1) * R + tl.arange(0, R)
     slot = tl.load(slots + token)
+    place, exact_place = _place(slot, head_R, HEADS, PAGE, HEADS_FIRST), None
+    if exact_slots is not None:
+        exact_slot = tl.load(exact_slots + token)
+        if (slot < 0) & (exact_slot < 0):
+            return
+        exact_place = _place(exact_slot, head_R, HEADS, PAGE, EXACT_HEADS_FIRST)
+    if tl.program_id(2) == 0:
+        _append_rows(
+            k + token * k_stride_T, k_stride_H, k_mean_HD, k_scale_H, k_planes, exact_k, head_R, place, exact_place,
+            K_DIM, ROTATE, K_ENCODE, K_WIDTHS,
+        )  # fmt: skip
+    else:
+        _append_rows(
+            v + token * v_stride_T, v_stride_H, None, v_scale_H, v_planes, exact_v, head_R, place, exact_place,
+            V_DIM, 0, V_ENCODE, V_WIDTHS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _place(slot, head_R, HEADS: tl.constexpr, PAGE: tl.constexpr, HEADS_FIRST: tl.constexpr):
+    """Return the rows of some heads of a token, counted over a whole plane, and which of them are stored."""
     keep_R = (head_R < HEADS) & (tl.broadcast_to(slot, head_R.shape) >= 0)
     slot = slot.to(tl.uint32)  # divides faster than 64 bits
     if HEADS_FIRST:
         row_R = (slot // PAGE * (HEADS * PAGE) + slot % PAGE).to(tl.int64) + head_R * PAGE
     else:
         row_R = (slot * HEADS).to(tl.int64) + head_R
-    if tl.program_id(2) == 0:
-        _append_rows(
-            k + token * k_stride_T, k_stride_H, k_mean_HD, k_scale_H, k_planes, head_R, row_R, keep_R,
-            K_DIM, ROTATE, K_ENCODE, K_WIDTHS,
-        )  # fmt: skip
-    else:
-        _append_rows(
-            v + token * v_stride_T, v_stride_H, None, v_scale_H, v_planes, head_R, row_R, keep_R,
-            V_DIM, 0, V_ENCODE, V_WIDTHS,
-        )  # fmt: skip
+    return row_R, keep_R
 
 
 @triton.jit
 def _append_rows(
-    x, stride, mean_HD, scale_H, planes, head_R, row_R, keep_R,
+    x, stride, mean_HD, scale_H, planes, exact, head_R, place, exact_place,
     DIM: tl.constexpr, ROTATE: tl.constexpr, ENCODE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """Append some heads of a token of one stream to their rows, which are counted over a whole plane."""
+    """Append some heads of a token of one stream at their place, and as they are to exact pages."""
+    row_R, keep_R = place
     # --- load and transform
-    x_RD = _load_rows(x + head_R * stride, keep_R, DIM)
+    live_R = keep_R if exact_place is None else keep_R | exact_place[1]
+    x_RD = _load_rows(x + head_R * stride, live_R, DIM)
+    if exact_place is not None:
+        _store_rows(exact, x_RD, exact_place[0], exact_place[1], DIM)
     # The mean is that of keys before their rotation, so it is subtracted first.
     if mean_HD is not None:
         x_RD -= _load_rows(mean_HD + head_R * DIM, keep_R, DIM)
@@ -91,9 +112,7 @@ def _append_rows(
     encoded = ENCODE(x_RD, scale_R[:, None])
     # --- store
     for i in tl.static_range(len(WIDTHS)):
-        column = tl.arange(0, encoded[i].shape[1])[None, :]
-        at = planes[i] + (row_R * WIDTHS[i])[:, None] + column
-        tl.store(at, encoded[i], mask=keep_R[:, None] & (column < WIDTHS[i]))
+        _store_rows(planes[i], encoded[i], row_R, keep_R, WIDTHS[i])
 
 
 @triton.jit
@@ -103,6 +122,13 @@ def _load_rows(rows, keep_R, DIM: tl.constexpr):
     return tl.load(rows[:, None] + column, mask=keep_R[:, None] & (column < DIM), other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _store_rows(plane, x_RW, row_R, keep_R, WIDTH: tl.constexpr):
+    """Store rows of WIDTH items that are kept."""
+    column = tl.arange(0, x_RW.shape[1])[None, :]
+    tl.store(plane + (row_R * WIDTH)[:, None] + column, x_RW, mask=keep_R[:, None] & (column < WIDTH))
+
+
 class HeadsAppend:
     """Appends K and V of a layer; see naive.KVAppend."""
 
@@ -110,25 +136,33 @@ class HeadsAppend:
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         k, v = targets["k"].pages, targets["v"].pages
+        exact = [pages for target in (targets["k"], targets["v"]) if (pages := target.exact)]
         widest = next_power_of_2(max(k.dim, v.dim))
         rows = min(next_power_of_2(k.heads), max(1, PROGRAM_VALUES // widest))
         self._groups = cdiv(k.heads, rows)
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
+        self._exact = tuple(pages.planes_PHS[0] for pages in exact)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
         # The size of the blocks of a head that are rotated, 0 for none.
         rotation = k.dim & -k.dim if any(transform.rotates for transform in targets["k"].transforms) else 0
         self._constants = (
             _encoder(k), _encoder(v), _widths(k), _widths(v), k.dim, v.dim,
-            rotation, k.heads, k.page_size, _heads_first(k), rows,
+            rotation, k.heads, k.page_size, _heads_first(k), bool(exact) and _heads_first(exact[0]), rows,
         )  # fmt: skip
 
-    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
+    def __call__(
+        self,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None = None,
+    ) -> None:
         """Store `k` and `v`."""
         k, v = _readable(streams["k"]), _readable(streams["v"])
         tokens = len(slot_mapping_T)
+        exact = NO_EXACT if exact_slot_mapping_T is None else (exact_slot_mapping_T, *self._exact)
         if tokens:
             append_heads_kernel[tokens, self._groups, 2](
-                k, v, slot_mapping_T, *self._tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                k, v, slot_mapping_T, *exact, *self._tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 *self._constants, num_warps=self._warps[tokens > FEW_TOKENS],
             )  # fmt: skip
 
@@ -137,13 +171,17 @@ class HeadsAppend:
         """Return whether the kernel can store these streams."""
         if targets.keys() != {"k", "v"} or targets["v"].transforms:
             return False
-        k, v = targets["k"].pages, targets["v"].pages
-        names = [transform.name for transform in targets["k"].transforms]
+        k, v = targets["k"], targets["v"]
+        names = [transform.name for transform in k.transforms]
+        pages, exact = [k.pages, v.pages], [stored for stored in (k.exact, v.exact) if stored]
         return (
             names == [name for name in TRANSFORMS if name in names]
-            and (k.heads, k.page_size, _heads_first(k)) == (v.heads, v.page_size, _heads_first(v))
-            and _serves(k)
-            and _serves(v)
+            and len({(stored.heads, stored.page_size) for stored in (*pages, *exact)}) == 1
+            # Exact pages may have another order of heads and tokens.
+            and all(len({_heads_first(stored) for stored in pair}) == 1 for pair in (pages, exact) if pair)
+            and all(map(_serves, (*pages, *exact)))
+            and len(exact) != 1
+            and all(stored.format.plain for stored in exact)
         )
 
 
@@ -219,16 +257,28 @@ class RowAppend:
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         ((self._name, target),) = targets.items()
-        pages = target.pages
-        self._spans = tuple(tiles.span(pages, pages.scale, *part) for part in tiles.spans_of(pages))
+        self._spans = _spans(target.pages)
+        self._exact_spans = _spans(target.exact) if target.exact else None
 
-    def __call__(self, streams: Mapping[str, Tensor], slot_mapping_T: Tensor) -> None:
-        """Store the stream."""
-        x_THD, tokens = _readable(streams[self._name]), len(slot_mapping_T)
+    def __call__(
+        self,
+        streams: Mapping[str, Tensor],
+        slot_mapping_T: Tensor,
+        exact_slot_mapping_T: Tensor | None = None,
+    ) -> None:
+        """Store the stream, in a launch for each kind of pages."""
+        x_THD = _readable(streams[self._name])
+        self._store(x_THD, slot_mapping_T, self._spans)
+        if exact_slot_mapping_T is not None:
+            assert self._exact_spans, "there are exact slots, but no exact pages"
+            self._store(x_THD, exact_slot_mapping_T, self._exact_spans)
+
+    def _store(self, x_THD: Tensor, slot_mapping_T: Tensor, spans: tuple[tiles.Span, ...]) -> None:
+        tokens = len(slot_mapping_T)
         rows = 1 if tokens <= FEW_TOKENS else MANY_ROWS
         if tokens:
             append_rows_kernel[cdiv(tokens, rows),](
-                x_THD, slot_mapping_T, self._spans, tokens, x_THD.stride(0), R=rows, num_warps=ROW_WARPS
+                x_THD, slot_mapping_T, spans, tokens, x_THD.stride(0), R=rows, num_warps=ROW_WARPS
             )
 
     @staticmethod
@@ -237,7 +287,12 @@ class RowAppend:
         if len(targets) != 1:
             return False
         (target,) = targets.values()
-        return not target.transforms and tiles.serves_rows(target.pages)
+        pages = [stored for stored in (target.pages, target.exact) if stored]
+        return not target.transforms and all(map(tiles.serves_rows, pages))
+
+
+def _spans(pages: Paged) -> tuple[tiles.Span, ...]:
+    return tuple(tiles.span(pages, pages.scale, *part) for part in tiles.spans_of(pages))
 
 
 # ---- whole pages -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def near_prompt_attention(
         batch: The requests; exact_table_BN has their exact pages.
         params: The scale, capping, sinks, and as window what is near.
         k_mean_HD: What was subtracted from far keys before they were stored, if anything was.
-        far: Attention over far tokens, if there are any.
+        far: Attention of the last rows over far tokens, if there are any: rows before them see none.
 
     Returns:
         [T, H, D] in the query's dtype.
@@ -100,6 +100,9 @@ def near_prompt_attention(
         values.append(part.values_THD)
         lse.append(part.lse_HT)
     near = PartialAttention(torch.cat(values), torch.cat(lse, 1))
+    out_THD = near.values_THD.to(q_THD.dtype)
     if far is None:
-        return near.values_THD.to(q_THD.dtype)
-    return merge_lse(without_mean(near, q_THD, k_mean_HD, params.scale), far, q_THD.dtype).values_THD
+        return out_THD
+    near, first = without_mean(near, q_THD, k_mean_HD, params.scale), len(q_THD) - len(far.values_THD)
+    near = PartialAttention(near.values_THD[first:], near.lse_HT[:, first:])
+    return torch.cat((out_THD[:first], merge_lse(near, far, q_THD.dtype).values_THD))

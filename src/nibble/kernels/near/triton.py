@@ -184,11 +184,11 @@ def prompt_tile(key_bytes: int, group: int) -> PromptTile:
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "far_lse_stride_H", "far_lse_stride_T"],
+    do_not_specialize=["table_stride", "far_first", "far_lse_stride_H", "far_lse_stride_T"],
     do_not_specialize_on_alignment=["table", "cu_seqlens_q", "seq_lens", "sinks", "far_lse"],
 )
 def near_prompt_kernel(
-    q, new_k, new_v, k, v, table, cu_seqlens_q, seq_lens, sinks, k_mean, far, far_lse, out, scale, softcap,
+    q, new_k, new_v, k, v, table, cu_seqlens_q, seq_lens, sinks, k_mean, far, far_lse, far_first, out, scale, softcap,
     q_stride_T, q_stride_H, new_k_stride_T, new_k_stride_H, new_v_stride_T, new_v_stride_H,
     k_stride_P, k_stride_H, k_stride_S, v_stride_P, v_stride_H, v_stride_S, table_stride,
     far_stride_T, far_stride_H, far_lse_stride_H, far_lse_stride_T, out_stride_T,
@@ -245,15 +245,16 @@ def near_prompt_kernel(
     sums_MD /= total_M[:, None]
     # --- merge
     if far is not None:
-        near_M = peak_M + tl.log(total_M)
+        # Rows before the first see no far token.
+        near_M, far_row_M = peak_M + tl.log(total_M), at_M - far_first
         if k_mean is not None:
             near_M -= _mean_shift(q_MD, k_mean, kv_head, k_D, scale, K_DIM)
-        far_at = far_lse + head_M * far_lse_stride_H + at_M * far_lse_stride_T
-        far_M = 1 / (1 + tl.exp(near_M - tl.load(far_at, mask=live_M, other=float("-inf"))))
+        far_at, sees_M = head_M * far_lse_stride_H + far_row_M * far_lse_stride_T, live_M & (far_row_M >= 0)
+        far_M = 1 / (1 + tl.exp(near_M - tl.load(far_lse + far_at, mask=sees_M, other=float("-inf"))))
         # Values without a weight are not loaded.
         keep_MD = (live_M & (far_M > 0.0))[:, None] & (v_D < V_DIM)[None, :]
         far_MD = tl.load(
-            far + (at_M * far_stride_T + head_M * far_stride_H)[:, None] + v_D[None, :],
+            far + (far_row_M * far_stride_T + head_M * far_stride_H)[:, None] + v_D[None, :],
             mask=keep_MD,
             other=0.0,
         )
@@ -281,12 +282,13 @@ def near_prompt_attention(
     out_THD = q_THD.new_empty(tokens, heads, v.dim)
     q_THD, new_k, new_v = (_readable(x, k_plane.dtype) for x in (q_THD, streams["k"], streams["v"]))
     values, lse_HT = (None, None) if far is None else (_readable(far.values_THD), far.lse_HT)
+    far_first = 0 if values is None else tokens - len(values)
     group = heads // k.heads
     tile = tile or prompt_tile(next_power_of_2(max(k.dim, v.dim)) * k_plane.itemsize, group)
     grid = k.heads, cdiv(max(batch.query_lens), tile.rows // group), len(batch.query_lens)
     near_prompt_kernel[grid](
         q_THD, new_k, new_v, k_plane, v_plane, table_BN, batch.cu_seqlens_q_B1, batch.seq_lens_B, params.sinks_H,
-        k_mean_HD, values, lse_HT, out_THD, params.scale, params.softcap or 0.0,
+        k_mean_HD, values, lse_HT, far_first, out_THD, params.scale, params.softcap or 0.0,
         *q_THD.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *k_plane.stride()[:3], *v_plane.stride()[:3],
         table_BN.stride(0), *(values.stride()[:2] if values is not None else (0, 0)),
         *(lse_HT.stride() if lse_HT is not None else (0, 0)), out_THD.stride(0),
