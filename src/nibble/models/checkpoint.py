@@ -24,6 +24,7 @@ from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook
 from nibble.models.checkpoint_scales import has_weights, is_scale
+from nibble.models.experts import serve_experts
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
 from nibble.models.linear import merge_and_tune_linears, merge_linears, pack_experts, pack_linears
@@ -158,6 +159,7 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
             merge_linears(model, tune=False)
         else:
             merge_and_tune_linears(model)
+            serve_experts(model)
     else:
         pack_linears(model)
         pack_experts(model)

@@ -1,0 +1,203 @@
+"""What a layer of experts takes on one GPU, from the router to the combined output, beside the bytes that it must read.
+
+    python benchmarks/experts.py [--models qwen3-30b-a3b,gpt-oss-20b] [--tokens 1,8,64] [--tiles] [--kernels]
+
+Blocks of Transformers with random weights, compiled and recorded in a CUDA graph; several layers, so that none is in
+the GPU's cache. Bytes: those of the router and of the experts that these tokens chose, at copy bandwidth.
+Gate: outputs against Transformers' own implementation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from report import markdown
+from torch import Tensor, nn
+
+import gpu
+from nibble.kernels.experts import triton as kernels
+from nibble.models import experts
+
+SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+    ),
+    "tiny": (
+        "qwen3_moe",
+        {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    ),
+}
+LAYERS = 6
+AIMS = {1: 2.2, 8: 2.0, 64: 1.7}
+"""Most times the time of the bytes."""
+
+
+def blocks(name: str, device: str) -> list[nn.Module]:
+    """Return layers of experts with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, sizes = SHAPES[name]
+    config = AutoConfig.for_model(family, num_hidden_layers=1, vocab_size=64, num_attention_heads=4,
+                                  num_key_value_heads=2, **sizes)  # fmt: skip
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    made = []
+    for _ in range(LAYERS):
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        block = model.model.layers[0].mlp.to_empty(device=device)
+        for parameter in block.parameters():
+            parameter.requires_grad_(False).normal_(std=parameter.shape[-1] ** -0.5)
+        made.append(block.eval())
+    return made
+
+
+def serve(made: list[nn.Module], implementation: str) -> None:
+    for block in made:
+        for module in block.modules():
+            if hasattr(module, "is_transposed"):
+                module.config._experts_implementation = implementation
+
+
+def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor]:
+    """Return the time of one layer in a CUDA graph of all, and the output of the last."""
+
+    def step() -> Tensor:
+        outputs = [block(x) for block in made]
+        last = outputs[-1]
+        return last[0] if isinstance(last, tuple) else last
+
+    if x.device.type == "cpu":
+        began = time.perf_counter()
+        y = step()
+        return (time.perf_counter() - began) * 1e6 / len(made), y
+    torch._dynamo.reset()
+    compiled = [torch.compile(block, fullgraph=True) for block in made[:1]]
+    del compiled
+    run: Any = torch.compile(step, fullgraph=True)
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    times = []
+    for _ in range(7):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times)[3] * 1e3 / len(made), y.clone()
+
+
+def needed_bytes(block: nn.Module, x: Tensor) -> int:
+    """Return the bytes of the router and of the experts that tokens choose."""
+    seen: list[Tensor] = []
+    (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
+    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    block(x)
+    handle.remove()
+    names = {name for name, _ in module.named_parameters()}
+    each = sum(p.nbytes // p.shape[0] for p in module.parameters())
+    others = sum(p.nbytes for name, p in block.named_parameters() if name.rpartition(".")[2] not in names)
+    return each * len(seen[0].unique()) + others
+
+
+def kernels_of(made: list[nn.Module], x: Tensor) -> str:
+    from torch.profiler import ProfilerActivity, profile
+
+    run: Any = torch.compile(lambda: [block(x) for block in made], fullgraph=True)
+    run()
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
+
+
+def tiles(block: nn.Module, x: Tensor) -> list[tuple[str, float]]:
+    """Time products alone by tile: pairs of a tile and the microseconds of both."""
+    (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
+    chosen = torch.rand(len(x[0]), module.num_experts, device=x.device).topk(SHAPES_TOP(module)).indices
+    up, down = (getattr(module, n) for n in ("gate_up_proj", "down_proj"))
+    if module.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device=x.device)
+    results = []
+    for width in (16, 32, 64, 128):
+        for depth in (64, 128, 256):
+            for stages in (3, 4, 6):
+                for warps in (4,):
+                    tile = kernels.Tile(width, depth, warps, stages)
+                    for name, weight, rows in (("up", up, x[0]), ("down", down, None)):
+                        rows = rows if rows is not None else torch.randn(
+                            chosen.numel(), weight.shape[2], device=x.device, dtype=x.dtype)
+                        try:
+                            kernels.few_product(rows, chosen, weight, None, tile=tile)
+                            times = []
+                            for _ in range(5):
+                                flush.zero_()
+                                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                                a.record()
+                                kernels.few_product(rows, chosen, weight, None, tile=tile)
+                                b.record()
+                                b.synchronize()
+                                times.append(a.elapsed_time(b) * 1e3)
+                            results.append((f"{name} {tile}", sorted(times)[2]))
+                        except Exception as error:
+                            results.append((f"{name} {tile} {type(error).__name__}", float("inf")))
+    return results
+
+
+def SHAPES_TOP(module: Any) -> int:
+    return int(module.config.num_experts_per_tok)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen3-30b-a3b,gpt-oss-20b")
+    parser.add_argument("--tokens", default="1,8,64")
+    parser.add_argument("--tiles", action="store_true", help="time products alone, by tile")
+    parser.add_argument("--kernels", action="store_true", help="list kernels and their times")
+    gpu.add_output_options(parser)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    copy = gpu.copy_tbps() if device == "cuda" else 0.01
+    rows = []
+    with torch.inference_mode():
+        for name in options.models.split(","):
+            made = blocks(name, device)
+            hidden = SHAPES[name][1]["hidden_size"]
+            for tokens in map(int, options.tokens.split(",")):
+                x = torch.randn(1, tokens, hidden, device=device, dtype=next(made[0].parameters()).dtype)
+                serve(made, "grouped_mm" if device == "cuda" else "eager")
+                need = needed_bytes(made[0], x) / copy / 1e6
+                theirs, expected = microseconds(made, x)
+                serve(made, experts._NAME)
+                ours, found = microseconds(made, x)
+                error = float((found.float() - expected.float()).norm() / expected.float().norm())
+                rows.append((name, tokens, f"{need:.1f}", f"{theirs:.1f}", f"{ours:.1f}", f"{ours / need:.2f}",
+                             AIMS.get(tokens, "-"), f"{error:.1e}"))  # fmt: skip
+                print(*rows[-1], flush=True)
+                if options.kernels:
+                    print(kernels_of(made, x), flush=True)
+                if options.tiles:
+                    for text, us in sorted(tiles(made[0], x), key=lambda item: (item[0][:4], item[1])):
+                        print(f"  {us:8.1f} us  {text}", flush=True)
+            del made
+    head = ("model", "tokens", "bytes, us", "Transformers, us", "Nibble, us", "times the bytes", "floor", "error")
+    gpu.publish("experts", options, str(__doc__), [markdown(head, rows)], gpu.versions())
+
+
+if __name__ == "__main__":
+    main()

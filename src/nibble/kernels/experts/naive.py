@@ -1,0 +1,50 @@
+"""The definition of products with experts, in torch.
+
+Shape suffixes: T tokens, K chosen experts of a token, S = T * K rows, one for each choice; E experts, N outputs, I
+inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def product(x: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None) -> Tensor:
+    """Multiply the row of each choice with the matrix of its expert.
+
+    Args:
+        x: [T, I], one row for all choices of a token, or [S, I].
+        experts_TK: The experts that tokens chose, of any order. Choices of no expert, E or more, give zeros.
+        weight_ENI: Matrices, with any strides.
+        bias_EN: Added to each row, if there is one.
+
+    Returns:
+        [S, N] in the dtype of x, summed up in float32.
+    """
+    choices = experts_TK.flatten()
+    x_SI = x if len(x) == len(choices) else x.repeat_interleave(experts_TK.shape[1], 0)
+    y_SN = x.new_zeros(len(choices), weight_ENI.shape[1])
+    for expert in choices.unique().tolist():
+        if not 0 <= expert < len(weight_ENI):
+            continue
+        rows = choices == expert
+        y_RN = x_SI[rows].float() @ weight_ENI[expert].float().T
+        y_SN[rows] = (y_RN if bias_EN is None else y_RN + bias_EN[expert].float()).to(x.dtype)
+    return y_SN
+
+
+def order(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort choices by their experts.
+
+    Args:
+        experts_TK: The experts that tokens chose.
+        num_experts: How many experts there are.
+
+    Returns:
+        The choices in their new order, int64 [S], and int32 [E], behind which of them those of each expert end.
+    """
+    sorted_S, order_S = torch.sort(experts_TK.flatten(), stable=True)
+    # A number that the device counts: nothing waits for it.
+    ends_E = torch.searchsorted(sorted_S, torch.arange(num_experts, device=sorted_S.device), right=True)
+    return order_S, ends_E.int()

@@ -1,0 +1,149 @@
+"""Products of a few tokens with their experts in Triton: each expert that is chosen is read once, and no other.
+
+A program takes some outputs of one expert and all tokens, of which those count that chose it: what it finds in the list
+of choices by itself. So nothing is sorted beforehand, and the host need not know who chose what. Programs are told by
+number which expert is theirs: of all, or, where there are much fewer choices than experts, of those that are chosen.
+
+Shape suffixes: M tokens, padded; K choices of a token, S of all tokens, both padded; N outputs; I inputs. Names in
+capitals are constants of a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.experts import MAX_TOKENS
+
+MAX_LISTED = 128
+"""Choices up to which a program finds out by itself which expert is the n-th that is chosen."""
+STEP_BYTES, STAGES = 1 << 14, 4
+"""Bytes of weights that a program loads at a time, and how many times ahead: two programs of a processor have room."""
+
+
+@triton.jit
+def _take_expert(experts, choices, number, EXPERTS: tl.constexpr, S: tl.constexpr):
+    """Return expert number `number` of those that are chosen, EXPERTS if there are not so many."""
+    s_S = tl.arange(0, S)
+    chosen_S = tl.load(experts + s_S, mask=s_S < choices, other=EXPERTS).to(tl.int32)
+    same = chosen_S[:, None] == chosen_S[None, :]
+    first_S = (tl.min(tl.where(same, s_S[None, :], S), 1) == s_S) & (chosen_S < EXPERTS)
+    is_it_S = first_S & (tl.cumsum(first_S.to(tl.int32)) == number + 1)
+    return tl.min(tl.where(is_it_S, chosen_S, EXPERTS))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def few_kernel(
+    x, experts, weight, bias, out, places, tokens, x_stride, weight_stride_E, weight_stride_N, weight_stride_I,
+    bias_stride, EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHOSEN: tl.constexpr,
+    EACH: tl.constexpr, DISTINCT: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply the tokens of one expert with BN rows of its matrix. Grid: outputs / BN, experts.
+
+    EACH: whether each choice has a row of x, and not each token. places: which row of the output each choice has is
+    written there.
+    """
+    # --- which expert
+    expert = tl.program_id(1)
+    if places is not None:  # noqa: SIM102 (decided when it is compiled)
+        if tl.program_id(0) + expert == 0:
+            s_S = tl.arange(0, M * K)
+            tl.store(places + s_S, s_S.to(tl.int64), mask=s_S < tokens * CHOSEN)
+    if DISTINCT:
+        expert = _take_expert(experts, tokens * CHOSEN, expert, EXPERTS, M * K)
+        if expert >= EXPERTS:
+            return
+    # --- which tokens, and their choices
+    m_M, k_K = tl.arange(0, M), tl.arange(0, K)
+    keep_MK = (m_M < tokens)[:, None] & (k_K < CHOSEN)[None, :]
+    chosen_MK = tl.load(experts + m_M[:, None] * CHOSEN + k_K[None, :], mask=keep_MK, other=EXPERTS)
+    # A token chooses an expert once.
+    choice_M = tl.max(tl.where(chosen_MK == expert, k_K[None, :] + 1, 0), 1)
+    live_M = choice_M > 0
+    if tl.max(choice_M) == 0:
+        return
+    row_M = m_M * CHOSEN + choice_M - 1
+    # --- product: the weight is on the left, where its rows fill a tile
+    n, i = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BI)
+    weight += expert.to(tl.int64) * weight_stride_E
+    weight_at = weight + n[:, None].to(tl.int64) * weight_stride_N + i[None, :].to(tl.int64) * weight_stride_I
+    x_at = x + (row_M if EACH else m_M).to(tl.int64)[None, :] * x_stride + i[:, None]
+    sum_NM = tl.zeros((BN, M), tl.float32)
+    for start in tl.range(0, INPUTS, BI, num_stages=STAGES):
+        keep_I = start + i < INPUTS
+        # It is read once, and must not push x out of the cache.
+        weight_NI = tl.load(
+            weight_at, mask=(n < OUTPUTS)[:, None] & keep_I[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        x_IM = tl.load(x_at + start, mask=keep_I[:, None] & live_M[None, :], other=0.0)
+        sum_NM = tl.dot(weight_NI, x_IM, sum_NM, input_precision="ieee")
+        weight_at += BI * weight_stride_I
+    # --- store
+    if bias is not None:
+        sum_NM += tl.load(bias + expert * bias_stride + n, mask=n < OUTPUTS, other=0.0)[:, None].to(
+            tl.float32
+        )
+    out_at = out + row_M.to(tl.int64)[None, :] * OUTPUTS + n[:, None]
+    tl.store(out_at, sum_NM.to(out.dtype.element_ty), mask=(n < OUTPUTS)[:, None] & live_M[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program is tiled."""
+
+    outputs: int
+    inputs: int
+    """Of a step."""
+    warps: int = 4
+    stages: int = STAGES
+
+
+def tile_of(matrices: int, outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
+    """Choose the tile: as many outputs as leave two programs to each processor.
+
+    Args:
+        matrices: Experts that are read, at most.
+        outputs: Of an expert.
+        inputs: Of an expert.
+        item: Bytes of a weight.
+        gpu: Sizes of the GPU.
+    """
+    width = next((n for n in (64, 32) if matrices * cdiv(outputs, n) >= 2 * gpu.processors), 16)
+    return Tile(width, min(STEP_BYTES // (width * item), 256, max(next_power_of_2(inputs), MMA_ROWS)))
+
+
+def few_product(
+    x: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None, *, places_S: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply the row of each choice with the matrix of its expert, as naive.product defines it, in one launch.
+
+    Args:
+        x: [T, I] or [S, I].
+        experts_TK: The experts that tokens chose, no token one twice.
+        weight_ENI: Matrices, with any strides.
+        bias_EN: Added to each row, if there is one.
+        places_S: Int64: it receives which row of the result each choice has.
+        tile: Another tile than the fastest.
+    """
+    (tokens, chosen), (experts, outputs, inputs) = experts_TK.shape, weight_ENI.shape
+    choices = tokens * chosen
+    out_SN = x.new_empty(choices, outputs)
+    if not choices:
+        return out_SN
+    tile = tile or tile_of(min(choices, experts), outputs, inputs, weight_ENI.itemsize, gpu_of(x.device))
+    # Few sizes, so that few kernels are compiled.
+    rows, columns = MMA_ROWS if tokens <= MMA_ROWS else MAX_TOKENS, next_power_of_2(chosen)
+    distinct = choices < experts and rows * columns <= MAX_LISTED
+    x = x if x.stride(1) == 1 else x.contiguous()
+    few_kernel[(cdiv(outputs, tile.outputs), choices if distinct else experts)](
+        x, experts_TK.contiguous(), weight_ENI, bias_EN, out_SN, places_S, tokens, x.stride(0), *weight_ENI.stride(),
+        0 if bias_EN is None else bias_EN.stride(0), experts, outputs, inputs, chosen, len(x) != tokens, distinct,
+        rows, columns, tile.outputs, tile.inputs, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return out_SN

@@ -1,0 +1,98 @@
+"""Products of tokens with their experts: the twin in Triton's interpreter, and rows that are sorted, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from nibble.kernels import experts as op
+from nibble.kernels.experts import naive
+from nibble.kernels.experts import triton as twin
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("scalars_bound_loops")
+
+
+class Layer:
+    """`tokens` tokens that chose `chosen` of `experts` experts each, with matrices and biases."""
+
+    def __init__(self, tokens: int, chosen: int, experts: int, *, transposed: bool = False) -> None:
+        rng = torch.Generator().manual_seed(tokens + experts)
+        self.outputs, self.inputs = 70, 48
+        scores = torch.rand(tokens, experts, generator=rng)
+        self.experts_TK = scores.topk(chosen).indices.to(DEVICE)
+        shape = (experts, self.inputs, self.outputs) if transposed else (experts, self.outputs, self.inputs)
+        weight = torch.randn(shape, generator=rng).to(DEVICE, torch.float16)
+        self.weight = weight.transpose(1, 2) if transposed else weight
+        self.bias = torch.randn(experts, self.outputs, generator=rng).to(DEVICE, torch.float16)
+        self.x_TI = torch.randn(tokens, self.inputs, generator=rng).to(DEVICE, torch.float16)
+        self.x_SI = torch.randn(tokens * chosen, self.inputs, generator=rng).to(DEVICE, torch.float16)
+
+    def expected(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x if len(x) != len(self.experts_TK) else x.repeat_interleave(self.experts_TK.shape[1], 0)
+        matrices = self.weight[self.experts_TK.flatten()].double()
+        y = torch.bmm(matrices, rows.double()[:, :, None])[:, :, 0]
+        return y if bias is None else y + bias[self.experts_TK.flatten()].double()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found.double() - expected).norm() <= 1e-3 * expected.norm())
+
+
+SIZES = [(1, 2, 4), (1, 4, 16), (3, 2, 60), (7, 8, 12), (16, 8, 160), (17, 3, 5), (64, 2, 8)]
+
+
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), SIZES, ids=str)
+def test_the_twin_multiplies(tokens: int, chosen: int, experts: int) -> None:
+    """Rows of tokens and rows of choices; with a bias and matrices the other way around."""
+    for transposed in (False, True):
+        layer = Layer(tokens, chosen, experts, transposed=transposed)
+        bias = layer.bias if transposed else None
+        for x in (layer.x_TI, layer.x_SI):
+            if chosen == 1 and x is layer.x_SI:
+                continue
+            places = torch.full((tokens * chosen,), -1, device=DEVICE)
+            found = twin.few_product(x, layer.experts_TK, layer.weight, bias, places_S=places)
+            assert close(found, layer.expected(x, bias))
+            assert close(naive.product(x, layer.experts_TK, layer.weight, bias), layer.expected(x, bias))
+            assert places.tolist() == list(range(tokens * chosen))
+
+
+@pytest.mark.parametrize("tile", [twin.Tile(16, 16), twin.Tile(64, 32), twin.Tile(32, 64, stages=1)], ids=str)
+def test_tiles_compute_alike(tile: twin.Tile) -> None:
+    layer = Layer(5, 3, 9)
+    found = twin.few_product(layer.x_TI, layer.experts_TK, layer.weight, layer.bias, tile=tile)
+    assert close(found, layer.expected(layer.x_TI, layer.bias))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 200])
+def test_both_products_keep_their_order(tokens: int) -> None:
+    """Whatever way is taken, rows of up() go into down(), and `places` says whose they are."""
+    layer = Layer(tokens, 3, 10)
+    y_SN, places_S = op.up(layer.x_TI, layer.experts_TK, layer.weight, layer.bias)
+    assert sorted(places_S.tolist()) == list(range(3 * tokens))
+    assert close(y_SN[places_S], layer.expected(layer.x_TI, layer.bias))
+    back = torch.randn(10, layer.inputs, layer.outputs, device=DEVICE, dtype=torch.float16)
+    z_SI = op.down(y_SN, layer.experts_TK, back, None)[places_S]
+    matrices = back[layer.experts_TK.flatten()].double()
+    assert close(z_SI, torch.bmm(matrices, y_SN[places_S].double()[:, :, None])[:, :, 0])
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    layer = Layer(4, 2, 30)
+    weight = layer.weight.clone()
+    unused = torch.ones(30, dtype=torch.bool, device=DEVICE)
+    unused[layer.experts_TK.flatten()] = False
+    weight[unused] = float("nan")
+    found = twin.few_product(layer.x_TI, layer.experts_TK, weight, None)
+    assert close(found, layer.expected(layer.x_TI, None))
+
+
+def test_wide_matrices_have_wide_tiles() -> None:
+    gpu = twin.GPU(90, 132, 232_448)
+    assert twin.tile_of(8, 1536, 2048, 2, gpu).outputs == 32  # 384 programs
+    assert twin.tile_of(64, 1536, 2048, 2, gpu).outputs == 64
+    assert twin.tile_of(4, 768, 2048, 2, gpu).outputs == 16
+    for tile in (twin.tile_of(n, 2880, 2880, 2, gpu) for n in (1, 8, 64)):
+        assert tile.stages * tile.outputs * tile.inputs * 2 <= 64 << 10
