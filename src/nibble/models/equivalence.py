@@ -2,8 +2,9 @@
 
 What is replaced is chosen by how modules are called and what they consist of, and other code may have the same names.
 So the first layer of each kind runs twice on a few random tokens: as the family wrote it, before anything is replaced,
-and as it serves, by the definition of attention over pages in float32. That shows all
-that was replaced (latents, indexers, linear layers, experts), and what gets lost between a family and its attention.
+and as it serves, by the definition of attention over pages in float32. That shows all that was replaced (latents,
+indexers, linear layers, experts), and what gets lost between a family and its attention. Both times a layer behind the
+first gets what it got the first time, so that rounding in one does not decide what the next chooses: tokens, experts.
 
 Shape suffixes: T tokens.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -50,11 +52,20 @@ Outputs = Mapping[str, Tensor]
 """The outputs of modules by name, in the order of their calls."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What modules computed."""
+
+    outputs: Outputs
+    inputs: Mapping[str, Tensor]
+    """What layers got, by name, as they got it."""
+
+
 class _Stop(Exception):
     """Ends a forward pass behind the last layer that is compared."""
 
 
-def own_outputs(model: Any, model_spec: ModelSpec) -> Outputs:
+def own_outputs(model: Any, model_spec: ModelSpec) -> Recorded:
     """Run the first layer of each kind as the model's family wrote it; the model must not have been adapted.
 
     Args:
@@ -68,7 +79,7 @@ def own_outputs(model: Any, model_spec: ModelSpec) -> Outputs:
     run = partial(model, input_ids=ids, use_cache=False)
     try:
         with _own_code(model):
-            return _record(model, model_spec, _compared_modules(model, model_spec), run)
+            return _record(model, model_spec, _compared_modules(model, model_spec), run, {})
     except (NibbleError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of all kinds: this is foreign code
@@ -78,7 +89,7 @@ def own_outputs(model: Any, model_spec: ModelSpec) -> Outputs:
         ) from error
 
 
-def check(model: Any, model_spec: ModelSpec, reference: Outputs) -> None:
+def check(model: Any, model_spec: ModelSpec, reference: Recorded) -> None:
     """Run the same layers as they serve, and raise ConfigError where they differ from `reference`.
 
     Args:
@@ -90,9 +101,9 @@ def check(model: Any, model_spec: ModelSpec, reference: Outputs) -> None:
     positions, rows_S = torch.arange(TOKENS, device=ids.device)[None], torch.zeros(1, dtype=torch.long)
     run = partial(plain(model), ids, positions, rows_S.to(ids.device), _context(model_spec, ids.device))
     with lower_topk(model), _few_experts(model):
-        outputs = _record(model, model_spec, list(reference), run)
+        outputs = _record(model, model_spec, list(reference.outputs), run, reference.inputs).outputs
     limit, share = TOLERANCE.get(model.dtype, TOLERANCE_16_BITS)
-    for name, expected in reference.items():
+    for name, expected in reference.outputs.items():
         error = _error(outputs.get(name), expected, share)
         if error > limit:
             raise ConfigError(
@@ -214,10 +225,22 @@ def _choose_few(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 @torch.no_grad()
-def _record(model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: Callable[[], Any]) -> Outputs:
-    """Call `run` until the last of `names` has been computed; return the first output of each."""
-    outputs: dict[str, Tensor] = {}
+def _record(
+    model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: Callable[[], Any], given: Mapping[str, Tensor]
+) -> Recorded:  # fmt: skip
+    """Call `run` until the last of `names` has been computed; return the first output of each, and inputs of layers.
+
+    given: what layers get in the place of their inputs.
+    """
+    outputs, inputs = dict[str, Tensor](), dict[str, Tensor]()
     latest: Any = None
+
+    def give(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return None
+        inputs.setdefault(name, args[0].clone())
+        x = given.get(name)
+        return None if x is None or x.shape != args[0].shape else (x.clone(), *args[1:])
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         nonlocal latest
@@ -230,9 +253,12 @@ def _record(model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: 
             raise _Stop
 
     # A layer of a kind that was compared hands on the output of the layer before it.
-    layers = () if _shares_kv(model_spec) else _layers(model, model_spec)
-    skipped = [layer for name, layer in layers if name not in names]
+    layers = list(_layers(model, model_spec))
+    skipped = [] if _shares_kv(model_spec) else [layer for name, layer in layers if name not in names]
     handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in names]
+    # What the first one gets shows whether positions are right where they are embedded.
+    compared = [(name, layer) for name, layer in layers if name in names]
+    handles += [layer.register_forward_pre_hook(partial(give, name)) for name, layer in compared[1:]]
     try:
         with _replace_forward(skipped, lambda *args, **kwargs: latest):
             run()
@@ -242,7 +268,7 @@ def _record(model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: 
     finally:
         for handle in handles:
             handle.remove()
-    return outputs
+    return Recorded(outputs, inputs)
 
 
 @contextmanager

@@ -79,6 +79,17 @@ def test_both_products_keep_their_order(tokens: int) -> None:
     assert close(z_SI, torch.bmm(matrices, y_SN[places_S].double()[:, :, None])[:, :, 0])
 
 
+def test_an_expert_may_be_chosen_twice() -> None:
+    """As where few experts stand for many, in the comparison with a family's code."""
+    layer = Layer(6, 3, 9)
+    layer.experts_TK = layer.experts_TK % 2
+    found = twin.few_product(layer.x_TI, layer.experts_TK, layer.weight, layer.bias)
+    assert close(found, layer.expected(layer.x_TI, layer.bias))
+    back = torch.randn(9, layer.inputs, layer.outputs, device=DEVICE, dtype=torch.float16)
+    expected = naive.product(found, layer.experts_TK, back, None)
+    assert close(twin.few_product(found, layer.experts_TK, back, None), expected.double())
+
+
 def test_experts_that_nobody_chose_are_not_read() -> None:
     layer = Layer(4, 2, 30)
     weight = layer.weight.clone()

@@ -62,7 +62,7 @@ def few_kernel(
     m_M, k_K = tl.arange(0, M), tl.arange(0, K)
     keep_MK = (m_M < tokens)[:, None] & (k_K < CHOSEN)[None, :]
     chosen_MK = tl.load(experts + m_M[:, None] * CHOSEN + k_K[None, :], mask=keep_MK, other=EXPERTS)
-    # A token chooses an expert once.
+    # Where a token chose it twice, one of both rows is computed: they are the same.
     choice_M = tl.max(tl.where(chosen_MK == expert, k_K[None, :] + 1, 0), 1)
     live_M = choice_M > 0
     if tl.max(choice_M) == 0:
@@ -88,8 +88,11 @@ def few_kernel(
         sum_NM += tl.load(bias + expert * bias_stride + n, mask=n < OUTPUTS, other=0.0)[:, None].to(
             tl.float32
         )
-    out_at = out + row_M.to(tl.int64)[None, :] * OUTPUTS + n[:, None]
-    tl.store(out_at, sum_NM.to(out.dtype.element_ty), mask=(n < OUTPUTS)[:, None] & live_M[None, :])
+    y_NM, keep_NM = sum_NM.to(out.dtype.element_ty), (n < OUTPUTS)[:, None] & live_M[None, :]
+    for k in tl.static_range(CHOSEN):
+        chose_M = tl.load(experts + m_M * CHOSEN + k, mask=live_M, other=EXPERTS) == expert
+        out_at = out + (m_M * CHOSEN + k).to(tl.int64)[None, :] * OUTPUTS + n[:, None]
+        tl.store(out_at, y_NM, mask=keep_NM & chose_M[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ def few_product(
 
     Args:
         x: [T, I] or [S, I].
-        experts_TK: The experts that tokens chose, no token one twice.
+        experts_TK: The experts that tokens chose. Where a token chose one twice, both rows of x must be the same.
         weight_ENI: Matrices, with any strides.
         bias_EN: Added to each row, if there is one.
         places_S: Int64: it receives which row of the result each choice has.

@@ -31,7 +31,7 @@ def fixed_tile_of(group: int, latents: Paged, rope: int, query: torch.dtype, gpu
         query: The query's dtype.
         gpu: Sizes of the GPU.
     """
-    return first_fitting(portable_tiles(MAX_ROWS), group, latents, rope, query, gpu)
+    return first_fitting(portable_tiles(MAX_ROWS, gpu.arch), group, latents, rope, query, gpu)
 
 
 def fixed_mla_attention(

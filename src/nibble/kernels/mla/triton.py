@@ -218,7 +218,7 @@ def tile_of(rows: int, group: int, latents: Paged, rope: int, query: torch.dtype
     Returns:
         The tile.
     """
-    candidates: Iterable[LatentTile] = portable_tiles(rows)
+    candidates: Iterable[LatentTile] = portable_tiles(rows, gpu.arch)
     if gpu.arch == SM90 and _suits_sm90(latents, query):
         # A chain, because every launch comes here: mostly the first tile fits, and no other is made.
         candidates = chain(_sm90_tiles(rows, latents), candidates)
@@ -244,10 +244,13 @@ def _sm90_tiles(rows: int, latents: Paged) -> Iterator[LatentTile]:
     yield LatentTile(fitting, 64, 4 if parts == 1 and fitting <= FOUR_WARP_ROWS else 8, 1, 1, True)
 
 
-def portable_tiles(rows: int) -> Iterator[LatentTile]:
+def portable_tiles(rows: int, arch: int) -> Iterator[LatentTile]:
     """Yield tiles for any GPU from the fastest to the smallest."""
+    warps = 8 if rows > FOUR_WARP_ROWS else 4
+    # What Triton 3.6 makes of two warp groups whose FP8 latents are loaded ahead computes wrong sums on Hopper.
+    stages = 1 if warps == 8 and arch == SM90 else 2
     for size in (32, 16):
-        yield LatentTile(min(MAX_ROWS, padded_rows(rows)), size, 8 if rows > FOUR_WARP_ROWS else 4, 2, 1)
+        yield LatentTile(min(MAX_ROWS, padded_rows(rows)), size, warps, stages, 1)
     yield LatentTile(16, 16, 4, 1, 1)
 
 
@@ -531,7 +534,7 @@ def sparse_tile_of(group: int, latents: Paged, rope: int, query: torch.dtype, gp
 
         if sparse_gluon_sm90.serves(latents, rope, query, gpu.memory):
             return LatentTile(sparse_gluon_sm90.ROWS, sparse_gluon_sm90.TILE, 4, 1, 1, True)
-    return first_fitting(portable_tiles(group), group, latents, rope, query, gpu)
+    return first_fitting(portable_tiles(group, gpu.arch), group, latents, rope, query, gpu)
 
 
 def sparse_mla_attention(
