@@ -317,14 +317,14 @@ def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.devi
 
 @torch.inference_mode()
 def observed_logits(
-    model: nn.Module, ids: Sequence[int], observer: hook.Observer, keep: Tensor | int = 0
+    model: nn.Module, ids: Sequence[int], observer: hook.Observer | StepContext, keep: Tensor | int = 0
 ) -> Tensor:
-    """Return logits [T, V] of a prompt whose attention is what `observer` says.
+    """Return logits [T, V] of a prompt whose attention is what `observer` says, or that of a step.
 
     Args:
         model: with Nibble's attention.
         ids: the prompt.
-        observer: attends in each layer's place.
+        observer: attends in each layer's place; a step attends over its own pages.
         keep: rows whose logits are computed; 0 for all.
     """
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)

@@ -26,7 +26,7 @@ import nibble
 from nibble import formats
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable
-from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes
+from nibble.attention.planner.window_memory import request_bytes
 from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
@@ -363,7 +363,7 @@ class _Evaluation:
 
     @property
     def _request_tokens(self) -> int:
-        return min(LONG_REQUEST, self.candidates[0].plan.model_spec.max_context)
+        return min(self.sizes.request_tokens, self.candidates[0].plan.model_spec.max_context)
 
     def _measure_text(self, llm: LLM, candidate: Candidate) -> tuple[Perplexity, Agreement]:
         """Return perplexity and agreement over all windows; the first scheme's predictions are the yardstick."""

@@ -1,11 +1,14 @@
 """One run of `nibble tune-precision`: measure on the end of a text, choose, write the file, verify on the beginning.
 
+The exact window is chosen with the formats. What single layers lose is measured with the default window, since codes
+act on far tokens only; then the smallest assignment is measured as a whole with each window, which gives its factor.
+
 Between both lies what scales are measured on, where a checkpoint has none. So no token is used twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +31,7 @@ from nibble.evals.precision import (
     Progress,
     Search,
     Target,
+    WindowOption,
     candidates,
     stored_streams,
 )
@@ -39,6 +43,11 @@ from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
 from nibble.model_spec import Stream
 from nibble.models.checkpoint import download
+
+WINDOWS = (64, 96, 128, 192, 256)
+"""Exact windows that are tried where none is asked for, beside none: the default and a few longer ones."""
+FAR = 4
+"""Text is computed in pieces of so many exact windows: in shorter ones hardly any token would be far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +88,42 @@ def tune(
     content = perplexity.read_text(text, config.model).content
     plan = plan_engine(replace(config, kv_format=_plain(config), kv_layers=""))
     here = Target(config, plan.model_spec, plan.hardware, backends.available_backends())
-    there = here if hardware is None else replace(here, hardware=hardware, backends=backends.all_backends())
     trials = _trials(here, goal)
+    here = replace(here, window=_usual_window(here, trials))
+    there = here if hardware is None else replace(here, hardware=hardware, backends=backends.all_backends())
     # Compiling would take longer than the few steps.
+    piece = min(goal.window, goal.tokens, plan.model_spec.max_context)
+    if piece < FAR * (here.window or 0):
+        raise ConfigError(
+            f"text in pieces of {piece} tokens says little of a cache whose newest {here.window} are exact; use at "
+            f"least {FAR * (here.window or 0)} in --window and --tokens, or a shorter --kv-window"
+        )
     llm = LLM(**asdict(replace(plan.config, compile=False, graphs=False)))
     try:
         parts = _split(llm, content, goal, text)
         measurement = Measurement(llm.engine.runner.model, here, scales_for(llm, plan, parts.calibration))
-        windows = perplexity.windows(parts.searched, min(goal.window, plan.model_spec.max_context))
+        windows = perplexity.windows(parts.searched, piece)
         dropped = measurement.without_scales(trials)
         losses = measurement.losses([x for x in trials if x not in dropped], windows, progress)
         search = Search(there, losses, {f"{x.stream.name} in {x.name}": why for x, why in dropped.items()})
+        request = min(goal.context, config.max_context or goal.context, plan.model_spec.max_context)
+        options = _windows(measurement, search, request, windows, progress)
     finally:
         llm.close()
-    assignment = _solve(search, goal)
+    assignment = _solve(search, goal, options)
     measured = {
         "text": parts.name,
         "text_sha256": parts.digest,
         "tokens": sum(window.scored for window in windows),
         "window": max(len(window.ids) for window in windows),
         "verify_tokens": goal.verify_tokens,
+        "context": request,
     }
     environment = {**run.environment(plan), "for": str(there.hardware), "command": command}
-    outcome = _outcome(search, assignment, str(out), measured, environment)
+    outcome = replace(
+        _outcome(search, assignment, str(out), measured, environment),
+        windows=tuple(asdict(option) for option in options),
+    )
     _save(outcome, there, assignment, out)
     if goal.verify_tokens:
         outcome = _verified(outcome, config, goal, text)
@@ -133,6 +155,56 @@ def _trials(target: Target, goal: Goal) -> list[Candidate]:
                     f"{', '.join(schemes.fitting(*group.streams))}"
                 )
     return trials
+
+
+def _usual_window(target: Target, trials: Sequence[Candidate]) -> int:
+    """Return the exact window that candidates are measured with: what is asked for, else the default of 4 bits."""
+    if target.config.kv_window is not None:
+        return target.config.kv_window
+    planned = replace(target, window=None)
+    for trial in trials:
+        scheme = trial.scheme(target.plain)
+        if scheme.is_4bit:
+            return planned.plan(dict.fromkeys(target.owners(trial.group), scheme)).window
+    return 0
+
+
+def _windows(
+    measurement: Measurement,
+    search: Search,
+    request: int,
+    text: Sequence[perplexity.Window],
+    progress: Progress | None,
+) -> tuple[WindowOption, ...]:
+    """Return the exact windows that may be chosen, measured with the smallest assignment.
+
+    Args:
+        measurement: What is measured with.
+        search: The candidates' losses, and where the model is to be served.
+        request: Tokens of the request that a window's bytes are spread over.
+        text: To measure on.
+        progress: Is called before each pass.
+    """
+    smallest, asked = search.smallest, search.target.config.kv_window
+    # Sinks need a window.
+    usual = (() if search.target.config.kv_sinks else (0,)) + WINDOWS
+    fitting = tuple(tokens for tokens in usual if FAR * tokens <= len(text[0].ids))
+    served = {}
+    for tokens in fitting if asked is None else (asked,):
+        target = replace(search.target, window=tokens)
+        reason = target.refuses(smallest.schemes)
+        if reason and asked is None:
+            search.skipped[f"an exact window of {tokens} tokens"] = reason
+        else:
+            served[tokens] = WindowOption.of(target.plan(smallest.schemes), request)
+    if not smallest.loss:
+        return tuple(served.values())
+    here = [replace(measurement.target, window=tokens).plan(smallest.schemes) for tokens in served]
+    wholes = measurement.wholes(here, text, progress)
+    return tuple(
+        replace(option, factor=whole / smallest.loss)
+        for option, whole in zip(served.values(), wholes, strict=True)
+    )
 
 
 def _split(llm: LLM, content: str, goal: Goal, path: Path | None) -> _Text:
@@ -167,11 +239,11 @@ def scales_for(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan],
     return scales_of
 
 
-def _solve(search: Search, goal: Goal) -> Assignment:
+def _solve(search: Search, goal: Goal, windows: Sequence[WindowOption]) -> Assignment:
     if goal.bits is not None:
-        return search.within_bits(goal.bits)
+        return search.within_bits(goal.bits, windows)
     assert goal.max_kl is not None
-    return search.within_kl(goal.max_kl)
+    return search.within_kl(goal.max_kl, windows)
 
 
 def _outcome(
@@ -198,6 +270,8 @@ def _outcome(
         layers=tuple(layers),
         bits=assignment.bits,
         bytes_per_token=assignment.bytes_per_token,
+        window=assignment.window.tokens,
+        bytes_with_window=assignment.bytes_with_window,
         predicted_kl=assignment.loss,
         sensitivity=sensitivity,
         skipped=search.skipped,
@@ -219,14 +293,21 @@ def by_layer(target: Target, assignment: Assignment) -> dict[int, Scheme]:
 
 def _save(outcome: Outcome, target: Target, assignment: Assignment, out: Path) -> None:
     facts = {name: value for name, value in outcome.as_dict().items() if name not in {"path", "layers"}}
-    # Measured with a window that was asked for, the schemes are to be served with it.
-    window = target.config.kv_window
-    scheme_file.save(out, by_layer(target, assignment), _streams(target), window, **facts)
+    # A window that was asked for is named too: --kv-window may be left out in serving.
+    usual = replace(target, window=None).plan(assignment.schemes).window
+    tokens = assignment.window.tokens
+    named = tokens != usual or target.config.kv_window is not None
+    scheme_file.save(out, by_layer(target, assignment), _streams(target), tokens if named else None, **facts)
 
 
 def _verified(outcome: Outcome, config: Config, goal: Goal, text: Path | None) -> Outcome:
     """Return the outcome with the scheme measured as a whole, through the engine as it serves."""
-    sizes = Sizes(tokens=goal.verify_tokens, recall_cases=0, attention_tokens=0)
+    sizes = Sizes(
+        tokens=goal.verify_tokens,
+        recall_cases=0,
+        attention_tokens=0,
+        request_tokens=outcome.measured["context"],
+    )
     report = run.evaluate(config, (outcome.path, *goal.compare), sizes, text)
     notes = list(outcome.notes)
     result: SchemeResult = next(entry for entry in report.results if entry.name == outcome.path)
