@@ -51,11 +51,6 @@ from nibble.formats import scheme as schemes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
 from nibble.models.checkpoint import download
 
-LOGIT_BYTES = 1 << 30
-"""Logits of one window take no more, unless a window is asked for."""
-LEAST_WINDOW = 512
-
-
 Progress = Callable[[str, int, int], None]
 """Takes what is being measured, how many more tokens are done, and how many there are in all."""
 
@@ -307,8 +302,7 @@ class _Evaluation:
         self.parts = perplexity.split_text(
             self.text.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode, self.sizes.skip
         )
-        # Logits are float32: 4 bytes each.
-        affordable = max(LEAST_WINDOW, LOGIT_BYTES // (4 * model_spec.vocab_size))
+        affordable = perplexity.affordable_window(model_spec.vocab_size)
         size = self.sizes.window or min(model_spec.max_context, affordable)
         if size > model_spec.max_context:
             raise ConfigError(

@@ -1,9 +1,10 @@
 """One run of `nibble tune-precision`: measure on the end of a text, choose, write the file, verify on the beginning.
 
-The exact window is chosen with the formats. What single layers lose is measured with the default window, since codes
-act on far tokens only; then the smallest assignment is measured as a whole with each window, which gives its factor.
+Between both lies what scales are measured on, where a checkpoint has none: no token is verified that was used before.
 
-Between both lies what scales are measured on, where a checkpoint has none. So no token is used twice.
+The exact window is chosen with the formats. What codes of a single layer lose is measured with the default window,
+since they act on far tokens only. Then the best formats beside each window are measured as a whole, over a text as long
+as the request that the window's bytes are spread over.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from nibble.hardware import Hardware
 from nibble.model_spec import Stream
 from nibble.models.checkpoint import download
 
-WINDOWS = (64, 96, 128, 192, 256)
+WINDOWS = (64, 96, 128, 160, 192, 224, 256)
 """Exact windows that are tried where none is asked for, beside none: the default and a few longer ones."""
 FAR = 4
 """Text is computed in pieces of so many exact windows: in shorter ones hardly any token would be far."""
@@ -56,6 +57,8 @@ class _Text:
 
     searched: tuple[int, ...]
     """Token ids that candidates are measured on."""
+    request: tuple[int, ...]
+    """Token ids that exact windows are measured on: as many as the request has that pays for them, if there are."""
     calibration: str
     name: str
     digest: str
@@ -91,23 +94,22 @@ def tune(
     trials = _trials(here, goal)
     here = replace(here, window=_usual_window(here, trials))
     there = here if hardware is None else replace(here, hardware=hardware, backends=backends.all_backends())
-    # Compiling would take longer than the few steps.
+    request = min(goal.context, config.max_context or goal.context, plan.model_spec.max_context)
     piece = min(goal.window, goal.tokens, plan.model_spec.max_context)
-    if piece < FAR * (here.window or 0):
-        raise ConfigError(
-            f"text in pieces of {piece} tokens says little of a cache whose newest {here.window} are exact; use at "
-            f"least {FAR * (here.window or 0)} in --window and --tokens, or a shorter --kv-window"
-        )
+    _check_far(piece, here.window or 0)
+    # Compiling would take longer than the few steps.
     llm = LLM(**asdict(replace(plan.config, compile=False, graphs=False)))
     try:
-        parts = _split(llm, content, goal, text)
+        parts = _split(llm, content, goal, request, text)
         measurement = Measurement(llm.engine.runner.model, here, scales_for(llm, plan, parts.calibration))
         windows = perplexity.windows(parts.searched, piece)
         dropped = measurement.without_scales(trials)
         losses = measurement.losses([x for x in trials if x not in dropped], windows, progress)
         search = Search(there, losses, {f"{x.stream.name} in {x.name}": why for x, why in dropped.items()})
-        request = min(goal.context, config.max_context or goal.context, plan.model_spec.max_context)
-        options = _windows(measurement, search, request, windows, progress)
+        piece = min(request, perplexity.affordable_window(plan.model_spec.vocab_size))
+        options = _windows(
+            measurement, search, goal, request, perplexity.windows(parts.request, piece), progress
+        )
     finally:
         llm.close()
     assignment = _solve(search, goal, options)
@@ -157,6 +159,15 @@ def _trials(target: Target, goal: Goal) -> list[Candidate]:
     return trials
 
 
+def _check_far(piece: int, window: int) -> None:
+    """Raise ConfigError where text in pieces of so many tokens has hardly any far ones."""
+    if piece < FAR * window:
+        raise ConfigError(
+            f"text in pieces of {piece} tokens says little of a cache whose newest {window} are exact; use at least "
+            f"{FAR * window} in --window and --tokens, or a shorter --kv-window"
+        )
+
+
 def _usual_window(target: Target, trials: Sequence[Candidate]) -> int:
     """Return the exact window that candidates are measured with: what is asked for, else the default of 4 bits."""
     if target.config.kv_window is not None:
@@ -172,43 +183,67 @@ def _usual_window(target: Target, trials: Sequence[Candidate]) -> int:
 def _windows(
     measurement: Measurement,
     search: Search,
+    goal: Goal,
     request: int,
     text: Sequence[perplexity.Window],
     progress: Progress | None,
 ) -> tuple[WindowOption, ...]:
-    """Return the exact windows that may be chosen, measured with the smallest assignment.
+    """Return the exact windows that may be chosen, each measured with the formats that would be chosen beside it.
 
     Args:
         measurement: What is measured with.
         search: The candidates' losses, and where the model is to be served.
+        goal: What is searched for.
         request: Tokens of the request that a window's bytes are spread over.
         text: To measure on.
         progress: Is called before each pass.
     """
-    smallest, asked = search.smallest, search.target.config.kv_window
-    # Sinks need a window.
-    usual = (() if search.target.config.kv_sinks else (0,)) + WINDOWS
-    fitting = tuple(tokens for tokens in usual if FAR * tokens <= len(text[0].ids))
-    served = {}
-    for tokens in fitting if asked is None else (asked,):
-        target = replace(search.target, window=tokens)
-        reason = target.refuses(smallest.schemes)
-        if reason and asked is None:
-            search.skipped[f"an exact window of {tokens} tokens"] = reason
-        else:
-            served[tokens] = WindowOption.of(target.plan(smallest.schemes), request)
-    if not smallest.loss:
-        return tuple(served.values())
-    here = [replace(measurement.target, window=tokens).plan(smallest.schemes) for tokens in served]
-    wholes = measurement.wholes(here, text, progress)
+    options = _affordable(search, request, len(text[0].ids))
+    assignments = [_solve(search, goal, (option,), search.smallest) for option in options]
+    plans = [
+        replace(measurement.target, window=option.tokens).plan(assignment.schemes)
+        for option, assignment in zip(options, assignments, strict=True)
+    ]
+    wholes = measurement.wholes(plans, text, progress)
     return tuple(
-        replace(option, factor=whole / smallest.loss)
-        for option, whole in zip(served.values(), wholes, strict=True)
+        replace(option, factor=whole / assignment.loss if assignment.loss else 1.0)
+        for option, assignment, whole in zip(options, assignments, wholes, strict=True)
     )
 
 
-def _split(llm: LLM, content: str, goal: Goal, path: Path | None) -> _Text:
-    """Cut a text into what is verified, what scales are measured on, and what is searched; raise ConfigError."""
+def _affordable(search: Search, request: int, piece: int) -> tuple[WindowOption, ...]:
+    """Return the exact windows that can be served, of those with the same bytes the longest.
+
+    Args:
+        search: Where the model is to be served.
+        request: Tokens of the request that a window's bytes are spread over.
+        piece: Tokens of the pieces of the text that they are measured on.
+    """
+    config, stored = search.target.config, search.smallest.schemes
+    # Sinks need a window.
+    usual = (() if config.kv_sinks else (0,)) + WINDOWS
+    by_bytes = {}
+    for tokens in (x for x in usual if FAR * x <= piece) if config.kv_window is None else (config.kv_window,):
+        target = replace(search.target, window=tokens)
+        reason = target.refuses(stored)
+        if reason and config.kv_window is None:
+            search.skipped[f"an exact window of {tokens} tokens"] = reason
+        else:
+            option = WindowOption.of(target.plan(stored), request)
+            by_bytes[option.exact_bytes] = option
+    return tuple(by_bytes.values())
+
+
+def _split(llm: LLM, content: str, goal: Goal, request: int, path: Path | None) -> _Text:
+    """Cut a text into what is verified, what scales are measured on, and what is searched; raise ConfigError.
+
+    Args:
+        llm: Whose tokenizer counts.
+        content: The text.
+        goal: How much of it is used for what.
+        request: Most tokens that exact windows are measured on.
+        path: Of the text, None for the model's.
+    """
     parts = perplexity.split_text(
         content, goal.verify_tokens or 1, llm.tokenizer.encode, llm.tokenizer.decode
     )
@@ -221,7 +256,9 @@ def _split(llm: LLM, content: str, goal: Goal, path: Path | None) -> _Text:
             "or use fewer with --tokens and --verify-tokens"
         )
     name = path.name if path else perplexity.HELDOUT
-    return _Text(tuple(ids[-goal.tokens :]), parts.calibration, name, parts.digest)
+    unverified = ids[goal.verify_tokens + CALIBRATION_TOKENS :]
+    searched, pieces = tuple(ids[-goal.tokens :]), tuple(unverified[-max(request, goal.tokens) :])
+    return _Text(searched, pieces, parts.calibration, name, parts.digest)
 
 
 def scales_for(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan], KVScales]:
@@ -239,11 +276,19 @@ def scales_for(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan],
     return scales_of
 
 
-def _solve(search: Search, goal: Goal, windows: Sequence[WindowOption]) -> Assignment:
-    if goal.bits is not None:
-        return search.within_bits(goal.bits, windows)
-    assert goal.max_kl is not None
-    return search.within_kl(goal.max_kl, windows)
+def _solve(
+    search: Search, goal: Goal, windows: Sequence[WindowOption], otherwise: Assignment | None = None
+) -> Assignment:
+    """Return what is best; where nothing reaches the goal, `otherwise`, or raise ConfigError."""
+    try:
+        if goal.bits is not None:
+            return search.within_bits(goal.bits, windows)
+        assert goal.max_kl is not None
+        return search.within_kl(goal.max_kl, windows)
+    except ConfigError:
+        if otherwise is None:
+            raise
+        return otherwise
 
 
 def _outcome(

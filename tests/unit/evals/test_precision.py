@@ -301,9 +301,7 @@ def windowed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     path = tmp_path_factory.mktemp("windowed") / "kv_scheme.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune_precision, "CALIBRATION_TOKENS", 64)
-        goal = Goal(
-            budget="16bits", candidates="nvfp4", tokens=512, window=512, verify_tokens=160, context=500
-        )
+        goal = Goal(budget="16bits", candidates="nvfp4", tokens=512, window=512, verify_tokens=160)
         return tune_precision.tune(Config(model=model, **ONE), goal, path)
 
 
@@ -317,14 +315,12 @@ def test_a_window_is_chosen_and_written(model: str, windowed: Outcome) -> None:
     assert scheme_file.load(windowed.path).window == 128
     plan = plan_engine(Config(model=model, kv_format=windowed.path)).plan
     assert plan.window == 128
-    assert (
-        windowed.bytes_with_window
-        == request_bytes(plan, 500) / 500
-        == by_tokens[128]["exact_bytes"] / 500 + (512 / 500 * windowed.bytes_per_token)
-    )
+    # The model's context is shorter than --context.
+    assert windowed.measured["context"] == 512
+    assert windowed.bytes_with_window == request_bytes(plan, 512) / 512
     assert windowed.whole and windowed.whole.exact_window == 128
-    assert windowed.whole.request_bytes == request_bytes(plan, 500)
-    assert "with an exact window of 128 tokens in a request of 500" in windowed.summary()
+    assert windowed.whole.request_bytes == request_bytes(plan, 512)
+    assert "with an exact window of 128 tokens in a request of 512" in windowed.summary()
 
 
 def test_factors_are_the_kl_of_serving(model: str, windowed: Outcome) -> None:
@@ -342,7 +338,7 @@ def test_factors_are_the_kl_of_serving(model: str, windowed: Outcome) -> None:
 
 
 def test_the_default_window_is_not_written(model: str, tmp_path: Path) -> None:
-    goal = Goal(budget="16bits", candidates="nvfp4", tokens=256, window=256, verify_tokens=0)
+    goal = Goal(budget="16bits", candidates="nvfp4", tokens=256, window=256, verify_tokens=0, context=256)
     outcome = tune_precision.tune(Config(model=model, **ONE), goal, tmp_path / "kv_scheme.json")
     assert (outcome.window, scheme_file.load(outcome.path).window) == (64, None)
     assert plan_engine(Config(model=model, kv_format=outcome.path)).plan.window == 64
