@@ -97,8 +97,8 @@ class Target:
         for route in (
             () if self.hardware.is_cpu else itertools.chain(*(x.routes + x.near_routes for x in groups))
         ):
-            asked = self.config.backend_for(route.phase.decodes)
-            if route.phase in ROUTED and route.row.gathers and route.backend != asked:
+            explicit = self.config.backend_for(route.phase.decodes)
+            if route.phase in ROUTED and route.row.gathers and route.backend != explicit:
                 where = f"{route.phase} on {self.hardware}"
                 return f"no kernel reads it for {where}, only {route.backend}, which gathers pages"
         return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from nibble import formats
 from nibble.attention import backends
@@ -24,7 +25,7 @@ from nibble.engine.plan import EnginePlan, plan_engine
 from nibble.engine.scale_source import Origin, find_source, resolve_scales
 from nibble.errors import ConfigError
 from nibble.evals import perplexity, run
-from nibble.evals.perplexity import CALIBRATION_TOKENS
+from nibble.evals.perplexity import CALIBRATION_TOKENS, Window
 from nibble.evals.precision import (
     Assignment,
     Candidate,
@@ -55,13 +56,26 @@ FAR = 4
 class _Text:
     """The parts of a text."""
 
-    searched: tuple[int, ...]
-    """Token ids that candidates are measured on."""
-    request: tuple[int, ...]
-    """Token ids that exact windows are measured on: as many as the request has that pays for them, if there are."""
+    searched: tuple[Window, ...]
+    """What candidates are measured on."""
+    request: tuple[Window, ...]
+    """What exact windows are measured on."""
+    context: int
+    """Tokens of the request that their bytes are spread over; the text may have fewer."""
     calibration: str
     name: str
     digest: str
+
+    def facts(self, goal: Goal) -> dict[str, Any]:
+        """Return on how much of what is measured."""
+        return {
+            "text": self.name,
+            "text_sha256": self.digest,
+            "tokens": sum(window.scored for window in self.searched),
+            "window": max(len(window.ids) for window in self.searched),
+            "verify_tokens": goal.verify_tokens,
+            "context": self.context,
+        }
 
 
 def tune(
@@ -94,38 +108,21 @@ def tune(
     trials = _trials(here, goal)
     here = replace(here, window=_usual_window(here, trials))
     there = here if hardware is None else replace(here, hardware=hardware, backends=backends.all_backends())
-    request = min(goal.context, config.max_context or goal.context, plan.model_spec.max_context)
-    piece = min(goal.window, goal.tokens, plan.model_spec.max_context)
-    _check_far(piece, here.window or 0)
+    _check_far(min(goal.window, goal.tokens, plan.model_spec.max_context), here.window or 0)
     # Compiling would take longer than the few steps.
     llm = LLM(**asdict(replace(plan.config, compile=False, graphs=False)))
     try:
-        parts = _split(llm, content, goal, request, text)
+        parts = _split(llm, plan, content, goal, text)
         measurement = Measurement(llm.engine.runner.model, here, scales_for(llm, plan, parts.calibration))
-        windows = perplexity.windows(parts.searched, piece)
         dropped = measurement.without_scales(trials)
-        losses = measurement.losses([x for x in trials if x not in dropped], windows, progress)
+        losses = measurement.losses([x for x in trials if x not in dropped], parts.searched, progress)
         search = Search(there, losses, {f"{x.stream.name} in {x.name}": why for x, why in dropped.items()})
-        piece = min(request, perplexity.affordable_window(plan.model_spec.vocab_size))
-        options = _windows(
-            measurement, search, goal, request, perplexity.windows(parts.request, piece), progress
-        )
+        options = _windows(measurement, search, goal, parts, progress)
     finally:
         llm.close()
     assignment = _solve(search, goal, options)
-    measured = {
-        "text": parts.name,
-        "text_sha256": parts.digest,
-        "tokens": sum(window.scored for window in windows),
-        "window": max(len(window.ids) for window in windows),
-        "verify_tokens": goal.verify_tokens,
-        "context": request,
-    }
     environment = {**run.environment(plan), "for": str(there.hardware), "command": command}
-    outcome = replace(
-        _outcome(search, assignment, str(out), measured, environment),
-        windows=tuple(asdict(option) for option in options),
-    )
+    outcome = _outcome(search, assignment, options, str(out), parts.facts(goal), environment)
     _save(outcome, there, assignment, out)
     if goal.verify_tokens:
         outcome = _verified(outcome, config, goal, text)
@@ -181,12 +178,7 @@ def _usual_window(target: Target, trials: Sequence[Candidate]) -> int:
 
 
 def _windows(
-    measurement: Measurement,
-    search: Search,
-    goal: Goal,
-    request: int,
-    text: Sequence[perplexity.Window],
-    progress: Progress | None,
+    measurement: Measurement, search: Search, goal: Goal, text: _Text, progress: Progress | None
 ) -> tuple[WindowOption, ...]:
     """Return the exact windows that may be chosen, each measured with the formats that would be chosen beside it.
 
@@ -194,17 +186,16 @@ def _windows(
         measurement: What is measured with.
         search: The candidates' losses, and where the model is to be served.
         goal: What is searched for.
-        request: Tokens of the request that a window's bytes are spread over.
         text: To measure on.
         progress: Is called before each pass.
     """
-    options = _affordable(search, request, len(text[0].ids))
+    options = _affordable(search, text.context, len(text.request[0].ids))
     assignments = [_solve(search, goal, (option,), search.smallest) for option in options]
     plans = [
         replace(measurement.target, window=option.tokens).plan(assignment.schemes)
         for option, assignment in zip(options, assignments, strict=True)
     ]
-    wholes = measurement.wholes(plans, text, progress)
+    wholes = measurement.wholes(plans, text.request, progress)
     return tuple(
         replace(option, factor=whole / assignment.loss if assignment.loss else 1.0)
         for option, assignment, whole in zip(options, assignments, wholes, strict=True)
@@ -234,14 +225,14 @@ def _affordable(search: Search, request: int, piece: int) -> tuple[WindowOption,
     return tuple(by_bytes.values())
 
 
-def _split(llm: LLM, content: str, goal: Goal, request: int, path: Path | None) -> _Text:
+def _split(llm: LLM, plan: EnginePlan, content: str, goal: Goal, path: Path | None) -> _Text:
     """Cut a text into what is verified, what scales are measured on, and what is searched; raise ConfigError.
 
     Args:
         llm: Whose tokenizer counts.
+        plan: The model, as it is measured.
         content: The text.
         goal: How much of it is used for what.
-        request: Most tokens that exact windows are measured on.
         path: Of the text, None for the model's.
     """
     parts = perplexity.split_text(
@@ -255,10 +246,18 @@ def _split(llm: LLM, content: str, goal: Goal, request: int, path: Path | None) 
             f"{CALIBRATION_TOKENS:,} for scales and {goal.verify_tokens:,} to verify; name a longer one with --text, "
             "or use fewer with --tokens and --verify-tokens"
         )
-    name = path.name if path else perplexity.HELDOUT
+    longest = plan.model_spec.max_context
+    context = min(goal.context, plan.config.max_context or longest, longest)
+    piece = min(context, perplexity.affordable_window(plan.model_spec.vocab_size))
     unverified = ids[goal.verify_tokens + CALIBRATION_TOKENS :]
-    searched, pieces = tuple(ids[-goal.tokens :]), tuple(unverified[-max(request, goal.tokens) :])
-    return _Text(searched, pieces, parts.calibration, name, parts.digest)
+    return _Text(
+        perplexity.windows(ids[-goal.tokens :], min(goal.window, longest)),
+        perplexity.windows(unverified[-max(context, goal.tokens) :], piece),
+        context,
+        parts.calibration,
+        path.name if path else perplexity.HELDOUT,
+        parts.digest,
+    )
 
 
 def scales_for(llm: LLM, plan: EnginePlan, calibration: str) -> Callable[[Plan], KVScales]:
@@ -294,6 +293,7 @@ def _solve(
 def _outcome(
     search: Search,
     assignment: Assignment,
+    windows: Sequence[WindowOption],
     path: str,
     measured: Mapping[str, object],
     environment: Mapping[str, str],
@@ -322,6 +322,7 @@ def _outcome(
         skipped=search.skipped,
         measured=measured,
         environment=environment,
+        windows=tuple(asdict(option) for option in windows),
     )
 
 
