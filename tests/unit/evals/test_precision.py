@@ -441,7 +441,7 @@ def test_what_is_refused_at_once(config: Config, tmp_path: Path, changes: dict[s
 
 def test_text_that_is_all_near_is_refused(config: Config, tmp_path: Path) -> None:
     for window in (None, 64):
-        with pytest.raises(ConfigError, match="pieces of 64 tokens says little .* use at least 256"):
+        with pytest.raises(ConfigError, match=r"pieces of 64 tokens says little .* use at least 256"):
             tune_precision.tune(replace(config, kv_window=window), GOAL, tmp_path / "kv_scheme.json")
 
 
