@@ -120,7 +120,8 @@ def _print(outcome: Outcome) -> None:
     _print_table(("layer", "scheme", "bytes", "KL"), outcome.rows())
     if outcome.verified:
         _print_table(
-            ("measured as a whole", "bytes", "perplexity", "KL", "same top-1"), outcome.verified_rows()
+            ("measured as a whole", "bytes", "with window", "perplexity", "KL", "same top-1"),
+            outcome.verified_rows(),
         )
     print(f"wrote {outcome.path}: {outcome.summary()}; use it with --kv-format {outcome.path}")
     for name, reason in outcome.skipped.items():

@@ -44,6 +44,9 @@ from nibble.models.checkpoint import download
 from nibble.models.hook import attention_mask_for
 
 HELDOUT = "heldout.txt"
+LOGIT_BYTES = 1 << 30
+"""Logits of one window take no more, unless a window is asked for."""
+LEAST_WINDOW = 512
 CALIBRATION_TOKENS = 4096
 LEAST_CALIBRATION = 1024
 
@@ -163,6 +166,11 @@ def windows(ids: Sequence[int], size: int, stride: int | None = None) -> tuple[W
         result.append(Window(tuple(ids[start:end]), end - done))
         done = end
     return tuple(result)
+
+
+def affordable_window(vocab_size: int) -> int:
+    """Return the tokens of a window whose logits take no more than LOGIT_BYTES, in float32."""
+    return max(LEAST_WINDOW, LOGIT_BYTES // (4 * vocab_size))
 
 
 def losses(logits_TV: Tensor, window: Window) -> Tensor:
@@ -318,14 +326,14 @@ def prompt_context(plan: Plan, scales: KVScales, tokens: int, device: torch.devi
 
 @torch.inference_mode()
 def observed_logits(
-    model: nn.Module, ids: Sequence[int], observer: hook.Observer, keep: Tensor | int = 0
+    model: nn.Module, ids: Sequence[int], observer: hook.Observer | StepContext, keep: Tensor | int = 0
 ) -> Tensor:
-    """Return logits [T, V] of a prompt whose attention is what `observer` says.
+    """Return logits [T, V] of a prompt whose attention is what `observer` says, or that of a step.
 
     Args:
         model: with Nibble's attention.
         ids: the prompt.
-        observer: attends in each layer's place.
+        observer: attends in each layer's place; a step attends over its own pages.
         keep: rows whose logits are computed; 0 for all.
     """
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)

@@ -2,12 +2,13 @@
 
     candidates    what may store a stream: formats, for K under transforms; only pairs that have a route on the GPU
     measure       for each layer and stream: the forward KL that a candidate causes there, all else unquantised
-    choose        the assignment with the least sum of them within a budget of bytes, or the fewest bytes within a sum
+    wholes        the KL of one assignment with each exact window, over the sum of its parts: the factor of a window
+    choose        the assignment and window with the least KL within a budget of bytes, or the fewest bytes within a KL
 
 The model computes a text once over an unquantised cache and then once for each layer and candidate, teacher-forced,
 with Nibble's own attention over true pages: in that layer over the candidate's, elsewhere over unquantised ones. The KL
-is KL(unquantised || candidate), the mean over tokens, in nats. K and V are measured apart. That KLs add up is a model;
-run.py measures the assignment as a whole, on other text.
+is KL(unquantised || candidate), the mean over tokens, in nats. K and V are measured apart. That KLs add up is a model,
+and so is that a window multiplies all of them alike; run.py measures the assignment as a whole, on other text.
 
 Index keys of sparse attention come in one format with every quantised scheme, so they are no part of the budget, and
 what they cost in quality is part of each candidate's KL.
@@ -18,6 +19,7 @@ Shape suffixes: T tokens of a window, S scored tokens, V vocabulary, H query hea
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from nibble import formats
 from nibble.attention.layer import StepContext
+from nibble.attention.planner import window_memory
 from nibble.attention.planner.options import ROUTED
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import resolve
@@ -40,6 +43,7 @@ from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transforms_of
 from nibble.formats.scheme import Scheme
 from nibble.hardware import Hardware
+from nibble.kernels import cdiv
 from nibble.model_spec import LayerGroup, ModelSpec, Stream
 from nibble.models import hook
 from nibble.spec import CacheSpec, LayerRule
@@ -53,25 +57,28 @@ class Target:
     model_spec: ModelSpec
     hardware: Hardware
     backends: Mapping[str, BackendInfo]
+    window: int | None = 0
+    """Tokens of the exact window; None: what is the default of the schemes that are planned."""
 
     @property
     def plain(self) -> str:
         """Return the format that stores the compute dtype unchanged."""
         return formats.plain(CacheSpec.from_config(self.config).compute_dtype(self.hardware)).name
 
-    def plan(self, rest: str, layers: Iterable[int], scheme: Scheme) -> Plan:
-        """Return the plan with `scheme` in some layers and the scheme `rest` in the others; raise ConfigError."""
-        rule = LayerRule.of(layers, scheme).text
+    def plan(self, stored: Mapping[int, Scheme]) -> Plan:
+        """Return the plan with some layers in the schemes `stored`, the others unquantised; raise ConfigError."""
+        layers: dict[Scheme, list[int]] = {}
+        for layer, scheme in stored.items():
+            layers.setdefault(scheme, []).append(layer)
         config = replace(
             self.config,
-            kv_format=rest,
-            kv_layers=rule,
+            kv_format=self.plain,
+            kv_layers=";".join(LayerRule.of(entry, scheme).text for scheme, entry in layers.items()),
             # Schemes here say all of it themselves.
             kv_encoder=schemes.AUTO,
             kv_transforms=schemes.AUTO,
-            # What codes lose is measured where all tokens are read from them, unless a window is asked for.
-            kv_window=self.config.kv_window or 0,
-            kv_sinks=self.config.kv_sinks if self.config.kv_window else 0,
+            kv_window=self.window,
+            kv_sinks=0 if self.window == 0 else self.config.kv_sinks,
             hisparse="",
         )
         return resolve(config, self.model_spec, self.hardware, self.backends)
@@ -80,17 +87,20 @@ class Target:
         """Return the layers of `group` that have pages of their own."""
         return tuple(layer for layer in group.layers if self.model_spec.owner[layer] == layer)
 
-    def refuses(self, group: LayerGroup, scheme: Scheme) -> str | None:
-        """Return why a layer group cannot be served in `scheme`, by a kernel where there is a GPU; None if it can."""
-        layers = self.owners(group)
+    def refuses(self, stored: Mapping[int, Scheme]) -> str | None:
+        """Return why layers cannot be served in the schemes `stored`, by a kernel where there is a GPU; None if so."""
         try:
-            plan = self.plan(self.plain, layers, scheme)
+            plan = self.plan(stored)
         except ConfigError as error:
             return str(error).splitlines()[0]
-        for phase in () if self.hardware.is_cpu else ROUTED:
-            route = plan.route(layers[0], phase)
-            if route.row.gathers and route.backend != self.config.backend_for(phase.decodes):
-                return f"no kernel reads it for {phase} on {self.hardware}, only {route.backend}, which gathers pages"
+        groups = [group for group in plan.groups if not stored.keys().isdisjoint(group.layers)]
+        for route in (
+            () if self.hardware.is_cpu else itertools.chain(*(x.routes + x.near_routes for x in groups))
+        ):
+            explicit = self.config.backend_for(route.phase.decodes)
+            if route.phase in ROUTED and route.row.gathers and route.backend != explicit:
+                where = f"{route.phase} on {self.hardware}"
+                return f"no kernel reads it for {where}, only {route.backend}, which gathers pages"
         return None
 
 
@@ -197,13 +207,13 @@ class Measurement:
     @cached_property
     def exact(self) -> Plan:
         """The plan of an unquantised cache."""
-        plain = schemes.parse(self.target.plain)
-        return self.target.plan(plain.name, range(self.target.model_spec.layers), plain)
+        return self.target.plan({})
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan with a candidate in all layers of its group; raise ConfigError."""
-        target, plain = self.target, self.target.plain
-        return target.plan(plain, target.owners(candidate.group), candidate.scheme(plain))
+        return self.target.plan(
+            dict.fromkeys(self.target.owners(candidate.group), candidate.scheme(self.target.plain))
+        )
 
     def without_scales(self, trials: Iterable[Candidate]) -> dict[Candidate, str]:
         """Return the candidates whose KV scales are not there, with the reason: `one` and files may have no means."""
@@ -252,11 +262,34 @@ class Measurement:
         scored = sum(window.scored for window in windows)
         return {key: value / scored for key, value in nats.items()}
 
+    def wholes(
+        self, plans: Sequence[Plan], windows: Sequence[Window], progress: Progress | None = None
+    ) -> tuple[float, ...]:
+        """Return the mean KL in nats of the cache of each plan.
+
+        Args:
+            plans: What is stored how.
+            windows: The text.
+            progress: Is called before each pass.
+        """
+        nats = [0.0] * len(plans)
+        for at, window in enumerate(windows):
+            device = next(self.model.parameters()).device
+            exact = prompt_context(self.exact, self.scales_of(self.exact), len(window.ids), device)
+            prediction = Prediction.of(self._rows(window, _Trial(exact)))
+            for index, plan in enumerate(plans):
+                if progress:
+                    what = f"an exact window of {plan.window} tokens"
+                    progress(what, at * len(plans) + index, len(plans) * len(windows))
+                context = prompt_context(plan, self.scales_of(plan), len(window.ids), device)
+                nats[index] += float(prediction.kl(self._rows(window, context)).double().sum())
+        return tuple(entry / sum(window.scored for window in windows) for entry in nats)
+
     @property
     def _owns_all(self) -> bool:
         return all(layer == owner for layer, owner in enumerate(self.target.model_spec.owner))
 
-    def _rows(self, window: Window, observer: hook.Observer) -> Tensor:
+    def _rows(self, window: Window, observer: hook.Observer | StepContext) -> Tensor:
         return window.predictions(observed_logits(self.model, window.ids, observer))
 
 
@@ -266,6 +299,42 @@ def _fresh(context: StepContext) -> StepContext:
 
 
 # Choosing
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOption:
+    """A length of the exact window: what it costs a request, and what it does to the KL."""
+
+    tokens: int
+    exact_bytes: int = 0
+    """Of the exact pages of a running request."""
+    request: int = 1
+    """Tokens of that request."""
+    stored: int = 1
+    """The same in whole pages."""
+    factor: float = 1.0
+    """The KL of an assignment with it, over the sum of KLs of single layers."""
+
+    def spread(self, bytes_per_token: float) -> float:
+        """Return the bytes of the request over its tokens, where its pages have `bytes_per_token`."""
+        return (bytes_per_token * self.stored + self.exact_bytes) / self.request
+
+    def rest(self, bytes_per_token: float) -> float:
+        """Return what is left to a token in pages, where the request may have `bytes_per_token` in all."""
+        return (bytes_per_token * self.request - self.exact_bytes) / self.stored
+
+    def sum_within(self, most: float) -> float:
+        """Return the largest sum of KLs of single layers with which the KL is at most `most`."""
+        return most / self.factor if self.factor else math.inf
+
+    @classmethod
+    def of(cls, plan: Plan, request: int) -> WindowOption:
+        """Return the window of a plan, for a request of so many tokens."""
+        exact = window_memory.window_bytes(plan)
+        return cls(plan.window, exact, request, cdiv(request, plan.page_size) * plan.page_size)
+
+
+NO_WINDOW = WindowOption(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +360,8 @@ class Assignment:
     layers: Mapping[int, Assigned]
     values: int
     """Values of a token, over all layers."""
+    window: WindowOption
+    """The exact window."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -303,9 +374,19 @@ class Assignment:
         return 8 * self.bytes_per_token / self.values
 
     @property
+    def bytes_with_window(self) -> float:
+        """Return the bytes of a request over its tokens, exact pages included."""
+        return self.window.spread(self.bytes_per_token)
+
+    @property
     def loss(self) -> float:
-        """Return the KL that is predicted: the sum over layers and streams."""
-        return sum(entry.loss for entry in self.layers.values())
+        """Return the KL that is predicted: the sum over layers and streams, by the factor of the window."""
+        return self.window.factor * sum(entry.loss for entry in self.layers.values())
+
+    @property
+    def schemes(self) -> dict[int, Scheme]:
+        """Return the scheme of each layer."""
+        return {layer: entry.scheme for layer, entry in self.layers.items()}
 
 
 def cost_of(group: LayerGroup, scheme: Scheme) -> int:
@@ -364,30 +445,50 @@ class Search:
             for stream in stored_streams(group)
         )
 
-    def within_bits(self, bits: float) -> Assignment:
-        """Return the assignment with the least KL of at most `bits` a value; raise ConfigError where all have more."""
-        choice = least_loss(self.front, bits * self.values / 8)
-        if choice is None:
-            least = 8 * self.front[0].cost / self.values
+    def within_bits(self, bits: float, windows: Sequence[WindowOption] = (NO_WINDOW,)) -> Assignment:
+        """Return the assignment with the least KL of at most `bits` a value; raise ConfigError where all have more.
+
+        Args:
+            bits: Of a request's values, its exact pages included.
+            windows: The exact windows to choose from.
+        """
+        most = bits * self.values / 8
+        fitting = [(window, least_loss(self.front, window.rest(most))) for window in windows]
+        within = [self._assignment(choice, window) for window, choice in fitting if choice]
+        if not within:
+            least = min(8 * window.spread(self.front[0].cost) / self.values for window in windows)
             raise ConfigError(
                 f"a budget of {bits:g} bits is too small: the smallest cache of these candidates takes {least:.3f} "
-                f"bits a value, scales included; use --budget {least:.3f}bits"
+                f"bits a value, scales included; use --budget {math.ceil(1000 * least) / 1000:.3f}bits"
             )
-        return self._assignment(choice)
+        return min(within, key=lambda entry: (entry.loss, entry.bytes_with_window))
 
-    def within_kl(self, most: float) -> Assignment:
-        """Return the smallest assignment whose predicted KL is at most `most`; raise ConfigError if none has."""
-        choice = least_cost(self.front, most)
-        if choice is None:
+    def within_kl(self, most: float, windows: Sequence[WindowOption] = (NO_WINDOW,)) -> Assignment:
+        """Return the smallest assignment whose predicted KL is at most `most`; raise ConfigError if none has.
+
+        Args:
+            most: KL in nats.
+            windows: The exact windows to choose from.
+        """
+        fitting = [(window, least_cost(self.front, window.sum_within(most))) for window in windows]
+        within = [self._assignment(choice, window) for window, choice in fitting if choice]
+        if not within:
+            least = min(window.factor for window in windows) * self.front[-1].loss
             raise ConfigError(
                 f"--max-kl {most:g} is too small: the best assignment of these candidates has "
-                f"{self.front[-1].loss:.3g} nats a token; add candidates of more bits with --candidates"
+                f"{least:.3g} nats a token; add candidates of more bits with --candidates"
             )
-        return self._assignment(choice)
+        return min(within, key=lambda entry: (entry.bytes_with_window, entry.loss))
 
-    def _assignment(self, choice: Choice) -> Assignment:
+    @property
+    def smallest(self) -> Assignment:
+        """The assignment of the fewest bytes."""
+        return self._assignment(self.front[0], NO_WINDOW)
+
+    def _assignment(self, choice: Choice, window: WindowOption) -> Assignment:
         pairs = zip(self.parts.items(), choice.indices, strict=True)
-        return Assignment({layer: options[index] for (layer, options), index in pairs}, self.values)
+        layers = {layer: options[index] for (layer, options), index in pairs}
+        return Assignment(layers, self.values, window)
 
     def _options(self, group: LayerGroup, layer: int) -> Iterator[Assigned]:
         """Yield the pairs of the best candidates for K and V, of each format, that can be served together."""
@@ -417,7 +518,8 @@ class Search:
     def _refuses(self, group: LayerGroup, scheme: Scheme) -> str | None:
         key = group, scheme
         if key not in self._reasons:
-            self._reasons[key] = reason = self.target.refuses(group, scheme)
+            stored = dict.fromkeys(self.target.owners(group), scheme)
+            self._reasons[key] = reason = self.target.refuses(stored)
             if reason:
                 self.skipped[scheme.name] = reason
         return self._reasons[key]

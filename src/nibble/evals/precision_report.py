@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nibble.attention.planner.window_memory import LONG_REQUEST
 from nibble.config import option
 from nibble.errors import ConfigError
 from nibble.evals.report import SchemeResult
@@ -19,7 +20,9 @@ class Goal:
     """What is searched for, and on how much text. Raises ConfigError where a value is malformed."""
 
     budget: str | None = option(
-        None, "Most bits of a cached value, the mean over all layers' streams with their scales, as 5.0bits."
+        None,
+        "Most bits of a cached value, the mean over all layers' streams with their scales and the exact window, as "
+        "5.0bits.",
     )
     max_kl: float | None = option(
         None, "In place of a budget: the smallest cache whose predicted KL is at most this, in nats a token."
@@ -34,6 +37,10 @@ class Goal:
         8192,
         "Tokens that the chosen scheme is measured on as a whole, from the beginning of the text; 0: none.",
     )
+    context: int = option(
+        LONG_REQUEST,
+        "Tokens of a request, over which the bytes of its exact window are spread; no more than the model's context.",
+    )
     compare: tuple[str, ...] = option(
         (), "Another scheme that is measured beside the chosen one; may be repeated."
     )
@@ -46,7 +53,7 @@ class Goal:
         if self.max_kl is not None and not self.max_kl > 0:
             raise ConfigError(f"max_kl must be above 0, not {self.max_kl}")
         _ = self.bits
-        for name, least in (("tokens", 64), ("window", 32), ("verify_tokens", 0)):
+        for name, least in (("tokens", 64), ("window", 32), ("verify_tokens", 0), ("context", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
@@ -84,10 +91,14 @@ class Outcome:
     path: str
     layers: tuple[LayerChoice, ...]
     bits: float
-    """Of a value, over the streams whose format is a choice."""
+    """Of a value in pages, over the streams whose format is a choice."""
     bytes_per_token: int
+    window: int
+    """Tokens of the exact window."""
+    bytes_with_window: float
+    """Of a token of a request of measured["context"] tokens, its exact pages included."""
     predicted_kl: float
-    """The sum over layers and streams."""
+    """The sum over layers and streams, by the factor of the window."""
     sensitivity: Mapping[str, Mapping[str, tuple[float, ...]]]
     """KL by stream, candidate and layer, in the order of layers."""
     skipped: Mapping[str, str]
@@ -98,6 +109,8 @@ class Outcome:
     verified: tuple[SchemeResult, ...] = field(default=())
     """The yardstick, the chosen scheme, then what it is compared with; on other text than that of the search."""
     notes: tuple[str, ...] = ()
+    windows: tuple[Mapping[str, Any], ...] = ()
+    """The exact windows that were tried, as WindowOption has them."""
 
     @property
     def whole(self) -> SchemeResult | None:
@@ -113,12 +126,18 @@ class Outcome:
     def verified_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield the table of schemes that were measured as a whole, as text."""
         for entry in self.verified:
+            size = f"{entry.bytes_per_token:,}", f"{entry.request_bytes / self.measured['context']:,.0f}"
             figures = f"{entry.perplexity:.4f}", f"{entry.kl:.5f}", f"{entry.top1:.2%}"
-            yield entry.name, f"{entry.bytes_per_token:,}", *figures
+            yield entry.name, *size, *figures
 
     def summary(self) -> str:
         """Return the outcome in a line."""
         size = f"{self.bits:.3f} bits a value, {self.bytes_per_token:,} bytes a token"
+        if self.window:
+            window = f"an exact window of {self.window} tokens"
+            size += (
+                f", {self.bytes_with_window:,.0f} with {window} in a request of {self.measured['context']:,}"
+            )
         line = f"{size}; KL predicted {self.predicted_kl:.5f}"
         return f"{line}, measured {self.whole.kl:.5f} on other text" if self.whole else line
 
@@ -129,6 +148,8 @@ class Outcome:
             "path": self.path,
             "bits": round(self.bits, 4),
             "bytes_per_token": self.bytes_per_token,
+            "kv_window": self.window,
+            "bytes_with_window": round(self.bytes_with_window, 2),
             "predicted_kl": self.predicted_kl,
             "layers": [
                 {"layer": x.layer, "scheme": x.scheme, "bytes_per_token": x.bytes_per_token, "kl": dict(x.kl)}
@@ -140,6 +161,7 @@ class Outcome:
             "environment": dict(self.environment),
             "verified": [_figures(entry) for entry in self.verified],
             "notes": list(self.notes),
+            "windows": [dict(entry) for entry in self.windows],
         }
 
 
@@ -147,6 +169,8 @@ def _figures(entry: SchemeResult) -> dict[str, Any]:
     return {
         "scheme": entry.name,
         "bytes_per_token": entry.bytes_per_token,
+        "request_bytes": entry.request_bytes,
+        "exact_window": entry.exact_window,
         "perplexity": entry.perplexity,
         "kl": entry.kl,
         "kl_p99": entry.kl_p99,

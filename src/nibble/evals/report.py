@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nibble.attention.planner.window_memory import LONG_REQUEST
 from nibble.config import Config, default_of, option, parse_settings
 from nibble.engine.certificate import format_length
 from nibble.errors import ConfigError
@@ -24,7 +25,7 @@ YARDSTICK = Config(model="").kv_format
 """What quality is compared with, unless another scheme is asked for: what Config takes by default."""
 LEAST = {
     "tokens": 2, "skip": 0, "window": 2, "stride": 1, "recall_cases": 0, "recall_per_context": 1,
-    "attention_tokens": 0, "limit": 1, "num_fewshot": 0,
+    "attention_tokens": 0, "request_tokens": 1, "limit": 1, "num_fewshot": 0,
 }  # fmt: skip
 """The smallest values of sizes."""
 
@@ -52,6 +53,9 @@ class Sizes:
     )
     attention_tokens: int = option(
         1024, "Tokens over which the attention error of each layer is taken; 0: none."
+    )
+    request_tokens: int = option(
+        LONG_REQUEST, "Tokens of a request whose bytes are reported; no more than the model's context."
     )
     yardstick: str = option(YARDSTICK, "The scheme that all others are compared with.")
     seed: int = option(0, "Seed of the recall questions.")

@@ -26,7 +26,7 @@ import nibble
 from nibble import formats
 from nibble.attention.planner.plan import Plan
 from nibble.attention.planner.resolve import require_runnable
-from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes
+from nibble.attention.planner.window_memory import request_bytes
 from nibble.cache.scales import KVScales
 from nibble.config import Config
 from nibble.engine.calibration import builtin_texts, tokens_of_start
@@ -50,11 +50,6 @@ from nibble.evals.tasks import TaskResult
 from nibble.formats import scheme as schemes
 from nibble.model_spec import HEADS, LATENTS, ModelSpec
 from nibble.models.checkpoint import download
-
-LOGIT_BYTES = 1 << 30
-"""Logits of one window take no more, unless a window is asked for."""
-LEAST_WINDOW = 512
-
 
 Progress = Callable[[str, int, int], None]
 """Takes what is being measured, how many more tokens are done, and how many there are in all."""
@@ -307,8 +302,7 @@ class _Evaluation:
         self.parts = perplexity.split_text(
             self.text.content, self.sizes.tokens, tokenizer.encode, tokenizer.decode, self.sizes.skip
         )
-        # Logits are float32: 4 bytes each.
-        affordable = max(LEAST_WINDOW, LOGIT_BYTES // (4 * model_spec.vocab_size))
+        affordable = perplexity.affordable_window(model_spec.vocab_size)
         size = self.sizes.window or min(model_spec.max_context, affordable)
         if size > model_spec.max_context:
             raise ConfigError(
@@ -363,7 +357,7 @@ class _Evaluation:
 
     @property
     def _request_tokens(self) -> int:
-        return min(LONG_REQUEST, self.candidates[0].plan.model_spec.max_context)
+        return min(self.sizes.request_tokens, self.candidates[0].plan.model_spec.max_context)
 
     def _measure_text(self, llm: LLM, candidate: Candidate) -> tuple[Perplexity, Agreement]:
         """Return perplexity and agreement over all windows; the first scheme's predictions are the yardstick."""

@@ -11,12 +11,13 @@ import pytest
 
 from nibble import LLM
 from nibble.attention import backends
+from nibble.attention.planner.window_memory import request_bytes
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
 from nibble.errors import ConfigError
 from nibble.evals import precision, tune_precision
 from nibble.evals.perplexity import Agreement, Prediction, windows
-from nibble.evals.precision import Candidate, Measurement, Search, Target, candidates
+from nibble.evals.precision import Candidate, Measurement, Search, Target, WindowOption, candidates
 from nibble.evals.precision_report import Goal, Outcome
 from nibble.formats import scheme as schemes
 from nibble.formats import scheme_file
@@ -180,12 +181,11 @@ def test_candidates_of_k_have_transforms(config: Config) -> None:
 
 
 def test_only_what_a_kernel_reads_is_a_candidate_on_a_gpu(config: Config) -> None:
-    (group,) = target(config).model_spec.groups
     for gpu, served in (("h200", False), (None, True)):
         there = target(config, gpu)
         for name in ("k8v4", "nvfp4", "fp8_e4m3+rot", "bf16"):
-            assert there.refuses(group, schemes.parse(name)) is None
-        reason = there.refuses(group, schemes.parse("nvfp4:fp8"))
+            assert there.refuses({0: schemes.parse(name)}) is None
+        reason = there.refuses({0: schemes.parse("nvfp4:fp8")})
         assert (reason is None) == served
         assert served or "no kernel reads it for decode on h200" in str(reason)
 
@@ -251,6 +251,99 @@ def test_what_cannot_be_reached(config: Config) -> None:
         search(config, k={"fp8_e4m3": 1.0}, v={"fp8_e4m3": 0.5}).within_kl(1.0)
 
 
+# The exact window
+
+NONE = WindowOption(0, factor=2.0)
+LONG = WindowOption(32, exact_bytes=1600, request=100, stored=100, factor=1.0)
+
+
+def test_a_window_is_bought_with_bytes_of_pages(config: Config) -> None:
+    found = search(config, k=K, v=V)
+    # In bits of a token: 16 bytes of the exact pages, over the values of two layers.
+    window = 8 * 16 / found.values
+    at_4_bits = found.within_bits(4.5 + window, [NONE, LONG])
+    assert (at_4_bits.window, at_4_bits.bits) == (LONG, 4.5)
+    assert at_4_bits.loss == 3 * (6 + 2)
+    # The same bytes may do more in pages.
+    useless = replace(LONG, factor=1.99)
+    assert found.within_bits(6.25, [NONE, useless]).window == NONE
+    # Nothing is left of this budget.
+    assert found.within_bits(4.5, [NONE, LONG]).window == NONE
+    with pytest.raises(ConfigError, match=f"{4.5 + window:.3f} bits a value"):
+        found.within_bits(4.5, [LONG])
+
+
+def test_a_window_may_be_what_keeps_within_a_kl(config: Config) -> None:
+    found = search(config, k=K, v=V)
+    assert found.within_kl(24.0, [NONE, LONG]).window == LONG
+    dear = replace(LONG, exact_bytes=10**6)
+    assert found.within_kl(24.0, [NONE, dear]).window == NONE
+    with pytest.raises(ConfigError, match="has 3 nats"):
+        search(config, k={"fp8_e4m3": 0.5}, v={"fp8_e4m3": 0.5}).within_kl(1.0, [NONE, LONG])
+
+
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_a_windows_bytes_are_those_that_the_planner_counts(config: Config, gpu: str | None) -> None:
+    """Of pages in whole, and exact pages."""
+    there = replace(target(config, gpu), window=96)
+    stored = {layer: schemes.parse("nvfp4") for layer in (0, 1)}
+    plan = there.plan(stored)
+    assert plan.window == 96
+    option = WindowOption.of(plan, 300)
+    expected = request_bytes(plan, 300) / 300
+    assert option.spread(plan.layout.bytes_per_token) == pytest.approx(expected)
+    assert option.rest(expected) == pytest.approx(plan.layout.bytes_per_token)
+
+
+@pytest.fixture(scope="module")
+def windowed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A search with the exact window left to it, and bits to spare for one."""
+    path = tmp_path_factory.mktemp("windowed") / "kv_scheme.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune_precision, "CALIBRATION_TOKENS", 64)
+        goal = Goal(budget="16bits", candidates="nvfp4", tokens=512, window=512, verify_tokens=160)
+        return tune_precision.tune(Config(model=model, **ONE), goal, path)
+
+
+def test_a_window_is_chosen_and_written(model: str, windowed: Outcome) -> None:
+    by_tokens = {entry["tokens"]: entry for entry in windowed.windows}
+    # Longer ones leave too little of 512 tokens to judge by.
+    assert list(by_tokens) == [0, 64, 96, 128]
+    factors = [entry["factor"] for entry in windowed.windows]
+    assert factors == sorted(factors, reverse=True)
+    assert windowed.window == 128
+    assert scheme_file.load(windowed.path).window == 128
+    plan = plan_engine(Config(model=model, kv_format=windowed.path)).plan
+    assert plan.window == 128
+    # The model's context is shorter than --context.
+    assert windowed.measured["context"] == 512
+    assert windowed.bytes_with_window == request_bytes(plan, 512) / 512
+    assert windowed.whole and windowed.whole.exact_window == 128
+    assert windowed.whole.request_bytes == request_bytes(plan, 512)
+    assert "with an exact window of 128 tokens in a request of 512" in windowed.summary()
+
+
+def test_factors_are_the_kl_of_serving(model: str, windowed: Outcome) -> None:
+    """Over the sum of the layers' KLs."""
+    parts = sum(sum(layer.kl.values()) for layer in windowed.layers)
+    for entry in windowed.windows:
+        options = {"kv_format": "nvfp4", "kv_window": entry["tokens"], **ONE}
+        exact, other = LLM(model, kv_format="fp32"), LLM(model, **options)
+        agreement = Agreement()
+        ids = exact.tokenizer.encode(TEXT)[-512:]
+        for window in windows(ids, 512):
+            reference = Prediction.of(window.predictions(exact.logits(window.ids)))
+            agreement.add(window.predictions(other.logits(window.ids)), reference)
+        assert entry["factor"] * parts == pytest.approx(agreement.kl, rel=5e-3), entry
+
+
+def test_the_default_window_is_not_written(model: str, tmp_path: Path) -> None:
+    goal = Goal(budget="16bits", candidates="nvfp4", tokens=256, window=256, verify_tokens=0, context=256)
+    outcome = tune_precision.tune(Config(model=model, **ONE), goal, tmp_path / "kv_scheme.json")
+    assert (outcome.window, scheme_file.load(outcome.path).window) == (64, None)
+    assert plan_engine(Config(model=model, kv_format=outcome.path)).plan.window == 64
+
+
 # One run
 
 
@@ -288,8 +381,10 @@ def test_its_bytes_are_those_of_the_plan(model: str, outcome: Outcome) -> None:
 
 def test_it_is_measured_as_a_whole(outcome: Outcome) -> None:
     assert outcome.whole
-    assert outcome.predicted_kl == pytest.approx(sum(sum(layer.kl.values()) for layer in outcome.layers))
-    # A sum of parts on other text: of the same size, no more.
+    (window,) = outcome.windows
+    parts = sum(sum(layer.kl.values()) for layer in outcome.layers)
+    assert outcome.predicted_kl == pytest.approx(window["factor"] * parts)
+    # On other text: of the same size, no more.
     assert outcome.predicted_kl / 4 < outcome.whole.kl < 4 * outcome.predicted_kl
 
 
@@ -321,7 +416,7 @@ def test_auto_takes_the_file_in_the_models_folder(model: str, outcome: Outcome, 
 def test_a_goal_that_does_not_hold_is_said(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision.Search, "within_kl", lambda self, most: self.within_bits(4.5))
+    monkeypatch.setattr(precision.Search, "within_kl", lambda self, most, windows: self.within_bits(4.5))
     goal = replace(GOAL, budget=None, max_kl=1e-9, verify_tokens=64, candidates="nvfp4")
     outcome = tune_precision.tune(config, goal, tmp_path / "kv_scheme.json")
     assert "more than --max-kl 1e-09" in outcome.notes[0]
@@ -342,6 +437,12 @@ def test_a_goal_that_does_not_hold_is_said(
 def test_what_is_refused_at_once(config: Config, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tune_precision.tune(config, replace(GOAL, **changes), tmp_path / "kv_scheme.json")
+
+
+def test_text_that_is_all_near_is_refused(config: Config, tmp_path: Path) -> None:
+    for window in (None, 64):
+        with pytest.raises(ConfigError, match=r"pieces of 64 tokens says little .* use at least 256"):
+            tune_precision.tune(replace(config, kv_window=window), GOAL, tmp_path / "kv_scheme.json")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from nibble.attention.planner.memory import MemoryPlan
 from nibble.attention.planner.options import ROUTED, PlanRequest
 from nibble.attention.planner.plan import GroupPlan, Plan, Route, Tier
 from nibble.attention.planner.support import BackendInfo, Need, format_layers, format_values
-from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes, running_pages
+from nibble.attention.planner.window_memory import LONG_REQUEST, request_bytes, window_bytes
 from nibble.cache.layout import CacheLayout, LayerLayout, StreamLayout
 from nibble.hardware import format_bytes
 from nibble.model_spec import LayerGroup, Phase
@@ -409,8 +409,7 @@ def _exact_facts(plan: Plan, budget: MemoryPlan) -> dict[str, Any] | None:
     if not budget.exact:
         return None
     tokens = min(LONG_REQUEST, budget.context)
-    window = running_pages(plan) * budget.exact.bytes_per_page
-    request = {"tokens": tokens, "bytes": request_bytes(plan, tokens), "window_bytes": window}
+    request = {"tokens": tokens, "bytes": request_bytes(plan, tokens), "window_bytes": window_bytes(plan)}
     return asdict(budget.exact) | {"bytes": budget.exact.bytes, "request": request}
 
 

@@ -112,8 +112,12 @@ def scratch_bytes(plan: Plan, step_tokens: int, max_prompts: int) -> int:
 
 def request_bytes(plan: Plan, tokens: int) -> int:
     """Return the bytes of a running request of `tokens` tokens: its pages, and those of its exact window."""
-    window = running_pages(plan) * plan.exact_layout.bytes_per_page if plan.window else 0
-    return cdiv(tokens, plan.page_size) * plan.layout.bytes_per_page + window
+    return cdiv(tokens, plan.page_size) * plan.layout.bytes_per_page + window_bytes(plan)
+
+
+def window_bytes(plan: Plan) -> int:
+    """Return the bytes of the exact pages of a running request; 0 without a window."""
+    return running_pages(plan) * plan.exact_layout.bytes_per_page if plan.window else 0
 
 
 def running_pages(plan: Plan) -> int:
