@@ -6,7 +6,8 @@ Shape suffixes: T tokens of the step (a leading 1 is Transformers' batch), S row
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -21,6 +22,7 @@ from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
 from nibble.errors import ConfigError
 from nibble.hardware import cache_folder
+from nibble.models import compile_cache
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
 from nibble.models.invariant import InvariantMode
@@ -74,34 +76,57 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
     combine = backend == "inductor" and next(model.parameters()).is_cuda
-    options: Any = {"combo_kernels": True} if combine else None
-    run: Any = torch.compile(_with_own_code(_logits), fullgraph=True, backend=backend, options=options)
+    options: dict[str, Any] = {"combo_kernels": True} if combine else {}
+    function = _with_own_code(_logits)
+    run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
+    # Code of other backends cannot be kept.
+    keep = backend == "inductor"
+    kept: Any = None
     is_compiled = False
 
     def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
-        nonlocal is_compiled
+        nonlocal kept, is_compiled
         step.context = ctx
-        ids, positions, rows_S = map(_without_offset, (ids, positions, rows_S))
-        if is_compiled:
-            return run(model, ids, positions, rows_S, step)
-        logits = _compile_call(run, model, ids, positions, rows_S, step)
+        arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
+        if not is_compiled and keep:
+            kept = _load_or_compile(function, arguments, options)
+        if kept and (not is_compiled or kept.guard_check(*arguments)):
+            is_compiled = True
+            return kept(*arguments)
+        if not is_compiled or kept:
+            _mark_dynamic(arguments)
+        with _explained():
+            logits = run(*arguments)
         is_compiled = True
         return logits
 
     return forward
 
 
-def _compile_call(
-    run: Any, model: nn.Module, ids: Tensor, positions: Tensor, rows_S: Tensor, step: Step
-) -> Tensor:
-    """Make the call that compiles: mark the sizes that vary, and explain what went wrong."""
+def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return code from the cache, or compile it into the cache; None where that is not possible."""
     # Importing torch._dynamo fills the variable with a default in /tmp; only another value is the user's.
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
         os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
+    path = compile_cache.path_of(arguments[0], options)
+    if (loaded := compile_cache.load(path, function, arguments)) is not None:
+        return loaded
+    _mark_dynamic(arguments)
+    return compile_cache.compile_into(path, function, arguments, options)
+
+
+def _mark_dynamic(arguments: Sequence[Any]) -> None:
+    """Mark the sizes that vary."""
+    _, ids, positions, rows_S, _ = arguments
     for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0)):
         torch._dynamo.mark_dynamic(tensor, dim)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Explain what goes wrong in a call that compiles."""
     try:
-        return run(model, ids, positions, rows_S, step)
+        yield
     except TorchDynamoException as error:  # anything in a foreign model may not compile
         # What a backend raises comes wrapped; an operator that --deterministic refuses is no failure to compile.
         if isinstance(inner := getattr(error, "inner_exception", None), ConfigError):
