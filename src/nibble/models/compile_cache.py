@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,18 +24,29 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.guards import CheckFunctionManager
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import nibble
 from nibble import files
 from nibble.hardware import cache_folder
 
 FOLDER = "compiled"
+CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 PACKAGES = ("torch", "transformers", "triton")
 COMPILING = ("models/*.py", "attention/operators.py", "kernels/linear/__init__.py")
 """Files of Nibble that decide what is compiled, beyond what torch traces."""
 UNSAVED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 """Guards on the identity of objects, which no other process has."""
 log = logging.getLogger("nibble.compile")
+
+
+def use_cache_folder() -> None:
+    """Let torch and Triton keep what they compile in Nibble's cache folder, unless the user has chosen another."""
+    # Importing torch._dynamo fills torch's variable with a default in /tmp; only another value is the user's.
+    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
+    # Triton's own default is in the home folder, which a container may lose while it keeps the cache folder.
+    os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
 
 
 def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:
@@ -53,7 +65,11 @@ def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:
             loaded: Any = torch.compiler.load_compiled_function(file, f_globals=function.__globals__)
         # From here on the caller checks guards.
         loaded.disable_guard_check()
-        if _is_current(loaded.source_info().inlined_sources) and loaded.guard_check(*arguments):
+        if not _is_current(loaded.source_info().inlined_sources):
+            log.info("%s was compiled from other source", path)
+        elif not loaded.guard_check(*arguments):
+            log.info("%s was compiled from another model", path)
+        else:
             return loaded
     except FileNotFoundError:
         return None
@@ -132,7 +148,7 @@ def _facts(model: nn.Module, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"{torch.version.cuda} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
     yield repr(sorted(options.items()))
     for settings in (torch._inductor.config, torch._functorch.config):
-        yield settings.get_hash().hex()  # type: ignore[attr-defined]
+        yield settings.get_hash().hex()
     config = model.config.to_dict()  # type: ignore[operator,union-attr]
     # Where a checkpoint lies does not matter.
     yield repr(sorted((name, repr(value)) for name, value in config.items() if name != "_name_or_path"))

@@ -5,7 +5,6 @@ Shape suffixes: T tokens of the step (a leading 1 is Transformers' batch), S row
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,12 +15,10 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
 from nibble.errors import ConfigError
-from nibble.hardware import cache_folder
 from nibble.models import compile_cache
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
@@ -30,8 +27,6 @@ from nibble.models.invariant import InvariantMode
 Backend = Callable[..., Any]
 Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
 """(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]."""
-
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def plain(model: nn.Module) -> Forward:
@@ -79,8 +74,6 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
     options: dict[str, Any] = {"combo_kernels": True} if combine else {}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
-    # Code of other backends cannot be kept.
-    keep = backend == "inductor"
     kept: Any = None
     is_compiled = False
 
@@ -88,8 +81,10 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
         nonlocal kept, is_compiled
         step.context = ctx
         arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
-        if not is_compiled and keep:
-            kept = _load_or_compile(function, arguments, options)
+        if not is_compiled:
+            compile_cache.use_cache_folder()
+            # Code of other backends cannot be kept.
+            kept = _load_or_compile(function, arguments, options) if backend == "inductor" else None
         if kept and (not is_compiled or kept.guard_check(*arguments)):
             is_compiled = True
             return kept(*arguments)
@@ -105,9 +100,6 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
 
 def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return code from the cache, or compile it into the cache; None where that is not possible."""
-    # Importing torch._dynamo fills the variable with a default in /tmp; only another value is the user's.
-    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
-        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
     path = compile_cache.path_of(arguments[0], options)
     if (loaded := compile_cache.load(path, function, arguments)) is not None:
         return loaded
