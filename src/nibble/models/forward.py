@@ -5,8 +5,7 @@ Shape suffixes: T tokens of the step (a leading 1 is Transformers' batch), S row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -74,24 +73,23 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
     options: dict[str, Any] = {"combo_kernels": True} if combine else {}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
-    kept: Any = None
+    # Both are set by the first call; code of other backends cannot be kept.
+    artifact: Any = None
     is_compiled = False
 
     def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
-        nonlocal kept, is_compiled
+        nonlocal artifact, is_compiled
         step.context = ctx
         arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
         if not is_compiled:
             compile_cache.use_cache_folder()
-            # Code of other backends cannot be kept.
-            kept = _load_or_compile(function, arguments, options) if backend == "inductor" else None
-        if kept and (not is_compiled or kept.guard_check(*arguments)):
-            is_compiled = True
-            return kept(*arguments)
-        if not is_compiled or kept:
-            _mark_dynamic(arguments)
-        with _explained():
-            logits = run(*arguments)
+            artifact = _load_or_compile(function, arguments, options) if backend == "inductor" else None
+        elif not artifact:
+            return run(*arguments)
+        if artifact and (not is_compiled or artifact.guard_check(*arguments)):
+            logits = artifact(*arguments)
+        else:
+            logits = _compile_call(run, arguments)
         is_compiled = True
         return logits
 
@@ -114,11 +112,11 @@ def _mark_dynamic(arguments: Sequence[Any]) -> None:
         torch._dynamo.mark_dynamic(tensor, dim)
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Explain what goes wrong in a call that compiles."""
+def _compile_call(run: Any, arguments: tuple[Any, ...]) -> Tensor:
+    """Make a call that compiles: mark the sizes that vary, and explain what went wrong."""
+    _mark_dynamic(arguments)
     try:
-        yield
+        return run(*arguments)
     except TorchDynamoException as error:  # anything in a foreign model may not compile
         # What a backend raises comes wrapped; an operator that --deterministic refuses is no failure to compile.
         if isinstance(inner := getattr(error, "inner_exception", None), ConfigError):
