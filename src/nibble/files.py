@@ -55,14 +55,15 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file at once: nobody reads half of it, and a run that dies leaves the older one."""
+    data = content.encode() if isinstance(content, str) else content
     if _is_device(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     temporary = _temporary(path)
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

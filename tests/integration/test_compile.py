@@ -16,7 +16,8 @@ from nibble import LLM, ConfigError
 from nibble.attention import backends
 from nibble.engine.model_runner import Graphs, live
 from nibble.hardware import cache_folder
-from nibble.models.forward import CACHE_VARIABLE, compiled, plain
+from nibble.models.compile_cache import CACHE_VARIABLE, TRITON_VARIABLE
+from nibble.models.forward import compiled, plain
 from tiny import save_tiny
 from toys import graph_backend
 
@@ -126,9 +127,11 @@ def test_what_cannot_be_compiled_says_so() -> None:
 
 def test_compiled_code_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, default_cache_dir())  # as importing torch._dynamo leaves it
+    monkeypatch.delenv(TRITON_VARIABLE, raising=False)
     monkeypatch.setenv("NIBBLE_CACHE", "/somewhere/else")
     compile_stubborn()
     assert os.environ[CACHE_VARIABLE] == "/somewhere/else/inductor"
+    assert os.environ[TRITON_VARIABLE] == "/somewhere/else/triton"
     monkeypatch.delenv("NIBBLE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(cache_folder()) == "/somewhere/nibble"

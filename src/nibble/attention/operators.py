@@ -1,9 +1,10 @@
 """The operators that a compiler of models calls for attention, and does not look into.
 
 `nibble::attention` and `nibble::select` call attention() and select_topk() of layer.py. What a step stores and reads
-does not pass through the compiled model: the operator is given a number that is a constant of that model, and finds
-there the StepContext that the model's owner has set. So there is no current step of the process: any number of engines
-may run side by side.
+does not pass through the compiled model: the operator is given a number, and finds there the StepContext that the
+model's owner has set. So there is no current step of the process: any number of engines may run side by side. The
+number is an input of the compiled model and no constant, so all engines of a model have the same code, in this process
+and in the next.
 
 Shape suffixes: T tokens, H query heads, D values of a head.
 """
@@ -22,7 +23,7 @@ from nibble.kernels.types import AttentionParams
 
 SEPARATOR = ","
 _numbers = itertools.count()
-# Weak: a compiled model knows the number alone, so a Step goes with its owner.
+# Weak: a compiled model is given the number alone, so a Step goes with its owner.
 _steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
 
 
@@ -30,9 +31,11 @@ class Step:
     """Where one owner of a compiled model sets the context of the step that it is about to run."""
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        number = next(_numbers)
+        self.number = torch.tensor(number)
+        """int64 [] on the CPU, where reading it waits for nothing. A compiler makes constants of plain numbers."""
         self.context: StepContext | None = None
-        _steps[self.number] = self
+        _steps[number] = self
 
 
 def attention_op(
@@ -73,14 +76,14 @@ def select_topk_op(
     return torch.ops.nibble.select(q_THD, key_T1D, weights_TH, step.number, layer, top_k)
 
 
-def _context(step: int) -> StepContext:
-    ctx = _steps[step].context
+def _context(step: Tensor) -> StepContext:
+    ctx = _steps[int(step)].context
     assert ctx is not None, "the owner of a compiled model sets a context before it runs it"
     return ctx
 
 
 def _attention(
-    q: Tensor, streams: list[Tensor], names: str, width: int, step: int, layer: int, scale: float,
+    q: Tensor, streams: list[Tensor], names: str, width: int, step: Tensor, layer: int, scale: float,
     window: int | None, softcap: float | None, sinks: Tensor | None, topk_indices: Tensor | None, index_layer: int,
 ) -> Tensor:  # fmt: skip
     params = AttentionParams(scale, window, softcap, sinks, topk_indices, index_layer)
@@ -93,21 +96,21 @@ def _attention_fake(q: Tensor, streams: list[Tensor], names: str, width: int, *_
     return q.new_empty(q.shape[0], q.shape[1], width)
 
 
-def _select(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+def _select(q: Tensor, key: Tensor, weights: Tensor, step: Tensor, layer: int, top_k: int) -> Tensor:
     return select_topk(_context(step), layer, q, key, weights, top_k)
 
 
-def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: int, layer: int, top_k: int) -> Tensor:
+def _select_fake(q: Tensor, key: Tensor, weights: Tensor, step: Tensor, layer: int, top_k: int) -> Tensor:
     return q.new_empty(q.shape[0], top_k, dtype=torch.int32)
 
 
 _library = torch.library.Library("nibble", "FRAGMENT")  # what it defines lives as long as it does
 _library.define(
-    "attention(Tensor q, Tensor[] streams, str names, int width, int step, int layer, float scale, int? window, "
+    "attention(Tensor q, Tensor[] streams, str names, int width, Tensor step, int layer, float scale, int? window, "
     "float? softcap, Tensor? sinks, Tensor? topk_indices, int index_layer) -> Tensor"
 )
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::attention", _attention_fake, lib=_library)
-_library.define("select(Tensor q, Tensor key, Tensor weights, int step, int layer, int top_k) -> Tensor")
+_library.define("select(Tensor q, Tensor key, Tensor weights, Tensor step, int layer, int top_k) -> Tensor")
 _library.impl("select", _select, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::select", _select_fake, lib=_library)

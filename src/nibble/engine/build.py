@@ -41,7 +41,7 @@ from nibble.engine.tokenizer import Tokenizer, require_tokenizer
 from nibble.engine.warmup import explain_out_of_memory, warm_up
 from nibble.errors import ScaleError
 from nibble.hardware import Hardware
-from nibble.models import invariant
+from nibble.models import compile_cache, invariant
 from nibble.models.checkpoint import download, load
 from nibble.models.checkpoint_scales import has_weights
 from nibble.models.forward import Forward, compiled, plain_invariant
@@ -163,6 +163,9 @@ def build(
     engine_plan = parts.plan
     startup.meaning = engine_plan.plan.meaning
     startup.notes += filter(None, [engine_plan.warning, *engine_plan.plan.default_notes])
+    if not engine_plan.hardware.is_cpu:
+        # Loading tries kernels already.
+        compile_cache.use_cache_folder()
     model, scales = _load(parts, startup, meter)
     # Again, because scales that were measured now are another matter than those that were to be measured.
     startup.certificate = certificate_lookup.require(engine_plan, scales)

@@ -5,8 +5,7 @@ Shape suffixes: T tokens of the step (a leading 1 is Transformers' batch), S row
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from nibble.attention.layer import StepContext
 from nibble.attention.operators import Step
 from nibble.errors import ConfigError
-from nibble.hardware import cache_folder
+from nibble.models import compile_cache
 from nibble.models.hook import CONTEXT, attention_mask_for
 from nibble.models.hub import first_line
 from nibble.models.invariant import InvariantMode
@@ -28,8 +26,6 @@ from nibble.models.invariant import InvariantMode
 Backend = Callable[..., Any]
 Forward = Callable[[Tensor, Tensor, Tensor, StepContext], Tensor]
 """(ids [1, T], positions [1, T], rows [S], context) -> logits [S, V]."""
-
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def plain(model: nn.Module) -> Forward:
@@ -74,34 +70,53 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
     combine = backend == "inductor" and next(model.parameters()).is_cuda
-    options: Any = {"combo_kernels": True} if combine else None
-    run: Any = torch.compile(_with_own_code(_logits), fullgraph=True, backend=backend, options=options)
+    options: dict[str, Any] = {"combo_kernels": True} if combine else {}
+    function = _with_own_code(_logits)
+    run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
+    # Both are set by the first call; code of other backends cannot be kept.
+    artifact: Any = None
     is_compiled = False
 
     def forward(ids: Tensor, positions: Tensor, rows_S: Tensor, ctx: StepContext) -> Tensor:
-        nonlocal is_compiled
+        nonlocal artifact, is_compiled
         step.context = ctx
-        ids, positions, rows_S = map(_without_offset, (ids, positions, rows_S))
-        if is_compiled:
-            return run(model, ids, positions, rows_S, step)
-        logits = _compile_call(run, model, ids, positions, rows_S, step)
+        arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
+        if not is_compiled:
+            compile_cache.use_cache_folder()
+            artifact = _load_or_compile(function, arguments, options) if backend == "inductor" else None
+        elif not artifact:
+            return run(*arguments)
+        if artifact and (not is_compiled or artifact.guard_check(*arguments)):
+            logits = artifact(*arguments)
+        else:
+            logits = _compile_call(run, arguments)
         is_compiled = True
         return logits
 
     return forward
 
 
-def _compile_call(
-    run: Any, model: nn.Module, ids: Tensor, positions: Tensor, rows_S: Tensor, step: Step
-) -> Tensor:
-    """Make the call that compiles: mark the sizes that vary, and explain what went wrong."""
-    # Importing torch._dynamo fills the variable with a default in /tmp; only another value is the user's.
-    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
-        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
+def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return code from the cache, or compile it into the cache; None where that is not possible."""
+    path = compile_cache.path_of(arguments[0], options)
+    if (loaded := compile_cache.load(path, function, arguments)) is not None:
+        return loaded
+    _mark_dynamic(arguments)
+    return compile_cache.compile_into(path, function, arguments, options)
+
+
+def _mark_dynamic(arguments: Sequence[Any]) -> None:
+    """Mark the sizes that vary."""
+    _, ids, positions, rows_S, _ = arguments
     for tensor, dim in ((ids, 1), (positions, 1), (rows_S, 0)):
         torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def _compile_call(run: Any, arguments: tuple[Any, ...]) -> Tensor:
+    """Make a call that compiles: mark the sizes that vary, and explain what went wrong."""
+    _mark_dynamic(arguments)
     try:
-        return run(model, ids, positions, rows_S, step)
+        return run(*arguments)
     except TorchDynamoException as error:  # anything in a foreign model may not compile
         # What a backend raises comes wrapped; an operator that --deterministic refuses is no failure to compile.
         if isinstance(inner := getattr(error, "inner_exception", None), ConfigError):

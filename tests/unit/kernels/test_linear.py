@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,17 +50,41 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) == twins
 
 
-def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {F.linear: 2.0}
-    for error, ms, expected in (
-        (0.0, 1.0, True), (0.001, 1.0, True), (0.1, 1.0, False), (float("nan"), 1.0, False), (0.0, 3.0, False),
-    ):  # fmt: skip
-        monkeypatch.setattr(twin, "linear", lambda x, w, b, error=error: F.linear(x, w, b) * (1 + error))
-        monkeypatch.setattr(op, "_ms", lambda multiply, x, w, ms=ms: times.get(multiply, ms))
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("NIBBLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(op, "_is_faster", {})
+    return tmp_path
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("error", "ms", "expected"),
+    [(0.0, 1.0, True), (0.001, 1.0, True), (0.1, 1.0, False), (float("nan"), 1.0, False), (0.0, 3.0, False)],
+)
+def test_a_trial_decides(error: float, ms: float, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "linear", lambda x, w, b: F.linear(x, w, b) * (1 + error))
+    monkeypatch.setattr(op, "_ms", lambda multiply, x, w: 2.0 if multiply is F.linear else ms)
+    assert op._wins(torch.randn(8, 4)) is expected
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_next_start_decides_alike(first: bool, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where its trial would end otherwise, unless what is kept of the first is broken."""
+    monkeypatch.setattr(twin, "linear", F.linear)
+    for wins, expected in ((first, first), (not first, first)):
         monkeypatch.setattr(op, "_is_faster", {})
+        monkeypatch.setattr(
+            op, "_ms", lambda multiply, x, w, wins=wins: 2.0 - ((multiply is F.linear) != wins)
+        )
         assert op._wins(torch.randn(8, 4)) is expected
+    (file,) = (cache / "linear").iterdir()
+    file.write_text("tri")
+    monkeypatch.setattr(op, "_is_faster", {})
+    assert op._wins(torch.randn(8, 4)) is not first
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_twin_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "linear", lambda *_: 1 / 0)
     monkeypatch.setattr(op, "_is_faster", {})

@@ -10,14 +10,20 @@ Shape suffixes: N values of the output, K of the input; T tokens, H heads, D val
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nibble.files import write_atomic
 from nibble.formats import transforms
+from nibble.hardware import cache_folder
 from nibble.kernels import MMA_ROWS, triton_present
 
 MIN_BYTES = 1 << 23
@@ -27,6 +33,8 @@ MAX_ERROR = 0.01
 TRIALS = 5
 FLUSH = 1 << 28
 """Bytes written before each timing, so that no weight is in the GPU's cache."""
+RESULTS = {"triton": True, "torch": False}
+"""What the file of a trial says: who was faster."""
 _is_faster: dict[tuple[torch.device, torch.dtype, torch.Size], bool] = {}
 
 
@@ -46,17 +54,45 @@ def serves(weight_NK: Tensor) -> bool:
 
 
 def _wins(weight_NK: Tensor) -> bool:
-    """Return the result of a trial, one for each shape. A kernel that fails for whatever reason does not win."""
+    """Return the result of a trial, one for each shape and machine."""
     key = weight_NK.device, weight_NK.dtype, weight_NK.shape
     if key not in _is_faster:
-        x = torch.randn(MMA_ROWS // 2, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+        path = _trial_path(weight_NK)
         try:
-            _is_faster[key] = _is_right(x, weight_NK) and _ms(_triton_linear, x, weight_NK) < _ms(
-                F.linear, x, weight_NK
-            )
-        except Exception:
-            _is_faster[key] = False
+            _is_faster[key] = RESULTS[path.read_text(encoding="utf-8")]
+        except (OSError, ValueError, KeyError):  # none yet, or not one that _trial() left
+            _is_faster[key] = _trial(weight_NK, path)
     return _is_faster[key]
+
+
+def _trial_path(weight_NK: Tensor) -> Path:
+    """Return the file that keeps the result of a trial.
+
+    Where both are equally fast each trial ends as it likes, and a model whose layers are computed in another way is
+    compiled anew (models/compile_cache.py).
+    """
+    n, k = weight_NK.shape
+    # The kernel and this file decide, too.
+    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    versions = [metadata.version(package) for package in ("torch", "triton")]
+    gpu = torch.cuda.get_device_name(weight_NK.device) if weight_NK.is_cuda else ""
+    facts = repr((gpu, torch.version.cuda, versions, sources))
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    return cache_folder() / "linear" / f"{str(weight_NK.dtype).removeprefix('torch.')}-{n}x{k}-{digest}"
+
+
+def _trial(weight_NK: Tensor, path: Path) -> bool:
+    """Run a trial and keep its result. A kernel that fails for whatever reason does not win, this time."""
+    x = torch.randn(MMA_ROWS // 2, weight_NK.shape[1], device=weight_NK.device).to(weight_NK.dtype)
+    try:
+        wins = _is_right(x, weight_NK) and _ms(_triton_linear, x, weight_NK) < _ms(F.linear, x, weight_NK)
+    except Exception:
+        return False
+    # A cache folder that cannot be written costs time, nothing else.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, next(text for text, result in RESULTS.items() if result == wins))
+    return wins
 
 
 def _is_right(x: Tensor, weight_NK: Tensor) -> bool:

@@ -1,0 +1,130 @@
+"""How long a start takes: the first of a machine, and the next, in fresh processes with one cache folder.
+
+    python benchmarks/start.py [--model llama-3.1-8b] [--scheme nvfp4] [--starts 2] [--cache FOLDER]
+
+**Measured**: the seconds from the beginning of a process until it is ready, without those of weights, which are random
+and made on the GPU; those of each part of a start; and where the compiler's go (`tracing`, `aot`, `inductor`: each
+includes the next). **Counted**: graphs that were traced (0: the code was read from disk), what torch's caches answered,
+and kernels that Triton compiled, beside those it found on disk. A last step after each start tells whether anything is
+compiled later: every number of rows from 2 to 17 is a prompt, then requests decode together. Without --cache the folder
+is new, so the first start is a machine's first. NIBBLE_LOG=1 shows why code was not taken from disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+BEGIN, RESULT = "NIBBLE_START_BEGAN", "result: "
+LENGTHS = tuple(range(2, 18))
+"""New tokens of the prompts after a start."""
+SHOWN = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass", "autograd_cache_hit", "autograd_cache_miss",
+         "autograd_cache_bypass", "autograd_cache_saved", "unique_graphs")  # fmt: skip
+
+
+def start(options: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine in this process."""
+    began = float(os.environ[BEGIN])
+    if os.environ.get("NIBBLE_LOG"):
+        logging.basicConfig()
+        logging.getLogger("nibble.compile").setLevel(logging.INFO)
+    compiled = count_triton()
+    import torch
+    from random_models import served
+    from torch._dynamo.utils import compilation_time_metrics, counters
+
+    imported = time.time() - began
+    with served(options.model, kv_format=options.scheme, device=options.device) as engine:
+        startup = engine.llm.engine.startup
+        ready = time.time() - began
+        graphs, kernels = counters["stats"]["unique_graphs"], Counter(compiled)
+        begin = time.perf_counter()
+        for length in LENGTHS:
+            engine.llm.generate(
+                [list(range(5, 5 + length))] * (length - 1), max_tokens=4, ignore_eos=True, progress=False
+            )
+        later = time.perf_counter() - begin
+    spent = {name: sum(compilation_time_metrics.get(key, [0.0])) for name, key in (
+        ("tracing", "bytecode_tracing"), ("aot", "create_aot_dispatcher_function"), ("inductor", "compile_fx_inner"),
+        ("load", "AOTAutogradCache.inductor_load"),
+    )}  # fmt: skip
+    found = {
+        name: n for group in ("stats", "aot_autograd", "inductor") for name, n in counters[group].items()
+    }
+    bypasses = sorted(name for name in found if "bypass" in name or "error" in name)
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "imports": imported,
+        "ready without weights": ready - startup.seconds["weights"],
+        "parts": startup.seconds,
+        "compiler": spent,
+        "counters": {name: found.get(name, 0) for name in (*SHOWN, *bypasses)},
+        "triton": dict(kernels),
+        "after the start": {
+            "seconds": later,
+            "graphs": counters["stats"]["unique_graphs"] - graphs,
+            "kernels": compiled["compiled"] - kernels["compiled"],
+        },
+    }
+
+
+def count_triton() -> Counter[str]:
+    """Count what Triton compiles and finds on disk in this process, and the seconds of each."""
+    import triton
+
+    counts: Counter[str] = Counter()
+
+    def note(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        kind = "found" if cache_hit else "compiled"
+        counts[kind] += 1
+        counts[f"{kind} ms"] += round(times.total / 1000)
+
+    triton.knobs.compilation.listener = note
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--scheme", default="nvfp4")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--cache", help="Nibble's cache folder; a new one if left out")
+    parser.add_argument("--once", action="store_true", help="start in this process")
+    options = parser.parse_args()
+    if options.once:
+        print(RESULT + json.dumps(start(options)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(options.cache or folder)
+        for i in range(options.starts):
+            print(f"start {i + 1}", json.dumps(in_process(cache), indent=1), flush=True)
+
+
+def in_process(cache: Path) -> dict[str, Any]:
+    """Start an engine in a process of its own."""
+    own = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}  # Nibble's defaults are what is measured
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--once"],
+        env=environment | {"NIBBLE_CACHE": str(cache), BEGIN: str(time.time())},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith(RESULT))
+    result: dict[str, Any] = json.loads(line.removeprefix(RESULT))
+    return result
+
+
+if __name__ == "__main__":
+    main()

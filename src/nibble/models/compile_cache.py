@@ -1,0 +1,179 @@
+"""Compiled models on disk: a start takes what an earlier one compiled, and neither traces nor compiles the model.
+
+torch's own caches spare generated code alone: a model of many layers is traced at every start. A file here has all that
+comes of compiling (torch.compile(...).aot_compile(), torch/_dynamo/aot_compile.py): the traced call, its guards and the
+code of its kernels. Its name is a digest of what guards do not see; then torch's versions and guards, and the source of
+each function that was traced, have to fit, or the file is written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.guards import CheckFunctionManager
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+import nibble
+from nibble import files
+from nibble.hardware import cache_folder
+
+FOLDER = "compiled"
+CACHE_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+PACKAGES = ("torch", "transformers", "triton")
+COMPILING = ("models/*.py", "attention/operators.py", "kernels/linear/__init__.py")
+"""Files of Nibble that decide what is compiled, beyond what torch traces."""
+UNSAVED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
+"""Guards on the identity of objects, which no other process has."""
+log = logging.getLogger("nibble.compile")
+
+
+def use_cache_folder() -> None:
+    """Let torch and Triton keep what they compile in Nibble's cache folder, unless the user has chosen another."""
+    # Importing torch._dynamo fills torch's variable with a default in /tmp; only another value is the user's.
+    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
+    # Triton's own default is in the home folder, which a container may lose while it keeps the cache folder.
+    os.environ.setdefault(TRITON_VARIABLE, str(cache_folder() / "triton"))
+
+
+def load(path: Path, function: FunctionType, arguments: tuple[Any, ...]) -> Any:
+    """Return the compiled function in a file; None where there is none that serves.
+
+    Args:
+        path: from path_of().
+        function: what was compiled.
+        arguments: of a call. Marks on them (torch._dynamo.mark_dynamic) would tell them from those of later calls.
+
+    Returns:
+        A function with guard_check(*arguments), which says whether it serves them.
+    """
+    try:
+        with path.open("rb") as file:
+            loaded: Any = torch.compiler.load_compiled_function(file, f_globals=function.__globals__)
+        # From here on the caller checks guards.
+        loaded.disable_guard_check()
+        if not _is_current(loaded.source_info().inlined_sources):
+            log.info("%s was compiled from other source", path)
+        elif not loaded.guard_check(*arguments):
+            log.info("%s was compiled from another model", path)
+        else:
+            return loaded
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # whatever a file may be that was cut off, or written by something else
+        log.info("%s cannot be read (%s: %s)", path, type(error).__name__, error)
+    return None
+
+
+def compile_into(
+    path: Path, function: FunctionType, arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> Any:
+    """Compile a function by inductor and keep it in a file.
+
+    Args:
+        path: from path_of().
+        function: takes the model first.
+        arguments: of a call. Sizes that vary are marked (torch._dynamo.mark_dynamic).
+        options: of inductor.
+
+    Returns:
+        As load() does; None where torch cannot make such a function of this model, or not write it.
+    """
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        compiler = torch.compile(
+            function, fullgraph=True, options={**options, "guard_filter_fn": _serializable_guards}
+        )
+    try:
+        compiled: Any = compiler.aot_compile((arguments, {}))  # type: ignore[attr-defined]
+        content = type(compiled).serialize(compiled).serialized_data
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what torch cannot trace here is explained when it is compiled by a call
+        log.info("compiled code of this model cannot be kept (%s: %s)", type(error).__name__, error)
+        return None
+    # A cache folder that cannot be written costs time, nothing else.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(path, content)
+    compiled.disable_guard_check()
+    return compiled
+
+
+def _is_current(sources: Sequence[Any]) -> bool:
+    """Return whether the modules whose functions were traced have the same source now."""
+    contents = {source.module: source.content for source in sources}
+    return all(
+        inspect.getsource(importlib.import_module(name)) == content for name, content in contents.items()
+    )
+
+
+def _serializable_guards(entries: Sequence[Any]) -> list[bool]:
+    """Return which guards are kept: all but those on globals, whose source is compared, and on identities."""
+    return [
+        not (entry.is_global or UNSAVED.intersection((entry.guard_type, *(entry.derived_guard_types or ()))))
+        for entry in entries
+    ]
+
+
+def path_of(model: nn.Module, options: Mapping[str, Any]) -> Path:
+    """Return the file of a model that inductor compiles with these options."""
+    digest = hashlib.sha256()
+    for part in _facts(model, options):
+        digest.update(f"{len(part)} {part}".encode())
+    return cache_folder() / FOLDER / f"{digest.hexdigest()[:32]}.bin"
+
+
+def _facts(model: nn.Module, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what decides the code of a model: versions, the GPU, settings, its config and its functions."""
+    yield platform.python_version()
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{package} {metadata.version(package)}"
+    device = next(model.parameters()).device
+    yield device.type
+    if device.type == "cuda":
+        yield f"{torch.version.cuda} {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+    yield repr(sorted(options.items()))
+    for settings in (torch._inductor.config, torch._functorch.config):
+        yield settings.get_hash().hex()
+    config = model.config.to_dict()  # type: ignore[operator,union-attr]
+    # Where a checkpoint lies does not matter.
+    yield repr(sorted((name, repr(value)) for name, value in config.items() if name != "_name_or_path"))
+    for name, tensor in model.named_parameters():
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    for name, module in model.named_modules():
+        yield f"{name} {_name(type(module))} {_functions(module)}"
+    package_folder = Path(nibble.__file__).parent
+    for pattern in COMPILING:
+        for path in sorted(package_folder.glob(pattern)):
+            yield path.read_text(encoding="utf-8")
+
+
+def _functions(owner: object, depth: int = 2) -> list[str]:
+    """Return the names of functions that are attributes of an object, and of objects of Nibble's in it."""
+    names = list[str]()
+    for name, value in sorted(vars(owner).items()):
+        if isinstance(value, nn.Module):
+            continue
+        if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
+            names.append(f"{name}={_name(value)}")
+        elif depth and type(value).__module__.startswith(nibble.__name__) and hasattr(value, "__dict__"):
+            names.append(f"{name}={_name(type(value))} {_functions(value, depth - 1)}")
+    return names
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
