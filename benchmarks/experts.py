@@ -140,8 +140,11 @@ def tiles(block: nn.Module, x: Tensor) -> list[tuple[str, float]]:
                 for warps in (4,):
                     tile = kernels.Tile(width, depth, warps, stages)
                     for name, weight, rows in (("up", up, x[0]), ("down", down, None)):
-                        rows = rows if rows is not None else torch.randn(
-                            chosen.numel(), weight.shape[2], device=x.device, dtype=x.dtype)
+                        rows = (
+                            rows
+                            if rows is not None
+                            else torch.randn(chosen.numel(), weight.shape[2], device=x.device, dtype=x.dtype)
+                        )
                         try:
                             kernels.few_product(rows, chosen, weight, None, tile=tile)
                             times = []
@@ -164,7 +167,9 @@ def SHAPES_TOP(module: Any) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="qwen3-30b-a3b,gpt-oss-20b")
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument("--tiles", action="store_true", help="time products alone, by tile")
@@ -195,7 +200,16 @@ def main() -> None:
                     for text, us in sorted(tiles(made[0], x), key=lambda item: (item[0][:4], item[1])):
                         print(f"  {us:8.1f} us  {text}", flush=True)
             del made
-    head = ("model", "tokens", "bytes, us", "Transformers, us", "Nibble, us", "times the bytes", "floor", "error")
+    head = (
+        "model",
+        "tokens",
+        "bytes, us",
+        "Transformers, us",
+        "Nibble, us",
+        "times the bytes",
+        "floor",
+        "error",
+    )
     gpu.publish("experts", options, str(__doc__), [markdown(head, rows)], gpu.versions())
 
 

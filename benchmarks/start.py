@@ -43,7 +43,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     from torch._dynamo.utils import compilation_time_metrics, counters
 
     imported = time.time() - began
-    with served(options.model, kv_format=options.scheme, device=options.device) as engine:
+    with served(options.model, kv_format=options.scheme, device=options.device, compile_cache=True) as engine:
         startup = engine.llm.engine.startup
         ready = time.time() - began
         graphs, kernels = counters["stats"]["unique_graphs"], Counter(compiled)

@@ -23,13 +23,14 @@ pytestmark = pytest.mark.slow
 
 SERVE = """
 import json, sys
+from functools import partial
 from torch._dynamo.utils import counters
 from nibble.attention.operators import Step
 from nibble.models.forward import compiled
 from test_compile import answers, served
 
 engines_before = [Step() for _ in range(int(sys.argv[2]))]
-llm = served(sys.argv[1], compiled)
+llm = served(sys.argv[1], partial(compiled, keep=True))
 found = answers(llm)
 print(json.dumps([found, counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]]))
 """

@@ -305,7 +305,7 @@ def _forward(config: Config, hardware: Hardware, model: Any) -> Forward | None:
         return None
     if config.deterministic:
         return compiled(model, invariant.backend) if config.compile else plain_invariant(model)
-    return compiled(model) if config.compile else None
+    return compiled(model, keep=config.compile_cache) if config.compile else None
 
 
 def tokenizer_of(

@@ -50,7 +50,7 @@ def plain_invariant(model: nn.Module) -> Forward:
     return forward
 
 
-def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
+def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: bool = False) -> Forward:
     """Return a forward function that compiles the model at its first call, for any number of tokens but one.
 
     torch.compile specialises on sizes 0 and 1. The first call should have different numbers of tokens and rows: equal
@@ -59,6 +59,7 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
     Args:
         model: the model.
         backend: of torch.compile; models/invariant.py has one for rows that do not depend on one another.
+        keep: whether inductor's code is taken from the cache folder, or kept there (compile_cache.py).
 
     Raises:
         ConfigError: at the first call, if the model cannot be compiled.
@@ -83,7 +84,7 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor") -> Forward:
         arguments = model, *map(_without_offset, (ids, positions, rows_S)), step
         if not is_compiled:
             compile_cache.use_cache_folder()
-            artifact = _load_or_compile(function, arguments, options) if backend == "inductor" else None
+            artifact = _load_or_compile(function, arguments, options) if keep else None
         elif not artifact:
             return run(*arguments)
         if artifact and (not is_compiled or artifact.guard_check(*arguments)):
