@@ -26,15 +26,24 @@ from nibble.models import equivalence, hook
 from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import merge_and_tune_linears, merge_linears, pack_experts, pack_linears
+from nibble.models.linear import (
+    merge_and_tune_linears, merge_linears, pack_experts, pack_linears, prepare_quantized, quantized_layers, set_packed,
+)  # fmt: skip
 from nibble.models.mla import fix_rope, tabulate_rope
+from nibble.models.pack import Packer
 from nibble.models.quantization import is_unpacked, quantization_entry
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
 from nibble.models.unpack import unpacked
 
 
 def load(
-    config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str, *, deterministic: bool = False
+    config: PretrainedConfig,
+    model_spec: ModelSpec,
+    dtype: str,
+    device: str,
+    *,
+    deterministic: bool = False,
+    packed: bool = False,
 ) -> nn.Module:
     """Load the weights.
 
@@ -44,19 +53,37 @@ def load(
         dtype: compute dtype, a name of torch.
         device: where the model runs.
         deterministic: see prepare_model().
+        packed: keep quantised matrices of linear layers as they are stored, where kernels multiply them so.
 
     Returns:
         The model in eval mode, prepared by prepare_model().
 
     Raises:
+        BackendError: kernels for packed matrices do not compute what they should.
         ConfigError: what is replaced is not what the family's own code computes.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
     _check_files(Path(path))
+    packer = Packer(device, getattr(torch, dtype)) if packed else None
+    model = _read(config, model_spec, path, dtype, device, packer)
+    if packer:
+        set_packed(model, packer)
+        # The loader makes other tensors of some matrices, and some are of no linear layer.
+        if others := packer.forget():
+            packer.plain |= others
+            model = _read(config, model_spec, path, dtype, device, packer)
+            set_packed(model, packer)
+    return prepare_model(model.to(device), model_spec, deterministic=deterministic)
+
+
+def _read(
+    config: PretrainedConfig, model_spec: ModelSpec, path: str, dtype: str, device: str, packer: Packer | None
+) -> nn.Module:
+    """Return the model as Transformers loads it, on the host; placeholders stand for matrices that `packer` keeps."""
     try:
         with quiet(), ExitStack() as files:
-            source, config, tensors = _source(config, path, device, files)
+            source, config, tensors = _source(config, path, device, files, packer)
             renaming, others = _text_tensors(config, path, tensors)
             model, info = model_class(config).from_pretrained(
                 source,
@@ -86,21 +113,23 @@ def load(
         raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     _check_tensors(info, model_spec.model)
-    return prepare_model(model.to(device), model_spec, deterministic=deterministic)
+    loaded: nn.Module = model
+    return loaded
 
 
 def _source(
-    config: PretrainedConfig, path: str, device: str, files: ExitStack
+    config: PretrainedConfig, path: str, device: str, files: ExitStack, packer: Packer | None
 ) -> tuple[str | None, PretrainedConfig, dict[str, Any] | None]:
     """Return what Transformers is to load: the checkpoint as it is, or its tensors with quantised ones unpacked."""
     entry = quantization_entry(config)
-    if not is_unpacked(str(entry.get("quant_method") or ""), is_cpu=torch.device(device).type == "cpu"):
+    is_cpu = torch.device(device).type == "cpu"
+    if packer is None and not is_unpacked(str(entry.get("quant_method") or ""), is_cpu=is_cpu):
         return path, config, None
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return None, plain, unpacked(download(path), entry, files)
+    return None, plain, unpacked(download(path), entry, files, packer)
 
 
 def _set_generation_config(model: Any, folder: Path) -> None:
@@ -145,6 +174,7 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
         deterministic: leave out kernels that compute few rows in another order than many.
 
     Raises:
+        BackendError: kernels for packed matrices do not compute what they should.
         ConfigError: what is replaced is not what the family's own code computes.
     """
     # First, because its own code shall compute with the same frequencies, and tabulate_rope() its tables.
@@ -158,7 +188,11 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
             merge_linears(model, tune=False)
         else:
             merge_and_tune_linears(model)
+        if quantized_layers(model):
+            prepare_quantized(model)
     else:
+        if quantized_layers(model):
+            merge_linears(model, tune=False, packed_only=True)
         pack_linears(model)
         pack_experts(model)
     model.eval().requires_grad_(False)
