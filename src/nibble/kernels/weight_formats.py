@@ -9,8 +9,8 @@ A matrix W of N outputs and K inputs is kept as codes, with a scale for each gro
     zero          int32 [N * bits / 32, K / group], packed as codes are, but along outputs
     global_scale  float32 [1]; after layers are merged [N]
 
-Scales of blocks, of the matrix and of rows are written out: a block's to its rows. In the compute dtype they are rounded
-by as much as each unpacked value would be, so the error of a product is no larger than that of an unpacked matrix.
+Scales of the matrix and of blocks are written out for each row. In the compute dtype they are rounded by as much as
+each unpacked value would be, so the error of a product is no larger than that of an unpacked matrix.
 
 Shape suffixes: N outputs, K inputs.
 """
@@ -33,7 +33,8 @@ GROUPS = (0, 16, 32, 64, 128)
 TILE = (64, 128)
 """Outputs and inputs that the shape of a matrix must be a multiple of."""
 WORD = 32
-FULL = "float32"
+FULL_DTYPE = "float32"
+"""The compute dtype in which the definition multiplies, and no kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def unserved(format: WeightFormat, rows: int, columns: int, dtype: str) -> str:
         columns: Its inputs.
         dtype: The compute dtype.
     """
-    if (problem := misfit(format, rows, columns)) or dtype == FULL:
+    if (problem := misfit(format, rows, columns)) or dtype == FULL_DTYPE:
         return problem
     if format.group not in GROUPS:
         return f"groups of {format.group}"
@@ -116,4 +117,4 @@ def bytes_kept(format: WeightFormat, rows: int, columns: int, dtype: str) -> int
     """Return the bytes of a matrix that is kept packed; None where it is unpacked, as no kernels multiply it."""
     if unserved(format, rows, columns, dtype):
         return None
-    return ceil(format.size(rows, columns, 4 if dtype == FULL else 2))
+    return ceil(format.size(rows, columns, 4 if dtype == FULL_DTYPE else 2))

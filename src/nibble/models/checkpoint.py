@@ -26,12 +26,10 @@ from nibble.models import equivalence, hook
 from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import (
-    merge_and_tune_linears, merge_linears, pack_experts, pack_linears, prepare_quantized, quantized_layers, set_packed,
-)  # fmt: skip
+from nibble.models.linear import prepare_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
-from nibble.models.quantization import is_unpacked, quantization_entry
+from nibble.models.quantization import READABLE, Handling, quantization_entry
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
 from nibble.models.unpack import unpacked
 
@@ -43,7 +41,7 @@ def load(
     device: str,
     *,
     deterministic: bool = False,
-    packed: bool = False,
+    handling: Handling = Handling.UNPACKED,
 ) -> nn.Module:
     """Load the weights.
 
@@ -53,7 +51,7 @@ def load(
         dtype: compute dtype, a name of torch.
         device: where the model runs.
         deterministic: see prepare_model().
-        packed: keep quantised matrices of linear layers as they are stored, where kernels multiply them so.
+        handling: what becomes of weights that are quantised.
 
     Returns:
         The model in eval mode, prepared by prepare_model().
@@ -65,25 +63,26 @@ def load(
     """
     path = locate(model_spec.model)
     _check_files(Path(path))
-    packer = Packer(device, getattr(torch, dtype)) if packed else None
-    model = _read(config, model_spec, path, dtype, device, packer)
+    packer = Packer(device, getattr(torch, dtype)) if handling is Handling.PACKED else None
+    source = partial(_source, config, path, handling, packer)
+    model = _read(source, model_spec, path, dtype)
     if packer:
         set_packed(model, packer)
         # The loader makes other tensors of some matrices, and some are of no linear layer.
         if others := packer.forget():
             packer.plain |= others
-            model = _read(config, model_spec, path, dtype, device, packer)
+            model = _read(source, model_spec, path, dtype)
             set_packed(model, packer)
     return prepare_model(model.to(device), model_spec, deterministic=deterministic)
 
 
 def _read(
-    config: PretrainedConfig, model_spec: ModelSpec, path: str, dtype: str, device: str, packer: Packer | None
+    open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str
 ) -> nn.Module:
-    """Return the model as Transformers loads it, on the host; placeholders stand for matrices that `packer` keeps."""
+    """Return the model as Transformers loads it, on the host, with placeholders for matrices that are kept packed."""
     try:
         with quiet(), ExitStack() as files:
-            source, config, tensors = _source(config, path, device, files, packer)
+            source, config, tensors = open_source(files)
             renaming, others = _text_tensors(config, path, tensors)
             model, info = model_class(config).from_pretrained(
                 source,
@@ -117,13 +116,16 @@ def _read(
     return loaded
 
 
+Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
+"""What Transformers is to load: a path or tensors by name, and the config."""
+
+
 def _source(
-    config: PretrainedConfig, path: str, device: str, files: ExitStack, packer: Packer | None
-) -> tuple[str | None, PretrainedConfig, dict[str, Any] | None]:
-    """Return what Transformers is to load: the checkpoint as it is, or its tensors with quantised ones unpacked."""
+    config: PretrainedConfig, path: str, handling: Handling, packer: Packer | None, files: ExitStack
+) -> Source:
+    """Return the checkpoint as it is, or its tensors with quantised ones unpacked or packed."""
     entry = quantization_entry(config)
-    is_cpu = torch.device(device).type == "cpu"
-    if packer is None and not is_unpacked(str(entry.get("quant_method") or ""), is_cpu=is_cpu):
+    if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
         return path, config, None
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
@@ -184,17 +186,7 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
     adapt(model)
     if next(model.parameters()).is_cuda:
         tabulate_rope(model, model_spec.max_context)
-        if deterministic:
-            merge_linears(model, tune=False)
-        else:
-            merge_and_tune_linears(model)
-        if quantized_layers(model):
-            prepare_quantized(model)
-    else:
-        if quantized_layers(model):
-            merge_linears(model, tune=False, packed_only=True)
-        pack_linears(model)
-        pack_experts(model)
+    prepare_linears(model, deterministic=deterministic)
     model.eval().requires_grad_(False)
     equivalence.check(model, model_spec, reference)
     return model

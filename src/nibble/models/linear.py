@@ -224,7 +224,7 @@ ExpertsInterface.register(_EXPERTS, _compute_experts)
 class _Product:
     """The product of several layers that read the same input; the result is freed after its last part is read."""
 
-    def __init__(self, layer: nn.Module, parts: int) -> None:
+    def __init__(self, layer: Any, parts: int) -> None:
         self.layer, self.parts = layer, parts
         self.x: Tensor | None = None
         self.y: Tensor | None = None
@@ -349,6 +349,31 @@ def prepare_quantized(model: nn.Module) -> None:
         layer.set(*prepare(layer.matrix))
 
 
+def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
+    """Replace the linear layers and experts of `model` by faster ones, in place.
+
+    Args:
+        model: as Transformers loads it, with its packed layers.
+        deterministic: leave out kernels that compute few rows in another order than many.
+
+    Raises:
+        BackendError: kernels of packed layers do not compile, or do not compute what they should.
+    """
+    is_packed = bool(quantized_layers(model))
+    if not next(model.parameters()).is_cuda:
+        if is_packed:
+            merge_linears(model, tune=False, packed_only=True)
+        pack_linears(model)
+        pack_experts(model)
+        return
+    if deterministic:
+        merge_linears(model, tune=False)
+    else:
+        merge_and_tune_linears(model)
+    if is_packed:
+        prepare_quantized(model)
+
+
 def merge_and_tune_linears(model: Any) -> None:
     """Prepare the linear layers of `model` for steps of few tokens, in place.
 
@@ -414,7 +439,7 @@ def _can_merge_layers(modules: Sequence[nn.Module]) -> bool:
 
 
 def _merge_layers(model: Any, names: Sequence[str], *, tune: bool) -> None:
-    layers = [model.get_submodule(name) for name in names]
+    layers: list[Any] = [model.get_submodule(name) for name in names]
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
     product, start = _Product(_merged(layers, bias, tune=tune), len(layers)), 0
     for name, layer in zip(names, layers, strict=True):
@@ -430,5 +455,6 @@ def _merged(layers: Sequence[Any], bias: Tensor | None, *, tune: bool) -> nn.Mod
     weight = torch.cat([layer.weight.detach() for layer in layers])
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
     return LargeLinear(layer) if tune and linear.serves(weight) else layer

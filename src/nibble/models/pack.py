@@ -5,7 +5,7 @@ What cannot be kept is unpacked as ever (unpack.py), which also reports what doe
 act-order or smoothed inputs, one in a shape or format that no kernels multiply, or scales beyond the compute dtype.
 
 While a model loads, a placeholder stands for each matrix that is kept: a tensor of its shape with a single value. The
-loader renames tensors and puts them into modules; where a placeholder has gone shows in which module its matrix belongs.
+loader renames tensors and puts them into modules; where a placeholder has gone shows which module its matrix is of.
 
 Shape suffixes: N outputs, K inputs, G groups of inputs.
 """
@@ -112,14 +112,16 @@ class Packer:
             zero_NG = None
         rows, columns = codes.shape[0], codes.shape[1] * WORD // bits
         _require(
-            scale.shape[0] == rows and columns % groups == 0 and (zero_NG is None or zero_NG.shape == scale.shape)
+            scale.shape[0] == rows
+            and columns % groups == 0
+            and (zero_NG is None or zero_NG.shape == scale.shape)
         )
         group = columns // groups if groups > 1 else 0
         format = WeightFormat(kind, group, scales, zero_NG is not None, global_scale is not None)
         _require(not unserved(format, rows, columns, str(self.dtype).removeprefix("torch.")))
         zero = None
         if zero_NG is not None:
-            _require(0 <= int(zero_NG.min()) and int(zero_NG.max()) < 1 << bits)
+            _require(int(zero_NG.min()) >= 0 and int(zero_NG.max()) < 1 << bits)
             zero = pack_words(zero_NG, bits, 0)
         scale = scale.contiguous().view(torch.uint8) if scales else self._cast(scale)
         # In 16 bits kernels round as they do.

@@ -323,17 +323,18 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
         dtypes: Of its tensors, by the end of their names, as safetensors writes them.
         config: The checkpoint's `quantization_config`.
     """
+    spelling = None
     if "_blocks" in dtypes:
-        return _Spelling("_blocks", _experts_mxfp4)
-    if "qweight" in dtypes:
+        spelling = _Spelling("_blocks", _experts_mxfp4)
+    elif "qweight" in dtypes:
         is_awq = config.get("quant_method") == "awq"
-        return _Spelling("qweight", _awq, pack.awq) if is_awq else _Spelling("qweight", _gptq, pack.gptq)
-    if "weight_packed" in dtypes:
-        if dtypes["weight_packed"] == "I32":
-            return _Spelling("weight_packed", _packed_integers, pack.packed_integers)
-        return _Spelling("weight_packed", _packed_floats, pack.packed_floats)
-    if dtypes.get("weight") in {"F8_E4M3", "I8"}:
-        return _Spelling("weight", _small_floats, pack.small_floats)
-    if dtypes.get("weight") == "U8":
-        return _Spelling("weight", _modelopt_nvfp4, pack.modelopt_nvfp4)
-    return None
+        spelling = _Spelling("qweight", *((_awq, pack.awq) if is_awq else (_gptq, pack.gptq)))
+    elif "weight_packed" in dtypes:
+        is_words = dtypes["weight_packed"] == "I32"
+        integers, floats = (_packed_integers, pack.packed_integers), (_packed_floats, pack.packed_floats)
+        spelling = _Spelling("weight_packed", *(integers if is_words else floats))
+    elif dtypes.get("weight") in {"F8_E4M3", "I8"}:
+        spelling = _Spelling("weight", _small_floats, pack.small_floats)
+    elif dtypes.get("weight") == "U8":
+        spelling = _Spelling("weight", _modelopt_nvfp4, pack.modelopt_nvfp4)
+    return spelling

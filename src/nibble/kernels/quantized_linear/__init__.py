@@ -1,7 +1,7 @@
 """quantized_linear: y = x W^T for a matrix that is kept packed (kernels/weight_formats.py).
 
-naive.py defines it, and computes it on a CPU. humming.py calls the kernels of `humming-kernels` on a GPU, for any number
-of rows; preparation() compiles them, brings matrices into their layout, and holds each kernel against the definition.
+naive.py defines it, and computes it on a CPU. On a GPU humming.py calls kernels of `humming-kernels`, for any number of
+rows; preparation() compiles them, brings matrices into their layout, and holds each kernel against the definition.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
@@ -79,7 +79,15 @@ class PackedMatrix:
     def facts(self) -> tuple[Any, ...]:
         """What the operator is given beside tensors."""
         format = self.format
-        return list(self.shape), format.codes, format.group, format.scales, self.dtype, self.rounded, self.layout
+        return (
+            list(self.shape),
+            format.codes,
+            format.group,
+            format.scales,
+            self.dtype,
+            self.rounded,
+            self.layout,
+        )
 
 
 def merged(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
@@ -168,9 +176,9 @@ def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Seque
     """Raise BackendError unless kernels compute what the definition says, for each of these numbers of rows."""
     generator = torch.Generator(matrix.codes.device).manual_seed(0)
     for tokens in sorted({min(n, MOST_ROWS) for n in rows}):
-        x = torch.randn(
-            tokens, matrix.shape[1], generator=generator, device=matrix.codes.device
-        ).to(matrix.dtype)
+        x = torch.randn(tokens, matrix.shape[1], generator=generator, device=matrix.codes.device).to(
+            matrix.dtype
+        )
         expected = naive.quantized_linear(x, matrix).float()
         # Twice, as a kernel must leave its locks as they were.
         for _ in range(2):

@@ -23,7 +23,13 @@ from nibble.hardware import cache_folder
 from nibble.kernels.quantized_linear import PackedMatrix
 
 CACHE_VARIABLE = "HUMMING_CACHE_DIR"
-DTYPES = {"uint4": "uint4", "uint8": "uint8", "e2m1": "float4e2m1", "e4m3": "float8e4m3", "e8m0": "float8e8m0"}
+DTYPES = {
+    "uint4": "uint4",
+    "uint8": "uint8",
+    "e2m1": "float4e2m1",
+    "e4m3": "float8e4m3",
+    "e8m0": "float8e8m0",
+}
 """Our names of codes and scales -> the library's."""
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 LOCKS = 2048
