@@ -27,7 +27,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
 from nibble.kernels import linear, quantized_linear
-from nibble.kernels.quantized_linear import TENSORS, PackedMatrix
+from nibble.kernels.quantized_linear.matrix import TENSORS, PackedMatrix, merged
 from nibble.models.observe import record_calls, skeleton
 from nibble.models.pack import Packer
 
@@ -276,6 +276,7 @@ class LargeLinear(nn.Module):
 class QuantizedLinear(nn.Module):
     """A layer, or several merged ones, whose matrix is kept packed; kernels/quantized_linear multiplies by it."""
 
+    facts: tuple[Any, ...]
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
@@ -428,7 +429,7 @@ def linears_by_input(model: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def _can_merge_layers(modules: Sequence[nn.Module]) -> bool:
+def _can_merge_layers(modules: Sequence[Any]) -> bool:
     """Return whether layers can be merged: linear layers, plain or packed alike, all with a bias or none."""
     if all(isinstance(module, QuantizedLinear) for module in modules):
         return len({(m.in_features, m.format, m.facts[1:], m.bias is None) for m in modules}) == 1
@@ -451,7 +452,7 @@ def _merge_layers(model: Any, names: Sequence[str], *, tune: bool) -> None:
 def _merged(layers: Sequence[Any], bias: Tensor | None, *, tune: bool) -> nn.Module:
     """Return one layer with the rows of all."""
     if isinstance(layers[0], QuantizedLinear):
-        return QuantizedLinear(quantized_linear.merged([layer.matrix for layer in layers]), bias)
+        return QuantizedLinear(merged([layer.matrix for layer in layers]), bias)
     weight = torch.cat([layer.weight.detach() for layer in layers])
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)

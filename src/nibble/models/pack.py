@@ -15,17 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from nibble.kernels.quantized_linear import PackedMatrix
+from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
 from nibble.kernels.weight_formats import WORD, WeightFormat, unserved
-
-if TYPE_CHECKING:
-    from nibble.models.unpack import Parts
+from nibble.models.matrix_parts import Parts
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the outputs of a word lie in AWQ's GEMM layout, by output."""
@@ -41,7 +38,7 @@ class NotPackedError(Exception):
     """A matrix cannot be kept packed, and is unpacked."""
 
 
-Reader = Callable[["Parts", "Packer"], PackedMatrix]
+Reader = Callable[[Parts, "Packer"], PackedMatrix]
 """Reads a matrix in one spelling; raises NotPackedError."""
 
 
@@ -147,7 +144,7 @@ def _rounding(scale: Tensor) -> torch.dtype:
     return scale.dtype if scale.dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def _words(codes: Tensor) -> Tensor:
+def _as_int32(codes: Tensor) -> Tensor:
     """Return bytes [N, B] as int32 words [N, B / 4]."""
     _require(codes.shape[1] % 4 == 0)
     return codes.contiguous().view(torch.int32)
@@ -168,9 +165,9 @@ def small_floats(parts: Parts, packer: Packer) -> PackedMatrix:
     scale = scale.to(packer.device)
     if scale.dtype == torch.uint8:
         _require(scale.dim() == 2 and scale.shape[0] == rows)
-        return packer.matrix(kind, _words(codes), scale, scales="e8m0")
+        return packer.matrix(kind, _as_int32(codes), scale, scales="e8m0")
     scale = _by_rows(scale.float(), rows, columns, parts)
-    return packer.matrix(kind, _words(codes), scale, rounded=rounded)
+    return packer.matrix(kind, _as_int32(codes), scale, rounded=rounded)
 
 
 def _by_rows(scale: Tensor, rows: int, columns: int, parts: Parts) -> Tensor:
@@ -195,18 +192,23 @@ def modelopt_nvfp4(parts: Parts, packer: Packer) -> PackedMatrix:
         parts[end].to(packer.device) for end in ("weight", "weight_scale", "weight_scale_2")
     )
     _require(scale.dtype == torch.float8_e4m3fn and second.numel() == 1)
-    return packer.matrix("e2m1", _words(codes), scale, scales="e4m3", global_scale=second.float().view(1))
+    return packer.matrix("e2m1", _as_int32(codes), scale, scales="e4m3", global_scale=second.float().view(1))
 
 
 def packed_floats(parts: Parts, packer: Packer) -> PackedMatrix:
     """NVFP4 and MXFP4 by compressed-tensors, which divides by NVFP4's global scale."""
     codes, scale = (parts[end].to(packer.device) for end in ("weight_packed", "weight_scale"))
     if scale.dtype == torch.uint8:
-        return packer.matrix("e2m1", _words(codes), scale, scales="e8m0")
+        return packer.matrix("e2m1", _as_int32(codes), scale, scales="e8m0")
     divisor = parts["weight_global_scale"].to(packer.device).float()
     _require(scale.dtype == torch.float8_e4m3fn and divisor.numel() == 1)
     return packer.matrix(
-        "e2m1", _words(codes), scale, scales="e4m3", global_scale=1 / divisor.view(1), rounded=torch.bfloat16
+        "e2m1",
+        _as_int32(codes),
+        scale,
+        scales="e4m3",
+        global_scale=1 / divisor.view(1),
+        rounded=torch.bfloat16,
     )
 
 

@@ -32,10 +32,10 @@ from nibble.errors import WeightError
 from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
 from nibble.models import pack
 from nibble.models.hub import first_line, weight_files
+from nibble.models.matrix_parts import Parts
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
 
 WORD = 32
-BLOCK = (128, 128)
 
 _FOR_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale", "activation_scale"})
 """Of inputs that other engines quantise too. Here they are left as they are, which is only more exact."""
@@ -68,39 +68,6 @@ class _Slice:
     def _placeholder(self) -> Tensor | None:
         read = self._spelling.pack
         return self._packer.placeholder(self._parts, read) if self._packer and read else None
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The tensors of a matrix."""
-
-    name: str
-    """Of the matrix, for errors."""
-    stored: Mapping[str, Any]
-    """Safetensors' slices by the end of their names."""
-    config: Mapping[str, Any]
-    """The checkpoint's `quantization_config`."""
-
-    def __getitem__(self, end: str) -> Tensor:
-        if end not in self.stored:
-            raise WeightError(f"the checkpoint lacks {end!r} beside the quantised matrix {self.name}")
-        tensor: Tensor = self.stored[end][...]
-        return tensor
-
-    def get(self, *ends: str) -> Tensor | None:
-        """Return the first of them that is there."""
-        return next((self[end] for end in ends if end in self.stored), None)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Outputs and inputs of a block of FP8."""
-        height, width = self.config.get("weight_block_size") or BLOCK
-        return height, width
-
-    def check(self, right: bool, what: str) -> None:
-        """Raise WeightError unless what is stored fits together."""
-        if not right:
-            raise WeightError(f"the quantised matrix {self.name} does not fit together: {what}")
 
 
 def unpacked(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nibble.hardware import cache_folder
-from nibble.kernels.quantized_linear import PackedMatrix
+from nibble.kernels.quantized_linear.matrix import PackedMatrix
 
 CACHE_VARIABLE = "HUMMING_CACHE_DIR"
 DTYPES = {

@@ -5,15 +5,11 @@ Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.weight_formats import BITS, WORD
-
-if TYPE_CHECKING:
-    from nibble.kernels.quantized_linear import PackedMatrix
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS = 127
@@ -21,24 +17,21 @@ ROWS = 4096
 """Outputs that are unpacked at a time."""
 
 
-def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:
+def unpack_words(packed: Tensor, bits: int, dim: int) -> Tensor:
     """Return the unsigned integers that int32 words hold along a dimension, the first in the lowest bits -> int32."""
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
-    words = words.unsqueeze(dim + 1)
-    shape = [1] * words.dim()
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=packed.device)
+    packed = packed.unsqueeze(dim + 1)
+    shape = [1] * packed.dim()
     shape[dim + 1] = len(shifts)
-    return ((words >> shifts.view(shape)) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+    return ((packed >> shifts.view(shape)) & ((1 << bits) - 1)).flatten(dim, dim + 1)
 
 
 def pack_words(values: Tensor, bits: int, dim: int) -> Tensor:
     """Return int32 words with unsigned integers along a dimension, the first in the lowest bits."""
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int64, device=values.device)
-    parts = values.long().unflatten(dim, (-1, len(shifts)))
-    shape = [1] * parts.dim()
-    shape[dim + 1] = len(shifts)
-    words = (parts << shifts.view(shape)).sum(dim + 1)
-    # The highest bit is the sign of an int32.
-    return torch.where(words >= 1 << (WORD - 1), words - (1 << WORD), words).int()
+    packed = torch.zeros_like(values.unflatten(dim, (-1, WORD // bits)).select(dim + 1, 0), dtype=torch.int32)
+    for i, part in enumerate(values.int().unflatten(dim, (-1, WORD // bits)).unbind(dim + 1)):
+        packed |= part << (i * bits)
+    return packed
 
 
 def dequantize(matrix: PackedMatrix, first: int = 0, stop: int | None = None) -> Tensor:
