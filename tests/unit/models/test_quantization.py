@@ -166,12 +166,14 @@ def test_what_serving_does_with_them_is_noted(tiny: Path, tmp_path: Path) -> Non
         plan = plan_cache(Config(model=str(tmp_path)), lookup_gpu(gpu) if gpu else None).plan
         return "\n".join(plan.notes)
 
+    # No row of these matrices is whole groups of 128, and Transformers has other kernels.
     awq = notes({"quant_method": "awq", "bits": 4, "group_size": 128})
     assert "weights in awq 4 bits: " in awq and "needs accelerate and gptqmodel" in awq
     entry = {"quant_method": CT, "config_groups": group(num_bits=4, type="float", group_size=16)}
-    assert "in bfloat16, as they are unpacked here" in notes(entry) and "serving weights" not in notes(entry)
-    modelopt = notes({"quant_method": "modelopt", "quant_algo": "NVFP4"})
-    assert "in bfloat16, as they are unpacked here" in modelopt
+    assert "multiplied as they are packed by humming-kernels" in notes(entry)
+    assert "serving weights" not in notes(entry)
+    smoothed = notes({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
+    assert "in bfloat16, as they are unpacked here (no kernels multiply" in smoothed
     assert "in float32, as they are unpacked here" in notes({"quant_method": "mxfp4"}, None)
 
 
