@@ -23,7 +23,13 @@ from nibble.engine.plan import plan_cache
 from nibble.errors import ConfigError
 from nibble.hardware import lookup_gpu
 from nibble.models import checkpoint
-from nibble.models.linear import MergedLinear, QuantizedLinear, merge_linears, prepare_linears, quantized_layers
+from nibble.models.linear import (
+    MergedLinear,
+    QuantizedLinear,
+    merge_linears,
+    prepare_linears,
+    quantized_layers,
+)
 from nibble.models.observations import observe_model
 from nibble.models.quantization import Handling
 from nibble.models.refusals import load_config
