@@ -30,7 +30,7 @@ ARCHS = frozenset({75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121})
 """Compute capabilities that it has kernels for."""
 GROUPS = (0, 16, 32, 64, 128)
 """Sizes of groups that it multiplies; 0: the whole row."""
-TILE = (64, 128)
+TILE = (128, 128)
 """Outputs and inputs that the shape of a matrix must be a multiple of."""
 WORD = 32
 FULL_DTYPE = "float32"

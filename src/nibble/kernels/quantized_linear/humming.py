@@ -14,12 +14,14 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nibble.hardware import cache_folder
+from nibble.kernels import UNBOUNDED
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 
 CACHE_VARIABLE = "HUMMING_CACHE_DIR"
@@ -32,6 +34,9 @@ DTYPES = {
 }
 """Our names of codes and scales -> the library's."""
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+RANGES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
+"""Numbers of rows; between two of them the kernel for the larger computes. The library itself has three times as many
+kernels, each of which takes seconds to compile."""
 LOCKS = 2048
 """int32 values with which programs of a product wait for one another, all zero between products."""
 _kernels: dict[tuple[str, torch.device], Tensor] = {}
@@ -64,6 +69,21 @@ def _config(matrix: PackedMatrix) -> Any:
     )
 
 
+def _schedules(config: Any, device: torch.device) -> list[list[Any]]:
+    """Return the kernels of a matrix: for more rows than the first number, up to the second, settings of a kernel."""
+    from humming.tune import get_heuristics_config
+
+    schedules: list[list[Any]] = []
+    for first, last in pairwise((0, *RANGES)):
+        settings = get_heuristics_config(config, shape_m=last, device=device)
+        if schedules and schedules[-1][2] == settings:
+            schedules[-1][1] = last
+        else:
+            schedules.append([first, last, settings])
+    schedules[-1][1] = UNBOUNDED
+    return schedules
+
+
 def compile_all(matrices: Iterable[PackedMatrix]) -> dict[tuple[object, ...], list[int]]:
     """Compile the kernels of matrices, all at the same time; return for each key numbers of rows that call each."""
     os.environ.setdefault(CACHE_VARIABLE, str(cache_folder() / "humming"))
@@ -75,8 +95,9 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> dict[tuple[object, ...], li
     configs = {key: _config(matrix) for key, matrix in by_key.items()}
 
     def compile(key: tuple[object, ...]) -> Tensor:
+        config, device = configs[key], by_key[key].codes.device
         kernels: Tensor = HummingKernel.prepare_kernels(
-            configs[key].to_str(), device=by_key[key].codes.device
+            config.to_str(), tuning_config=_schedules(config, device), device=device
         )
         return kernels
 
