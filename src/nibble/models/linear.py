@@ -301,8 +301,8 @@ class QuantizedLinear(nn.Module):
     @property
     def matrix(self) -> PackedMatrix:
         """Return the matrix."""
-        shape, *_, dtype, rounded, layout = self.facts
-        tensors = self.codes, self.scale, dtype, rounded, self.zero, self.global_scale
+        shape, *_, rounded, layout = self.facts
+        tensors = self.codes, self.scale, self.dtype, getattr(torch, rounded), self.zero, self.global_scale
         return PackedMatrix(self.format, *tensors, layout, tuple(shape))
 
     @property

@@ -110,11 +110,12 @@ def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Seque
 # An operator, so that a compiler of models does not look into it.
 def _quantized_linear(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None, locks: Tensor | None,
-    shape: list[int], kind: str, group: int, scales: str, dtype: torch.dtype, rounded: torch.dtype, layout: str,
+    shape: list[int], kind: str, group: int, scales: str, dtype: str, rounded: str, layout: str,
 ) -> Tensor:  # fmt: skip
     format = WeightFormat(kind, group, scales, zero is not None, global_scale is not None)
     facts = layout, (shape[0], shape[1])
-    matrix = PackedMatrix(format, codes, scale, dtype, rounded, zero, global_scale, *facts)
+    dtypes = getattr(torch, dtype), getattr(torch, rounded)
+    matrix = PackedMatrix(format, codes, scale, *dtypes, zero, global_scale, *facts)
     x_TK = x.reshape(-1, shape[1])
     if layout == NAIVE or not len(x_TK):
         y_TN = naive.quantized_linear(x_TK, matrix) if layout == NAIVE else x_TK.new_empty(0, shape[0])
@@ -131,7 +132,7 @@ def _shape(x: Tensor, *arguments: object) -> Tensor:
 _library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
 _library.define(
     "quantized_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? locks, "
-    "int[] shape, str kind, int group, str scales, ScalarType dtype, ScalarType rounded, str layout) -> Tensor"
+    "int[] shape, str kind, int group, str scales, str dtype, str rounded, str layout) -> Tensor"
 )
 _library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("nibble::quantized_linear", _shape, lib=_library)

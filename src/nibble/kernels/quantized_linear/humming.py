@@ -34,7 +34,7 @@ DTYPES = {
 }
 """Our names of codes and scales -> the library's."""
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
-RANGES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
+RANGES = (8, 16, 32, 48, 64, 96, 128, 256, 512, 2048, 8192)
 """Numbers of rows; between two of them the kernel for the larger computes. The library itself has three times as many
 kernels, each of which takes seconds to compile."""
 LOCKS = 2048

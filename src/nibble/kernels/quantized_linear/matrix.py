@@ -69,15 +69,8 @@ class PackedMatrix:
     def facts(self) -> tuple[Any, ...]:
         """What the operator is given beside tensors."""
         format = self.format
-        return (
-            list(self.shape),
-            format.codes,
-            format.group,
-            format.scales,
-            self.dtype,
-            self.rounded,
-            self.layout,
-        )
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.rounded))
+        return list(self.shape), format.codes, format.group, format.scales, *dtypes, self.layout
 
 
 def merged(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
