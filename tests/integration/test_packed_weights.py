@@ -208,6 +208,25 @@ def test_a_matrix_that_is_of_no_linear_layer_is_unpacked(monkeypatch: pytest.Mon
     assert (logits(model) - expected).abs().max() <= TOLERANCE
 
 
+def test_a_text_tower_under_another_prefix(tmp_path: Path) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+
+    folder = copied("gptq_sym", tmp_path, rename)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {
+        "model_type": "somebodys_vl",
+        "quantization_config": config.pop("quantization_config"),
+        "text_config": config,
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    model = read(folder)
+    assert len(quantized_layers(model)) == 7
+    expected = logits(read(FIXTURES / "gptq_sym", Handling.UNPACKED))
+    assert (logits(model) - expected).abs().max() <= TOLERANCE
+
+
 def test_a_layer_says_its_plain_weight() -> None:
     plain, model = read(FIXTURES / "awq_gemm", Handling.UNPACKED), read(FIXTURES / "awq_gemm")
     layer = model.model.layers[0].mlp.down_proj
