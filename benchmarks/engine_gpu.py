@@ -1,7 +1,8 @@
 """The engine on one GPU, 8B models with random weights: what a 4-bit cache is worth in tokens a second.
 
     python benchmarks/engine_gpu.py [--models llama-3.1-8b,qwen3-8b] [--schemes bf16,fp8_e4m3,nvfp4] [--tiny]
-        [--workloads 16K/1K,2K/2K,1K/8K] [--concurrency 1,8,32,128] [--full 16K/1K@128] [--out FOLDER] [--report]
+        [--workloads 16K/1K,2K/2K,1K/8K] [--concurrency 1,8,32,128] [--full 16K/1K@128] [--weights int4]
+        [--out FOLDER] [--report]
 
 **Measured**, through nibble.LLM, one engine per scheme in the same GPU memory: the rate at which prompts are computed,
 and the time of a decode step (schedule, model, attention, greedy sampling, answers handed out; no tokenizer) at each
@@ -23,6 +24,7 @@ from typing import Any
 import engine_load as load
 import torch
 from engine_load import Costs, Outcome, Workload
+from packed_weights import KINDS
 from random_models import served
 from report import Aim, aims_table, markdown, ratio, worst, write_figures
 
@@ -75,6 +77,8 @@ class Plan:
     full: tuple[tuple[Workload, int], ...]
     prefill_tokens: int
     engine: dict[str, Any]
+    weights: str = ""
+    """A name of packed_weights.KINDS."""
 
 
 def plan(options: argparse.Namespace) -> Plan:
@@ -90,13 +94,14 @@ def plan(options: argparse.Namespace) -> Plan:
         "device": gpu.device(),
     }
     runs = tuple((Workload.parse(work), int(count)) for work, _, count in full)
-    return Plan(workloads, concurrency, runs, 128 if options.tiny else PREFILL_TOKENS, engine)
+    tokens = 128 if options.tiny else PREFILL_TOKENS
+    return Plan(workloads, concurrency, runs, tokens, engine, options.weights)
 
 
 def measure(model: str, scheme: str, todo: Plan, copy: float) -> Result:
     """Everything about one engine."""
     began = time.perf_counter()
-    with served(model, kv_format=scheme, **todo.engine) as made:
+    with served(model, kv_format=scheme, weights=todo.weights, **todo.engine) as made:
         llm, start = made.llm, time.perf_counter() - began
         say(
             f"{model} {scheme}: {start:.0f} s ({llm.engine.startup.summary}), {llm.budget.tokens} tokens resident"
@@ -265,6 +270,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", default="llama-3.1-8b,qwen3-8b")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--weights", default="", help=f"quantise linear layers: {', '.join(KINDS)}")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="prompt/answer tokens")
     parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)))
     parser.add_argument("--token-budget", type=int, default=8192, help="most tokens computed in one step")

@@ -10,12 +10,17 @@ Gate: outputs against Transformers' own implementation.
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from report import markdown
 from torch import Tensor, nn
+from triton.runtime.errors import OutOfResources
 
 import gpu
 from nibble.kernels.experts import triton as kernels
@@ -35,7 +40,7 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
         {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
     ),
 }
-LAYERS = 6
+LAYERS, TRIALS = 6, 7
 AIMS = {1: 2.2, 8: 2.0, 64: 1.7}
 """Most times the time of the bytes."""
 
@@ -69,34 +74,39 @@ def serve(made: list[nn.Module], implementation: str) -> None:
 def microseconds(made: list[nn.Module], x: Tensor) -> tuple[float, Tensor]:
     """Return the time of one layer in a CUDA graph of all, and the output of the last."""
 
-    def step() -> Tensor:
+    def step() -> list[Tensor]:
+        # All are returned: a compiler leaves out what nobody reads.
         outputs = [block(x) for block in made]
-        last = outputs[-1]
-        return last[0] if isinstance(last, tuple) else last
+        return [y[0] if isinstance(y, tuple) else y for y in outputs]
 
     if x.device.type == "cpu":
         began = time.perf_counter()
-        y = step()
+        y = step()[-1]
         return (time.perf_counter() - began) * 1e6 / len(made), y
     torch._dynamo.reset()
-    compiled = [torch.compile(block, fullgraph=True) for block in made[:1]]
-    del compiled
     run: Any = torch.compile(step, fullgraph=True)
     for _ in range(2):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = run()
+        y = run()[-1]
+    return timed(graph.replay) / len(made), y.clone()
+
+
+def timed(call: Callable[[], object], flush: Tensor | None = None) -> float:
+    """Return the median time of a call in microseconds. flush: written before each, so that no cache has weights."""
     times = []
-    for _ in range(7):
+    for _ in range(TRIALS):
+        if flush is not None:
+            flush.zero_()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        call()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
-    return sorted(times)[3] * 1e3 / len(made), y.clone()
+    return statistics.median(times) * 1e3
 
 
 def needed_bytes(block: nn.Module, x: Tensor) -> int:
@@ -125,45 +135,27 @@ def kernels_of(made: list[nn.Module], x: Tensor) -> str:
     return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
 
 
-def tiles(block: nn.Module, x: Tensor) -> list[tuple[str, float]]:
-    """Time products alone by tile: pairs of a tile and the microseconds of both."""
+def tiles(block: nn.Module, x: Tensor) -> list[tuple[float, str]]:
+    """Return the microseconds of both products alone by tile, the fastest first."""
     (module,) = (m for m in block.modules() if hasattr(m, "is_transposed"))
-    chosen = torch.rand(len(x[0]), module.num_experts, device=x.device).topk(SHAPES_TOP(module)).indices
-    up, down = (getattr(module, n) for n in ("gate_up_proj", "down_proj"))
-    if module.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device=x.device)
-    results = []
-    for width in (16, 32, 64, 128):
-        for depth in (64, 128, 256):
-            for stages in (3, 4, 6):
-                for warps in (4,):
-                    tile = kernels.Tile(width, depth, warps, stages)
-                    for name, weight, rows in (("up", up, x[0]), ("down", down, None)):
-                        rows = (
-                            rows
-                            if rows is not None
-                            else torch.randn(chosen.numel(), weight.shape[2], device=x.device, dtype=x.dtype)
-                        )
-                        try:
-                            kernels.few_product(rows, chosen, weight, None, tile=tile)
-                            times = []
-                            for _ in range(5):
-                                flush.zero_()
-                                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                                a.record()
-                                kernels.few_product(rows, chosen, weight, None, tile=tile)
-                                b.record()
-                                b.synchronize()
-                                times.append(a.elapsed_time(b) * 1e3)
-                            results.append((f"{name} {tile}", sorted(times)[2]))
-                        except Exception as error:
-                            results.append((f"{name} {tile} {type(error).__name__}", float("inf")))
-    return results
-
-
-def SHAPES_TOP(module: Any) -> int:
-    return int(module.config.num_experts_per_tok)
+    chosen_TK = torch.rand(len(x[0]), module.num_experts, device=x.device).topk(
+        module.config.num_experts_per_tok
+    )[1]
+    flush, results = torch.empty(1 << 28, dtype=torch.uint8, device=x.device), []
+    for name in ("gate_up_proj", "down_proj"):
+        weight_ENI = getattr(module, name)
+        weight_ENI = weight_ENI.transpose(1, 2) if module.is_transposed else weight_ENI
+        tokens = len(x[0]) if name == "gate_up_proj" else chosen_TK.numel()
+        rows = torch.randn(tokens, weight_ENI.shape[2], device=x.device, dtype=x.dtype)
+        for outputs, inputs, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6)):
+            tile = kernels.Tile(outputs, inputs, stages=stages)
+            call = partial(kernels.few_product, rows, chosen_TK, weight_ENI, None, tile=tile)
+            try:
+                call()
+                results.append((timed(call, flush), f"{name} {tile}"))
+            except OutOfResources:
+                continue
+    return sorted(results)
 
 
 def main() -> None:
@@ -197,7 +189,7 @@ def main() -> None:
                 if options.kernels:
                     print(kernels_of(made, x), flush=True)
                 if options.tiles:
-                    for text, us in sorted(tiles(made[0], x), key=lambda item: (item[0][:4], item[1])):
+                    for us, text in tiles(made[0], x):
                         print(f"  {us:8.1f} us  {text}", flush=True)
             del made
     head = (

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packed_weights import KINDS, quantize
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -25,6 +26,8 @@ from nibble.engine import build
 from nibble.model_spec import ModelSpec
 from nibble.models import hook
 from nibble.models.checkpoint import prepare_model
+from nibble.models.linear import QuantizedLinear, quantized_layers
+from nibble.models.quantization import Handling
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -94,7 +97,8 @@ class Served:
         model = self.llm.engine.runner.model
         assert isinstance(model, nn.Module)
         table = model.get_input_embeddings()  # type: ignore[operator]
-        return sum(p.nbytes for p in model.parameters()) - table.weight.nbytes
+        packed = sum(layer.matrix.nbytes for layer in quantized_layers(model))
+        return packed + sum(p.nbytes for p in model.parameters()) - table.weight.nbytes
 
 
 PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
@@ -102,9 +106,15 @@ PLAIN: dict[str, Any] = {"kv_transforms": "none", "kv_window": 0}
 
 
 @contextmanager
-def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served]:
-    """The engine of a shape in SHAPES; options are fields of nibble.Config. likeness: see make()."""
+def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any) -> Iterator[Served]:
+    """The engine of a shape in SHAPES; options are fields of nibble.Config.
+
+    likeness: see make(). weights: a name of packed_weights.KINDS; those of linear layers are then quantised, and what
+    the engine is checked against is the model with these.
+    """
     family, changes = SHAPES[shape]
+    if weights:
+        changes = {**changes, "quantization_config": KINDS[weights].config}
     kept: dict[str, Any] = {}
 
     def load(
@@ -114,8 +124,13 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
         device: str,
         *,
         deterministic: bool = False,
+        handling: Handling = Handling.UNPACKED,
     ) -> nn.Module:
+        if weights:
+            del config.quantization_config
         model = make(config, dtype, device, likeness)
+        if weights and handling is Handling.PACKED:
+            pack(model, weights)
         kept["prompt"] = torch.randint(model_spec.vocab_size, (PROMPT,)).tolist()
         kept["expected"] = reference(model, kept["prompt"])
         return prepare_model(model, model_spec, deterministic=deterministic)
@@ -125,6 +140,15 @@ def served(shape: str, likeness: float = 0.0, **options: Any) -> Iterator[Served
         with mock.patch.object(build, "load", load):
             llm = LLM(folder, **{"kv_scales": "one", **PLAIN, **options})
         yield Served(llm, kept["prompt"], kept["expected"])
+
+
+def pack(model: Any, weights: str) -> None:
+    """Quantises the linear layers of a model but the last, in place."""
+    output = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and layer is not output:
+            matrix = quantize(layer.weight.data, KINDS[weights].format)
+            model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
 
 
 def make(config: PretrainedConfig, dtype: str, device: str, likeness: float = 0.0) -> nn.Module:

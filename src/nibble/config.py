@@ -17,6 +17,7 @@ from nibble.errors import ConfigError, RequestError, unknown
 BUNDLED = ("demo", "demo-mla")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
 MAX_WINDOW = 4096
 """Most tokens of an exact window."""
 MAX_SINKS = 1024
@@ -111,6 +112,11 @@ class Config:
     allow_staging: bool = option(False, "Allow a decode backend that needs pages dequantised first (slow).")
     dtype: str = option("auto", "Compute dtype: auto (float32 on a CPU, else the checkpoint's), or a name.")
     device: str = option("auto", "auto, cpu or cuda.")
+    quantized_weights: str = option(
+        "auto",
+        "Quantised matrices of linear layers in memory: packed (as they are stored; humming-kernels multiplies them on "
+        "a GPU), unpacked (to the compute dtype), or auto (packed on a GPU that can, else unpacked).",
+    )
     kv_memory: str | None = option(
         None, "Memory for the KV cache, as 2GiB; else what is free, within reason."
     )
@@ -187,8 +193,7 @@ class Config:
             if not _fits(annotation, value):
                 kind = type(value).__name__
                 raise ConfigError(f"{option.name} must be {_expected(annotation)}, not {value!r} ({kind})")
-        if self.dtype not in DTYPES:
-            raise ConfigError(unknown("dtype", self.dtype, DTYPES))
+        self._check_names()
         for name in ("max_running", "token_budget", "page_size", "max_context", "index_topk", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -206,6 +211,11 @@ class Config:
             )
         _ = self.kv_memory_bytes, self.offload, self.quality  # all raise where the text is malformed
         self._check_watch()
+
+    def _check_names(self) -> None:
+        for name, names in (("dtype", DTYPES), ("quantized_weights", QUANTIZED_WEIGHTS)):
+            if getattr(self, name) not in names:
+                raise ConfigError(unknown(name, getattr(self, name), names))
 
     def _check_watch(self) -> None:
         share, alert = self.watch_fidelity, self.fidelity_alert

@@ -98,6 +98,8 @@ class StoredWeights:
     """What they are, for people: `nvfp4`, `4 bits`."""
     bytes: int
     """With scales, and with all that is not quantised."""
+    packed: int
+    """Of the same on a device that keeps matrices packed, where kernels multiply them so, and the others unpacked."""
     unreadable: str = ""
     """What of them cannot be read, in words."""
 

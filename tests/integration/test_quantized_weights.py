@@ -54,7 +54,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
     return folder
 
 
-def error_of(folder: Path, name: str) -> float:
+def error_of(folder: Path, name: str, quantized_weights: str = "auto") -> float:
     """How far log-probabilities of the prompt are from those that the library's weights give."""
     expected = load_file(FIXTURES / name / EXPECTED)
     ids = expected["input_ids"][0].tolist()
@@ -65,6 +65,7 @@ def error_of(folder: Path, name: str) -> float:
         "device": "cpu",
         "max_context": 64,
         "kv_memory": "4MiB",
+        "quantized_weights": quantized_weights,
     }
     with LLM(str(folder), **options) as llm:
         (output,) = llm.generate([ids], max_tokens=1, prompt_logprobs=0)

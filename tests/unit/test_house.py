@@ -23,7 +23,7 @@ TORCH_FREE = (
     "errors", "files", "config", "options", "spec", "model_spec", "cache/radix_cache", "cache/manager",
     "cache/lease", "cache/snapshots", "cache/exact_window", "cache/residency", "attention/planner/support", "attention/planner/plan", "attention/planner/resolve",
     "attention/planner/options", "attention/planner/refusal", "attention/planner/explain", "attention/planner/memory",
-    "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "models/varying", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
+    "attention/planner/evidence", "attention/planner/suggestion", "models/quantization", "kernels/weight_formats", "models/varying", "engine/plan", "engine/request", "engine/scheduler", "models/observations", "cli/plan",
 )  # fmt: skip
 BOOKS = (
     "nibble.attention.planner.resolve",
@@ -46,6 +46,7 @@ FOREIGN = {
     "flashinfer": {"attention/backends/flashinfer"},
     "flash_mla": {"attention/backends/flashmla"},
     "flash_attn_interface": {"attention/backends/flash_attention"},
+    "humming": {"kernels/quantized_linear/humming"},
     "vllm": set(),
     "sgl_kernel": set(),
     "typer": {"cli"},

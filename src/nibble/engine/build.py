@@ -48,7 +48,7 @@ from nibble.models.forward import Forward, compiled, plain_invariant
 from nibble.models.generation_config import SamplingDefaults, sampling_defaults
 from nibble.models.hub import has_tokenizer, local_folder, locate, pinned
 from nibble.models.observe import context_limits
-from nibble.models.quantization import require_readable
+from nibble.models.quantization import Handling, require_readable
 from nibble.models.refusals import load_config
 from nibble.threads import LoadMeter
 
@@ -195,7 +195,11 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         model_config = load_config(
             config.model, config.index_topk, trust_remote_code=config.trust_remote_code
         )
-        model = load(model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic)
+        weights = engine_plan.weights
+        model = load(
+            model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic,
+            handling=weights.handling if weights else Handling.UNPACKED,
+        )  # fmt: skip
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])
     if parts.texts is None:

@@ -10,6 +10,7 @@ from nibble.attention.planner.plan import Plan
 from nibble.config import Config
 from nibble.hardware import Hardware
 from nibble.model_spec import ModelSpec
+from nibble.models.quantization import Weights
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class CachePlan:
     """Times of this machine that `auto` follows."""
     preface: tuple[str, ...] = ()
     """Notes that are not of the routes."""
+    weights: Weights | None = None
+    """What becomes of weights that are quantised."""
 
     @property
     def warning(self) -> str:

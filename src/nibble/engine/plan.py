@@ -128,13 +128,14 @@ def plan_cache(
     model_spec = replace(model_spec, model=config.model)
     if config.deterministic:
         require_invariant(model_spec, hardware)
-    model_spec, weight_notes = _count_weights(model_spec, dtype, hardware, here)
+    model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
+    weight_notes = quantization.notes(weights, dtype, hardware, here=here) if weights else ()
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
     preface = (source_note, formats_note, *weight_notes)
     plan = resolve(config, model_spec, hardware, table, declared=declared, measured=times)
-    cache_plan = CachePlan(config, hardware, model_spec, plan, here, declared, BEST, times, preface)
+    cache_plan = CachePlan(config, hardware, model_spec, plan, here, declared, BEST, times, preface, weights)
     cache_plan = _annotated(cache_plan, table)
     return cache_plan if calibrated else with_usable_transforms(cache_plan, local_folder)
 
@@ -214,15 +215,14 @@ def _share(hardware: Hardware, utilization: float | None) -> Hardware:
 
 
 def _count_weights(
-    model_spec: ModelSpec, dtype: str, hardware: Hardware, here: bool
-) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Return the model with its weights as they lie in memory, and notes where they are quantised."""
+    config: Config, model_spec: ModelSpec, dtype: str, hardware: Hardware, here: bool
+) -> tuple[ModelSpec, quantization.Weights | None]:
+    """Return the model with its weights as they lie in memory, and what becomes of them where they are quantised."""
     stored, full = model_spec.stored_weights, model_spec.weight_bytes
     if stored is None:
-        return model_spec, ()
-    resident = quantization.resident_bytes(stored, full, hardware, here=here)
-    notes = quantization.notes(stored, full, dtype, hardware, here=here)
-    return replace(model_spec, weight_bytes=resident), tuple(notes)
+        return model_spec, None
+    weights = quantization.plan_weights(config, stored, full, dtype, hardware, here=here)
+    return replace(model_spec, weight_bytes=weights.bytes), weights
 
 
 def plan_memory(cache_plan: CachePlan) -> EnginePlan:

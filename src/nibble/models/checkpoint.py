@@ -24,18 +24,24 @@ from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
 from nibble.models import equivalence, hook
 from nibble.models.checkpoint_scales import has_weights, is_scale
-from nibble.models.experts import serve_experts
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import merge_and_tune_linears, merge_linears, pack_experts, pack_linears
+from nibble.models.linear import prepare_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
-from nibble.models.quantization import is_unpacked, quantization_entry
+from nibble.models.pack import Packer
+from nibble.models.quantization import READABLE, Handling, quantization_entry
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
 from nibble.models.unpack import unpacked
 
 
 def load(
-    config: PretrainedConfig, model_spec: ModelSpec, dtype: str, device: str, *, deterministic: bool = False
+    config: PretrainedConfig,
+    model_spec: ModelSpec,
+    dtype: str,
+    device: str,
+    *,
+    deterministic: bool = False,
+    handling: Handling = Handling.UNPACKED,
 ) -> nn.Module:
     """Load the weights.
 
@@ -45,19 +51,38 @@ def load(
         dtype: compute dtype, a name of torch.
         device: where the model runs.
         deterministic: see prepare_model().
+        handling: what becomes of weights that are quantised.
 
     Returns:
         The model in eval mode, prepared by prepare_model().
 
     Raises:
+        BackendError: kernels for packed matrices do not compute what they should.
         ConfigError: what is replaced is not what the family's own code computes.
         WeightError: the checkpoint is missing, broken, or another model's.
     """
     path = locate(model_spec.model)
     _check_files(Path(path))
+    packer = Packer(device, getattr(torch, dtype)) if handling is Handling.PACKED else None
+    source = partial(_source, config, path, handling, packer)
+    model = _read(source, model_spec, path, dtype)
+    if packer:
+        set_packed(model, packer)
+        # The loader makes other tensors of some matrices, and some are of no linear layer.
+        if others := packer.forget():
+            packer.plain |= others
+            model = _read(source, model_spec, path, dtype)
+            set_packed(model, packer)
+    return prepare_model(model.to(device), model_spec, deterministic=deterministic)
+
+
+def _read(
+    open_source: Callable[[ExitStack], Source], model_spec: ModelSpec, path: str, dtype: str
+) -> nn.Module:
+    """Return the model as Transformers loads it, on the host, with placeholders for matrices that are kept packed."""
     try:
         with quiet(), ExitStack() as files:
-            source, config, tensors = _source(config, path, device, files)
+            source, config, tensors = open_source(files)
             renaming, others = _text_tensors(config, path, tensors)
             model, info = model_class(config).from_pretrained(
                 source,
@@ -87,21 +112,26 @@ def load(
         raise WeightError(f"cannot load the weights of {model_spec.model!r} from {path}: {error}") from error
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
     _check_tensors(info, model_spec.model)
-    return prepare_model(model.to(device), model_spec, deterministic=deterministic)
+    loaded: nn.Module = model
+    return loaded
+
+
+Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
+"""What Transformers is to load: a path or tensors by name, and the config."""
 
 
 def _source(
-    config: PretrainedConfig, path: str, device: str, files: ExitStack
-) -> tuple[str | None, PretrainedConfig, dict[str, Any] | None]:
-    """Return what Transformers is to load: the checkpoint as it is, or its tensors with quantised ones unpacked."""
+    config: PretrainedConfig, path: str, handling: Handling, packer: Packer | None, files: ExitStack
+) -> Source:
+    """Return the checkpoint as it is, or its tensors with quantised ones unpacked or packed."""
     entry = quantization_entry(config)
-    if not is_unpacked(str(entry.get("quant_method") or ""), is_cpu=torch.device(device).type == "cpu"):
+    if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
         return path, config, None
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return None, plain, unpacked(download(path), entry, files)
+    return None, plain, unpacked(download(path), entry, files, packer)
 
 
 def _set_generation_config(model: Any, folder: Path) -> None:
@@ -146,6 +176,7 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
         deterministic: leave out kernels that compute few rows in another order than many.
 
     Raises:
+        BackendError: kernels for packed matrices do not compute what they should.
         ConfigError: what is replaced is not what the family's own code computes.
     """
     # First, because its own code shall compute with the same frequencies, and tabulate_rope() its tables.
@@ -155,14 +186,7 @@ def prepare_model(model: nn.Module, model_spec: ModelSpec, *, deterministic: boo
     adapt(model)
     if next(model.parameters()).is_cuda:
         tabulate_rope(model, model_spec.max_context)
-        if deterministic:
-            merge_linears(model, tune=False)
-        else:
-            merge_and_tune_linears(model)
-            serve_experts(model)
-    else:
-        pack_linears(model)
-        pack_experts(model)
+    prepare_linears(model, deterministic=deterministic)
     model.eval().requires_grad_(False)
     equivalence.check(model, model_spec, reference)
     return model

@@ -26,8 +26,11 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
-from nibble.kernels import linear
+from nibble.kernels import linear, quantized_linear
+from nibble.kernels.quantized_linear.matrix import TENSORS, PackedMatrix, merged
+from nibble.models.experts import serve_experts
 from nibble.models.observe import record_calls, skeleton
+from nibble.models.pack import Packer
 
 PACKED_FOR = 8
 """Number of tokens that weights are packed for."""
@@ -222,9 +225,8 @@ ExpertsInterface.register(_EXPERTS, _compute_experts)
 class _Product:
     """The product of several layers that read the same input; the result is freed after its last part is read."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int, *, tune: bool) -> None:
-        self.weight, self.bias, self.parts = weight, bias, parts
-        self.multiply = linear.linear if tune and linear.serves(weight) else F.linear
+    def __init__(self, layer: Any, parts: int) -> None:
+        self.layer, self.parts = layer, parts
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.num_unread = 0
@@ -234,7 +236,7 @@ class _Product:
         if self.x is not x or self.y is None:
             # An old result is freed first, so that two never exist at once.
             self.x = self.y = None
-            self.y = self.multiply(x, self.weight, self.bias)
+            self.y = self.layer(x)
             self.x, self.num_unread = x, self.parts
         part = self.y[..., start:stop]
         self.num_unread -= 1
@@ -249,10 +251,11 @@ class MergedLinear(nn.Module):
     def __init__(self, product: _Product, start: int, stop: int) -> None:
         super().__init__()
         self.product, self.start, self.stop = product, start, stop
-        # A view of the product's weight: families that read a layer's weight find it, and it takes no memory.
-        self.weight = nn.Parameter(product.weight[start:stop], requires_grad=False)
-        bias = product.bias
-        self.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
+        if not isinstance(product.layer, QuantizedLinear):
+            # A view of the product's weight: families that read a layer's weight find it, and it takes no memory.
+            self.weight = nn.Parameter(product.layer.weight[start:stop], requires_grad=False)
+            bias = product.layer.bias
+            self.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this layer's part of the product."""
@@ -271,6 +274,109 @@ class LargeLinear(nn.Module):
         return linear.linear(x, self.weight, self.bias)
 
 
+class QuantizedLinear(nn.Module):
+    """A layer, or several merged ones, whose matrix is kept packed; kernels/quantized_linear multiplies by it."""
+
+    facts: tuple[Any, ...]
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    global_scale: Tensor | None
+    locks: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.shape
+        self.format, self.dtype = matrix.format, matrix.dtype
+        for name in (*TENSORS, "locks"):
+            self.register_buffer(name, None, persistent=False)
+        self.set(matrix)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def set(self, matrix: PackedMatrix, locks: Tensor | None = None) -> None:
+        """Keep a matrix of the same values, and what its kernels need beside it."""
+        self.facts, self.locks = matrix.facts, locks
+        for name in TENSORS:
+            setattr(self, name, getattr(matrix, name))
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """Return the matrix."""
+        shape, *_, rounded, layout = self.facts
+        tensors = self.codes, self.scale, self.dtype, getattr(torch, rounded), self.zero, self.global_scale
+        return PackedMatrix(self.format, *tensors, layout, tuple(shape))
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the plain weight [N, K], computed at each access, for models that read its dtype or values."""
+        ones_KK = torch.eye(self.in_features, dtype=self.dtype, device=self.codes.device)
+        return self._multiply(ones_KK).T
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.nibble.quantized_linear(
+            x, self.codes, self.scale, self.zero, self.global_scale, self.locks, *self.facts
+        )
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
+        y = self._multiply(x)
+        return y if self.bias is None else y + self.bias
+
+
+def set_packed(model: nn.Module, packer: Packer) -> int:
+    """Replace the layers of a loaded model whose matrices are kept packed, in place; return their number."""
+    count = 0
+    for name, layer, matrix in packer.matrices(model):
+        model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
+        count += 1
+    return count
+
+
+def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
+    """Return the packed layers of a model, each product of merged ones once."""
+    products = (getattr(getattr(module, "product", None), "layer", module) for module in model.modules())
+    return list({id(layer): layer for layer in products if isinstance(layer, QuantizedLinear)}.values())
+
+
+def prepare_quantized(model: nn.Module) -> None:
+    """Compile kernels for the packed layers of a model on a GPU, and bring these into their layout, in place.
+
+    Raises:
+        BackendError: They do not compile, or do not compute what they should.
+    """
+    layers = quantized_layers(model)
+    prepare = quantized_linear.preparation([layer.matrix for layer in layers])
+    for layer in layers:  # one after the other: nothing else holds what was there before
+        layer.set(*prepare(layer.matrix))
+
+
+def prepare_linears(model: Any, *, deterministic: bool = False) -> None:
+    """Replace the linear layers and experts of `model` by faster ones, in place.
+
+    Args:
+        model: as Transformers loads it, with its packed layers.
+        deterministic: leave out kernels that compute few rows in another order than many.
+
+    Raises:
+        BackendError: kernels of packed layers do not compile, or do not compute what they should.
+    """
+    is_packed = bool(quantized_layers(model))
+    if not next(model.parameters()).is_cuda:
+        if is_packed:
+            merge_linears(model, tune=False, packed_only=True)
+        pack_linears(model)
+        pack_experts(model)
+        return
+    if deterministic:
+        merge_linears(model, tune=False)
+    else:
+        merge_and_tune_linears(model)
+        serve_experts(model)
+    if is_packed:
+        prepare_quantized(model)
+
+
 def merge_and_tune_linears(model: Any) -> None:
     """Prepare the linear layers of `model` for steps of few tokens, in place.
 
@@ -283,21 +389,22 @@ def merge_and_tune_linears(model: Any) -> None:
             model.set_submodule(name, LargeLinear(module))
 
 
-def merge_linears(model: Any, *, tune: bool) -> int:
+def merge_linears(model: Any, *, tune: bool, packed_only: bool = False) -> int:
     """Merge linear layers of `model` that read the same input, in place; return the number of layers merged.
 
     Args:
         model: the model.
         tune: whether kernels/linear computes few rows where that is faster, in another order than many.
+        packed_only: leave plain layers as they are.
     """
-    groups = [
-        names
-        for names in linears_by_input(model)
-        if _can_merge_layers([model.get_submodule(name) for name in names])
-    ]
-    for names in groups:
-        _merge_layers(model, names, tune=tune)
-    return sum(map(len, groups))
+    count = 0
+    for names in linears_by_input(model):
+        layers = [model.get_submodule(name) for name in names]
+        is_packed = isinstance(layers[0], QuantizedLinear)
+        if (is_packed or not packed_only) and _can_merge_layers(layers):
+            _merge_layers(model, names, tune=tune)
+            count += len(names)
+    return count
 
 
 def linears_by_input(model: Any) -> list[tuple[str, ...]]:
@@ -324,8 +431,10 @@ def linears_by_input(model: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def _can_merge_layers(modules: Sequence[nn.Module]) -> bool:
-    """Return whether layers can be merged: plain linear layers of one dtype, all with a bias or none."""
+def _can_merge_layers(modules: Sequence[Any]) -> bool:
+    """Return whether layers can be merged: linear layers, plain or packed alike, all with a bias or none."""
+    if all(isinstance(module, QuantizedLinear) for module in modules):
+        return len({(m.in_features, m.format, m.facts[1:], m.bias is None) for m in modules}) == 1
     if not all(type(module) is nn.Linear for module in modules):
         return False
     kinds = {(m.in_features, m.weight.dtype, m.weight.device, m.bias is None) for m in modules}
@@ -333,11 +442,22 @@ def _can_merge_layers(modules: Sequence[nn.Module]) -> bool:
 
 
 def _merge_layers(model: Any, names: Sequence[str], *, tune: bool) -> None:
-    layers = [model.get_submodule(name) for name in names]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
+    layers: list[Any] = [model.get_submodule(name) for name in names]
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    product, start = _Product(weight, bias, len(layers), tune=tune), 0
+    product, start = _Product(_merged(layers, bias, tune=tune), len(layers)), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
         model.set_submodule(name, MergedLinear(product, start, stop))
         start = stop
+
+
+def _merged(layers: Sequence[Any], bias: Tensor | None, *, tune: bool) -> nn.Module:
+    """Return one layer with the rows of all."""
+    if isinstance(layers[0], QuantizedLinear):
+        return QuantizedLinear(merged([layer.matrix for layer in layers]), bias)
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return LargeLinear(layer) if tune and linear.serves(weight) else layer

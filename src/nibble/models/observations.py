@@ -29,7 +29,13 @@ CONFIG_FILES = ("config.json", INDEX_FILE, MODELOPT_FILE)
 """Files of a checkpoint that say what the model is, or that refuse it."""
 PACKAGES = ("transformers", "torch")
 """Packages whose code is observed, or observes."""
-OBSERVING = ("models/*.py", "attention/*.py", "kernels/types.py", "model_spec.py")
+OBSERVING = (
+    "models/*.py",
+    "attention/*.py",
+    "kernels/types.py",
+    "kernels/weight_formats.py",
+    "model_spec.py",
+)
 """Nibble's own code that takes part in an observation."""
 
 

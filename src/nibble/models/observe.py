@@ -106,18 +106,19 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         weight_bytes=weights,
-        stored_weights=_stored_weights(model, config),
+        stored_weights=_stored_weights(model, config, dtype),
     )
 
 
-def _stored_weights(model: Any, config: PretrainedConfig) -> StoredWeights | None:
+def _stored_weights(model: Any, config: PretrainedConfig, dtype: str) -> StoredWeights | None:
     """Return what the quantised weights of a checkpoint take; None where they are not quantised."""
     entry = quantized.quantization_entry(config)
     quantization = quantized.parse(entry)
     if quantization is None:
         return None
     size = quantized.stored_bytes(quantization, _parameters(model))
-    return StoredWeights(quantization.method, quantization.kind, size, quantized.unreadable(entry))
+    packed = quantized.packed_bytes(quantization, _parameters(model), dtype)
+    return StoredWeights(quantization.method, quantization.kind, size, packed, quantized.unreadable(entry))
 
 
 def _parameters(model: nn.Module) -> Iterator[quantized.Parameter]:

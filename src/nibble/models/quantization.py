@@ -15,16 +15,27 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
+from nibble.config import Config
 from nibble.errors import ConfigError, WeightError
 from nibble.formats.scheme_file import MIXED_PRECISION, modelopt_layers
 from nibble.hardware import Hardware, format_bytes
 from nibble.kernels import import_problem
+from nibble.kernels.weight_formats import (
+    ARCHS,
+    BITS,
+    DISTRIBUTION,
+    FULL_DTYPE,
+    PACKAGE,
+    WeightFormat,
+    bytes_kept,
+)
 from nibble.model_spec import StoredWeights
 from nibble.models.hub import weight_files
 
@@ -52,6 +63,8 @@ class MatrixFormat:
     """Of a scale for the whole matrix."""
     column_bytes: int = 0
     """Of an index for each column (GPTQ's `g_idx`)."""
+    packed: WeightFormat | None = None
+    """How it is kept on a device; None where it is always unpacked."""
 
     def size(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix with its scales."""
@@ -61,12 +74,14 @@ class MatrixFormat:
 
 
 def _fp8(group: int = 0, block_rows: int = 1) -> MatrixFormat:
-    return MatrixFormat("fp8", 8, group, 4, block_rows)
+    return MatrixFormat("fp8", 8, group, 4, block_rows, packed=WeightFormat("e4m3", group))
 
 
-MXFP4 = MatrixFormat("mxfp4", 4, 32, 1)
-NVFP4 = MatrixFormat("nvfp4", 4, 16, 1, matrix_bytes=8)
-FP8_TENSOR = MatrixFormat("fp8", 8, matrix_bytes=8)
+MXFP4 = MatrixFormat("mxfp4", 4, 32, 1, packed=WeightFormat("e2m1", 32, "e8m0"))
+NVFP4 = MatrixFormat(
+    "nvfp4", 4, 16, 1, matrix_bytes=8, packed=WeightFormat("e2m1", 16, "e4m3", has_global=True)
+)
+FP8_TENSOR = MatrixFormat("fp8", 8, matrix_bytes=8, packed=WeightFormat("e4m3"))
 FP8_BLOCK = _fp8(128, 128)
 
 
@@ -142,8 +157,18 @@ def _read_integers(config: Mapping[str, Any]) -> Quantization:
     method = str(config["quant_method"])
     bits, group = int(config.get("bits") or config.get("w_bit") or 4), int(config.get("group_size") or 128)
     index = 4 if method == "gptq" else 0
-    format = MatrixFormat(f"{bits} bits", bits, max(group, 0), 2 + bits / 8, column_bytes=index)
+    # GPTQ writes zero points of symmetric weights too.
+    has_zero = not config.get("sym") if method == "gptq" else config.get("zero_point", True)
+    packed = None if config.get("desc_act") else _integers(bits, max(group, 0), has_zero=bool(has_zero))
+    format = MatrixFormat(
+        f"{bits} bits", bits, max(group, 0), 2 + bits / 8, column_bytes=index, packed=packed
+    )
     return _plain(method, format, config, "modules_to_not_convert")
+
+
+def _integers(bits: int, group: int, *, has_zero: bool) -> WeightFormat | None:
+    kind = f"uint{bits}"
+    return WeightFormat(kind, group, has_zero=has_zero) if kind in BITS else None
 
 
 def _read_bitsandbytes(config: Mapping[str, Any]) -> Quantization:
@@ -174,12 +199,18 @@ def _group_format(weights: Mapping[str, Any]) -> MatrixFormat:
     if floats and bits == 4:
         return MXFP4 if group == 32 else NVFP4
     name = f"fp{bits}" if floats else f"{bits} bits"
+    symmetric, ordered = weights.get("symmetric", True), weights.get("actorder") in (None, "weight", "static")
+    packed = _integers(bits, max(group, 0), has_zero=not symmetric) if ordered else None
+    if floats:
+        packed = WeightFormat("e4m3", group, "e8m0" if group == MXFP4.group else "") if bits == 8 else None
     if strategy == "block" and (block := weights.get("block_structure")):
-        return MatrixFormat(name, bits, block[1], 4, block[0])
+        return MatrixFormat(
+            name, bits, block[1], 4, block[0], packed=packed and replace(packed, group=block[1])
+        )
     if strategy == "tensor":
-        return MatrixFormat(name, bits, matrix_bytes=4)
-    zero = 0 if weights.get("symmetric", True) else bits / 8
-    return MatrixFormat(name, bits, max(group, 0), 2 + zero)
+        return MatrixFormat(name, bits, matrix_bytes=4, packed=packed)
+    zero = 0 if symmetric else bits / 8
+    return MatrixFormat(name, bits, max(group, 0), 2 + zero, packed=packed)
 
 
 _ALGORITHMS = {
@@ -190,7 +221,7 @@ _ALGORITHMS = {
     "NVFP4": NVFP4,
     "W4A8_NVFP4_FP8": NVFP4,
     "W4A16_NVFP4": NVFP4,
-    "NVFP4_AWQ": NVFP4,
+    "NVFP4_AWQ": replace(NVFP4, packed=None),  # its inputs are smoothed
     "W4A16_AWQ": MatrixFormat("4 bits", 4, 128, 2),
     "W4A8_AWQ": MatrixFormat("4 bits", 4, 128, 2),
     "W8A16": MatrixFormat("8 bits", 8, 0, 2),
@@ -258,6 +289,8 @@ def _is_match(name: str, pattern: str) -> bool:
 
 # Bytes
 
+ALWAYS_PLAIN = ".kv_b_proj"
+"""The end of the name of MLA's matrix that is taken apart, and so unpacked."""
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 """Matrices of an expert, as checkpoints name them one by one and Transformers keeps them together."""
 
@@ -284,6 +317,33 @@ class Parameter:
 def stored_bytes(quantization: Quantization, parameters: Iterable[Parameter]) -> int:
     """Return the bytes of all parameters: quantised ones with their scales, the others in 16 bits."""
     return sum(_parameter_bytes(quantization, parameter) for parameter in parameters)
+
+
+def packed_bytes(quantization: Quantization, parameters: Iterable[Parameter], dtype: str) -> int:
+    """Return the bytes of all parameters on a device that keeps the matrices of linear layers packed.
+
+    Args:
+        quantization: How the checkpoint has them.
+        parameters: Of the model.
+        dtype: The compute dtype, that of all other parameters.
+    """
+    full = 4 if dtype == FULL_DTYPE else FULL
+    return sum(
+        _packed_size(quantization, parameter, dtype) or prod(parameter.shape) * full
+        for parameter in parameters
+    )
+
+
+def _packed_size(quantization: Quantization, parameter: Parameter, dtype: str) -> int | None:
+    """Return the bytes of a matrix that is kept packed, None for others; models/pack.py keeps the same ones."""
+    stored = quantization.format_of(parameter.module) if parameter.is_linear else None
+    if stored is None or stored.packed is None or parameter.module.endswith(ALWAYS_PLAIN):
+        return None
+    rows, columns = parameter.shape
+    format = stored.packed
+    # A single group is the whole row.
+    format = replace(format, group=0) if format.group == columns else format
+    return bytes_kept(format, rows, columns, dtype)
 
 
 def _parameter_bytes(quantization: Quantization, parameter: Parameter) -> int:
@@ -357,6 +417,8 @@ READABLE_ALGORITHMS = frozenset({
     "NVFP4_AWQ", MIXED_PRECISION,
 })  # fmt: skip
 """ModelOpt's names of algorithms whose weights are read."""
+LARGER = 1.25
+"""Times what is stored, from which on packed weights, whose experts are unpacked, are left to Transformers."""
 _CT_FORMATS = frozenset({
     "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
@@ -407,51 +469,113 @@ def quantization_entry(config: Any) -> dict[str, Any]:
     return dict(entry if isinstance(entry, dict) else entry.to_dict())
 
 
-def is_unpacked(method: str, *, is_cpu: bool) -> bool:
-    """Return whether weights of a method are unpacked to the compute dtype on this machine."""
-    if method not in READABLE:
-        return False
-    return is_cpu or method in _ALWAYS_UNPACKED or any(map(import_problem, _PACKAGES[method]))
+class Handling(StrEnum):
+    """What becomes of quantised weights in memory."""
+
+    PACKED = "packed"  # matrices of linear layers as they are stored, experts unpacked
+    UNPACKED = "unpacked"  # to the compute dtype
+    TRANSFORMERS = "transformers"  # what Transformers makes of them, with packages for the method
 
 
-def resident_bytes(stored: StoredWeights, full: int, hardware: Hardware, *, here: bool) -> int:
-    """Return the bytes that weights take in memory.
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Quantised weights in memory."""
+
+    stored: StoredWeights
+    full: int
+    """Bytes in the compute dtype."""
+    handling: Handling
+    why: str = ""
+    """Why they are not packed, where that is not how things are on a CPU."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory."""
+        sizes = {Handling.PACKED: self.stored.packed, Handling.UNPACKED: self.full}
+        return sizes.get(self.handling, self.stored.bytes)
+
+
+def plan_weights(
+    config: Config, stored: StoredWeights, full: int, dtype: str, hardware: Hardware, *, here: bool
+) -> Weights:
+    """Decide what becomes of quantised weights.
 
     Args:
-        stored: As the checkpoint has them.
-        full: In the compute dtype.
-        hardware: The machine; a CPU has no kernels for them.
-        here: Whether it is this machine, with the packages that are installed; another is taken to have all of them.
-    """
-    unpacked = is_unpacked(stored.method, is_cpu=False) if here else stored.method in _ALWAYS_UNPACKED
-    return full if unpacked or hardware.is_cpu else stored.bytes
-
-
-def notes(stored: StoredWeights, full: int, dtype: str, hardware: Hardware, *, here: bool) -> Iterator[str]:
-    """Yield what is to be known of quantised weights: their bytes, and what serving does with them.
-
-    Args:
+        config: What is requested.
         stored: As the checkpoint has them.
         full: Bytes in the compute dtype.
         dtype: The compute dtype.
         hardware: The machine.
+        here: Whether it is this machine, with the packages that are installed; another is taken to have all of them.
+
+    Raises:
+        ConfigError: They are to be packed, and cannot be.
+    """
+    packed, why = (
+        config.quantized_weights == Handling.PACKED,
+        _packed_blocker(config, stored, full, dtype, hardware),
+    )
+    if not why and here and not hardware.is_cpu and (problem := import_problem(PACKAGE)):
+        why = f"{DISTRIBUTION} {problem} here, with which they would take {format_bytes(stored.packed)}"
+    if packed and why:
+        raise ConfigError(f"--quantized-weights packed cannot be served: {why}; leave it out")
+    if stored.method not in READABLE:
+        return Weights(stored, full, Handling.TRANSFORMERS)
+    if config.quantized_weights == Handling.UNPACKED or (hardware.is_cpu and not packed):
+        return Weights(stored, full, Handling.UNPACKED)
+    others = stored.method not in _ALWAYS_UNPACKED and not (
+        here and any(map(import_problem, _PACKAGES[stored.method]))
+    )
+    # Transformers keeps experts packed too, where it has the packages.
+    if packed or not (why or (others and stored.packed > LARGER * stored.bytes)):
+        return Weights(stored, full, Handling.PACKED)
+    return Weights(stored, full, Handling.TRANSFORMERS if others else Handling.UNPACKED, why)
+
+
+def _packed_blocker(config: Config, stored: StoredWeights, full: int, dtype: str, hardware: Hardware) -> str:
+    """Return why weights cannot be kept packed on a machine, whatever is installed; empty if they can."""
+    if stored.method not in READABLE:
+        return f"weights of {stored.method} are loaded by Transformers"
+    if stored.packed >= full:
+        return f"no kernels multiply {stored.title} weights of these shapes in {dtype}"
+    if hardware.is_cpu:
+        return ""
+    if config.deterministic:
+        return "with --deterministic their kernels would sum in another order for other batches"
+    if dtype == FULL_DTYPE or hardware.arch not in ARCHS:
+        return f"{DISTRIBUTION} has no kernels for {dtype} on SM{hardware.arch}"
+    return ""
+
+
+def notes(weights: Weights, dtype: str, hardware: Hardware, *, here: bool) -> Iterator[str]:
+    """Yield what is to be known of quantised weights: their bytes, and what serving does with them.
+
+    Args:
+        weights: From plan_weights().
+        dtype: The compute dtype.
+        hardware: The machine.
         here: Whether it is this machine.
     """
-    resident = resident_bytes(stored, full, hardware, here=here)
-    other = f"{format_bytes(full)} in {dtype}"
-    if resident == stored.bytes:
-        yield f"weights in {stored.title}: {format_bytes(stored.bytes)} as stored, {other}"
+    stored = weights.stored
+    title, other = f"weights in {stored.title}", f"{format_bytes(weights.full)} in {dtype}"
+    if weights.handling is Handling.PACKED:
+        by = "by their definition, slowly" if hardware.is_cpu else f"by {DISTRIBUTION}"
+        yield (
+            f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {by}; "
+            f"{format_bytes(stored.bytes)} as stored, {other}"
+        )
+    elif weights.handling is Handling.TRANSFORMERS:
+        yield f"{title}: {format_bytes(stored.bytes)} as stored, {other}"
     else:
-        yield f"weights in {stored.title}: {other}, as they are unpacked here; {format_bytes(stored.bytes)} as stored"
+        why = f" ({weights.why})" if weights.why else ""
+        yield f"{title}: {other}, as they are unpacked here{why}; {format_bytes(stored.bytes)} as stored"
     if stored.unreadable:
-        yield f"weights in {stored.title} are not served: {stored.unreadable} cannot be read"
-        return
-    if resident == full and stored.method in READABLE:
-        return
-    packages = _PACKAGES.get(stored.method, ())
-    missing = [name for name in packages if import_problem(name)] if here else packages
-    needs = f", and needs {_listing(missing)}" if missing else ""
-    yield f"serving weights in {stored.title}: Transformers loads them{needs}; not tested with Nibble"
+        yield f"{title} are not served: {stored.unreadable} cannot be read"
+    elif weights.handling is Handling.TRANSFORMERS:
+        packages = _PACKAGES.get(stored.method, ())
+        missing = [name for name in packages if import_problem(name)] if here else packages
+        needs = f", and needs {_listing(missing)}" if missing else ""
+        yield f"serving {title}: Transformers loads them{needs}; not tested with Nibble"
 
 
 def _listing(names: Sequence[str]) -> str:

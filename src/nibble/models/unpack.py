@@ -1,4 +1,4 @@
-"""Quantised matrices of a checkpoint as plain ones, each unpacked when it is read.
+"""Quantised matrices of a checkpoint as plain ones, each unpacked when it is read; or kept packed (pack.py).
 
 A checkpoint names what belongs to a matrix after its module, and what is there says how it is stored:
 
@@ -29,16 +29,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nibble.errors import WeightError
+from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, unpack_words
+from nibble.models import pack
 from nibble.models.hub import first_line, weight_files
+from nibble.models.matrix_parts import Parts
+from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-E8M0_BIAS = 127
 WORD = 32
-BLOCK = (128, 128)
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the outputs of a word lie in AWQ's GEMM layout, by output."""
-GPTQ_V2 = "gptq_v2"
-"""GPTQ's `checkpoint_format` in which zero points are stored as they are; in the first they are one less."""
 
 _FOR_ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale", "activation_scale"})
 """Of inputs that other engines quantise too. Here they are left as they are, which is only more exact."""
@@ -52,60 +49,37 @@ _SIDE_TENSORS = frozenset({
 class _Slice:
     """A matrix that is computed where it is read, with what Transformers' loader asks of safetensors' slices."""
 
-    def __init__(self, parts: _Parts, unpack: Callable[[_Parts], Tensor], lock: Lock) -> None:
-        self._parts, self._unpack, self._lock = parts, unpack, lock
+    def __init__(self, parts: Parts, spelling: _Spelling, lock: Lock, packer: Packer | None) -> None:
+        self._parts, self._spelling, self._lock, self._packer = parts, spelling, lock, packer
 
     def __getitem__(self, index: Any) -> Tensor:
         # The loader reads with several threads, and what is computed on the way is several times the matrix.
         with self._lock:
             try:
-                return self._unpack(self._parts)[index]
+                placeholder = self._placeholder() if index is ... else None
+                return self._spelling.unpack(self._parts)[index] if placeholder is None else placeholder
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise WeightError(
                     f"the quantised matrix {self._parts.name} cannot be unpacked: {first_line(error)}"
                 ) from error
 
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The tensors of a matrix."""
-
-    name: str
-    """Of the matrix, for errors."""
-    stored: Mapping[str, Any]
-    """Safetensors' slices by the end of their names."""
-    config: Mapping[str, Any]
-    """The checkpoint's `quantization_config`."""
-
-    def __getitem__(self, end: str) -> Tensor:
-        if end not in self.stored:
-            raise WeightError(f"the checkpoint lacks {end!r} beside the quantised matrix {self.name}")
-        tensor: Tensor = self.stored[end][...]
-        return tensor
-
-    def get(self, *ends: str) -> Tensor | None:
-        """Return the first of them that is there."""
-        return next((self[end] for end in ends if end in self.stored), None)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Outputs and inputs of a block of FP8."""
-        height, width = self.config.get("weight_block_size") or BLOCK
-        return height, width
-
-    def check(self, right: bool, what: str) -> None:
-        """Raise WeightError unless what is stored fits together."""
-        if not right:
-            raise WeightError(f"the quantised matrix {self.name} does not fit together: {what}")
+    def _placeholder(self) -> Tensor | None:
+        read = self._spelling.pack
+        return self._packer.placeholder(self._parts, read) if self._packer and read else None
 
 
-def unpacked(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+def unpacked(
+    folder: Path, config: Mapping[str, Any], stack: ExitStack, packer: Packer | None = None
+) -> dict[str, Any]:
     """Return a checkpoint's tensors by name: quantised matrices unpacked when they are read, the others as slices.
 
     Args:
         folder: With safetensors files.
         config: Its `quantization_config`.
         stack: Keeps the files open.
+        packer: Keeps matrices that stay packed, and gives placeholders for them.
 
     Raises:
         WeightError: A matrix lacks something. Others are raised when a matrix is read.
@@ -126,8 +100,8 @@ def unpacked(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> dict[
                 plain[_join(module, end)] = tensor
         if spelling:
             name = _join(module, "" if spelling.codes == "_blocks" else "weight")
-            parts = _Parts(name, stored, config)
-            plain[name] = _Slice(parts, spelling.unpack, lock)
+            parts = Parts(name, stored, config)
+            plain[name] = _Slice(parts, spelling, lock, packer)
     if not owner:
         raise WeightError(f"{folder} has no *.safetensors, from which alone quantised weights are read")
     if owner.keys() == plain.keys():
@@ -165,16 +139,7 @@ def _e8m0(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents.float() - E8M0_BIAS)
 
 
-def _integers(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the unsigned integers that words hold along a dimension, the first in the lowest bits -> int32."""
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)[: WORD // bits]
-    codes = codes.unsqueeze(dim + 1)
-    shape = [1] * codes.dim()
-    shape[dim + 1] = len(shifts)
-    return ((codes >> shifts.view(shape)) & ((1 << bits) - 1)).flatten(dim, dim + 1)
-
-
-def _scaled(x_NK: Tensor, scale: Tensor, parts: _Parts) -> Tensor:
+def _scaled(x_NK: Tensor, scale: Tensor, parts: Parts) -> Tensor:
     """Multiply by a scale of the matrix, of rows, of groups of a row, or of blocks."""
     return _rounded(x_NK * _spread(x_NK, scale.float(), parts), scale)
 
@@ -184,7 +149,7 @@ def _rounded(x_NK: Tensor, scale: Tensor) -> Tensor:
     return x_NK.to(scale.dtype) if scale.dtype in (torch.bfloat16, torch.float16) else x_NK
 
 
-def _spread(x_NK: Tensor, scale: Tensor, parts: _Parts) -> Tensor:
+def _spread(x_NK: Tensor, scale: Tensor, parts: Parts) -> Tensor:
     """Return the scale of each value, in a shape that broadcasts."""
     if scale.numel() == 1:
         return scale.view(())
@@ -207,7 +172,7 @@ def _spread(x_NK: Tensor, scale: Tensor, parts: _Parts) -> Tensor:
 # ---- spellings -------------------------------------------------------------------------------------------------------
 
 
-def _small_floats(parts: _Parts) -> Tensor:
+def _small_floats(parts: Parts) -> Tensor:
     """FP8 and INT8."""
     x_NK = parts["weight"].float()
     if (zero := parts.get("weight_zero_point")) is not None and zero.any():
@@ -217,13 +182,13 @@ def _small_floats(parts: _Parts) -> Tensor:
     return _scaled(x_NK, _e8m0(scale) if scale.dtype == torch.uint8 else scale, parts)
 
 
-def _modelopt_nvfp4(parts: _Parts) -> Tensor:
+def _modelopt_nvfp4(parts: Parts) -> Tensor:
     x_NK = _scaled(_e2m1(parts["weight"]), parts["weight_scale"], parts) * parts["weight_scale_2"].float()
     smoothed = parts.get("pre_quant_scale")  # inputs are multiplied by it
     return x_NK if smoothed is None else x_NK * smoothed.float()
 
 
-def _packed_floats(parts: _Parts) -> Tensor:
+def _packed_floats(parts: Parts) -> Tensor:
     """NVFP4 and MXFP4 by compressed-tensors, which divides by NVFP4's global scale."""
     x_NK, scale = _e2m1(parts["weight_packed"]), parts["weight_scale"]
     if scale.dtype == torch.uint8:
@@ -232,33 +197,33 @@ def _packed_floats(parts: _Parts) -> Tensor:
     return _scaled(x_NK, scale.float() / parts["weight_global_scale"].float(), parts).bfloat16()
 
 
-def _packed_integers(parts: _Parts) -> Tensor:
+def _packed_integers(parts: Parts) -> Tensor:
     """Words along inputs, and zero points in words along outputs; both with half of their range added."""
     codes, (rows, columns) = parts["weight_packed"], parts["weight_shape"].tolist()
     bits = _bits_of(columns, codes.shape[1], parts)
     half = 1 << (bits - 1)
-    x_NK = _integers(codes, bits, 1)[:, :columns] - half
+    x_NK = unpack_words(codes, bits, 1)[:, :columns] - half
     zero = parts.get("weight_zero_point")
     scale, index_K = parts["weight_scale"], parts.get("weight_g_idx")
     parts.check(x_NK.shape[0] == rows, f"{x_NK.shape[0]} rows for {rows}")
     if zero is not None:
-        zero = (_integers(zero, bits, 0)[:rows] - half) if zero.dtype == torch.int32 else zero.int()
+        zero = (unpack_words(zero, bits, 0)[:rows] - half) if zero.dtype == torch.int32 else zero.int()
     return _by_group(x_NK, scale, zero, index_K, parts)
 
 
-def _gptq(parts: _Parts) -> Tensor:
+def _gptq(parts: Parts) -> Tensor:
     """Words along inputs; zero points in words along outputs, in the first format one less than they are."""
     codes, scale_GN = parts["qweight"], parts["scales"]
     index_K = parts.get("g_idx")
     bits = int(parts.config.get("bits") or 4)
     parts.check(bits in (2, 4, 8), f"{bits} bits do not fill words")
-    x_KN, zero_GN = _integers(codes, bits, 0), _integers(parts["qzeros"], bits, 1)
+    x_KN, zero_GN = unpack_words(codes, bits, 0), unpack_words(parts["qzeros"], bits, 1)
     if parts.config.get("checkpoint_format") != GPTQ_V2:
         zero_GN = zero_GN + 1
     return _by_group(x_KN.T, scale_GN.T, zero_GN.T, index_K, parts)
 
 
-def _awq(parts: _Parts) -> Tensor:
+def _awq(parts: Parts) -> Tensor:
     """Words along outputs, in an order of their own."""
     bits = int(parts.config.get("bits") or parts.config.get("w_bit") or 4)
     version = str(parts.config.get("version") or "gemm").lower()
@@ -266,13 +231,13 @@ def _awq(parts: _Parts) -> Tensor:
         bits == 4 and version == "gemm", f"{bits} bits in the {version!r} layout, where 4 in 'gemm' are known"
     )
     x_KN, zero_GN = (
-        _integers(parts[end], bits, 1).unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(1)
+        unpack_words(parts[end], bits, 1).unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(1)
         for end in ("qweight", "qzeros")
     )
     return _by_group(x_KN.T, parts["scales"].T, zero_GN.T, None, parts)
 
 
-def _experts_mxfp4(parts: _Parts) -> Tensor:
+def _experts_mxfp4(parts: Parts) -> Tensor:
     """Experts of gpt-oss -> [E, K, N]."""
     blocks_ENB16, scales_ENB = parts["_blocks"], parts["_scales"]
     (experts, outputs, blocks, half), scale_shape = blocks_ENB16.shape, tuple(scales_ENB.shape)
@@ -284,7 +249,7 @@ def _experts_mxfp4(parts: _Parts) -> Tensor:
     return x_EKN
 
 
-def _bits_of(values: int, count: int, parts: _Parts) -> int:
+def _bits_of(values: int, count: int, parts: Parts) -> int:
     """Return the bits of each of `values` that lie in so many words."""
     sizes = [bits for bits in (2, 4, 8) if -(-values * bits // WORD) == count]
     parts.check(bool(sizes), f"{values} values in {count} words")
@@ -292,7 +257,7 @@ def _bits_of(values: int, count: int, parts: _Parts) -> int:
 
 
 def _by_group(
-    x_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, index_K: Tensor | None, parts: _Parts
+    x_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, index_K: Tensor | None, parts: Parts
 ) -> Tensor:
     """Return (x - zero) * scale, where each input is of a group: one after the other, or as an index says."""
     columns, groups = x_NK.shape[1], scale_NG.shape[1]
@@ -313,7 +278,9 @@ def _by_group(
 class _Spelling:
     codes: str
     """The end of the name of the tensor that holds a matrix's codes."""
-    unpack: Callable[[_Parts], Tensor]
+    unpack: Callable[[Parts], Tensor]
+    pack: Reader | None = None
+    """Reads it as it is kept on a device, where it can be."""
 
 
 def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling | None:
@@ -323,16 +290,18 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
         dtypes: Of its tensors, by the end of their names, as safetensors writes them.
         config: The checkpoint's `quantization_config`.
     """
+    spelling = None
     if "_blocks" in dtypes:
-        return _Spelling("_blocks", _experts_mxfp4)
-    if "qweight" in dtypes:
-        return _Spelling("qweight", _awq if config.get("quant_method") == "awq" else _gptq)
-    if "weight_packed" in dtypes:
-        return _Spelling(
-            "weight_packed", _packed_integers if dtypes["weight_packed"] == "I32" else _packed_floats
-        )
-    if dtypes.get("weight") in {"F8_E4M3", "I8"}:
-        return _Spelling("weight", _small_floats)
-    if dtypes.get("weight") == "U8":
-        return _Spelling("weight", _modelopt_nvfp4)
-    return None
+        spelling = _Spelling("_blocks", _experts_mxfp4)
+    elif "qweight" in dtypes:
+        is_awq = config.get("quant_method") == "awq"
+        spelling = _Spelling("qweight", *((_awq, pack.awq) if is_awq else (_gptq, pack.gptq)))
+    elif "weight_packed" in dtypes:
+        is_words = dtypes["weight_packed"] == "I32"
+        integers, floats = (_packed_integers, pack.packed_integers), (_packed_floats, pack.packed_floats)
+        spelling = _Spelling("weight_packed", *(integers if is_words else floats))
+    elif dtypes.get("weight") in {"F8_E4M3", "I8"}:
+        spelling = _Spelling("weight", _small_floats, pack.small_floats)
+    elif dtypes.get("weight") == "U8":
+        spelling = _Spelling("weight", _modelopt_nvfp4, pack.modelopt_nvfp4)
+    return spelling

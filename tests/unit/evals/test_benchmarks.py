@@ -264,6 +264,46 @@ def test_an_engine_is_measured() -> None:
     json.dumps(engine_gpu.figures(result))
 
 
+def test_an_engine_with_packed_weights() -> None:
+    import engine_load
+    from random_models import served
+
+    from nibble.models.linear import quantized_layers
+
+    options = {"device": "cpu", "max_context": 256, "kv_memory": "4MiB", "quantized_weights": "packed"}
+    with served("tiny", weights="nvfp4", **options) as made:
+        layers = quantized_layers(made.llm.engine.runner.model)
+        assert len(layers) == 2 * 4 and made.streamed_bytes() > sum(layer.matrix.nbytes for layer in layers)
+        error, _ = engine_load.gate(made.llm, made.prompt, made.expected_TV, 0.05)
+    with served("tiny", **options | {"quantized_weights": "auto"}) as plain:
+        distance = (plain.expected_TV - made.expected_TV).norm() / plain.expected_TV.norm()
+    assert distance > 2 * error
+
+
+def test_products_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import quantized_linear
+    from packed_weights import KINDS
+
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny"])
+    quantized_linear.main()
+    out = capsys.readouterr().out
+    assert "WRONG" not in out and all(f"| tiny | {name} |" in out for name in (*KINDS, "bf16"))
+    monkeypatch.setattr(quantized_linear.naive, "E2M1", (0.0,) * 16)
+    with pytest.raises(SystemExit, match="wrong answers"):
+        quantized_linear.main()
+
+
+@pytest.mark.parametrize("name", ["int4", "int4z", "fp8", "fp8row", "nvfp4", "mxfp4"])
+def test_weights_are_quantised_as_finely_as_their_format_allows(name: str) -> None:
+    from packed_weights import KINDS, quantize
+
+    from nibble.kernels.quantized_linear import naive
+
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    error = naive.dequantize(quantize(weight, KINDS[name].format)) - weight
+    assert error.norm() / weight.norm() < (0.04 if name.startswith("fp8") else 0.16)
+
+
 def test_a_stream_is_read() -> None:
     said = [
         {"choices": [{"text": "a"}]},

@@ -15,7 +15,7 @@ from nibble.config import Config
 from nibble.engine.plan import plan_cache, plan_engine
 from nibble.hardware import GIB, lookup_gpu
 from nibble.models import hub
-from nibble.models.quantization import Parameter, folder_bytes, parse, stored_bytes
+from nibble.models.quantization import Parameter, folder_bytes, packed_bytes, parse, stored_bytes
 
 
 def llama_70b() -> Iterator[Parameter]:
@@ -166,10 +166,12 @@ def test_what_serving_does_with_them_is_noted(tiny: Path, tmp_path: Path) -> Non
         plan = plan_cache(Config(model=str(tmp_path)), lookup_gpu(gpu) if gpu else None).plan
         return "\n".join(plan.notes)
 
+    # These matrices are smaller than a tile, and Transformers has other kernels.
     awq = notes({"quant_method": "awq", "bits": 4, "group_size": 128})
     assert "weights in awq 4 bits: " in awq and "needs accelerate and gptqmodel" in awq
     entry = {"quant_method": CT, "config_groups": group(num_bits=4, type="float", group_size=16)}
-    assert "in bfloat16, as they are unpacked here" in notes(entry) and "serving weights" not in notes(entry)
+    assert "in bfloat16, as they are unpacked here (no kernels multiply" in notes(entry)
+    assert "serving weights" not in notes(entry)
     modelopt = notes({"quant_method": "modelopt", "quant_algo": "NVFP4"})
     assert "in bfloat16, as they are unpacked here" in modelopt
     assert "in float32, as they are unpacked here" in notes({"quant_method": "mxfp4"}, None)
@@ -179,3 +181,34 @@ def test_every_published_config_has_a_name_on_the_hub() -> None:
     assert {path.parent.name for path in hub.PUBLISHED_FOLDER.glob("*/config.json")} == set(hub.PUBLISHED)
     names = [name for entry in hub.PUBLISHED.values() for name in entry]
     assert len(names) == len(set(names)) and all(name.count("/") == 1 for name in names)
+
+
+@pytest.mark.parametrize(
+    ("entry", "gib"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 37.0),
+        # Zero points of symmetric weights are not kept, and their inputs must be in order.
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, 36.8),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}, 131.4),
+        ({"quant_method": CT, "config_groups": group(num_bits=4, type="int", group_size=128), **IGNORED}, 36.8),
+        ({"quant_method": CT, "config_groups": group(num_bits=8, type="float", strategy="channel"), **IGNORED}, 67.7),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 68.7),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, 39.8),
+    ],
+    ids=lambda value: value if isinstance(value, float) else f"{value['quant_method']}",
+)  # fmt: skip
+def test_bytes_of_a_llama_of_70_billion_values_that_stays_packed(entry: dict[str, Any], gib: float) -> None:
+    quantization = parse(entry)
+    assert quantization is not None
+    assert packed_bytes(quantization, llama_70b(), "bfloat16") / GIB == pytest.approx(gib, abs=0.1)
+
+
+def test_experts_and_odd_shapes_are_unpacked() -> None:
+    quantization = parse({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert quantization is not None
+    sizes = [packed_bytes(quantization, [parameter], "bfloat16") for parameter in experts()]
+    assert sizes[0] == 512 * 512 + 2 * 512 * 4 and sizes[2:4] == [2 * 8 * 2048 * 512, 2 * 8 * 512 * 1024]
+    odd = Parameter("model.layers.0.self_attn.kv_a_proj_with_mqa", (576, 7168), True)
+    taken_apart = Parameter("model.layers.0.self_attn.kv_b_proj", (1024, 512), True)
+    for parameter in (odd, taken_apart):
+        assert packed_bytes(quantization, [parameter], "bfloat16") == 2 * torch.Size(parameter.shape).numel()

@@ -1,0 +1,138 @@
+"""quantized_linear: y = x W^T for a matrix that is kept packed (kernels/weight_formats.py).
+
+naive.py defines it, and computes it on a CPU. On a GPU humming.py calls kernels of `humming-kernels`, for any number of
+rows; preparation() compiles them, brings matrices into their layout, and holds each kernel against the definition.
+
+Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nibble.errors import BackendError
+from nibble.kernels.quantized_linear import naive
+from nibble.kernels.quantized_linear.matrix import NAIVE, PackedMatrix
+from nibble.kernels.weight_formats import WeightFormat
+
+T = TypeVar("T")
+TOLERANCE = 0.01
+"""Largest error of a kernel, norm over norm; in 16 bits both round by a quarter of that."""
+
+
+def quantized_linear(x: Tensor, matrix: PackedMatrix, locks: Tensor | None = None) -> Tensor:
+    """Compute x W^T.
+
+    Args:
+        x: [..., K] in the compute dtype.
+        matrix: W.
+        locks: What preparation() gave with it; None in the layout NAIVE.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    y: Tensor = torch.ops.nibble.quantized_linear(
+        x, matrix.codes, matrix.scale, matrix.zero, matrix.global_scale, locks, *matrix.facts
+    )
+    return y
+
+
+def preparation(
+    matrices: Iterable[PackedMatrix],
+) -> Callable[[PackedMatrix], tuple[PackedMatrix, Tensor]]:
+    """Compile the kernels of matrices on a GPU.
+
+    Args:
+        matrices: In the layout NAIVE.
+
+    Returns:
+        A function that brings one of them into the layout of its kernels, and returns it with the int32 locks of its
+        products. With the first matrix of each shape and format it tests the kernels. It raises BackendError too.
+
+    Raises:
+        BackendError: A kernel does not compile.
+    """
+    kernels = _explained(lambda: _humming().compile_all(matrices))
+    tested: set[tuple[object, ...]] = set()
+
+    def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
+        packed = _humming().prepare(matrix)
+        if matrix.key not in tested:
+            _test(matrix, packed, kernels[matrix.key])
+            tested.add(matrix.key)
+        return packed
+
+    return lambda matrix: _explained(lambda: prepare(matrix))
+
+
+def _humming() -> Any:
+    from nibble.kernels.quantized_linear import humming
+
+    return humming
+
+
+def _explained(call: Callable[[], T]) -> T:
+    """Return what a call returns; raise BackendError for whatever else it raises but a lack of memory."""
+    try:
+        return call()
+    except (BackendError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # of all kinds: this is foreign code, and a compiler
+        raise BackendError(
+            f"humming-kernels cannot multiply quantised weights here ({type(error).__name__}: "
+            f"{str(error).strip()[:300]}); --quantized-weights unpacked serves them in the compute dtype"
+        ) from error
+
+
+def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Sequence[int]) -> None:
+    """Raise BackendError unless kernels compute what the definition says, for each of these numbers of rows."""
+    generator = torch.Generator(matrix.codes.device).manual_seed(0)
+    for tokens in rows:
+        x = torch.randn(tokens, matrix.shape[1], generator=generator, device=matrix.codes.device).to(
+            matrix.dtype
+        )
+        expected = naive.quantized_linear(x, matrix).float()
+        # Twice, as a kernel must leave its locks as they were.
+        for _ in range(2):
+            error = float((quantized_linear(x, *packed).float() - expected).norm() / expected.norm())
+            if not error <= TOLERANCE:
+                raise BackendError(
+                    f"the start-up test failed: {tokens} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
+                    f"({matrix.format}) are off by {error:.3g} of the definition's norm, where {TOLERANCE:g} is "
+                    "allowed; serve with --quantized-weights unpacked, and please report this"
+                )
+
+
+# An operator, so that a compiler of models does not look into it.
+def _quantized_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, global_scale: Tensor | None, locks: Tensor | None,
+    shape: list[int], kind: str, group: int, scales: str, dtype: str, rounded: str, layout: str,
+) -> Tensor:  # fmt: skip
+    format = WeightFormat(kind, group, scales, zero is not None, global_scale is not None)
+    facts = layout, (shape[0], shape[1])
+    dtypes = getattr(torch, dtype), getattr(torch, rounded)
+    matrix = PackedMatrix(format, codes, scale, *dtypes, zero, global_scale, *facts)
+    x_TK = x.reshape(-1, shape[1])
+    if layout == NAIVE or not len(x_TK):
+        y_TN = naive.quantized_linear(x_TK, matrix) if layout == NAIVE else x_TK.new_empty(0, shape[0])
+    else:
+        assert locks is not None
+        y_TN = _humming().quantized_linear(x_TK, matrix, locks)
+    return y_TN.view(*x.shape[:-1], shape[0])
+
+
+def _shape(x: Tensor, *arguments: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], arguments[5][0])  # type: ignore[index]
+
+
+_library = torch.library.Library("nibble", "FRAGMENT")  # its definitions live as long as it does
+_library.define(
+    "quantized_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? locks, "
+    "int[] shape, str kind, int group, str scales, str dtype, str rounded, str layout) -> Tensor"
+)
+_library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("nibble::quantized_linear", _shape, lib=_library)

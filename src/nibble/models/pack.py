@@ -1,0 +1,261 @@
+"""Quantised matrices of a checkpoint as they are kept on a device, where kernels multiply them so.
+
+Codes keep their bits; they are brought into the order of kernels/weight_formats.py, and scales are written out by rows.
+What cannot be kept is unpacked as ever (unpack.py), which also reports what does not fit together: a matrix with
+act-order or smoothed inputs, one in a shape or format that no kernels multiply, or scales beyond the compute dtype.
+
+While a model loads, a placeholder stands for each matrix that is kept: a tensor of its shape with a single value. The
+loader renames tensors and puts them into modules; where a placeholder has gone shows which module its matrix is of.
+
+Shape suffixes: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+
+from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
+from nibble.kernels.weight_formats import WORD, WeightFormat, unserved
+from nibble.models.matrix_parts import Parts
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the outputs of a word lie in AWQ's GEMM layout, by output."""
+GPTQ_V2 = "gptq_v2"
+"""GPTQ's `checkpoint_format` in which zero points are stored as they are; in the first they are one less."""
+LARGEST_ERROR = 2**-8
+"""Of a scale in the compute dtype, relative; BF16 rounds by half of it, and a scale beyond its range is further off."""
+_PLAIN = re.compile(r"(^|\.)experts\.|\.kv_b_proj\.weight$")
+"""Names of matrices that are always unpacked: the loader puts experts together, and MLA takes this one apart."""
+
+
+class NotPackedError(Exception):
+    """A matrix cannot be kept packed, and is unpacked."""
+
+
+Reader = Callable[[Parts, "Packer"], PackedMatrix]
+"""Reads a matrix in one spelling; raises NotPackedError."""
+
+
+class Packer:
+    """The packed matrices of a model that loads."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.plain: set[str] = set()
+        """Names of matrices that are unpacked although they could be kept."""
+        self._matrices: dict[int, tuple[str, PackedMatrix, Tensor]] = {}
+        """By the address of their placeholder, which is kept so that no other tensor gets it."""
+        self._lock = Lock()
+
+    def placeholder(self, parts: Parts, read: Reader) -> Tensor | None:
+        """Keep a matrix, and return what stands for it as the model loads; None where it cannot be kept."""
+        if parts.name in self.plain or _PLAIN.search(parts.name):
+            return None
+        try:
+            matrix = read(parts, self)
+        except NotPackedError:
+            return None
+        # Not a number, so that whatever should use it shows.
+        single = torch.full((1, 1), torch.nan, dtype=self.dtype)
+        with self._lock:
+            self._matrices[single.untyped_storage().data_ptr()] = parts.name, matrix, single
+        return single.expand(matrix.shape)
+
+    def matrices(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, PackedMatrix]]:
+        """Yield the linear layers of a loaded model that have a placeholder, by name, with their matrices."""
+        for name, module in list(model.named_modules()):
+            # Exactly this class: a subclass may compute something else.
+            if type(module) is nn.Linear and not module.weight.is_meta:
+                entry = self._matrices.pop(module.weight.untyped_storage().data_ptr(), None)
+                if entry:
+                    yield name, module, entry[1]
+
+    def forget(self) -> set[str]:
+        """Let go of matrices that no linear layer has, and return their names: they must be unpacked."""
+        names = {name for name, *_ in self._matrices.values()}
+        self._matrices.clear()
+        return names
+
+    def matrix(
+        self,
+        kind: str,
+        codes: Tensor,
+        scale: Tensor,
+        *,
+        scales: str = "",
+        zero_NG: Tensor | None = None,
+        global_scale: Tensor | None = None,
+        rounded: torch.dtype = torch.float32,
+    ) -> PackedMatrix:
+        """Return a matrix; raise NotPackedError where no kernels multiply it.
+
+        Args:
+            kind: Of its codes.
+            codes: int32 [N, words].
+            scale: [N, G].
+            scales: Their format, where it is not the compute dtype.
+            zero_NG: Zero points as integers.
+            global_scale: float32 [1].
+            rounded: 16 bits in which its library has dequantised values.
+        """
+        bits, groups = WeightFormat(kind).bits, scale.shape[1]
+        if zero_NG is not None and (zero_NG == 1 << (bits - 1)).all():
+            zero_NG = None
+        rows, columns = codes.shape[0], codes.shape[1] * WORD // bits
+        _require(
+            scale.shape[0] == rows
+            and columns % groups == 0
+            and (zero_NG is None or zero_NG.shape == scale.shape)
+        )
+        group = columns // groups if groups > 1 else 0
+        format = WeightFormat(kind, group, scales, zero_NG is not None, global_scale is not None)
+        _require(not unserved(format, rows, columns, str(self.dtype).removeprefix("torch.")))
+        zero = None
+        if zero_NG is not None:
+            _require(int(zero_NG.min()) >= 0 and int(zero_NG.max()) < 1 << bits)
+            zero = pack_words(zero_NG, bits, 0)
+        scale = scale.contiguous().view(torch.uint8) if scales else self._cast(scale)
+        # In 16 bits kernels round as they do.
+        rounded = rounded if self.dtype == torch.float32 else torch.float32
+        return PackedMatrix(format, codes.contiguous(), scale, self.dtype, rounded, zero, global_scale)
+
+    def _cast(self, scale: Tensor) -> Tensor:
+        """Return scales in the compute dtype."""
+        exact = scale.float()
+        cast = exact.to(self.dtype)
+        error = (cast.float() - exact).abs()
+        _require(bool((error <= LARGEST_ERROR * exact.abs()).all()))  # which NaN is not
+        return cast.contiguous()
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise NotPackedError
+
+
+def _rounding(scale: Tensor) -> torch.dtype:
+    """Return what libraries round dequantised values to: the dtype of scales of 16 bits."""
+    return scale.dtype if scale.dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def _as_int32(codes: Tensor) -> Tensor:
+    """Return bytes [N, B] as int32 words [N, B / 4]."""
+    _require(codes.shape[1] % 4 == 0)
+    return codes.contiguous().view(torch.int32)
+
+
+def small_floats(parts: Parts, packer: Packer) -> PackedMatrix:
+    """FP8 and INT8."""
+    codes = parts["weight"].to(packer.device)
+    scale = parts.get("weight_scale_inv", "weight_scale")
+    zero = parts.get("weight_zero_point")
+    _require(scale is not None and (zero is None or not zero.any()))
+    assert scale is not None
+    rounded, kind = _rounding(scale), "e4m3"
+    if codes.dtype == torch.int8:
+        # Half of the range is added, which turns the sign.
+        kind, codes = "uint8", codes.view(torch.uint8) ^ 128
+    rows, columns = codes.shape
+    scale = scale.to(packer.device)
+    if scale.dtype == torch.uint8:
+        _require(scale.dim() == 2 and scale.shape[0] == rows)
+        return packer.matrix(kind, _as_int32(codes), scale, scales="e8m0")
+    scale = _by_rows(scale.float(), rows, columns, parts)
+    return packer.matrix(kind, _as_int32(codes), scale, rounded=rounded)
+
+
+def _by_rows(scale: Tensor, rows: int, columns: int, parts: Parts) -> Tensor:
+    """Return scales of the matrix, of rows, of groups or of blocks -> [N, G]."""
+    if scale.numel() == 1:
+        return scale.view(1, 1).expand(rows, 1)
+    if scale.dim() == 4:  # ModelOpt's blocks: [N, 1, K, 1]
+        scale = scale[:, 0, :, 0]
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    height, width = parts.block
+    if scale.shape[0] == rows and height > 1:
+        return scale
+    _require(columns % width == 0 and tuple(scale.shape) == (-(-rows // height), columns // width))
+    return scale.repeat_interleave(height, 0)[:rows]
+
+
+def modelopt_nvfp4(parts: Parts, packer: Packer) -> PackedMatrix:
+    """Bytes with two E2M1 values each, and two scales."""
+    _require(parts.get("pre_quant_scale") is None)
+    codes, scale, second = (
+        parts[end].to(packer.device) for end in ("weight", "weight_scale", "weight_scale_2")
+    )
+    _require(scale.dtype == torch.float8_e4m3fn and second.numel() == 1)
+    return packer.matrix("e2m1", _as_int32(codes), scale, scales="e4m3", global_scale=second.float().view(1))
+
+
+def packed_floats(parts: Parts, packer: Packer) -> PackedMatrix:
+    """NVFP4 and MXFP4 by compressed-tensors, which divides by NVFP4's global scale."""
+    codes, scale = (parts[end].to(packer.device) for end in ("weight_packed", "weight_scale"))
+    if scale.dtype == torch.uint8:
+        return packer.matrix("e2m1", _as_int32(codes), scale, scales="e8m0")
+    divisor = parts["weight_global_scale"].to(packer.device).float()
+    _require(scale.dtype == torch.float8_e4m3fn and divisor.numel() == 1)
+    return packer.matrix(
+        "e2m1",
+        _as_int32(codes),
+        scale,
+        scales="e4m3",
+        global_scale=1 / divisor.view(1),
+        rounded=torch.bfloat16,
+    )
+
+
+def packed_integers(parts: Parts, packer: Packer) -> PackedMatrix:
+    """Words along inputs, and zero points in words along outputs; both with half of their range added."""
+    codes, (rows, columns) = parts["weight_packed"].to(packer.device), parts["weight_shape"].tolist()
+    bits = columns and codes.shape[1] * WORD / columns
+    _require(bits in (4, 8) and codes.shape[0] == rows)
+    scale, zero = parts["weight_scale"].to(packer.device), parts.get("weight_zero_point")
+    _require(scale.dim() == 2 and _is_in_order(parts.get("weight_g_idx"), scale.shape[1], columns))
+    zero_NG = None
+    if zero is not None:
+        zero = zero.to(packer.device)
+        is_packed = zero.dtype == torch.int32
+        zero_NG = unpack_words(zero, int(bits), 0)[:rows] if is_packed else zero.int() + (1 << int(bits - 1))
+    return packer.matrix(f"uint{int(bits)}", codes, scale, zero_NG=zero_NG, rounded=_rounding(scale))
+
+
+def _is_in_order(index_K: Tensor | None, groups: int, columns: int) -> bool:
+    """Return whether groups are of inputs that follow one another."""
+    if index_K is None or not (index_K >= 0).all():
+        return True
+    return columns % groups == 0 and torch.equal(index_K.long(), torch.arange(columns) // (columns // groups))
+
+
+def gptq(parts: Parts, packer: Packer) -> PackedMatrix:
+    """Words along inputs; zero points in words along outputs, in the first format one less than they are."""
+    bits = int(parts.config.get("bits") or 4)
+    _require(bits in (4, 8))
+    codes, scale_GN, zero = (parts[end].to(packer.device) for end in ("qweight", "scales", "qzeros"))
+    columns = codes.shape[0] * WORD // bits
+    _require(_is_in_order(parts.get("g_idx"), scale_GN.shape[0], columns))
+    zero_GN = unpack_words(zero, bits, 1)
+    if parts.config.get("checkpoint_format") != GPTQ_V2:
+        zero_GN = zero_GN + 1
+    return packer.matrix(f"uint{bits}", codes.T, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
+
+
+def awq(parts: Parts, packer: Packer) -> PackedMatrix:
+    """Words along outputs, in an order of their own."""
+    scale_GN = parts["scales"].to(packer.device)
+    x_KN, zero_GN = (
+        unpack_words(parts[end].to(packer.device), 4, 1)
+        .unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)]
+        .flatten(1)
+        for end in ("qweight", "qzeros")
+    )
+    _require(x_KN.shape[0] * 4 % WORD == 0)
+    codes = pack_words(x_KN.T, 4, 1)
+    return packer.matrix("uint4", codes, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
