@@ -18,6 +18,8 @@ BUNDLED = ("demo", "demo-mla")
 """Models that come with Nibble."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZED_WEIGHTS = ("auto", "packed", "unpacked")
+WEIGHTS = ("fp8", "int4", "nvfp4", "mxfp4")
+"""Formats that matrices can be quantised to as they load."""
 MAX_WINDOW = 4096
 """Most tokens of an exact window."""
 MAX_SINKS = 1024
@@ -112,6 +114,11 @@ class Config:
     allow_staging: bool = option(False, "Allow a decode backend that needs pages dequantised first (slow).")
     dtype: str = option("auto", "Compute dtype: auto (float32 on a CPU, else the checkpoint's), or a name.")
     device: str = option("auto", "auto, cpu or cuda.")
+    weights: str | None = option(
+        None,
+        "Quantise the linear layers of a BF16 or FP16 checkpoint as it loads: fp8 (blocks of 128 x 128), int4 (groups "
+        "of 128), nvfp4 or mxfp4. Where kernels do not serve them, they are unpacked again (docs/weights.md).",
+    )
     quantized_weights: str = option(
         "auto",
         "Quantised matrices of linear layers in memory: packed (as they are stored; humming-kernels multiplies them on "
@@ -216,6 +223,8 @@ class Config:
         for name, names in (("dtype", DTYPES), ("quantized_weights", QUANTIZED_WEIGHTS)):
             if getattr(self, name) not in names:
                 raise ConfigError(unknown(name, getattr(self, name), names))
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise ConfigError(unknown("weights", self.weights, WEIGHTS))
 
     def _check_watch(self) -> None:
         share, alert = self.watch_fidelity, self.fidelity_alert

@@ -88,12 +88,16 @@ class LayerGroup:
         return self.q_heads // self.streams[0].heads
 
 
+ONLINE = "online"
+"""The method of weights that are quantised as they load."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Quantised weights of a checkpoint."""
+    """Quantised weights of a checkpoint, or as they would be in one."""
 
     method: str
-    """Transformers' name of the method that quantised them."""
+    """Transformers' name of the method that quantised them, or ONLINE."""
     kind: str
     """What they are, for people: `nvfp4`, `4 bits`."""
     bytes: int
@@ -102,11 +106,13 @@ class StoredWeights:
     """Of the same on a device that keeps matrices packed, where kernels multiply them so, and the others unpacked."""
     unreadable: str = ""
     """What of them cannot be read, in words."""
+    experts: int = 0
+    """Of experts that are not quantised, where linear layers are as they load."""
 
     @property
     def title(self) -> str:
         """The method and what the weights are: `compressed-tensors nvfp4`, `mxfp4`."""
-        return self.kind if self.kind == self.method else f"{self.method} {self.kind}"
+        return self.kind if self.method in (self.kind, ONLINE) else f"{self.method} {self.kind}"
 
 
 @dataclass(frozen=True, slots=True)

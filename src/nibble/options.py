@@ -34,6 +34,7 @@ class ConfigOptions(TypedDict, total=False):
     allow_staging: bool
     dtype: str
     device: str
+    weights: str | None
     quantized_weights: str
     kv_memory: str | int | None
     gpu_memory_utilization: float | None

@@ -198,7 +198,7 @@ def _load(parts: EngineParts, startup: StartupReport, meter: LoadMeter) -> tuple
         weights = engine_plan.weights
         model = load(
             model_config, engine_plan.model_spec, dtype, device, deterministic=config.deterministic,
-            handling=weights.handling if weights else Handling.UNPACKED,
+            handling=weights.handling if weights else Handling.UNPACKED, weights=config.weights,
         )  # fmt: skip
     if engine_plan.hardware.is_cpu or config.threads:
         startup.notes += filter(None, [threads.apply(config.threads, engine_plan.budget.weights, meter)])

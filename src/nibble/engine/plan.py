@@ -21,8 +21,8 @@ from nibble.errors import CapacityError, ConfigError
 from nibble.formats import scheme as schemes
 from nibble.hardware import Hardware, probe
 from nibble.kernels import cdiv
-from nibble.model_spec import ModelSpec
-from nibble.models import quantization
+from nibble.model_spec import ONLINE, ModelSpec
+from nibble.models import online, quantization
 from nibble.models.hub import local_folder, locate_config, own_kv_formats, pinned
 from nibble.models.observations import observe_model
 from nibble.models.varying import require_invariant
@@ -123,13 +123,14 @@ def plan_cache(
     dtype = spec.compute_dtype(hardware)
     source, source_note = locate_config(config.model) if published else (config.model, "")
     model_spec = observe_model(
-        source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code
-    )
+        source, dtype, config.max_context, config.index_topk, trust_remote_code=config.trust_remote_code,
+        weights=config.weights,
+    )  # fmt: skip
     model_spec = replace(model_spec, model=config.model)
     if config.deterministic:
         require_invariant(model_spec, hardware)
     model_spec, weights = _count_weights(config, model_spec, dtype, hardware, here)
-    weight_notes = quantization.notes(weights, dtype, hardware, here=here) if weights else ()
+    weight_notes = _weight_notes(weights, dtype, hardware, here) if weights else ()
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
@@ -223,6 +224,13 @@ def _count_weights(
         return model_spec, None
     weights = quantization.plan_weights(config, stored, full, dtype, hardware, here=here)
     return replace(model_spec, weight_bytes=weights.bytes), weights
+
+
+def _weight_notes(weights: quantization.Weights, dtype: str, hardware: Hardware, here: bool) -> Iterator[str]:
+    """Return what is to be known of quantised weights."""
+    if weights.stored.method == ONLINE:
+        return online.notes(weights, dtype, hardware)
+    return quantization.notes(weights, dtype, hardware, here=here)
 
 
 def plan_memory(cache_plan: CachePlan) -> EnginePlan:

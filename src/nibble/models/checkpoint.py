@@ -22,16 +22,22 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from nibble.errors import WeightError
 from nibble.model_spec import ModelSpec
-from nibble.models import equivalence, hook
+from nibble.models import equivalence, hook, online
 from nibble.models.checkpoint_scales import has_weights, is_scale
 from nibble.models.hook import adapt
 from nibble.models.hub import INDEX_FILE, first_line, locate, quiet, read_json, weight_files
-from nibble.models.linear import prepare_linears, set_packed
+from nibble.models.linear import prepare_linears, quantize_linears, set_packed
 from nibble.models.mla import fix_rope, tabulate_rope
 from nibble.models.pack import Packer
-from nibble.models.quantization import READABLE, Handling, quantization_entry
+from nibble.models.quantization import (
+    READABLE,
+    Handling,
+    MatrixFormat,
+    Quantization,
+    quantization_entry,
+)
 from nibble.models.towers import key_mapping, model_class, nested_text, text_attention
-from nibble.models.unpack import unpacked
+from nibble.models.unpack import quantized, unpacked
 
 
 def load(
@@ -42,6 +48,7 @@ def load(
     *,
     deterministic: bool = False,
     handling: Handling = Handling.UNPACKED,
+    weights: str | None = None,
 ) -> nn.Module:
     """Load the weights.
 
@@ -52,6 +59,7 @@ def load(
         device: where the model runs.
         deterministic: see prepare_model().
         handling: what becomes of weights that are quantised.
+        weights: a format that linear layers are quantised to as they load, None for none.
 
     Returns:
         The model in eval mode, prepared by prepare_model().
@@ -64,7 +72,8 @@ def load(
     path = locate(model_spec.model)
     _check_files(Path(path))
     packer = Packer(device, getattr(torch, dtype)) if handling is Handling.PACKED else None
-    source = partial(_source, config, path, handling, packer)
+    quantization = online.quantization_to(weights) if weights else None
+    source = partial(_source, config, path, handling, packer, quantization)
     model = _read(source, model_spec, path, dtype)
     if packer:
         set_packed(model, packer)
@@ -73,7 +82,10 @@ def load(
             packer.plain |= others
             model = _read(source, model_spec, path, dtype)
             set_packed(model, packer)
-    return prepare_model(model.to(device), model_spec, deterministic=deterministic)
+    model = model.to(device)
+    if quantization:
+        quantize_linears(model, quantization, packer)
+    return prepare_model(model, model_spec, deterministic=deterministic)
 
 
 def _read(
@@ -121,9 +133,16 @@ Source = tuple[str | None, PretrainedConfig, dict[str, Any] | None]
 
 
 def _source(
-    config: PretrainedConfig, path: str, handling: Handling, packer: Packer | None, files: ExitStack
+    config: PretrainedConfig,
+    path: str,
+    handling: Handling,
+    packer: Packer | None,
+    quantization: Quantization | None,
+    files: ExitStack,
 ) -> Source:
     """Return the checkpoint as it is, or its tensors with quantised ones unpacked or packed."""
+    if packer and quantization and weight_files(folder := download(path)):
+        return None, config, quantized(folder, *_choice(config, quantization), files, packer)
     entry = quantization_entry(config)
     if str(entry.get("quant_method") or "") not in READABLE or handling is Handling.TRANSFORMERS:
         return path, config, None
@@ -132,6 +151,27 @@ def _source(
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return None, plain, unpacked(download(path), entry, files, packer)
+
+
+def _choice(
+    config: PretrainedConfig, quantization: Quantization
+) -> tuple[MatrixFormat, Callable[[str], bool]]:
+    """Return how linear layers are quantised as they load, and whether a module of the checkpoint seems to be one.
+
+    What seems to be one and is none is read again, and what does not is quantised afterwards (quantize_linears()).
+    """
+    places = {
+        online.place(name)
+        for name, module in _empty_model(config).named_modules()
+        if type(module) is nn.Linear and quantization.format_of(name)
+    }
+    return quantization.rules[0].format, lambda name: online.place(name) in places
+
+
+def _empty_model(config: PretrainedConfig) -> Any:
+    """Return the model without weights."""
+    with torch.device("meta"), quiet():
+        return model_class(config)._from_config(config)
 
 
 def _set_generation_config(model: Any, folder: Path) -> None:
@@ -151,8 +191,7 @@ def _text_tensors(
     raw, _ = PretrainedConfig.get_config_dict(path)
     if nested_text(raw) is None:
         return None, set()
-    with torch.device("meta"), quiet():
-        model = model_class(config)._from_config(config)
+    model = _empty_model(config)
     table = model.get_input_embeddings().weight
     embedding = next(name for name, parameter in model.named_parameters() if parameter is table)
     names = list(tensors or _tensor_names(download(path)))

@@ -46,6 +46,7 @@ def observe_model(
     index_topk: int | None = None,
     *,
     trust_remote_code: bool = False,
+    weights: str | None = None,
 ) -> ModelSpec:
     """Return what `model` asks of attention: from the cache folder, or by observing it.
 
@@ -56,6 +57,7 @@ def observe_model(
         max_context: The longest context, None for the model's own.
         index_topk: Tokens that sparse attention looks at, None for the model's own.
         trust_remote_code: Whether code that comes with it may run. It may change, so it is observed each time.
+        weights: A format that linear layers are quantised to as they load, None for none.
 
     Raises:
         ConfigError: The model cannot be served, or the context is too long.
@@ -64,7 +66,7 @@ def observe_model(
     folder = Path(locate(model))
     # A name on the hub may mean another version tomorrow.
     is_fixed = (folder / "config.json").is_file() and not trust_remote_code
-    path = _path(folder, dtype, max_context, index_topk) if is_fixed else None
+    path = _path(folder, dtype, max_context, index_topk, weights) if is_fixed else None
     cached = _read(path) if path else None
     if cached is not None:
         # The name is not part of the key: the same files may have several.
@@ -77,9 +79,9 @@ def observe_model(
         from nibble.models.refusals import load_config
 
         config = load_config(model, index_topk, trust_remote_code=trust_remote_code)
-        model_spec = observe(config, model, dtype, max_context)
+        model_spec = observe(config, model, dtype, max_context, weights)
     stored = model_spec.stored_weights
-    if stored and (size := folder_bytes(folder, model_spec.layers)):
+    if stored and not weights and (size := folder_bytes(folder, model_spec.layers)):
         # What lies in the folder is certain; what follows from the config is an account of it.
         model_spec = replace(model_spec, stored_weights=replace(stored, bytes=size))
     if path:
@@ -104,9 +106,9 @@ def _pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _path(folder: Path, dtype: str, max_context: int | None, index_topk: int | None) -> Path:
+def _path(folder: Path, *options: str | int | None) -> Path:
     """Return the file for a checkpoint in `folder` under these options."""
-    digest = hashlib.sha256(repr((dtype, max_context, index_topk)).encode())
+    digest = hashlib.sha256(repr(options).encode())
     for package in PACKAGES:
         digest.update(f"{package} {metadata.version(package)}".encode())
     # code that comes with a checkpoint (auto_map) lies beside its config

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from nibble.errors import ConfigError, NibbleError
 from nibble.model_spec import INDEX, LATENT, Kind, LayerGroup, ModelSpec, StoredWeights, Stream
-from nibble.models import hook, refusals
+from nibble.models import hook, online, refusals
 from nibble.models import quantization as quantized
 from nibble.models.hook import Call, adapt, attention_mask_for
 from nibble.models.hub import first_line, quiet
@@ -27,7 +27,7 @@ from nibble.models.towers import model_class, text_attention
 _TOKENS = 31
 """Tokens of a pass: a number that no other size of a model is likely to have."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_specs: dict[tuple[str, str, str, int | None], ModelSpec] = {}
+_specs: dict[tuple[str, str, str, int | None, str | None], ModelSpec] = {}
 """What was observed in this process."""
 
 
@@ -48,7 +48,13 @@ def skeleton(config: PretrainedConfig) -> nn.Module:
     return adapt(model).eval()
 
 
-def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
+def observe(
+    config: PretrainedConfig,
+    name: str,
+    dtype: str,
+    max_context: int | None = None,
+    weights: str | None = None,
+) -> ModelSpec:
     """Return what a model needs of attention; a config is observed once in a process.
 
     Args:
@@ -56,14 +62,15 @@ def observe(config: PretrainedConfig, name: str, dtype: str, max_context: int | 
         name: What the model is called.
         dtype: The compute dtype, in which `weight_bytes` is counted.
         max_context: The longest context in tokens, None for the model's own.
+        weights: A format that linear layers are quantised to as they load (online.py), None for none.
 
     Raises:
-        ConfigError: The model cannot be served, or the context is too long for it.
+        ConfigError: The model cannot be served, or not so, or the context is too long for it.
     """
     # All values, also those that are the defaults of this version.
-    key = config.to_json_string(use_diff=False), name, dtype, max_context
+    key = config.to_json_string(use_diff=False), name, dtype, max_context, weights
     if key not in _specs:
-        _specs[key] = observe_skeleton(skeleton(config), name, dtype, max_context)
+        _specs[key] = observe_skeleton(skeleton(config), name, dtype, max_context, weights)
     return _specs[key]
 
 
@@ -75,7 +82,9 @@ def context_limits(text: PretrainedConfig) -> tuple[int, int]:
     return limit, int(limit * context_factor(text))
 
 
-def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None = None) -> ModelSpec:
+def observe_skeleton(
+    model: Any, name: str, dtype: str, max_context: int | None = None, weights: str | None = None
+) -> ModelSpec:
     """Return what the model that skeleton() gave needs of attention; see observe().
 
     Args:
@@ -83,9 +92,10 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
         name: what the model is called.
         dtype: the compute dtype.
         max_context: the longest context in tokens, None for the model's own.
+        weights: a format that linear layers are quantised to as they load, None for none.
 
     Raises:
-        ConfigError: the model cannot be served, or the context is too long for it.
+        ConfigError: the model cannot be served, or not so, or the context is too long for it.
     """
     config = model.config
     text = config.get_text_config()
@@ -95,7 +105,7 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
             f"max_context {max_context} is more than the {longest} tokens that {name} was made for"
         )
     # Tied weights are one parameter under several names.
-    weights = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
+    full = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) * BYTES[dtype]
     groups, owner = _run(model, text, max_context or limit)
     return ModelSpec(
         model=name,
@@ -105,13 +115,17 @@ def observe_skeleton(model: Any, name: str, dtype: str, max_context: int | None 
         max_context=max_context or limit,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        weight_bytes=weights,
-        stored_weights=_stored_weights(model, config, dtype),
+        weight_bytes=full,
+        stored_weights=_stored_weights(model, config, dtype, weights),
     )
 
 
-def _stored_weights(model: Any, config: PretrainedConfig, dtype: str) -> StoredWeights | None:
+def _stored_weights(
+    model: Any, config: PretrainedConfig, dtype: str, weights: str | None
+) -> StoredWeights | None:
     """Return what the quantised weights of a checkpoint take; None where they are not quantised."""
+    if weights:
+        return online.outline(weights, _parameters(model), dtype, config)
     entry = quantized.quantization_entry(config)
     quantization = quantized.parse(entry)
     if quantization is None:

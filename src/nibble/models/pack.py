@@ -19,10 +19,13 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
+from nibble.errors import WeightError
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 from nibble.kernels.quantized_linear.naive import pack_words, unpack_words
+from nibble.kernels.quantized_linear.quantize import quantize
 from nibble.kernels.weight_formats import WORD, WeightFormat, unserved
 from nibble.models.matrix_parts import Parts
+from nibble.models.quantization import MatrixFormat
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the outputs of a word lie in AWQ's GEMM layout, by output."""
@@ -124,6 +127,18 @@ class Packer:
         # In 16 bits kernels round as they do.
         rounded = rounded if self.dtype == torch.float32 else torch.float32
         return PackedMatrix(format, codes.contiguous(), scale, self.dtype, rounded, zero, global_scale)
+
+    def quantize(self, name: str, weight_NK: Tensor, format: MatrixFormat) -> PackedMatrix:
+        """Return a plain matrix, quantised; raise NotPackedError where no kernels multiply it."""
+        packed, dtype = format.packed, str(self.dtype).removeprefix("torch.")
+        if (
+            packed is None
+            or weight_NK.dim() != 2
+            or unserved(packed, len(weight_NK), weight_NK.shape[1], dtype)
+        ):
+            raise NotPackedError
+        require_finite(name, weight_NK)
+        return quantize(weight_NK.to(self.device), packed, self.dtype, format.block_rows)
 
     def _cast(self, scale: Tensor) -> Tensor:
         """Return scales in the compute dtype."""
@@ -259,3 +274,14 @@ def awq(parts: Parts, packer: Packer) -> PackedMatrix:
     _require(x_KN.shape[0] * 4 % WORD == 0)
     codes = pack_words(x_KN.T, 4, 1)
     return packer.matrix("uint4", codes, scale_GN.T, zero_NG=zero_GN.T, rounded=_rounding(scale_GN))
+
+
+def plain(format: MatrixFormat, parts: Parts, packer: Packer) -> PackedMatrix:
+    """A matrix that is quantised as it is read (online.py)."""
+    return packer.quantize(parts.name, parts["weight"], format)
+
+
+def require_finite(name: str, weight: Tensor) -> None:
+    """Raise WeightError for a matrix with infinities or NaN, which no code means."""
+    if not weight.isfinite().all():
+        raise WeightError(f"{name} cannot be quantised: it has values that are not finite; download it again")

@@ -36,7 +36,7 @@ from nibble.kernels.weight_formats import (
     WeightFormat,
     bytes_kept,
 )
-from nibble.model_spec import StoredWeights
+from nibble.model_spec import ONLINE, StoredWeights
 from nibble.models.hub import weight_files
 
 MODELOPT = "modelopt"
@@ -408,9 +408,9 @@ _PACKAGES = {
     "bitsandbytes": ("accelerate", "bitsandbytes"),
 }
 """Packages with which Transformers loads a method's weights, besides its own."""
-READABLE = frozenset({"fp8", "mxfp4", "awq", "gptq", "compressed-tensors", MODELOPT})
+READABLE = frozenset({"fp8", "mxfp4", "awq", "gptq", "compressed-tensors", MODELOPT, ONLINE})
 """Methods whose weights Nibble unpacks itself (models/unpack.py)."""
-_ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT})
+_ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT, ONLINE})
 """Those that Transformers does not keep as they are, whatever the machine."""
 READABLE_ALGORITHMS = frozenset({
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4",

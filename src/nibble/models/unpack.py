@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -34,6 +35,7 @@ from nibble.models import pack
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
+from nibble.models.quantization import MatrixFormat
 
 WORD = 32
 
@@ -110,6 +112,31 @@ def unpacked(
             "config.json or its weight files are another checkpoint's"
         )
     return plain
+
+
+def quantized(
+    folder: Path, format: MatrixFormat, is_chosen: Callable[[str], bool], stack: ExitStack, packer: Packer
+) -> dict[str, Any]:
+    """Return an unquantised checkpoint's tensors by name: chosen matrices quantised when they are read, and kept.
+
+    Args:
+        folder: With safetensors files.
+        format: Of the quantised matrices.
+        is_chosen: Whether the matrix of a module is quantised, by its name in the checkpoint.
+        stack: Keeps the files open.
+        packer: Keeps matrices, and gives placeholders for them; others are read as they are.
+    """
+    lock, tensors = Lock(), dict[str, Any]()
+    spelling = _Spelling("weight", lambda parts: parts["weight"], partial(pack.plain, format))
+    for path in weight_files(folder):
+        file = stack.enter_context(safe_open(path, "pt"))
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            module, end = _split(name)
+            stored = file.get_slice(name)
+            parts = Parts(name, {end: stored}, {})
+            is_matrix = end == spelling.codes and is_chosen(module)
+            tensors[name] = _Slice(parts, spelling, lock, packer) if is_matrix else stored
+    return tensors
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -1,0 +1,120 @@
+"""Linear layers that are quantised as a checkpoint loads (`--weights`): which, in what format, and the plan. No torch.
+
+Formats are those of published checkpoints, and so are the layers: all linear layers in the decoder's layers but routers
+and other gates, indexers of sparse attention, and MLA's `kv_b_proj`. Embeddings, norms and the output layer are no
+linear layers of a layer. Experts stay as they are too.
+
+Sources: llm-compressor's examples and ModelOpt's default configs (what they leave out), DeepSeek V3's
+`quantization_config` (blocks of FP8), OCP's MX formats, NVIDIA's NVFP4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from math import prod
+
+from nibble.errors import ConfigError
+from nibble.hardware import Hardware, format_bytes
+from nibble.kernels.weight_formats import DISTRIBUTION, FULL_DTYPE, WeightFormat
+from nibble.model_spec import ONLINE, StoredWeights
+from nibble.models.quantization import (
+    ALWAYS_PLAIN,
+    FP8_BLOCK,
+    FULL,
+    HEADS,
+    MXFP4,
+    NVFP4,
+    Handling,
+    MatrixFormat,
+    Parameter,
+    Quantization,
+    Rule,
+    Weights,
+    packed_bytes,
+    quantization_entry,
+    stored_bytes,
+)
+
+FORMATS = {
+    "fp8": FP8_BLOCK,
+    "int4": MatrixFormat("int4", 4, 128, 2, packed=WeightFormat("uint4", 128)),
+    "nvfp4": NVFP4,
+    "mxfp4": MXFP4,
+}
+"""By the names that `--weights` takes."""
+IN_LAYERS = r"re:.*\.\d+\."
+"""Names of modules in numbered layers."""
+_PLACE = re.compile(r"\.(\d+\..*)$")
+PLAIN = (
+    "gate", "router", "shared_expert_gate", "indexer", "experts", ALWAYS_PLAIN.strip("."), *HEADS,
+)  # fmt: skip
+"""Parts of names of modules that are not quantised."""
+
+
+def quantization_to(weights: str) -> Quantization:
+    """Return which linear layers `--weights` quantises, and how."""
+    return Quantization(ONLINE, (Rule((IN_LAYERS,), FORMATS[weights]),), PLAIN)
+
+
+def place(name: str) -> str:
+    """Return what tells a module of a layer from others, whatever prefix it has in a checkpoint: `3.mlp.up_proj`."""
+    match = _PLACE.search(name)
+    return match[1] if match else ""
+
+
+def outline(weights: str, parameters: Iterable[Parameter], dtype: str, config: object) -> StoredWeights:
+    """Return what a model takes whose linear layers are quantised.
+
+    Args:
+        weights: A key of FORMATS.
+        parameters: Of the model.
+        dtype: The compute dtype.
+        config: The model's, as models/refusals.py reads it.
+
+    Raises:
+        ConfigError: The checkpoint is quantised already, or nothing of the model would be.
+    """
+    if entry := quantization_entry(config):
+        raise ConfigError(
+            f"--weights {weights} quantises BF16 and FP16 checkpoints, and this one is quantised already, by "
+            f"{entry.get('quant_method')}; leave it out, or name the checkpoint that this one was made of"
+        )
+    quantization, all_parameters = quantization_to(weights), list(parameters)
+    if not any(x.is_linear and quantization.format_of(x.module) for x in all_parameters):
+        raise ConfigError(
+            f"--weights {weights} quantises linear layers of a decoder, and this model has none; leave it out"
+        )
+    experts = sum(
+        prod(x.shape) for x in all_parameters if "experts" in x.module.split(".") and len(x.shape) > 1
+    )
+    return StoredWeights(
+        ONLINE,
+        quantization.kind,
+        stored_bytes(quantization, all_parameters),
+        packed_bytes(quantization, all_parameters, dtype),
+        experts=experts * (4 if dtype == FULL_DTYPE else FULL),
+    )
+
+
+def notes(weights: Weights, dtype: str, hardware: Hardware) -> Iterator[str]:
+    """Yield what is to be known of weights that are quantised as they load.
+
+    Args:
+        weights: From plan_weights().
+        dtype: The compute dtype.
+        hardware: The machine.
+    """
+    stored = weights.stored
+    title, other = (
+        f"weights quantised to {stored.title} as they load",
+        f"{format_bytes(weights.full)} in {dtype}",
+    )
+    if weights.handling is Handling.PACKED:
+        by = "by their definition, slowly" if hardware.is_cpu else f"by {DISTRIBUTION}"
+        yield f"{title}: {format_bytes(weights.bytes)}, multiplied as they are packed {by}; {other}"
+    else:
+        why = f" ({weights.why})" if weights.why else ""
+        yield f"{title}, and unpacked again here{why}: errors of {stored.title}, and {other}, as without"
+    if stored.experts:
+        yield f"--weights {stored.kind} leaves experts as they are: {format_bytes(stored.experts)}"
