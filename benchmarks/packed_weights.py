@@ -8,17 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
-from nibble.kernels.quantized_linear.naive import E2M1, E8M0_BIAS, pack_words
+from nibble.kernels.quantized_linear.naive import pack_words
+from nibble.kernels.quantized_linear.quantize import quantize as quantized
 from nibble.kernels.weight_formats import WeightFormat
 
 CT = "compressed-tensors"
-E2M1_MAX, E4M3_MAX = 6.0, 448.0
-ROWS = 4096
-"""Rows that are quantised at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,50 +54,20 @@ KINDS = {
 
 
 def quantize(weight_NK: Tensor, format: WeightFormat) -> PackedMatrix:
-    """The matrix in a format, its compute dtype that of the weight."""
-    global_scale = None
-    if format.has_global:
-        global_scale = (weight_NK.abs().amax().float() / (E2M1_MAX * E4M3_MAX)).view(1)
-    parts = [_quantize(part, format, global_scale) for part in weight_NK.split(ROWS)]
-    codes, scale, zero = (
-        torch.cat(column) if column[0] is not None else None for column in zip(*parts, strict=True)
-    )
-    assert codes is not None and scale is not None
-    scale = scale if format.scales else scale.to(weight_NK.dtype)
-    return PackedMatrix(format, codes, scale, weight_NK.dtype, zero=zero, global_scale=global_scale)
+    """The matrix in a format, its compute dtype that of the weight. FP8's groups are of blocks of 128 x 128."""
+    if format.has_zero:
+        return _with_zeros(weight_NK, format)
+    block_rows = format.group if format.codes == "e4m3" and format.group else 1
+    return quantized(weight_NK, format, weight_NK.dtype, block_rows)
 
 
-def _quantize(
-    weight_NK: Tensor, format: WeightFormat, global_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    columns = weight_NK.shape[1]
-    x_NGk = weight_NK.float().unflatten(1, (format.groups(columns), -1))
+def _with_zeros(weight_NK: Tensor, format: WeightFormat) -> PackedMatrix:
+    """Integers from the smallest value of a group to the largest."""
+    top, dtype = (1 << format.bits) - 1, weight_NK.dtype
+    x_NGk = weight_NK.float().unflatten(1, (format.groups(weight_NK.shape[1]), -1))
     low_NG, high_NG = x_NGk.amin(-1), x_NGk.amax(-1)
-    amax_NG = torch.maximum(high_NG, -low_NG).clamp(min=1e-9)
-    if format.codes.startswith("uint"):
-        top = (1 << format.bits) - 1
-        if format.has_zero:
-            scale_NG = ((high_NG - low_NG) / top).to(weight_NK.dtype).float()
-            zero_NG = (-low_NG / scale_NG).round().clamp(0, top)
-        else:
-            scale_NG = (amax_NG / (top // 2)).to(weight_NK.dtype).float()
-            zero_NG = torch.full_like(scale_NG, (top + 1) // 2)
-        codes_NK = (x_NGk / scale_NG[..., None] + zero_NG[..., None]).round().clamp(0, top).flatten(1).int()
-        zero = pack_words(zero_NG.int(), format.bits, 0) if format.has_zero else None
-        return pack_words(codes_NK, format.bits, 1), scale_NG, zero
-    if format.codes == "e4m3":
-        scale_NG = (amax_NG / E4M3_MAX).to(weight_NK.dtype).float()
-        codes = (x_NGk / scale_NG[..., None]).clamp(-E4M3_MAX, E4M3_MAX).flatten(1).to(torch.float8_e4m3fn)
-        return codes.view(torch.int32), scale_NG, None
-    if global_scale is not None:
-        bytes_NG = (amax_NG / E2M1_MAX / global_scale).to(torch.float8_e4m3fn)
-        scale_NG, stored = bytes_NG.float() * global_scale, bytes_NG.view(torch.uint8)
-    else:
-        exponent_NG = (amax_NG / E2M1_MAX).log2().ceil()
-        scale_NG, stored = exponent_NG.exp2(), (exponent_NG + E8M0_BIAS).to(torch.uint8)
-    scaled_NK = (x_NGk / scale_NG.clamp(min=1e-30)[..., None]).flatten(1)
-    grid = torch.tensor(E2M1[:8], device=weight_NK.device)
-    codes_NK = torch.bucketize(scaled_NK.abs(), (grid[1:] + grid[:-1]) / 2, out_int32=True) + 8 * (
-        scaled_NK < 0
-    )
-    return pack_words(codes_NK, 4, 1), stored, None
+    scale_NG = ((high_NG - low_NG).clamp(min=1e-9) / top).to(dtype).float()
+    zero_NG = (-low_NG / scale_NG).round().clamp(0, top)
+    codes_NK = (x_NGk / scale_NG[..., None] + zero_NG[..., None]).round().clamp(0, top).flatten(1).int()
+    codes, zero = pack_words(codes_NK, format.bits, 1), pack_words(zero_NG.int(), format.bits, 0)
+    return PackedMatrix(format, codes, scale_NG.to(dtype), dtype, zero=zero)

@@ -125,6 +125,7 @@ def served(shape: str, likeness: float = 0.0, weights: str = "", **options: Any)
         *,
         deterministic: bool = False,
         handling: Handling = Handling.UNPACKED,
+        **others: object,  # of loading from files
     ) -> nn.Module:
         if weights:
             del config.quantization_config
