@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from nibble import LLM
-from nibble.cli.main import main
+from nibble.cli.main import app
 from nibble.config import Config
 from nibble.engine.plan import plan_cache
 from nibble.errors import ConfigError, WeightError
@@ -270,16 +271,24 @@ def test_layers_whose_inputs_are_no_whole_groups_have_its_errors_too(tmp_path: P
         assert (logits(model) - logits(read(tmp_path, name))).abs().max() <= TOLERANCE
 
 
-def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["plan", "llama-3.1-8b", "nvfp4", "--gpu", "b200", "--weights", "nvfp4"]) == 0
-    assert "weights quantised to nvfp4 as they load" in capsys.readouterr().out
-    assert main(["plan", "llama-3.1-8b", "--gpu", "b200", "--weights", "int8"]) != 0
-    assert "int4" in capsys.readouterr().err
-    report = tmp_path / "report.json"
-    settings = ["--tokens", "512", "--recall-cases", "1", "--recall-lengths", "128", "--quick"]
-    assert main(["eval", "demo", "nvfp4", "--weights", "mxfp4", *settings, "--output", str(report)]) == 0
-    worse = json.loads(report.read_text())
-    assert main(["eval", "demo", "nvfp4", *settings, "--output", str(report)]) == 0
-    better = json.loads(report.read_text())
-    found = [next(s["perplexity"] for s in r["schemes"] if s["scheme"] == "bf16") for r in (better, worse)]
-    assert found[0] < found[1] < 1.5 * found[0]
+def run(*words: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, list(words))
+
+
+def test_the_command_line() -> None:
+    result = run("plan", "llama-3.1-8b", "nvfp4", "--gpu", "b200", "--weights", "nvfp4")
+    assert result.exit_code == 0 and "weights quantised to nvfp4 as they load" in result.stdout
+    result = run("plan", "llama-3.1-8b", "--gpu", "b200", "--weights", "int8")
+    assert result.exit_code == 2 and "fp8, int4, mxfp4, nvfp4" in result.stderr
+
+
+def test_quality_is_measured_anywhere() -> None:
+    """Of the bundled model, for the whole run and for a single scheme."""
+    sizes = ("--tokens", "512", "--recall-cases", "0", "--attention-tokens", "64", "--json")
+    schemes = ("bf16:weights=fp8", "bf16:weights=mxfp4", "nvfp4:weights=mxfp4")
+    plain, *others = json.loads(run("eval", "demo", *schemes, *sizes).stdout)["results"]
+    fp8, mxfp4, both = (entry["perplexity"] / plain["perplexity"] for entry in others)
+    assert abs(fp8 - 1) < 0.02 < mxfp4 - 1 < 0.2 and 1.02 < both < 1.2
+    report = json.loads(run("eval", "demo", "bf16", "--weights", "mxfp4", *sizes).stdout)
+    assert report["results"][0]["perplexity"] == pytest.approx(others[1]["perplexity"])
+    assert report["environment"]["weights"] == "mxfp4"

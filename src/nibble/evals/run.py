@@ -191,6 +191,7 @@ def environment(plan: EnginePlan) -> dict[str, str]:
         "nibble": nibble.__version__,
         "torch": torch.__version__,
         "dtype": plan.plan.dtype,
+        **({"weights": plan.config.weights} if plan.config.weights else {}),
         "hardware": str(plan.hardware),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -1,13 +1,14 @@
 """Matrices as they are kept packed (kernels/weight_formats.py), of plain ones: rounded to nearest, by block.
 
-A scale follows from the values of its block alone, by the rule that published quantisers go by:
+A scale follows from the values of its block alone (of NVFP4, and a global scale of the matrix):
 
     fp8     scale = amax / 448, of blocks of 128 x 128        DeepSeek V3, `weight_scale_inv`
     int4    scale = amax / 7.5, of 128 inputs                 compressed-tensors, symmetric: from -8 to 7
     nvfp4   E4M3 scales under global = amax / (6 * 448)       formats/nvfp4.py
     mxfp4   E8M0 scales                                       formats/mx.py
 
-Of FP8 and INT4 it is rounded to the compute dtype first, and codes are the nearest under the rounded one.
+Scales of FP8 and INT4 are rounded to the compute dtype first, and codes are the nearest under the rounded ones. Those
+of 4-bit floats are chosen as a cache chooses them: of a few around amax's, the one with the least squared error.
 
 Shape suffixes: N outputs, K inputs, G groups of inputs.
 """
@@ -60,10 +61,9 @@ def rounded(weight_NK: Tensor, format: WeightFormat, block_rows: int = 1) -> Ten
     columns = weight_NK.shape[1]
     padded = F.pad(weight_NK, (0, -columns % (format.group or WORD // format.bits)))
     matrix = quantize(padded, format, weight_NK.dtype, block_rows)
-    return torch.cat(
-        [dequantize(matrix, n, min(n + ROWS, matrix.rows))[:, :columns].to(weight_NK.dtype)
-         for n in range(0, matrix.rows, ROWS)]
-    )  # fmt: skip
+    starts = range(0, matrix.rows, ROWS)
+    parts = [dequantize(matrix, n, min(n + ROWS, matrix.rows))[:, :columns] for n in starts]
+    return torch.cat([part.to(weight_NK.dtype) for part in parts])
 
 
 def _global_scale(weight_NK: Tensor) -> Tensor:
