@@ -90,6 +90,16 @@ def test_an_expert_may_be_chosen_twice() -> None:
     assert close(twin.few_product(found, layer.experts_TK, back, None), expected.double())
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_choice_of_no_expert_reads_nothing(tokens: int) -> None:
+    layer = Layer(tokens, 3, 9)
+    layer.experts_TK[:, 1] = 9
+    found = twin.few_product(layer.x_TI, layer.experts_TK, layer.weight, None).view(tokens, 3, -1)
+    layer.experts_TK[:, 1] = 0
+    expected = layer.expected(layer.x_TI, None).view(tokens, 3, -1)
+    assert close(found[:, [0, 2]], expected[:, [0, 2]])
+
+
 def test_experts_that_nobody_chose_are_not_read() -> None:
     layer = Layer(4, 2, 30)
     weight = layer.weight.clone()

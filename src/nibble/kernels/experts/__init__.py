@@ -25,7 +25,7 @@ def up(x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | N
 
     Args:
         x_TI: Tokens.
-        experts_TK: Their experts, all of them less than E.
+        experts_TK: Their experts. Rows of E and more, which are none, hold anything.
         weight_ENI: Matrices, with any strides.
         bias_EN: Added to each row, if there is one.
 

@@ -40,13 +40,14 @@ def _take_expert(experts, choices, number, EXPERTS: tl.constexpr, S: tl.constexp
 def few_kernel(
     x, experts, weight, bias, out, places, tokens, x_stride, weight_stride_E, weight_stride_N, weight_stride_I,
     bias_stride, EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHOSEN: tl.constexpr,
-    EACH: tl.constexpr, DISTINCT: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
-    STAGES: tl.constexpr,
+    EACH: tl.constexpr, SINGLE: tl.constexpr, DISTINCT: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply the tokens of one expert with BN rows of its matrix. Grid: outputs / BN, experts.
 
-    EACH: whether each choice has a row of x, and not each token. places: which row of the output each choice has is
-    written there.
+    EACH: whether each choice has a row of x, and not each token. SINGLE: there is one token, and a program takes the
+    expert of one of its choices. DISTINCT: a program takes the n-th of all chosen experts. places: which row of the
+    output each choice has is written there.
     """
     # --- which expert
     expert = tl.program_id(1)
@@ -54,10 +55,12 @@ def few_kernel(
         if tl.program_id(0) + expert == 0:
             s_S = tl.arange(0, M * K)
             tl.store(places + s_S, s_S.to(tl.int64), mask=s_S < tokens * CHOSEN)
-    if DISTINCT:
+    if SINGLE:
+        expert = tl.load(experts + expert).to(tl.int32)
+    elif DISTINCT:
         expert = _take_expert(experts, tokens * CHOSEN, expert, EXPERTS, M * K)
-        if expert >= EXPERTS:
-            return
+    if expert >= EXPERTS:
+        return
     # --- which tokens, and their choices
     m_M, k_K = tl.arange(0, M), tl.arange(0, K)
     keep_MK = (m_M < tokens)[:, None] & (k_K < CHOSEN)[None, :]
@@ -107,7 +110,7 @@ class Tile:
 
 
 def tile_of(matrices: int, outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
-    """Choose the tile: as many outputs as leave two programs to each processor.
+    """Choose the tile: as many outputs as leave three programs to every two processors.
 
     Args:
         matrices: Experts that are read, at most.
@@ -116,7 +119,7 @@ def tile_of(matrices: int, outputs: int, inputs: int, item: int, gpu: GPU) -> Ti
         item: Bytes of a weight.
         gpu: Sizes of the GPU.
     """
-    width = next((n for n in (64, 32) if matrices * cdiv(outputs, n) >= 2 * gpu.processors), 16)
+    width = next((n for n in (64, 32) if 2 * matrices * cdiv(outputs, n) >= 3 * gpu.processors), 16)
     return Tile(width, min(STEP_BYTES // (width * item), 256, max(next_power_of_2(inputs), MMA_ROWS)))
 
 
@@ -128,7 +131,8 @@ def few_product(
 
     Args:
         x: [T, I] or [S, I].
-        experts_TK: The experts that tokens chose. Where a token chose one twice, both rows of x must be the same.
+        experts_TK: The experts that tokens chose; rows of E and more hold anything. Where a token chose one twice, both
+            rows of x must be the same.
         weight_ENI: Matrices, with any strides.
         bias_EN: Added to each row, if there is one.
         places_S: Int64: it receives which row of the result each choice has.
@@ -142,11 +146,11 @@ def few_product(
     tile = tile or tile_of(min(choices, experts), outputs, inputs, weight_ENI.itemsize, gpu_of(x.device))
     # Few sizes, so that few kernels are compiled.
     rows, columns = MMA_ROWS if tokens <= MMA_ROWS else MAX_TOKENS, next_power_of_2(chosen)
-    distinct = choices < experts and rows * columns <= MAX_LISTED
+    single, distinct = tokens == 1, choices < experts and rows * columns <= MAX_LISTED
     x = x if x.stride(1) == 1 else x.contiguous()
-    few_kernel[(cdiv(outputs, tile.outputs), choices if distinct else experts)](
+    few_kernel[(cdiv(outputs, tile.outputs), choices if single or distinct else experts)](
         x, experts_TK.contiguous(), weight_ENI, bias_EN, out_SN, places_S, tokens, x.stride(0), *weight_ENI.stride(),
-        0 if bias_EN is None else bias_EN.stride(0), experts, outputs, inputs, chosen, len(x) != tokens, distinct,
-        rows, columns, tile.outputs, tile.inputs, tile.stages, num_warps=tile.warps,
+        0 if bias_EN is None else bias_EN.stride(0), experts, outputs, inputs, chosen, len(x) != tokens, single,
+        distinct, rows, columns, tile.outputs, tile.inputs, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out_SN
