@@ -226,11 +226,12 @@ def _choose_few(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 @torch.no_grad()
 def _record(
-    model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: Callable[[], Any], given: Mapping[str, Tensor]
+    model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: Callable[[], Any],
+    layer_inputs: Mapping[str, Tensor],
 ) -> Recorded:  # fmt: skip
     """Call `run` until the last of `names` has been computed; return the first output of each, and inputs of layers.
 
-    given: what layers get in the place of their inputs.
+    layer_inputs: what layers get in the place of their inputs, by name.
     """
     outputs, inputs = dict[str, Tensor](), dict[str, Tensor]()
     latest: Any = None
@@ -239,7 +240,7 @@ def _record(
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             return None
         inputs.setdefault(name, args[0].clone())
-        x = given.get(name)
+        x = layer_inputs.get(name)
         return None if x is None or x.shape != args[0].shape else (x.clone(), *args[1:])
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:

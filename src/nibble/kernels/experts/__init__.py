@@ -17,7 +17,7 @@ from nibble.kernels import invariant, triton_present
 from nibble.kernels.experts import naive
 
 MAX_TOKENS = 64
-"""Tokens up to which each chosen expert is read by a kernel of its own."""
+"""Tokens up to which chosen experts are read once each: those of the largest tile of triton.py."""
 
 
 def up(x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None) -> tuple[Tensor, Tensor]:
