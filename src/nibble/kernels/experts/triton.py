@@ -110,18 +110,21 @@ class Tile:
     stages: int = STAGES
 
 
-def tile_of(matrices: int, outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
+def tile_of(matrices: int, rows: int, outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
     """Choose the tile: as many outputs as leave three programs to every two processors.
 
     Args:
         matrices: Experts that are read, at most.
+        rows: Tokens of a tile.
         outputs: Of an expert.
         inputs: Of an expert.
         item: Bytes of a weight.
         gpu: Sizes of the GPU.
     """
     width = next((n for n in (64, 32) if 2 * matrices * cdiv(outputs, n) >= 3 * gpu.processors), 16)
-    return Tile(width, min(STEP_BYTES // (width * item), 256, max(next_power_of_2(inputs), MMA_ROWS)))
+    step = min(STEP_BYTES // (width * item), 256, max(next_power_of_2(inputs), MMA_ROWS))
+    fitting = (n for n in range(STAGES, 1, -1) if n * step * (width + rows) * item <= gpu.memory)
+    return Tile(width, step, stages=next(fitting, 1))
 
 
 def few_product(
@@ -144,8 +147,9 @@ def few_product(
     out_SN = x.new_empty(choices, outputs)
     if not choices:
         return out_SN
-    tile = tile or tile_of(min(choices, experts), outputs, inputs, weight_ENI.itemsize, gpu_of(x.device))
     rows, columns = next(rows for rows in ROWS if rows >= tokens), next_power_of_2(top_k)
+    item, gpu = weight_ENI.itemsize, gpu_of(x.device)
+    tile = tile or tile_of(min(choices, experts), rows, outputs, inputs, item, gpu)
     single, distinct = tokens == 1, choices < experts and rows * columns <= MAX_LISTED
     x = x if x.stride(1) == 1 else x.contiguous()
     few_kernel[(cdiv(outputs, tile.outputs), choices if single or distinct else experts)](
