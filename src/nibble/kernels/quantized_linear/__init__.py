@@ -104,7 +104,8 @@ def _test(matrix: PackedMatrix, packed: tuple[PackedMatrix, Tensor], rows: Seque
                 raise BackendError(
                     f"the start-up test failed: {tokens} rows times {matrix.shape[0]} x {matrix.shape[1]} weights "
                     f"({matrix.format}) are off by {error:.3g} where the definition's norm is "
-                    f"{float(expected.norm()):.3g}, and {TOLERANCE:g} of it is allowed; serve with --quantized-weights unpacked, and please report this"
+                    f"{float(expected.norm()):.3g}, and {TOLERANCE:g} of it is allowed; serve with --quantized-weights "
+                    "unpacked, and please report this"
                 )
 
 
