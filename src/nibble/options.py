@@ -46,6 +46,7 @@ class ConfigOptions(TypedDict, total=False):
     hisparse: str
     prefix_cache: bool
     compile: bool
+    compile_cache: bool
     graphs: bool
     deterministic: bool
     watch_fidelity: float

@@ -235,3 +235,47 @@ def test_a_checkpoint_that_only_says_it_is_quantised(tmp_path: Path) -> None:
 
     with pytest.raises(NibbleError, match="holds no quantised matrix"):
         LLM(str(edit(folder, unquantised)))
+
+
+def test_w4afp8_has_experts_in_integers_and_other_layers_in_blocks(tmp_path: Path) -> None:
+    """No library writes it: bytes are made here by the layout, and compared with the plain weights that they mean."""
+    quantised = copied("fp8_block_moe", tmp_path, quant_method="w4afp8", group_size=64)
+    entry = json.loads((quantised / "config.json").read_text())["quantization_config"]
+    with ExitStack() as stack:
+        plain = {
+            name: x[...].float() for name, x in unpacked(FIXTURES / "fp8_block_moe", entry, stack).items()
+        }
+
+    def write(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
+            groups = plain[name].unflatten(1, (-1, 64))
+            scale = groups.abs().amax(-1) / 7
+            codes = (groups / scale[..., None]).round().clamp(-8, 7).flatten(1)
+            plain[name] = (codes.unflatten(1, (-1, 64)) * scale[..., None]).flatten(1)
+            pairs = codes.int().unflatten(1, (-1, 2)) & 15
+            tensors[name] = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8).view(torch.int8)
+            tensors[f"{name}_scale_inv"] = scale
+
+    edit(quantised, write)
+    meant = copied("fp8_block_moe", tmp_path / "plain")
+    config = json.loads((meant / "config.json").read_text())
+    del config["quantization_config"]
+    (meant / "config.json").write_text(json.dumps(config))
+    save_file(plain, meant / WEIGHTS, metadata={"format": "pt"})
+    ids, found = list(range(3, 20)), []
+    for folder in (quantised, meant):
+        with LLM(
+            str(folder), kv_format="fp32", dtype="float32", device="cpu", max_context=64, kv_memory="4MiB"
+        ) as llm:
+            found.append(llm.logits(ids))
+    assert float((found[0] - found[1]).abs().max()) < TOLERANCE
+    stored = plan_cache(Config(model=str(quantised), device="cpu")).model_spec.stored_weights
+    assert stored and stored.bytes == sum(x.nbytes for x in load_file(quantised / WEIGHTS).values())
+    edit(
+        quantised,
+        lambda tensors: tensors.update(
+            {k: x[:, :1].clone() for k, x in tensors.items() if x.dtype == torch.int8}
+        ),
+    )
+    with pytest.raises(NibbleError, match="does not fit together"):
+        LLM(str(quantised), device="cpu")

@@ -160,9 +160,9 @@ def error_in_keys() -> AbstractContextManager[Any]:
     """Store keys, or latents, a thousandth too large."""
     write = PagedPool.write
 
-    def write_wrong(self: PagedPool, layer: int, streams: dict[str, Tensor], slot_mapping_T: Tensor) -> None:
+    def write_wrong(self: PagedPool, layer: int, streams: dict[str, Tensor], *slots: Any) -> None:
         first = next(iter(streams))  # keys, or the latent
-        write(self, layer, {**streams, first: streams[first] * 1.001}, slot_mapping_T)
+        write(self, layer, {**streams, first: streams[first] * 1.001}, *slots)
 
     return mock.patch.object(PagedPool, "write", write_wrong)
 

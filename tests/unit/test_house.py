@@ -56,7 +56,8 @@ FOREIGN = {
     "lm_eval": {"evals/tasks", "evals/lm_eval_model"},
 }
 FORMATS_NAMED_IN = (
-    "formats/", "attention/backends/", "config", "kernels/codecs/", "models/quantization",  # formats of weights
+    "formats/", "attention/backends/", "config", "kernels/codecs/", "models/quantization", "models/online",
+    "kernels/quantized_linear/quantize",  # formats of weights
 )  # fmt: skip
 LONGEST_FILE = 600
 

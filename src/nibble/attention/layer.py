@@ -433,7 +433,7 @@ class _WindowedLayer:
         if has_kernel and not self.batch.phase.decodes:
             part = None
             # Parts that are merged with sinks need all rows.
-            far = far if sinks else parts.sighted
+            far = far if sinks else parts.far_rows
             if far and far_ask:
                 prepared = self._prepared(ctx.plan.route(self.layer, self.batch.phase), far, far_ask)
                 part = prepared.attend_partially(stored_q_THD, view, far_ask)

@@ -32,7 +32,7 @@ class Step:
 
     def __init__(self) -> None:
         number = next(_numbers)
-        self.number = torch.tensor(number)
+        self.number = torch.tensor(number, device="cpu")
         """int64 [] on the CPU, where reading it waits for nothing. A compiler makes constants of plain numbers."""
         self.context: StepContext | None = None
         _steps[number] = self

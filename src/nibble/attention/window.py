@@ -89,7 +89,7 @@ def far_batch(batch: AttentionBatch, window: int) -> AttentionBatch | None:
     )
 
 
-def sighted_rows(far: AttentionBatch) -> AttentionBatch:
+def rows_with_far_tokens(far: AttentionBatch) -> AttentionBatch:
     """Return the far part of a prompt from the first row that sees any of it. The rows of several requests all stay.
 
     To compute the rows before costs little, but their output would have to be put before that of the others: a copy.
@@ -328,9 +328,9 @@ class WindowParts:
         return near_batch(self._batch, exact.tokens, exact.pool.layout.page_size, exact.empty_page)
 
     @cached_property
-    def sighted(self) -> AttentionBatch | None:
+    def far_rows(self) -> AttentionBatch | None:
         """Return the far part without first rows that see none of it."""
-        return sighted_rows(self.far) if self.far else None
+        return rows_with_far_tokens(self.far) if self.far else None
 
     @cached_property
     def sinks(self) -> SinkParts | None:

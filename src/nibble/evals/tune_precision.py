@@ -161,7 +161,7 @@ def _check_far(piece: int, window: int) -> None:
     if piece < FAR * window:
         raise ConfigError(
             f"text in pieces of {piece} tokens says little of a cache whose newest {window} are exact; use at least "
-            f"{FAR * window} in --window and --tokens, or a shorter --kv-window"
+            f"{FAR * window} in --window, --tokens and --context, or a shorter --kv-window"
         )
 
 
@@ -222,6 +222,12 @@ def _affordable(search: Search, request: int, piece: int) -> tuple[WindowOption,
         else:
             option = WindowOption.of(target.plan(stored), request)
             by_bytes[option.exact_bytes] = option
+    if not by_bytes:
+        raise ConfigError(
+            f"no exact window can be tried on text in pieces of {piece} tokens"
+            + "".join(f"; {name}: {reason}" for name, reason in search.skipped.items())
+            + "; use a longer text (--text, --context), or name the window with --kv-window"
+        )
     return tuple(by_bytes.values())
 
 
@@ -249,6 +255,8 @@ def _split(llm: LLM, plan: EnginePlan, content: str, goal: Goal, path: Path | No
     longest = plan.model_spec.max_context
     context = min(goal.context, plan.config.max_context or longest, longest)
     piece = min(context, perplexity.affordable_window(plan.model_spec.vocab_size))
+    if plan.config.kv_window:
+        _check_far(piece, plan.config.kv_window)
     unverified = ids[goal.verify_tokens + CALIBRATION_TOKENS :]
     return _Text(
         perplexity.windows(ids[-goal.tokens :], min(goal.window, longest)),

@@ -47,6 +47,8 @@ def triton_present() -> bool:
 
 SM90 = 90
 """Compute capability of Hopper, which has kernels of its own (gluon_sm90.py)."""
+HEAD_DIMS = (64, 128, 256)
+"""Values of a head that decode attention in CUDA C++ serves (attention/decode.cu, decode_fixed.cu)."""
 MMA_ROWS = 16
 """Rows of the smallest tile of the tensor cores."""
 UNBOUNDED = 1 << 30

@@ -226,21 +226,29 @@ def _choose_few(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 @torch.no_grad()
 def _record(
-    model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: Callable[[], Any], given: Mapping[str, Tensor]
+    model: nn.Module, model_spec: ModelSpec, names: Sequence[str], run: Callable[[], Any],
+    layer_inputs: Mapping[str, Tensor],
 ) -> Recorded:  # fmt: skip
     """Call `run` until the last of `names` has been computed; return the first output of each, and inputs of layers.
 
-    given: what layers get in the place of their inputs.
+    layer_inputs: what layers get in the place of their inputs, by name.
     """
     outputs, inputs = dict[str, Tensor](), dict[str, Tensor]()
     latest: Any = None
 
-    def give(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+    def give(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
             return None
-        inputs.setdefault(name, args[0].clone())
-        x = given.get(name)
-        return None if x is None or x.shape != args[0].shape else (x.clone(), *args[1:])
+        inputs.setdefault(name, x.clone())
+        other = layer_inputs.get(name)
+        if other is None or other.shape != x.shape:
+            return None
+        return (
+            ((other.clone(), *args[1:]), kwargs)
+            if args
+            else (args, kwargs | {"hidden_states": other.clone()})
+        )
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         nonlocal latest
@@ -258,7 +266,9 @@ def _record(
     handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in names]
     # What the first one gets shows whether positions are right where they are embedded.
     compared = [(name, layer) for name, layer in layers if name in names]
-    handles += [layer.register_forward_pre_hook(partial(give, name)) for name, layer in compared[1:]]
+    handles += [
+        layer.register_forward_pre_hook(partial(give, name), with_kwargs=True) for name, layer in compared[1:]
+    ]
     try:
         with _replace_forward(skipped, lambda *args, **kwargs: latest):
             run()

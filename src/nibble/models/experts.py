@@ -55,6 +55,8 @@ def compute(self: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> 
     if getattr(self, "has_post_expert_norm", False):  # set by Transformers after 5.17
         y_SH = self.post_expert_norm(y_SH)
     y_TKH = y_SH[places_S].view(*experts_TK.shape, -1)
+    # Some families choose none by a number behind the last.
+    y_TKH = y_TKH.where((experts_TK < len(self.down_proj)).unsqueeze(-1), 0)
     return (y_TKH * weights_TK.unsqueeze(-1)).sum(1).to(x_TH.dtype)
 
 

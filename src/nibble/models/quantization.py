@@ -40,6 +40,8 @@ from nibble.model_spec import ONLINE, StoredWeights
 from nibble.models.hub import weight_files
 
 MODELOPT = "modelopt"
+W4AFP8 = "w4afp8"
+"""SGLang's name: experts in integers of 4 bits, other layers in blocks of FP8, activations in FP8."""
 NO_ALGORITHM = (None, "", "NONE", "none")
 """ModelOpt's names for the weights' algorithm when only the KV cache is quantised."""
 FULL = 2
@@ -144,6 +146,12 @@ def _read_fp8(config: Mapping[str, Any]) -> Quantization:
     block = config.get("weight_block_size")
     format = _fp8(block[1], block[0]) if block else FP8_TENSOR
     return _plain("fp8", format, config, "modules_to_not_convert", "ignored_layers")
+
+
+def _read_w4afp8(config: Mapping[str, Any]) -> Quantization:
+    others = _plain(W4AFP8, FP8_BLOCK, config, "modules_to_not_convert", "ignored_layers", "ignore")
+    experts = MatrixFormat("4 bits", 4, int(config.get("group_size") or 128), 4)
+    return replace(others, rules=(Rule((r"re:.*\.experts\..*",), experts), *others.rules))
 
 
 def _read_mxfp4(config: Mapping[str, Any]) -> Quantization:
@@ -259,6 +267,7 @@ def _read_modelopt(config: Mapping[str, Any]) -> Quantization | None:
 _READERS = {
     "fp8": _read_fp8,
     "mxfp4": _read_mxfp4,
+    W4AFP8: _read_w4afp8,
     "awq": _read_integers,
     "gptq": _read_integers,
     "bitsandbytes": _read_bitsandbytes,
@@ -408,9 +417,9 @@ _PACKAGES = {
     "bitsandbytes": ("accelerate", "bitsandbytes"),
 }
 """Packages with which Transformers loads a method's weights, besides its own."""
-READABLE = frozenset({"fp8", "mxfp4", "awq", "gptq", "compressed-tensors", MODELOPT, ONLINE})
+READABLE = frozenset({"fp8", "mxfp4", "awq", "gptq", "compressed-tensors", MODELOPT, W4AFP8, ONLINE})
 """Methods whose weights Nibble unpacks itself (models/unpack.py)."""
-_ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT, ONLINE})
+_ALWAYS_UNPACKED = frozenset({"compressed-tensors", MODELOPT, W4AFP8, ONLINE})
 """Those that Transformers does not keep as they are, whatever the machine."""
 READABLE_ALGORITHMS = frozenset({
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4",

@@ -37,6 +37,7 @@ from nibble.models.hub import (
 from nibble.models.quantization import (
     MODELOPT,
     NO_ALGORITHM,
+    READABLE,
     modelopt_algorithm,
     quantization_entry,
 )
@@ -199,7 +200,7 @@ def _check_weights(config: PretrainedConfig) -> None:
     """Raise ConfigError for quantised weights that Transformers would load with wrong values."""
     quant = quantization_entry(config)
     method = quant.get("quant_method")
-    if quant and method != MODELOPT and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if quant and method not in READABLE and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ConfigError(
             f"this checkpoint's weights are quantised by {method or 'an unnamed method'}, which "
             "Transformers does not know and would load as if they were unquantised; it knows "

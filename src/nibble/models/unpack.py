@@ -3,6 +3,7 @@
 A checkpoint names what belongs to a matrix after its module, and what is there says how it is stored:
 
     weight          FP8 or INT8, with weight_scale or weight_scale_inv: of the matrix, of rows, of blocks
+    weight          bytes with two signed integers each, and weight_scale_inv: experts in W4AFP8
     weight          bytes with two E2M1 values each, weight_scale and weight_scale_2: ModelOpt's NVFP4
     weight_packed   compressed-tensors': words of integers, or bytes of E2M1 (NVFP4, MXFP4)
     qweight         GPTQ's and AWQ's words of integers, with inputs before outputs
@@ -10,7 +11,7 @@ A checkpoint names what belongs to a matrix after its module, and what is there 
 
 Sources: compressed-tensors `compressors/`, ModelOpt `torch/export/quant_utils.py` and `torch/quantization/qtensor/`,
 Transformers `integrations/finegrained_fp8.py` and `integrations/mxfp4.py`, GPTQModel `nn_modules/qlinear/`, AutoAWQ
-`awq/utils/packing_utils.py`.
+`awq/utils/packing_utils.py`, SGLang and vLLM `quantization/w4afp8.py`.
 
 Shape suffixes: N outputs, K inputs, G groups of inputs; E experts, B blocks of 32 inputs.
 """
@@ -35,7 +36,7 @@ from nibble.models import pack
 from nibble.models.hub import first_line, weight_files
 from nibble.models.matrix_parts import Parts
 from nibble.models.pack import AWQ_ORDER, GPTQ_V2, Packer, Reader
-from nibble.models.quantization import MatrixFormat
+from nibble.models.quantization import W4AFP8, MatrixFormat
 
 WORD = 32
 
@@ -209,6 +210,17 @@ def _small_floats(parts: Parts) -> Tensor:
     return _scaled(x_NK, _e8m0(scale) if scale.dtype == torch.uint8 else scale, parts)
 
 
+def _signed_integers(parts: Parts) -> Tensor:
+    """W4AFP8's experts: two's complement of 4 bits, the first in the lower half, in groups of a row."""
+    codes, scale_NG = parts["weight"].view(torch.uint8), parts["weight_scale_inv"]
+    x_NK = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
+    group = int(parts.config.get("group_size") or 128)
+    parts.check(
+        x_NK.shape[1] == scale_NG.shape[1] * group, f"{scale_NG.shape[1]} scales for {x_NK.shape[1]} inputs"
+    )
+    return _by_group((x_NK ^ 8) - 8, scale_NG, None, None, parts)
+
+
 def _modelopt_nvfp4(parts: Parts) -> Tensor:
     x_NK = _scaled(_e2m1(parts["weight"]), parts["weight_scale"], parts) * parts["weight_scale_2"].float()
     smoothed = parts.get("pre_quant_scale")  # inputs are multiplied by it
@@ -327,6 +339,8 @@ def _spelling(dtypes: Mapping[str, str], config: Mapping[str, Any]) -> _Spelling
         is_words = dtypes["weight_packed"] == "I32"
         integers, floats = (_packed_integers, pack.packed_integers), (_packed_floats, pack.packed_floats)
         spelling = _Spelling("weight_packed", *(integers if is_words else floats))
+    elif dtypes.get("weight") == "I8" and config.get("quant_method") == W4AFP8:
+        spelling = _Spelling("weight", _signed_integers)
     elif dtypes.get("weight") in {"F8_E4M3", "I8"}:
         spelling = _Spelling("weight", _small_floats, pack.small_floats)
     elif dtypes.get("weight") == "U8":

@@ -72,7 +72,10 @@ class MaskedAppend:
     def __init__(self, pool: PagedPool, layer: int) -> None:
         self.view = pool.view(layer)
 
-    def __call__(self, streams: dict[str, Tensor], slot_mapping_T: Tensor) -> None:
+    def __call__(
+        self, streams: dict[str, Tensor], slot_mapping_T: Tensor, exact_slot_mapping_T: Tensor | None = None
+    ) -> None:
+        assert exact_slot_mapping_T is None
         for name, x_THD in streams.items():
             entry = self.view.streams[name]
             for plane, values in zip(entry.planes, entry.format.encode(x_THD, entry.scale), strict=True):

@@ -11,7 +11,7 @@ import torch
 from nibble.attention.layer import attention
 from nibble.attention.planner.resolve import resolve
 from nibble.attention.sinks import split_sinks
-from nibble.attention.window import far_batch, sighted_rows
+from nibble.attention.window import far_batch, rows_with_far_tokens
 from nibble.cache import scales
 from nibble.config import Config
 from nibble.evals.perplexity import prompt_context
@@ -124,11 +124,11 @@ def test_a_key_100_000_times_the_others_has_its_weight(kv_format: str) -> None:
 def test_rows_that_see_no_far_token_are_left_out_of_a_single_prompt() -> None:
     far = far_batch(batch(Phase.EXTEND, (30,), (37,)), WINDOW)
     assert far and (far.start, far.stop) == (0, 30)
-    rows = sighted_rows(far)
+    rows = rows_with_far_tokens(far)
     # Tokens 7 to 19 see none.
     assert (rows.start, rows.stop, rows.query_lens, rows.seq_lens) == (13, 30, (17,), (17,))
     assert rows.cu_seqlens_q_B1.tolist() == [0, 17] and rows.seq_lens_B.tolist() == [17]
     assert rows.num_omitted == far.num_omitted == WINDOW
     for query_lens, seq_lens in (((30,), (50,)), ((30,), (90,)), ((30, 4), (37, 90))):
         far = far_batch(batch(Phase.EXTEND, query_lens, seq_lens), WINDOW)
-        assert far and sighted_rows(far) is far
+        assert far and rows_with_far_tokens(far) is far

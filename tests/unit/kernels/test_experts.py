@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -90,6 +92,16 @@ def test_an_expert_may_be_chosen_twice() -> None:
     assert close(twin.few_product(found, layer.experts_TK, back, None), expected.double())
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_choice_of_no_expert_reads_nothing(tokens: int) -> None:
+    layer = Layer(tokens, 3, 9)
+    layer.experts_TK[:, 1] = 9
+    found = twin.few_product(layer.x_TI, layer.experts_TK, layer.weight, None).view(tokens, 3, -1)
+    layer.experts_TK[:, 1] = 0
+    expected = layer.expected(layer.x_TI, None).view(tokens, 3, -1)
+    assert close(found[:, [0, 2]], expected[:, [0, 2]])
+
+
 def test_experts_that_nobody_chose_are_not_read() -> None:
     layer = Layer(4, 2, 30)
     weight = layer.weight.clone()
@@ -101,9 +113,25 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
 
 
 def test_wide_matrices_have_wide_tiles() -> None:
-    gpu = twin.GPU(90, 132, 232_448)
-    assert twin.tile_of(8, 1536, 2048, 2, gpu).outputs == 32  # 384 programs
-    assert twin.tile_of(64, 1536, 2048, 2, gpu).outputs == 64
-    assert twin.tile_of(4, 768, 2048, 2, gpu).outputs == 16
-    for tile in (twin.tile_of(n, 2880, 2880, 2, gpu) for n in (1, 8, 64)):
-        assert tile.stages * tile.outputs * tile.inputs * 2 <= 64 << 10
+    hopper, ada = twin.GPU(90, 132, 232_448), twin.GPU(89, 142, 101_376)
+    assert twin.tile_of(8, 16, 1536, 2048, 2, hopper).outputs == 32  # 384 programs
+    assert twin.tile_of(8, 16, 2048, 768, 2, hopper).outputs == 64
+    assert twin.tile_of(64, 16, 1536, 2048, 2, hopper).outputs == 64
+    assert twin.tile_of(4, 16, 768, 2048, 2, hopper).outputs == 16
+    assert max(twin.ROWS) == op.MAX_TOKENS
+    for gpu, rows, matrices, inputs in itertools.product(
+        (hopper, ada), twin.ROWS, (1, 8, 128), (48, 512, 2880)
+    ):
+        tile = twin.tile_of(matrices, rows, 1024, inputs, 2, gpu)
+        assert tile.stages * tile.inputs * (tile.outputs + rows) * 2 <= gpu.memory, (gpu, rows, tile)
+        assert tile.stages > 1
+
+
+def test_rows_of_no_expert_may_have_biases() -> None:
+    tokens = 70
+    layer = Layer(tokens, 2, 4)
+    layer.experts_TK[3, 1] = 4
+    y_SN, places_S = op.up(layer.x_TI, layer.experts_TK, layer.weight, layer.bias)
+    others = torch.arange(2 * tokens, device=DEVICE) != 7
+    layer.experts_TK[3, 1] = 0
+    assert close(y_SN[places_S][others], layer.expected(layer.x_TI, layer.bias)[others])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import GPU, cdiv, gpu_of
+from nibble.kernels import GPU, HEAD_DIMS, cdiv, gpu_of
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
@@ -22,7 +22,6 @@ from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
 
 SOURCE = Path(__file__).with_name("decode.cu")
 FIXED_SOURCE = Path(__file__).with_name("decode_fixed.cu")
-HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 COLUMNS = 16
 """Most query tokens x query heads of one KV head and request."""

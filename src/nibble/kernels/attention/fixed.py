@@ -88,17 +88,16 @@ def fixed_attention(
     (tokens, heads, dim), gpu = q_THD.shape, gpu_of(q_THD.device)
     group, requests, max_query_len = heads // k.heads, len(batch.seq_lens_B), max(batch.query_lens)
     splits, out = cdiv(max(batch.seq_lens), size), q_THD.new_empty(tokens, heads, v.dim)
+    spread, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, spread)
     # Few splits take less time where several warps share one, as they do in Triton.
     many = requests * splits * k.heads >= SPLITS_OF_PROCESSOR * gpu.processors
-    decode = _decode_kernel(k, v, gpu) if many and shape is None else None
+    decode = _decode_kernel(k, v, gpu) if spread and many and shape is None else None
     if decode and decode.serves(q_THD, k, batch, params):
-        _, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, True)
         decode.fixed_parts(q_THD.contiguous(), k, v, batch, params, (parts, stats), size)
         _combine(out, parts, stats, batch, params, max_query_len, decode.tile, size)
         return out
     shape = shape or fixed_shape_of(max_query_len * group > FIXED_ROWS, group, k, v, q_THD.dtype, gpu)
     num_tiles = cdiv(max_query_len, shape.rows // group)
-    spread, parts, stats = flash.fixed_workspace(out, splits, requests, max_query_len, spread)
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     sinks, has_sinks = q_THD if params.sinks_H is None else params.sinks_H, params.sinks_H is not None
     attention_kernel[(num_tiles, k.heads, requests * splits if spread else requests)](

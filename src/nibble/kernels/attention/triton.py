@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import GPU, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
+from nibble.kernels import GPU, HEAD_DIMS, SM90, UNBOUNDED, cdiv, flash, gpu_of, next_power_of_2
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import DECODERS, tiles
 from nibble.kernels.types import AttentionBatch, AttentionParams, Paged
@@ -30,8 +30,6 @@ MANY_ROWS = 65
 """Rows from which it makes no difference how many there are."""
 MERGE_VALUES = 2048
 """Values of a tile of merge_lse."""
-HEAD_DIMS = (64, 128, 256)
-"""Values of a head that decode_fixed.cu serves."""
 
 
 # ---- one arithmetic for prompts and decode steps ---------------------------------------------------------------------

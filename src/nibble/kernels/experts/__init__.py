@@ -17,7 +17,7 @@ from nibble.kernels import invariant, triton_present
 from nibble.kernels.experts import naive
 
 MAX_TOKENS = 64
-"""Tokens up to which each chosen expert is read by a kernel of its own."""
+"""Tokens up to which chosen experts are read once each; the largest tile of triton.py (ROWS) has as many."""
 
 
 def up(x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def up(x_TI: Tensor, experts_TK: Tensor, weight_ENI: Tensor, bias_EN: Tensor | N
 
     Args:
         x_TI: Tokens.
-        experts_TK: Their experts, all of them less than E.
+        experts_TK: Their experts. Rows of E and more, which are none, hold anything.
         weight_ENI: Matrices, with any strides.
         bias_EN: Added to each row, if there is one.
 
@@ -80,11 +80,13 @@ def _grouped(
 ) -> Tensor:
     """Multiply rows that are sorted by their experts."""
     matrices = weight.transpose(1, 2)
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    # torch's product wants rows of whole 16 bytes.
+    if x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
         y = torch.nn.functional.grouped_mm(x, matrices, offs=ends_E)
     else:
         y = invariant.grouped_mm(x, matrices, ends_E)
-    return y if bias is None else y + bias[experts.flatten()[order_S]]
+    # Rows of no expert hold anything.
+    return y if bias is None else y + bias[experts.flatten()[order_S].clamp(max=len(bias) - 1)]
 
 
 def _up_shape(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

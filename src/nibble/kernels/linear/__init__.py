@@ -74,7 +74,10 @@ def _trial_path(weight_NK: Tensor) -> Path:
     n, k = weight_NK.shape
     # The kernel and this file decide, too.
     sources = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
-    versions = [metadata.version(package) for package in ("torch", "triton")]
+    versions = []
+    for package in ("torch", "triton"):
+        with suppress(metadata.PackageNotFoundError):  # Triton comes by other names too
+            versions.append(metadata.version(package))
     gpu = torch.cuda.get_device_name(weight_NK.device) if weight_NK.is_cuda else ""
     facts = repr((gpu, torch.version.cuda, versions, sources))
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
