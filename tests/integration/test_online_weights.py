@@ -276,7 +276,7 @@ def run(*words: str) -> Any:
 
 
 def test_the_command_line() -> None:
-    result = run("plan", "llama-3.1-8b", "nvfp4", "--gpu", "b200", "--weights", "nvfp4")
+    result = run("plan", "llama-3.1-8b", "--kv-format", "nvfp4", "--gpu", "b200", "--weights", "nvfp4")
     assert result.exit_code == 0 and "weights quantised to nvfp4 as they load" in result.stdout
     result = run("plan", "llama-3.1-8b", "--gpu", "b200", "--weights", "int8")
     assert result.exit_code == 2 and "fp8, int4, mxfp4, nvfp4" in result.stderr
