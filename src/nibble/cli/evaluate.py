@@ -32,7 +32,7 @@ WIDEST = 1000
 """Characters of a table."""
 IDLE = ("watch_fidelity", "fidelity_alert", "require_quality", "chat_template", "generation_config")
 """Fields of Config that change no measurement."""
-EAGER = {"compile": False, "graphs": False}
+EAGER = {"compile": False, "compile_cache": False, "graphs": False}
 """Fields with which scales are measured: compiling would take longer than the few steps."""
 SchemesArgument = Annotated[
     list[str] | None,

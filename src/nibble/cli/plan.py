@@ -31,7 +31,7 @@ from nibble.model_spec import HEADS, LATENTS, Stream
 from nibble.models.hub import hub_name, local_folder
 
 HEAD_DIM = 128
-IDLE = ("threads", "compile", "fidelity_alert", "chat_template", "generation_config")
+IDLE = ("threads", "compile", "compile_cache", "fidelity_alert", "chat_template", "generation_config")
 """Fields of Config that change no plan."""
 
 

@@ -30,7 +30,15 @@ SET_HERE = (
     "seed",
 )
 """Fields of Config that are no options of this command."""
-IDLE = ("watch_fidelity", "fidelity_alert", "chat_template", "generation_config", "compile", "graphs")
+IDLE = (
+    "watch_fidelity",
+    "fidelity_alert",
+    "chat_template",
+    "generation_config",
+    "compile",
+    "compile_cache",
+    "graphs",
+)
 """Fields of Config that change no measurement."""
 TextOption = Annotated[
     Path | None,

@@ -41,8 +41,8 @@ WITHOUT_EFFECT = frozenset(
     {
         "trust_remote_code", "chat_template", "attention_backend", "prefill_backend", "decode_backend", "tuned",
         "allow_staging", "device", "kv_memory", "gpu_memory_utilization", "threads", "max_context", "max_running",
-        "token_budget", "prefix_cache", "compile", "graphs", "watch_fidelity", "fidelity_alert", "require_quality",
-        "seed", "generation_config",
+        "token_budget", "prefix_cache", "compile", "compile_cache", "graphs", "watch_fidelity", "fidelity_alert",
+        "require_quality", "seed", "generation_config",
     }
 )  # fmt: skip
 """Fields of Config that change no next-token distribution, but by rounding. All others count, new ones too."""

@@ -221,6 +221,11 @@ def _count_weights(
     """Return the model with its weights as they lie in memory, and what becomes of them where they are quantised."""
     stored, full = model_spec.stored_weights, model_spec.weight_bytes
     if stored is None:
+        if config.quantized_weights == quantization.Handling.PACKED.value:
+            raise ConfigError(
+                "--quantized-weights packed: this checkpoint's weights are not quantised, or by a method that is not "
+                "known here; leave the option out, or quantise them as they load (--weights nvfp4)"
+            )
         return model_spec, None
     weights = quantization.plan_weights(config, stored, full, dtype, hardware, here=here)
     return replace(model_spec, weight_bytes=weights.bytes), weights

@@ -80,8 +80,13 @@ def load(
         # The loader makes other tensors of some matrices, and some are of no linear layer.
         if others := packer.forget():
             packer.plain |= others
+            del model  # two would not fit
             model = _read(source, model_spec, path, dtype)
             set_packed(model, packer)
+            if names := packer.forget():
+                raise WeightError(
+                    f"no layer of the model has the quantised matrices {', '.join(sorted(names))}"
+                )
     model = model.to(device)
     if quantization:
         quantize_linears(model, quantization, packer)

@@ -54,6 +54,8 @@ class Packer:
         """Names of matrices that are unpacked although they could be kept."""
         self._matrices: dict[int, tuple[str, PackedMatrix, Tensor]] = {}
         """By the address of their placeholder, which is kept so that no other tensor gets it."""
+        self._placed: set[int] = set()
+        """Placeholders whose matrices linear layers have."""
         self._lock = Lock()
 
     def placeholder(self, parts: Parts, read: Reader) -> Tensor | None:
@@ -75,14 +77,17 @@ class Packer:
         for name, module in list(model.named_modules()):
             # Exactly this class: a subclass may compute something else.
             if type(module) is nn.Linear and not module.weight.is_meta:
-                entry = self._matrices.pop(module.weight.untyped_storage().data_ptr(), None)
-                if entry:
+                place = module.weight.untyped_storage().data_ptr()
+                if entry := self._matrices.get(place):
+                    # Layers may share a matrix.
+                    self._placed.add(place)
                     yield name, module, entry[1]
 
     def forget(self) -> set[str]:
         """Let go of matrices that no linear layer has, and return their names: they must be unpacked."""
-        names = {name for name, *_ in self._matrices.values()}
+        names = {name for place, (name, *_) in self._matrices.items() if place not in self._placed}
         self._matrices.clear()
+        self._placed.clear()
         return names
 
     def matrix(
