@@ -234,9 +234,9 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_where_else(place:
 def test_a_run_that_dies_while_it_writes_leaves_the_older_file(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies(path: Path, text: str, **_: Any) -> None:
-        with path.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def dies(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise KeyboardInterrupt
 
     path, entry = (
@@ -246,7 +246,7 @@ def test_a_run_that_dies_while_it_writes_leaves_the_older_file(
     update_ledger(path, [entry])
     saved(first=0.3)
     kept = evidence.load_tuned(H200, table())
-    monkeypatch.setattr(Path, "write_text", dies)
+    monkeypatch.setattr(Path, "write_bytes", dies)
     with pytest.raises(KeyboardInterrupt):
         update_ledger(path, [replace(entry, phase="prefill")])
     with pytest.raises(KeyboardInterrupt):
