@@ -318,7 +318,7 @@ def _capture(step: Step) -> tuple[Sequence[Tensor], Callable[[], object]]:
         step()  # compiles, tunes and allocates what a capture may not
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may compile
         outputs = step()
     return outputs, graph.replay
 
