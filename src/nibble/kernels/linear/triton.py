@@ -12,14 +12,14 @@ H heads, D values of a head, R rows of a tile (a token's head each).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import MMA_ROWS, cdiv, gpu_of, next_power_of_2
+from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
 from nibble.kernels.dependent_launch import LINE, launch_options, prefetch, wait_for_inputs
 
 LINE_VALUES = tl.constexpr(LINE // 2)
@@ -62,10 +62,23 @@ class Tile:
     warps: int = 4
 
 
-WIDE, NARROW = Tile(64, 128, 4), Tile(32, 256, 4)
-"""Where there are many outputs and few: 80 KiB of shared memory at most, which every GPU since Ampere has."""
-MIN_WIDE_PROGRAMS = 96
-"""Programs of the wide kind that fill a GPU."""
+MANY_PROGRAMS = 256
+"""Programs from which on several share a processor, and each loads fewer steps ahead."""
+LONG_ROW = 8192
+"""Inputs from which on programs are narrow, so that there are more of them."""
+
+
+def tile_of(outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
+    """Choose the tile of a weight of items of so many bytes.
+
+    These were fastest on an H200 (benchmarks/linear.py); smaller GPUs have room for fewer steps.
+    """
+    if outputs >= 64 * MANY_PROGRAMS:
+        tile = Tile(64, 128, stages=4)
+    else:
+        tile = Tile(64, 128, stages=6) if inputs < LONG_ROW else Tile(32, 256, stages=6)
+    step = (tile.outputs + MMA_ROWS) * tile.inputs * item
+    return replace(tile, stages=min(tile.stages, gpu.memory // step))
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | None = None) -> Tensor:
@@ -84,8 +97,8 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | 
     x_MK = x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    tile = tile or (WIDE if n >= MIN_WIDE_PROGRAMS * WIDE.outputs else NARROW)
-    options = launch_options(gpu_of(x.device))
+    gpu = gpu_of(x.device)
+    tile, options = tile or tile_of(n, k, x.itemsize, gpu), launch_options(gpu)
     lines = _power_of_2_within(min(tile.stages * tile.inputs, k) * x.itemsize // LINE)
     linear_kernel[(n // tile.outputs,)](
         x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, MMA_ROWS, tile.outputs, tile.inputs,
