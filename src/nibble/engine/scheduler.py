@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from nibble.cache.lease import Lease, Place
@@ -30,8 +31,8 @@ from nibble.engine.request import Batch, FinishReason, Logprob, Request, Schedul
 from nibble.errors import OutOfFrames, OutOfPages, PromptTooLong
 
 SLICES = 8
-"""Slices of a budget. One is reserved for prompts, so that decodes cannot shut them out; and every prompt of a step
-gets at least one, because chunks of a few tokens help nobody.
+"""Slices of a budget. One is reserved for prompts, so that decodes cannot shut them out; of theirs, one is reserved for
+the first of all, so that those with fewer tokens left cannot shut it out.
 """
 
 PROMPT_TAIL = 8
@@ -312,7 +313,9 @@ class Scheduler:
         split = dict.fromkeys(decodes[: self.token_budget - min(reserved, sum(demand.values()))], 1)
         room = self.token_budget - len(split)
         selected = self._select_prompts(prompts, demand, room)
-        split.update(zip(selected, divide([demand[request] for request in selected], room), strict=True))
+        least = max(self.token_budget // SLICES, 1)
+        shares = divide([demand[request] for request in selected], [*map(_urgency, selected)], room, least)
+        split.update((one, share) for one, share in zip(selected, shares, strict=True) if share)
         self._limit_logprob_rows(split)
         return split
 
@@ -329,18 +332,14 @@ class Scheduler:
     def _select_prompts(
         self, prompts: Sequence[Request], demand: Mapping[Request, int], room: int
     ) -> list[Request]:
-        """Return the prompts to go on with: the first, then by priority those with the fewest tokens left.
-
-        Each gets a slice of the budget at least.
-        """
+        """Return the prompts to go on with, as many as the budget has slices: the first, then the most urgent."""
         selected: list[Request] = []
         pending: dict[Key | int, Request] = {}
         for request in self.running:
             if request.in_flight:
                 pending.update(dict.fromkeys(self._work_keys(request), request))
         part = max(self.token_budget // SLICES, 1)
-        # Of equal priority, those that are nearly done come first: their answers begin sooner.
-        rest = sorted(prompts[1:], key=lambda one: (one.priority, one.num_tokens - one.num_computed_tokens))
+        rest = sorted(prompts[1:], key=_urgency)
         replays = {self.manager.replay_target(one.lease): one for one in rest if one.lease.has_begun}
         for candidate in (prompts[0], *rest):
             request = candidate
@@ -445,12 +444,22 @@ class Scheduler:
         return num_output_tokens >= request.params.max_tokens or length >= self.limit
 
 
-def divide(demand: Sequence[int], room: int) -> list[int]:
-    """Return shares of `room`, as even as `demand` allows; an odd rest goes to the largest demands."""
+def _urgency(request: Request) -> tuple[int, int]:
+    """Return what orders prompts: of equal priority, those with the fewest tokens left, whose answers begin soonest."""
+    return request.priority, request.num_tokens - request.num_computed_tokens
+
+
+def divide(demand: Sequence[int], urgency: Sequence[Any], room: int, least: int) -> list[int]:
+    """Return shares of `room`: all that it wants to one after another by urgency, but `least` to the first of all.
+
+    One prompt after another begins its answer sooner than all side by side, and in larger chunks.
+    """
     shares = [0] * len(demand)
-    # What a small demand leaves over is divided among the larger ones.
-    smallest_first = sorted(range(len(demand)), key=demand.__getitem__)
-    for place, i in enumerate(smallest_first):
-        shares[i] = min(demand[i], room // (len(demand) - place))
-        room -= shares[i]
+    if demand:
+        shares[0] = min(demand[0], least, room)
+    room -= sum(shares)
+    for i in sorted(range(len(demand)), key=urgency.__getitem__):
+        more = min(demand[i] - shares[i], room)
+        shares[i] += more
+        room -= more
     return shares

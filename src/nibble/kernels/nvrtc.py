@@ -136,7 +136,14 @@ class Kernel:
         )
 
     def launch(
-        self, grid: int, threads: int, shared: int, types: tuple[Any, ...], values: tuple[Any, ...]
+        self,
+        grid: int,
+        threads: int,
+        shared: int,
+        types: tuple[Any, ...],
+        values: tuple[Any, ...],
+        *,
+        starts_early: bool = False,
     ) -> None:
         """Queue a launch on torch's current stream.
 
@@ -146,17 +153,27 @@ class Kernel:
             shared: Bytes of dynamic shared memory of a block.
             types: A ctypes type for each of `values`.
             values: The kernel's arguments.
+            starts_early: The kernel may start before the one in front of it ends, for which it waits by itself
+                (griddepcontrol.wait, from SM90 on).
 
         Raises:
             BackendError: The driver refuses the launch.
         """
-        stream = torch.cuda.current_stream().cuda_stream
-        _check(
-            driver.cuLaunchKernel(
-                self._function, grid, 1, 1, threads, 1, 1, shared, stream, (values, types), 0
-            ),
-            "cuLaunchKernel",
-        )
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, torch.cuda.current_stream().cuda_stream
+        if starts_early:
+            config.attrs, config.numAttrs = [_starts_early()], 1
+        _check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "cuLaunchKernelEx")
+
+
+@cache
+def _starts_early() -> driver.CUlaunchAttribute:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def _check(result: tuple[Any, ...], call: str) -> Any:

@@ -71,7 +71,7 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
     # Independent small kernels, such as norms and rotations of queries and keys, become one launch.
     # A decode step of an 8B model has hundreds.
     combine = backend == "inductor" and next(model.parameters()).is_cuda
-    options: dict[str, Any] = {"combo_kernels": True} if combine else {}
+    options: dict[str, Any] = {"combo_kernels": True, **_early_launches()} if combine else {}
     function = _with_own_code(_logits)
     run: Any = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
     # Both are set by the first call; code of other backends cannot be kept.
@@ -95,6 +95,12 @@ def compiled(model: nn.Module, backend: str | Backend = "inductor", *, keep: boo
         return logits
 
     return forward
+
+
+def _early_launches() -> dict[str, bool]:
+    """Return the option by which inductor's kernels start while those in front of them end, where it has one."""
+    name = "triton.enable_pdl"
+    return {name: True} if name in torch._inductor.config.get_config_copy() else {}
 
 
 def _load_or_compile(function: FunctionType, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

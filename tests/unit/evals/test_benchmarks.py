@@ -280,6 +280,20 @@ def test_an_engine_with_packed_weights() -> None:
     assert distance > 2 * error
 
 
+def test_tiles_of_products_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import linear
+
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--tiles", "64x128x4"])
+    linear.main()
+    out = capsys.readouterr().out
+    assert all(f"| tiny | 8 | {tile} |" in out for tile in ("library", "chosen", "64x128x4"))
+    monkeypatch.setattr(linear, "linear", lambda x, weight, *_, **__: x @ weight.T * 1.02)
+    with pytest.raises(SystemExit, match="is off by"):
+        linear.main()
+
+
 def test_products_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import quantized_linear
     from packed_weights import KINDS

@@ -342,7 +342,8 @@ for arch in (89, 90):
     for name, widths in (("nvfp4", (64, 8)), ("mxfp4", (64, 4)), ("fp8_e4m3", (128,))):
         encode = next(iter(ENCODERS[name].values()))
         fixed = dict(K_ENCODE=encode, V_ENCODE=encode, K_WIDTHS=widths, V_WIDTHS=widths, K_DIM=dim, V_DIM=dim,
-                     ROTATE=dim, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8)
+                     ROTATE=dim, HEADS=8, PAGE=64, HEADS_FIRST=True, EXACT_HEADS_FIRST=False, R=8,
+                     PDL=arch >= 90)
         planes = dict.fromkeys(("k_planes", "v_planes"), ("*u8",) * len(widths))
         for absent in (dict.fromkeys(exact), {}):
             constants = {**fixed, **absent}

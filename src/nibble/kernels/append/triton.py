@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from nibble.kernels import cdiv, next_power_of_2
+from nibble.kernels import cdiv, gpu_of, next_power_of_2
 from nibble.kernels.append.naive import Target
 from nibble.kernels.codecs import DECODERS, ENCODERS, tiles
+from nibble.kernels.dependent_launch import launch_options, wait_for_inputs
 from nibble.kernels.linear.triton import rotate_tile
 from nibble.kernels.types import Paged
 
@@ -51,12 +52,13 @@ def append_heads_kernel(
     k_stride_T, k_stride_H, v_stride_T, v_stride_H,
     K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, ROTATE: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    HEADS_FIRST: tl.constexpr, EXACT_HEADS_FIRST: tl.constexpr, R: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, EXACT_HEADS_FIRST: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Append R heads of a token of K or V. Grid: tokens, groups of R heads, and 2: K and V.
 
     Where there are exact pages, the heads are stored there too, at a slot of their own.
     """
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head_R = tl.program_id(1) * R + tl.arange(0, R)
     slot = tl.load(slots + token)
@@ -143,11 +145,13 @@ class HeadsAppend:
         self._warps = max(1, rows * widest // 256), max(1, rows * widest // 1024)
         self._exact = tuple(pages.planes_PHS[0] for pages in exact)
         self._tensors = (_planes(k), _planes(v), _scale(k), _scale(v), _mean(targets["k"]))
+        self._launch = launch_options(gpu_of(k.planes_PHS[0].device))
         # The size of the blocks of a head that are rotated, 0 for none.
         rotation = k.dim & -k.dim if any(transform.rotates for transform in targets["k"].transforms) else 0
         self._constants = (
             _encoder(k), _encoder(v), _widths(k), _widths(v), k.dim, v.dim,
             rotation, k.heads, k.page_size, _heads_first(k), bool(exact) and _heads_first(exact[0]), rows,
+            bool(self._launch),
         )  # fmt: skip
 
     def __call__(
@@ -164,7 +168,7 @@ class HeadsAppend:
         if tokens:
             append_heads_kernel[tokens, self._groups, 2](
                 k, v, slot_mapping_T, *exact, *self._tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                *self._constants, num_warps=self._warps[tokens > FEW_TOKENS],
+                *self._constants, num_warps=self._warps[tokens > FEW_TOKENS], **self._launch,
             )  # fmt: skip
 
     @staticmethod

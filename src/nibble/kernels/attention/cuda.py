@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels import GPU, HEAD_DIMS, cdiv, gpu_of
+from nibble.kernels import GPU, HEAD_DIMS, SM90, cdiv, gpu_of
 from nibble.kernels.attention.naive import PartialAttention
 from nibble.kernels.codecs import CUDA_FORMATS as FORMATS
 from nibble.kernels.codecs.base import CudaFormat as Format
@@ -263,8 +263,9 @@ class Decode:
         kernel = _kernel(variant, self.gpu.arch, self.device.index or 0)
         types = _TYPES + (POINTER,) * len(others)
         kernel.launch(
-            self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), types, arguments
-        )
+            self.gpu.processors, 32 * variant.warps, variant.shared_bytes(requests), types, arguments,
+            starts_early=self.gpu.arch >= SM90,
+        )  # fmt: skip
         return out_THD
 
 

@@ -115,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u8* const block_partials = workspace + (u64)gridDim.x * WARPS * PARTIAL_BYTES;
 
   init_barriers(key_barrier, value_barrier, lane);
+  wait_for_inputs();
 
   // --- partition
   sum_up_requests<WARPS>(cu_tiles, warp_sums, batch_size, [&](int request) {

@@ -12,6 +12,14 @@ constexpr float LOG2E = 1.4426950408889634f;
 // The maximum before any score. It is finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
 
+// ---- launches -----------------------------------------------------------------------------------------
+// Waits until what the kernels in front wrote can be read, and lets the next kernel start: dependent_launch.py.
+DEVICE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------------
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 

@@ -12,27 +12,32 @@ H heads, D values of a head, R rows of a tile (a token's head each).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nibble.kernels import MMA_ROWS, cdiv, next_power_of_2
+from nibble.kernels import GPU, MMA_ROWS, cdiv, gpu_of, next_power_of_2
+from nibble.kernels.dependent_launch import LINE, launch_options, prefetch, wait_for_inputs
 
-WIDE, NARROW = (64, 128), (32, 256)
-"""Outputs of a program and inputs of a step, where there are many outputs and few."""
-MIN_WIDE_PROGRAMS = 96
-"""Programs of the wide kind that fill a GPU."""
-STAGES = 4
-"""Steps that are loaded ahead: 80 KiB of shared memory at most, which every GPU since Ampere has."""
+LINE_VALUES = tl.constexpr(LINE // 2)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(x, weight, bias, out, rows, x_stride, outputs, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Multiply all rows with BN rows of the weight. Grid: outputs / BN."""
+                  BK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Multiply all rows with BN rows of the weight. Grid: outputs / BN.
+
+    LINES: lines of each row of the weight that are brought to the cache while the kernel in front still runs.
+    """
     n, m, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, M), tl.arange(0, BK)
     weight_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    if PDL:
+        line = weight + n[:, None].to(tl.int64) * K + tl.arange(0, LINES)[None, :] * LINE_VALUES
+        prefetch(line)
+    wait_for_inputs(PDL)
     x_at, live = x + m[None, :] * x_stride + k[:, None], m[None, :] < rows
     sum_NM = tl.zeros((BN, M), tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
@@ -45,13 +50,45 @@ def linear_kernel(x, weight, bias, out, rows, x_stride, outputs, K: tl.constexpr
     tl.store(out + m[None, :] * outputs + n[:, None], sum_NM.to(out.dtype.element_ty), mask=live)
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program is tiled."""
+
+    outputs: int
+    inputs: int
+    """Of a step."""
+    stages: int
+    """Steps that are loaded ahead."""
+    warps: int = 4
+
+
+MANY_PROGRAMS = 256
+"""Programs from which on several share a processor, and each loads fewer steps ahead."""
+LONG_ROW = 8192
+"""Inputs from which on programs are narrow, so that there are more of them."""
+
+
+def tile_of(outputs: int, inputs: int, item: int, gpu: GPU) -> Tile:
+    """Choose the tile of a weight of items of so many bytes.
+
+    These were fastest on an H200 (benchmarks/linear.py); smaller GPUs have room for fewer steps.
+    """
+    if outputs >= 64 * MANY_PROGRAMS:
+        tile = Tile(64, 128, stages=4)
+    else:
+        tile = Tile(64, 128, stages=6) if inputs < LONG_ROW else Tile(32, 256, stages=6)
+    step = (tile.outputs + MMA_ROWS) * tile.inputs * item
+    return replace(tile, stages=min(tile.stages, gpu.memory // step))
+
+
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *, tile: Tile | None = None) -> Tensor:
     """Compute x W^T + b.
 
     Args:
         x: [..., K], of MMA_ROWS rows at most.
         weight_NK: Contiguous; N a multiple of 64 and K of 256.
         bias_N: Added to each row, if there is one.
+        tile: Another tile than the fastest.
 
     Returns:
         [..., N] in the dtype of x.
@@ -60,23 +97,18 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     x_MK = x.reshape(-1, k)
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    width, depth = WIDE if n >= MIN_WIDE_PROGRAMS * WIDE[0] else NARROW
-    linear_kernel[(n // width,)](
-        x_MK,
-        weight_NK,
-        bias_N,
-        out,
-        len(x_MK),
-        x_MK.stride(0),
-        n,
-        k,
-        MMA_ROWS,
-        width,
-        depth,
-        STAGES,
-        num_warps=4,
-    )
+    gpu = gpu_of(x.device)
+    tile, options = tile or tile_of(n, k, x.itemsize, gpu), launch_options(gpu)
+    lines = _power_of_2_within(min(tile.stages * tile.inputs, k) * x.itemsize // LINE)
+    linear_kernel[(n // tile.outputs,)](
+        x_MK, weight_NK, bias_N, out, len(x_MK), x_MK.stride(0), n, k, MMA_ROWS, tile.outputs, tile.inputs,
+        tile.stages, lines, bool(options), num_warps=tile.warps, **options,
+    )  # fmt: skip
     return out
+
+
+def _power_of_2_within(n: int) -> int:
+    return 1 << n.bit_length() - 1
 
 
 ROTATE_VALUES = 1024
