@@ -58,6 +58,7 @@ FOREIGN = {
 FORMATS_NAMED_IN = (
     "formats/", "attention/backends/", "config", "kernels/codecs/", "models/quantization", "models/online",
     "kernels/quantized_linear/quantize",  # formats of weights
+    "evals/thresholds",  # what is asked of models with them
 )  # fmt: skip
 LONGEST_FILE = 600
 

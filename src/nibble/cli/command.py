@@ -25,7 +25,8 @@ from nibble.errors import ConfigError, NibbleError, RequestError, Unsupported, s
 OK, FAILED, USAGE, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_CODES = {
     OK: "success",
-    FAILED: "it failed while running: weights, memory, a kernel, a file; or `docs --check` found stale pages",
+    FAILED: "it failed while running: weights, memory, a kernel, a file; or `docs --check` found stale pages, or "
+    "`check` an accuracy that falls short",
     USAGE: "usage: an option or a value is malformed or cannot be had",
     REFUSED: "refused: no backend serves this combination; the message names the nearest command that works",
     INTERRUPTED: "interrupted with Ctrl-C",

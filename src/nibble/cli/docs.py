@@ -28,6 +28,7 @@ from nibble.cli import docs_peers as peers
 from nibble.cli import docs_quality as quality
 from nibble.cli.command import COMMANDS, EXIT_CODES, FAILED, OUTPUT, JsonOption, command
 from nibble.cli.terminal import print_json
+from nibble.evals import thresholds
 from nibble.formats import KVFormat
 from nibble.formats import scheme as schemes
 from nibble.formats import transforms as transform
@@ -415,7 +416,7 @@ OutOption = Annotated[
 
 
 def docs(check: CheckOption = False, out: OutOption = Path("docs"), as_json: JsonOption = False) -> None:
-    """Write capabilities.md, formats.md, kv4.md and cli.md from the rows, the formats and these commands.
+    """Write the generated pages: capabilities.md, formats.md, thresholds.md, kv4.md and cli.md.
 
     The pages are the same on every machine. kv4.md needs peers.json beside it, what other engines say. Tables of
     quality.md and of the README are filled in from reports of `nibble eval --output`, as quality.json.
@@ -450,6 +451,7 @@ def pages(folder: Path) -> Mapping[str, str]:
         **({"kv4.md": peers.page(other_engines)} if other_engines.exists() else {}),
         "capabilities.md": capability_table(path=folder / LEDGER.name),
         "formats.md": formats_table(),
+        "thresholds.md": thresholds.page(),
         "cli.md": reference(),
         **quality.pages(folder),
     }

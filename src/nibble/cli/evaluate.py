@@ -2,6 +2,8 @@
 
 `nibble certify`: the same of the one that is served, written down for starts to find.
 
+`nibble check`: GSM8K with it, held against the thresholds of docs/thresholds.md.
+
 `nibble calibrate`: KV scales for every scheme, measured on a text, in a file.
 """
 
@@ -18,10 +20,11 @@ from typing import Annotated
 import typer
 
 from nibble.cache.scales import FILE_NAME, file_size
-from nibble.cli.command import OUTPUT, JsonOption, Options, takes
+from nibble.cli.command import FAILED, OUTPUT, JsonOption, Options, takes
 from nibble.cli.terminal import ModelArgument, err, print_json, quiet_libraries, read_text
 from nibble.config import Config
 from nibble.engine.plan import plan_engine
+from nibble.evals.gsm8k import FewShot
 from nibble.evals.report import CERTIFIED, QUICK, Entry, Report, Sizes, require_matplotlib, write_plot
 from nibble.files import check_writable, write_atomic
 from nibble.models.hub import local_folder
@@ -32,6 +35,8 @@ WIDEST = 1000
 """Characters of a table."""
 IDLE = ("watch_fidelity", "fidelity_alert", "require_quality", "chat_template", "generation_config")
 """Fields of Config that change no measurement."""
+IDLE_IN_CHECKS = tuple(name for name in IDLE if name != "chat_template")
+"""The same where questions may be asked in chats."""
 EAGER = {"compile": False, "compile_cache": False, "graphs": False}
 """Fields with which scales are measured: compiling would take longer than the few steps."""
 SchemesArgument = Annotated[
@@ -237,6 +242,61 @@ def certify(
         err().print(f"note: {note}", markup=False, style="dim")
     print(certificate.line)
     print(f"wrote {certificate.path}, and the same in Markdown beside it")
+
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of questions, as test.jsonl of GSM8K's authors; openai/gsm8k of the hub, if left out."
+    ),
+]
+RelativeOption = Annotated[
+    bool,
+    typer.Option(
+        "--relative", help="Compare with the same model's cache in BF16 where a least accuracy is known too."
+    ),
+]
+
+
+@takes("config", Config, "Model and cache", without=SET_HERE, idle=IDLE_IN_CHECKS)
+@takes("questions", FewShot, "Questions")
+def check(
+    model: ModelArgument,
+    scheme: SchemeArgument,
+    data: DataOption = None,
+    relative: RelativeOption = False,
+    as_json: JsonOption = False,
+    *,
+    config: Options,
+    questions: Options,
+) -> None:
+    """Ask a model GSM8K with a cache, and exit with 1 where it falls short of what is asked of it.
+
+    Of public models with a scheme a least accuracy is known, with the tests that it comes from (docs/thresholds.md). Of
+    all others the same model must answer as well as with a cache in BF16, less 1.0 point, over the same questions.
+    Accuracies are shown with their standard errors, and where so many questions cannot tell the verdict, it is said.
+
+    Examples:
+        nibble check nvidia/Llama-3.1-8B-Instruct-NVFP4 nvfp4
+        nibble check ./my-model nvfp4 --data test.jsonl
+        nibble check ./my-model fp8_e4m3 --limit 200 --apply-chat-template
+        nibble check Qwen/Qwen3-8B nvfp4 --num-fewshot 8 --json
+    """
+    few_shot, entry = FewShot(**questions), Entry.parse(scheme)
+    served = entry.config(Config(model=model, **config))
+    quiet_libraries(model)
+    from nibble.evals.check import check as run_check
+
+    verdict = run_check(served, few_shot, data, relative=relative)
+    if as_json:
+        print_json(verdict.as_dict())
+    else:
+        _print_table(("cache", "GSM8K", "asked"), list(verdict.rows()), texts=2)
+        for note in verdict.notes():
+            err().print(f"note: {note}", markup=False, style="dim")
+        print(verdict.line)
+    if not verdict.holds:
+        raise typer.Exit(FAILED)
 
 
 SampleOption = Annotated[

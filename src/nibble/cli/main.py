@@ -24,6 +24,7 @@ COMMANDS += (
     Command("formats", plan.formats),
     Command("eval", evaluate.evaluate),
     Command("certify", evaluate.certify),
+    Command("check", evaluate.check),
     Command("calibrate", evaluate.calibrate),
     Command("tune-precision", precision.tune_precision),
     Command("docs", docs.docs),

@@ -117,20 +117,22 @@ def cached_folder(model: str) -> Path | None:
 
 
 def require_hub(model: str) -> None:
-    """Raise WeightError at once where a model must come from the hub, and that cannot be reached.
+    """Raise WeightError at once where a model must come from the hub, and that cannot be reached."""
+    if problem := hub_problem():
+        raise unreachable(model, problem)
 
-    Libraries try for most of a minute.
-    """
+
+def hub_problem() -> str:
+    """Return why the hub cannot be reached, nothing where it can. Libraries try for most of a minute."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        raise unreachable(model, "HF_HUB_OFFLINE is set")
+        return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     # Behind a proxy its host is the one to reach.
     names = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     proxy = next((os.environ[name] for name in names if os.environ.get(name)), None)
     address = urlsplit(proxy if proxy and "//" in proxy else f"//{proxy}" if proxy else endpoint)
     host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
-    if not _connects(host, port):
-        raise unreachable(model, f"no connection to {host} within {HUB_TIMEOUT_S:.0f} s")
+    return "" if _connects(host, port) else f"no connection to {host} within {HUB_TIMEOUT_S:.0f} s"
 
 
 def _connects(host: str, port: int) -> bool:

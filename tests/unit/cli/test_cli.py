@@ -35,6 +35,7 @@ from nibble.errors import (
     WeightError,
     set_caller,
 )
+from nibble.evals.gsm8k import FewShot
 from nibble.evals.report import QUICK, Sizes
 from tiny import save_tiny
 
@@ -123,6 +124,8 @@ def test_starting_is_light() -> None:
         ("eval", Sizes, set()),
         ("eval", Config, {*evaluate.SET_HERE, *evaluate.IDLE}),
         ("certify", Sizes, set()),
+        ("check", FewShot, set()),
+        ("check", Config, {*evaluate.SET_HERE, *evaluate.IDLE_IN_CHECKS}),
         ("certify", Config, {*evaluate.SET_HERE, *evaluate.IDLE}),
     ],
 )
@@ -451,7 +454,12 @@ def test_docs_check_detects_stale_pages(tmp_path: Path) -> None:
     folder = str(tmp_path / "docs")
     assert run("docs", "--check", "--out", folder).exit_code == 1
     assert not (tmp_path / "docs").exists()
-    assert data("docs", "--out", folder)["written"] == ["capabilities.md", "formats.md", "cli.md"]
+    assert data("docs", "--out", folder)["written"] == [
+        "capabilities.md",
+        "formats.md",
+        "thresholds.md",
+        "cli.md",
+    ]
     assert run("docs", "--check", "--out", folder).exit_code == 0
     (tmp_path / "docs" / "cli.md").write_text("old")
     result = run("docs", "--check", "--out", folder)
