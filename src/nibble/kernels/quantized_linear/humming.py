@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nibble.errors import BackendError
 from nibble.hardware import cache_folder
 from nibble.kernels import UNBOUNDED
+from nibble.kernels.quantized_linear import few
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 
 CACHE_VARIABLE = "HUMMING_CACHE_DIR"
@@ -33,6 +35,8 @@ DTYPES = {
     "e8m0": "float8e8m0",
 }
 """Our names of codes and scales -> the library's."""
+LARGEST_E4M3 = 0x7E
+"""The byte of 448: those above are negative, or no numbers."""
 SCALE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 RANGES = (8, 16, 32, 48, 64, 96, 128, 256, 512, 2048, 8192)
 """Numbers of rows; between two of them the kernel for the larger computes. The library itself has three times as many
@@ -69,12 +73,12 @@ def _config(matrix: PackedMatrix) -> Any:
     )
 
 
-def _schedules(config: Any, device: torch.device) -> list[list[Any]]:
-    """Return the kernels of a matrix: for more rows than the first number, up to the second, settings of a kernel."""
+def _schedules(config: Any, device: torch.device, least: int) -> list[list[Any]]:
+    """Return the kernels for more rows than `least`: for more than the first number, up to the second, settings."""
     from humming.tune import get_heuristics_config
 
     schedules: list[list[Any]] = []
-    for first, last in pairwise((0, *RANGES)):
+    for first, last in pairwise((least, *(last for last in RANGES if last > least))):
         settings = get_heuristics_config(config, shape_m=last, device=device)
         if schedules and schedules[-1][2] == settings:
             schedules[-1][1] = last
@@ -96,8 +100,9 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> dict[tuple[object, ...], li
 
     def compile(key: tuple[object, ...]) -> Tensor:
         config, device = configs[key], by_key[key].codes.device
+        least = few.TOKENS if few.serves(by_key[key]) else 0
         kernels: Tensor = HummingKernel.prepare_kernels(
-            config.to_str(), tuning_config=_schedules(config, device), device=device
+            config.to_str(), tuning_config=_schedules(config, device, least), device=device
         )
         return kernels
 
@@ -116,6 +121,8 @@ def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
     from humming.transform import transform_humming_tensors
 
     config, scales, device = _config(matrix), matrix.format.scales, matrix.codes.device
+    if scales == "e4m3" and bool((matrix.scale > LARGEST_E4M3).any()):
+        raise BackendError("a block of weights has a negative scale, or one that is no number")
     tensors = {
         "weight": matrix.codes.contiguous(),
         "weight_scale": matrix.scale.view(SCALE_DTYPES[scales]) if scales else matrix.scale,

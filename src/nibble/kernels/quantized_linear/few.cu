@@ -1,0 +1,255 @@
+// Products of a few tokens with a packed matrix in the layout of humming-kernels: y = x W^T, at the speed of memory.
+//
+// Compiled at run time, with these macros:
+//   CODES        0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8
+//   SCALES       of groups; 0: bfloat16, 1: E4M3, 2: E8M0
+//   GROUP        inputs of a group: 16, 32 or 128
+//   GLOBAL       0: there is none, 1: one float32, 2: a bfloat16 for each output
+//   COLUMNS      8 or 16: the most tokens
+//   WARPS        warps of a block
+//   SPLITS       blocks of a cluster, which share the inputs of 64 outputs: 1, 2, 4 or 8
+// Kernel: few(...), a grid of outputs / 64 * SPLITS blocks of 32 * WARPS threads. Outputs are a multiple of 64, inputs
+// of 128. From SM90 on.
+//
+// Layout (humming 0.1.19, transform.py and process.cuh, for 16-bit activations): for 16 inputs after another, for 64
+// outputs after another, BITS words of each lane of a warp, in which its values of four matrices of 16 x 16 are those
+// of the operand A of mma.m16n8k16: so weights go from memory to registers and to tensor cores, and through no shared
+// memory. Scales of a group are 64 outputs after another, in which those of lane / 4 come first: g, g + 8, ...
+//
+// A lane loads a chunk ahead. The first of these loads start before the kernel in front has ended, as nobody
+// writes weights. Sums of a group are scaled in float32. Warps, then blocks of a cluster, add up their sums in order,
+// so that a result does not depend on timing.
+//
+// Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
+
+#include "bits.cuh"
+
+constexpr int BITS = CODES == 0 ? 8 : 4;
+constexpr int CHUNK = BITS == 4 ? 128 : 64, STEPS = CHUNK / 16;  // inputs that are loaded at a time, and their products
+constexpr int VECTORS = BITS / 4;                                // of 16 bytes that a lane loads for a step
+constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;        // of which a chunk has values
+constexpr int SCALE_WORDS = SCALES == 0 ? 4 : 2;                 // of a lane's eight scales
+constexpr int TILES = COLUMNS / 8;
+constexpr int ROWS = 64;
+static_assert(GROUP >= 16 && (CHUNK % GROUP == 0 || GROUP % CHUNK == 0), "groups and chunks begin together");
+
+DEVICE uint4 load_once(const uint4* at) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+  return x;
+}
+
+// Codes become bfloat16 by masks and shifts, exactly: floats have exponent and mantissa at the low ends of bfloat16's, so
+// they are times 2^-120 or 2^-126; integers are the low bits of 128 + code. The first is undone by x, which is times
+// 2^60, and by the sums; the second by a product of x and -136.
+constexpr float UNDO = CODES == 0 ? 0x1p60f : CODES == 1 ? 0x1p66f : 1;
+
+// Four pairs of neighbouring inputs: of output g two, 8 inputs apart, then of output g + 8.
+DEVICE void decode_codes(u32* pair, u32 first, u32 second) {
+#if CODES == 0
+  const u32 shifted[4] = {first << 8, first, second << 8, second};
+  for (int i = 0; i < 4; i++) pair[i] = (shifted[i] & 0x80008000) | ((shifted[i] & 0x7F007F00) >> 4);
+#elif CODES == 1
+  for (int i = 0; i < 4; i++) {
+    const u32 magnitude = i < 2 ? first << (6 - 4 * i) : first >> (4 * i - 6);
+    pair[i] = (magnitude & 0x01C001C0) | ((first << (12 - 4 * i)) & 0x80008000);
+  }
+#else
+  for (int i = 0; i < 4; i++) pair[i] = ((first >> (4 * i)) & 0x000F000F) | 0x43004300;
+#endif
+}
+
+DEVICE u32 scaled_input(u32 x) {
+#if CODES != 2
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(x) : "r"(x), "r"(0x5D805D80), "r"(0x80008000));  // 2^60 x - 0
+#endif
+  return x;
+}
+
+// Scale i of a lane's eight, those of outputs g + 8 i.
+DEVICE float decode_scale(const u32* words, int i) {
+#if SCALES == 0
+  return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
+#elif SCALES == 1
+  const u32 byte = words[i / 4] >> (8 * (i % 4));
+  return __uint_as_float((byte & 0x7F) << 20) * 0x1p120f;  // scales are not negative
+#else
+  const u32 byte = words[i / 4] >> (8 * (i % 4)) & 0xFF;
+  return __uint_as_float(byte ? byte << 23 : 1u << 22);
+#endif
+}
+
+// What a lane has of a chunk.
+struct Loaded {
+  uint4 codes[STEPS * VECTORS];
+  u32 scales[GROUPS * SCALE_WORDS];
+};
+
+struct Lane {
+  const uint4* codes;   // of the block's outputs and the lane
+  const u32* scales;
+  u64 step_stride;      // in uint4
+  u64 group_stride;     // in u32
+
+  DEVICE void load(Loaded& to, int chunk) const {
+    const uint4* at = codes + (u64)(chunk * STEPS) * step_stride;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+#pragma unroll
+      for (int v = 0; v < VECTORS; v++) to.codes[s * VECTORS + v] = load_once(at + s * step_stride + v);
+    }
+    const u32* scale = scales + (u64)(chunk * CHUNK / GROUP) * group_stride;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+#if SCALES == 0
+      const uint4 x = *(const uint4*)(scale + i * group_stride);
+      to.scales[4 * i] = x.x, to.scales[4 * i + 1] = x.y, to.scales[4 * i + 2] = x.z, to.scales[4 * i + 3] = x.w;
+#else
+      const uint2 x = *(const uint2*)(scale + i * group_stride);
+      to.scales[2 * i] = x.x, to.scales[2 * i + 1] = x.y;
+#endif
+    }
+  }
+};
+
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+DEVICE float load_of_block(const float* here, int block) {
+  u32 there;
+  float x;
+  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(there) : "r"(shared_address(here)), "r"(block));
+  asm volatile("ld.shared::cluster.f32 %0,[%1];" : "=f"(x) : "r"(there) : "memory");
+  return x;
+}
+
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * WARPS)
+    few(const uint4* codes, const u32* scales, const void* global_scale, const u16* x, u16* out, int tokens, int outputs,
+        int inputs, int x_stride) {
+  __shared__ float sums[WARPS][COLUMNS][ROWS + 1];
+  __shared__ float total[COLUMNS][ROWS];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int tile = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS;
+  const int chunks = inputs / CHUNK, part = rank * WARPS + warp;
+  const int begin = chunks * part / (SPLITS * WARPS), end = chunks * (part + 1) / (SPLITS * WARPS);
+  const Lane at{codes + (u64)tile * (32 * VECTORS) + lane * VECTORS,
+                scales + (u64)tile * (8 * SCALE_WORDS) + g * SCALE_WORDS,
+                (u64)(outputs / ROWS) * (32 * VECTORS), (u64)(outputs / ROWS) * (8 * SCALE_WORDS)};
+
+  Loaded first, second;
+  if (begin < end) at.load(first, begin);
+  wait_for_inputs();
+
+  float acc[4][TILES][4] = {};
+  const u16* x_lane[TILES];
+#pragma unroll
+  for (int t = 0; t < TILES; t++) x_lane[t] = x + (u64)min(8 * t + g, tokens - 1) * x_stride + 2 * c;
+
+  auto multiply = [&](const Loaded& now, int chunk) {
+    u32 inputs_of[STEPS][TILES][2];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const u16* from = x_lane[t] + chunk * CHUNK + s * 16;
+        inputs_of[s][t][0] = scaled_input(*(const u32*)from);
+        inputs_of[s][t][1] = scaled_input(*(const u32*)(from + 8));
+      }
+    }
+    float sum[4][TILES][4] = {}, offset[TILES][4] = {};  // of a group
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+      const uint4* w = now.codes + s * VECTORS;
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        u32 pair[4];
+        if (BITS == 4) {
+          decode_codes(pair, word_of(w[0], m), 0);
+        } else {
+          decode_codes(pair, word_of(w[m / 2 % VECTORS], 2 * m % 4), word_of(w[m / 2 % VECTORS], 2 * m % 4 + 1));
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], inputs_of[s][t][0], inputs_of[s][t][1]);
+        }
+      }
+      if (CODES == 2) {
+        constexpr u32 OFFSET = 0xC308C308;  // -136
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          mma_bf16(offset[t], OFFSET, OFFSET, OFFSET, OFFSET, inputs_of[s][t][0], inputs_of[s][t][1]);
+        }
+      }
+      if ((s + 1) * 16 % GROUP && s < STEPS - 1) continue;
+      const u32* scales_of = now.scales + s * 16 / GROUP * SCALE_WORDS;
+#pragma unroll
+      for (int m = 0; m < 4; m++) {
+        const float low = decode_scale(scales_of, 2 * m), high = decode_scale(scales_of, 2 * m + 1);
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            acc[m][t][e] += (e < 2 ? low : high) * (CODES == 2 ? sum[m][t][e] + offset[t][e] : sum[m][t][e]);
+            sum[m][t][e] = 0;
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        for (int e = 0; e < 4; e++) offset[t][e] = 0;
+      }
+    }
+  };
+#pragma unroll 1
+  for (int chunk = begin; chunk < end; chunk += 2) {
+    if (chunk + 1 < end) at.load(second, chunk + 1);
+    multiply(first, chunk);
+    if (chunk + 1 == end) break;
+    if (chunk + 2 < end) at.load(first, chunk + 2);
+    multiply(second, chunk + 1);
+  }
+
+  // --- add up
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums[warp][8 * t + 2 * c + e % 2][16 * m + g + 8 * (e / 2)] = acc[m][t][e];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < COLUMNS * ROWS; i += 32 * WARPS) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += sums[w][i / ROWS][i % ROWS];
+    total[i / ROWS][i % ROWS] = sum;
+  }
+  if (SPLITS > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  constexpr int OWN = ROWS / SPLITS;
+  for (int i = threadIdx.x; i < tokens * OWN; i += 32 * WARPS) {
+    const int token = i / OWN, row = rank * OWN + i % OWN, output = tile * ROWS + row;
+    float sum = 0;
+    if (SPLITS > 1) {
+#pragma unroll
+      for (int block = 0; block < SPLITS; block++) sum += load_of_block(&total[token][row], block);
+    } else {
+      sum = total[token][row];
+    }
+    sum *= UNDO;
+#if GLOBAL == 1
+    sum *= *(const float*)global_scale;
+#elif GLOBAL == 2
+    const int r = row % 32, place = r % 8 / 2 * 8 + r / 8 * 2 + r % 2;  // of 32 outputs
+    sum *= __uint_as_float((u32)((const u16*)global_scale)[output - r + place] << 16);
+#endif
+    out[(u64)token * outputs + output] = u16(pack_bf16(sum, 0));
+  }
+  if (SPLITS > 1) cluster_sync();  // nobody reads a block's memory any more
+}
