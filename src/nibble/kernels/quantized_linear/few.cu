@@ -8,16 +8,15 @@
 //   COLUMNS      8 or 16: the most tokens
 //   WARPS        warps of a block
 //   SPLITS       blocks of a cluster, which share the inputs of 64 outputs: 1, 2, 4 or 8
-// Kernel: few(...), a grid of outputs / 64 * SPLITS blocks of 32 * WARPS threads. Outputs are a multiple of 64, inputs
-// of 128. From SM90 on.
+// Kernel: few(...), a grid of outputs / 64 * SPLITS blocks of 32 * WARPS threads, dynamic shared memory as few.py says.
+// Outputs are a multiple of 64, inputs of 128. From SM90 on.
 //
 // Layout (humming 0.1.19, transform.py and process.cuh, for 16-bit activations): for 16 inputs after another, for 64
 // outputs after another, BITS words of each lane of a warp, in which its values of four matrices of 16 x 16 are those
-// of the operand A of mma.m16n8k16: so weights go from memory to registers and to tensor cores, and through no shared
-// memory. Scales of a group are 64 outputs after another, in which those of lane / 4 come first: g, g + 8, ...
+// of the operand A of mma.m16n8k16. Scales of a group are 64 outputs after another, in which those of lane / 4 come first: g, g + 8, ...
 //
-// A lane loads a chunk ahead. The first of these loads start before the kernel in front has ended, as nobody
-// writes weights. Sums of a group are scaled in float32. Warps, then blocks of a cluster, add up their sums in order,
+// A warp streams its chunks through shared memory of its own. The first copies start before the kernel in front has
+// ended, as nobody writes weights. Sums of a group are scaled in float32. Warps, then blocks of a cluster, add up their sums in order,
 // so that a result does not depend on timing.
 //
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
@@ -33,11 +32,15 @@ constexpr int TILES = COLUMNS / 8;
 constexpr int ROWS = 64;
 static_assert(GROUP >= 16 && (CHUNK % GROUP == 0 || GROUP % CHUNK == 0), "groups and chunks begin together");
 
-DEVICE uint4 load_once(const uint4* at) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
-  return x;
+// Of shared memory, for each warp: stages of a chunk's codes and scales, later its sums.
+constexpr int STAGES = 3;
+constexpr int CODE_BYTES = STEPS * VECTORS * 512, GROUP_BYTES = 32 * SCALE_WORDS;
+constexpr int STAGE_BYTES = CODE_BYTES + GROUPS * GROUP_BYTES;
+constexpr int SUM_FLOATS = ROWS + 1;  // of a token and warp, so that banks differ
+static_assert((WARPS + 1) * COLUMNS * SUM_FLOATS * 4 <= WARPS * STAGES * STAGE_BYTES, "sums lie where stages were");
+
+DEVICE void copy_16(u8* to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // Codes become bfloat16 by masks and shifts, exactly: floats have exponent and mantissa at the low ends of bfloat16's, so
@@ -80,35 +83,23 @@ DEVICE float decode_scale(const u32* words, int i) {
 #endif
 }
 
-// What a lane has of a chunk.
-struct Loaded {
-  uint4 codes[STEPS * VECTORS];
-  u32 scales[GROUPS * SCALE_WORDS];
-};
+// What a warp reads of the matrix: its 64 outputs.
+struct Source {
+  const u8 *codes, *scales;
+  u64 step_stride, group_stride;  // bytes
+  int lane;
 
-struct Lane {
-  const uint4* codes;   // of the block's outputs and the lane
-  const u32* scales;
-  u64 step_stride;      // in uint4
-  u64 group_stride;     // in u32
-
-  DEVICE void load(Loaded& to, int chunk) const {
-    const uint4* at = codes + (u64)(chunk * STEPS) * step_stride;
+  // Start the copies of a chunk.
+  DEVICE void copy(u8* stage, int chunk) const {
+    const u8* from = codes + (u64)(chunk * STEPS) * step_stride + lane * 16;
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-#pragma unroll
-      for (int v = 0; v < VECTORS; v++) to.codes[s * VECTORS + v] = load_once(at + s * step_stride + v);
+    for (int i = 0; i < STEPS * VECTORS; i++) {
+      copy_16(stage + i * 512 + lane * 16, from + (i / VECTORS) * step_stride + i % VECTORS * 512);
     }
-    const u32* scale = scales + (u64)(chunk * CHUNK / GROUP) * group_stride;
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++) {
-#if SCALES == 0
-      const uint4 x = *(const uint4*)(scale + i * group_stride);
-      to.scales[4 * i] = x.x, to.scales[4 * i + 1] = x.y, to.scales[4 * i + 2] = x.z, to.scales[4 * i + 3] = x.w;
-#else
-      const uint2 x = *(const uint2*)(scale + i * group_stride);
-      to.scales[2 * i] = x.x, to.scales[2 * i + 1] = x.y;
-#endif
+    constexpr int PIECES = GROUP_BYTES / 16;
+    if (lane < GROUPS * PIECES) {
+      const u64 group = chunk * CHUNK / GROUP + lane / PIECES;
+      copy_16(stage + CODE_BYTES + lane * 16, scales + group * group_stride + lane % PIECES * 16);
     }
   }
 };
@@ -125,43 +116,64 @@ DEVICE float load_of_block(const float* here, int block) {
   return x;
 }
 
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * WARPS)
-    few(const uint4* codes, const u32* scales, const void* global_scale, const u16* x, u16* out, int tokens, int outputs,
+extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 * WARPS, COLUMNS == 8 ? 4 : 2)
+    few(const u8* codes, const u8* scales, const void* global_scale, const u16* x, u16* out, int tokens, int outputs,
         int inputs, int x_stride) {
-  __shared__ float sums[WARPS][COLUMNS][ROWS + 1];
-  __shared__ float total[COLUMNS][ROWS];
+  extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int tile = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS;
+  const int tile = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS, tiles = outputs / ROWS;
   const int chunks = inputs / CHUNK, part = rank * WARPS + warp;
   const int begin = chunks * part / (SPLITS * WARPS), end = chunks * (part + 1) / (SPLITS * WARPS);
-  const Lane at{codes + (u64)tile * (32 * VECTORS) + lane * VECTORS,
-                scales + (u64)tile * (8 * SCALE_WORDS) + g * SCALE_WORDS,
-                (u64)(outputs / ROWS) * (32 * VECTORS), (u64)(outputs / ROWS) * (8 * SCALE_WORDS)};
-
-  Loaded first, second;
-  if (begin < end) at.load(first, begin);
+  const Source source{codes + tile * (VECTORS * 512), scales + tile * GROUP_BYTES, (u64)tiles * (VECTORS * 512),
+                      (u64)tiles * GROUP_BYTES, lane};
+  u8* const stages = smem + warp * (STAGES * STAGE_BYTES);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (begin + i < end) source.copy(stages + i * STAGE_BYTES, begin + i);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
   wait_for_inputs();
 
   float acc[4][TILES][4] = {};
+  u32 now[STEPS][TILES][2], next[STEPS][TILES][2];  // values of x
   const u16* x_lane[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; t++) x_lane[t] = x + (u64)min(8 * t + g, tokens - 1) * x_stride + 2 * c;
-
-  auto multiply = [&](const Loaded& now, int chunk) {
-    u32 inputs_of[STEPS][TILES][2];
+  auto load_x = [&](int chunk) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        const u16* from = x_lane[t] + chunk * CHUNK + s * 16;
-        inputs_of[s][t][0] = scaled_input(*(const u32*)from);
-        inputs_of[s][t][1] = scaled_input(*(const u32*)(from + 8));
+        next[s][t][0] = *(const u32*)(x_lane[t] + chunk * CHUNK + s * 16);
+        next[s][t][1] = *(const u32*)(x_lane[t] + chunk * CHUNK + s * 16 + 8);
       }
     }
+  };
+  if (begin < end) load_x(begin);
+#pragma unroll 1
+  for (int chunk = begin, place = 0; chunk < end; chunk++, place = place + 1 == STAGES ? 0 : place + 1) {
+    asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+    __syncwarp();  // the copies of all lanes are here, and what lies where the next go has been read
+    if (chunk + STAGES - 1 < end) {
+      source.copy(stages + (place == 0 ? STAGES - 1 : place - 1) * STAGE_BYTES, chunk + STAGES - 1);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        now[s][t][0] = scaled_input(next[s][t][0]), now[s][t][1] = scaled_input(next[s][t][1]);
+      }
+    }
+    if (chunk + 1 < end) load_x(chunk + 1);
+    const u8* const stage = stages + place * STAGE_BYTES;
+    const uint4* const own = (const uint4*)stage + lane * VECTORS;
     float sum[4][TILES][4] = {}, offset[TILES][4] = {};  // of a group
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      const uint4* w = now.codes + s * VECTORS;
+      uint4 w[VECTORS];
+#pragma unroll
+      for (int v = 0; v < VECTORS; v++) w[v] = own[s * VECTORS * 32 + v];
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         u32 pair[4];
@@ -172,18 +184,22 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-          mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], inputs_of[s][t][0], inputs_of[s][t][1]);
+          mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], now[s][t][0], now[s][t][1]);
         }
       }
       if (CODES == 2) {
         constexpr u32 OFFSET = 0xC308C308;  // -136
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-          mma_bf16(offset[t], OFFSET, OFFSET, OFFSET, OFFSET, inputs_of[s][t][0], inputs_of[s][t][1]);
+          mma_bf16(offset[t], OFFSET, OFFSET, OFFSET, OFFSET, now[s][t][0], now[s][t][1]);
         }
       }
       if ((s + 1) * 16 % GROUP && s < STEPS - 1) continue;
-      const u32* scales_of = now.scales + s * 16 / GROUP * SCALE_WORDS;
+      u32 scales_of[SCALE_WORDS];
+#pragma unroll
+      for (int i = 0; i < SCALE_WORDS; i++) {
+        scales_of[i] = ((const u32*)(stage + CODE_BYTES + s * 16 / GROUP * GROUP_BYTES))[g * SCALE_WORDS + i];
+      }
 #pragma unroll
       for (int m = 0; m < 4; m++) {
         const float low = decode_scale(scales_of, 2 * m), high = decode_scale(scales_of, 2 * m + 1);
@@ -201,31 +217,29 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
         for (int e = 0; e < 4; e++) offset[t][e] = 0;
       }
     }
-  };
-#pragma unroll 1
-  for (int chunk = begin; chunk < end; chunk += 2) {
-    if (chunk + 1 < end) at.load(second, chunk + 1);
-    multiply(first, chunk);
-    if (chunk + 1 == end) break;
-    if (chunk + 2 < end) at.load(first, chunk + 2);
-    multiply(second, chunk + 1);
   }
 
   // --- add up
+  __syncthreads();  // the stages have been read
+  float* const sums = (float*)smem;
+  float* const total = sums + WARPS * COLUMNS * SUM_FLOATS;
 #pragma unroll
   for (int m = 0; m < 4; m++) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) sums[warp][8 * t + 2 * c + e % 2][16 * m + g + 8 * (e / 2)] = acc[m][t][e];
+      for (int e = 0; e < 4; e++) {
+        const int token = 8 * t + 2 * c + e % 2, row = 16 * m + g + 8 * (e / 2);
+        sums[(warp * COLUMNS + token) * SUM_FLOATS + row] = acc[m][t][e];
+      }
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < COLUMNS * ROWS; i += 32 * WARPS) {
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += sums[w][i / ROWS][i % ROWS];
-    total[i / ROWS][i % ROWS] = sum;
+    for (int w = 0; w < WARPS; w++) sum += sums[(w * COLUMNS + i / ROWS) * SUM_FLOATS + i % ROWS];
+    total[i] = sum;
   }
   if (SPLITS > 1) {
     cluster_sync();
@@ -238,9 +252,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
     float sum = 0;
     if (SPLITS > 1) {
 #pragma unroll
-      for (int block = 0; block < SPLITS; block++) sum += load_of_block(&total[token][row], block);
+      for (int block = 0; block < SPLITS; block++) sum += load_of_block(total + token * ROWS + row, block);
     } else {
-      sum = total[token][row];
+      sum = total[token * ROWS + row];
     }
     sum *= UNDO;
 #if GLOBAL == 1

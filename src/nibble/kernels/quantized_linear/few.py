@@ -27,7 +27,9 @@ OUTPUTS, INPUTS = 64, 128
 WARPS = 4
 MOST_SPLITS = 8
 BLOCKS = 4
-"""Of a processor, about as many as are resident: inputs are split among more blocks until there are as many."""
+"""Of a processor that are resident: inputs are split among more blocks until there are about as many."""
+STAGES, STAGE_CODES = 3, 4096
+"""What a warp has in shared memory, and the bytes of codes of each."""
 
 
 def serves(matrix: PackedMatrix) -> bool:
@@ -67,11 +69,18 @@ def macros(matrix: PackedMatrix, columns: int, splits: int) -> dict[str, int]:
     }  # fmt: skip
 
 
+def shared_bytes(matrix: PackedMatrix) -> int:
+    """Return the dynamic shared memory of a block."""
+    chunk = STAGE_CODES * 8 // (OUTPUTS * matrix.format.bits)
+    scales = max(chunk // matrix.format.group, 1) * OUTPUTS * (1 if matrix.format.scales else 2)
+    return WARPS * STAGES * (STAGE_CODES + scales)
+
+
 @cache
-def _kernel(arch: int, device: int, settings: tuple[tuple[str, int], ...]) -> Any:
+def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int], ...]) -> Any:
     from nibble.kernels.nvrtc import Kernel, cubin
 
-    return Kernel(cubin(SOURCE, arch, dict(settings)), "few", 0)
+    return Kernel(cubin(SOURCE, arch, dict(settings)), "few", shared)
 
 
 def few_linear(x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None) -> Tensor:
@@ -92,12 +101,13 @@ def few_linear(x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None)
     out_TN = x_TK.new_empty(len(x_TK), outputs)
     splits = splits or splits_of(outputs, inputs, gpu.processors)
     settings = macros(matrix, 8 if len(x_TK) <= 8 else TOKENS, splits)
-    kernel = _kernel(gpu.arch, x_TK.device.index or 0, tuple(settings.items()))
+    shared = shared_bytes(matrix)
+    kernel = _kernel(gpu.arch, x_TK.device.index or 0, shared, tuple(settings.items()))
     tensors = (matrix.codes, matrix.scale, matrix.global_scale, x_TK, out_TN)
     pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     sizes = len(x_TK), outputs, inputs, x_TK.stride(0)
     kernel.launch(
-        outputs // OUTPUTS * splits, 32 * WARPS, 0, (POINTER,) * 5 + (INT,) * 4, (*pointers, *sizes),
+        outputs // OUTPUTS * splits, 32 * WARPS, shared, (POINTER,) * 5 + (INT,) * 4, (*pointers, *sizes),
         starts_early=True,
     )  # fmt: skip
     return out_TN

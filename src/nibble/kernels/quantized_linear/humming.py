@@ -73,12 +73,15 @@ def _config(matrix: PackedMatrix) -> Any:
     )
 
 
-def _schedules(config: Any, device: torch.device, least: int) -> list[list[Any]]:
-    """Return the kernels for more rows than `least`: for more than the first number, up to the second, settings."""
+def _schedules(config: Any, device: torch.device, few: int) -> list[list[Any]]:
+    """Return the kernels of a matrix: for more rows than the first number, up to the second, settings of a kernel.
+
+    Up to `few` rows are not multiplied here.
+    """
     from humming.tune import get_heuristics_config
 
     schedules: list[list[Any]] = []
-    for first, last in pairwise((least, *(last for last in RANGES if last > least))):
+    for first, last in pairwise((0, *(last for last in RANGES if last > few))):
         settings = get_heuristics_config(config, shape_m=last, device=device)
         if schedules and schedules[-1][2] == settings:
             schedules[-1][1] = last
@@ -100,9 +103,9 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> dict[tuple[object, ...], li
 
     def compile(key: tuple[object, ...]) -> Tensor:
         config, device = configs[key], by_key[key].codes.device
-        least = few.TOKENS if few.serves(by_key[key]) else 0
+        fewest = few.TOKENS if few.serves(by_key[key]) else 0
         kernels: Tensor = HummingKernel.prepare_kernels(
-            config.to_str(), tuning_config=_schedules(config, device, least), device=device
+            config.to_str(), tuning_config=_schedules(config, device, fewest), device=device
         )
         return kernels
 
