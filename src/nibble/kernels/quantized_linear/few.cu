@@ -7,9 +7,9 @@
 //   GLOBAL       0: there is none, 1: one float32, 2: a bfloat16 for each output
 //   COLUMNS      8 or 16: the most tokens
 //   WARPS        warps of a block
-//   SPLITS       blocks of a cluster, which share the inputs of 64 outputs: 1, 2, 4 or 8
-// Kernel: few(...), a grid of outputs / 64 * SPLITS blocks of 32 * WARPS threads, dynamic shared memory as few.py says.
-// Outputs are a multiple of 64, inputs of 128. From SM90 on.
+//   SPLITS       blocks of a cluster, which share the inputs of 128 outputs: 1, 2, 4 or 8
+// Kernel: few(...), a grid of outputs / 128 * SPLITS blocks of 32 * WARPS threads, dynamic shared memory as few.py says.
+// Outputs and inputs are multiples of 128. From SM90 on.
 //
 // Layout (humming 0.1.19, transform.py and process.cuh, for 16-bit activations): for 16 inputs after another, for 64
 // outputs after another, BITS words of each lane of a warp, in which its values of four matrices of 16 x 16 are those
@@ -24,17 +24,18 @@
 #include "bits.cuh"
 
 constexpr int BITS = CODES == 0 ? 8 : 4;
-constexpr int CHUNK = BITS == 4 ? 128 : 64, STEPS = CHUNK / 16;  // inputs that are loaded at a time, and their products
-constexpr int VECTORS = BITS / 4;                                // of 16 bytes that a lane loads for a step
+constexpr int CHUNK = BITS == 4 ? 64 : 32, STEPS = CHUNK / 16;   // inputs that are loaded at a time, and their products
+constexpr int VECTORS = BITS / 4;                                // of 16 bytes that a lane has of a step's 64 outputs
 constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;        // of which a chunk has values
 constexpr int SCALE_WORDS = SCALES == 0 ? 4 : 2;                 // of a lane's eight scales
 constexpr int TILES = COLUMNS / 8;
-constexpr int ROWS = 64;
+constexpr int HALVES = 2, ROWS = 64 * HALVES;                    // outputs of a warp, which share values of x
 static_assert(GROUP >= 16 && (CHUNK % GROUP == 0 || GROUP % CHUNK == 0), "groups and chunks begin together");
 
 // Of shared memory, for each warp: stages of a chunk's codes and scales, later its sums.
 constexpr int STAGES = 3;
-constexpr int CODE_BYTES = STEPS * VECTORS * 512, GROUP_BYTES = 32 * SCALE_WORDS;
+constexpr int HALF_BYTES = VECTORS * 512, STEP_BYTES = HALVES * HALF_BYTES, CODE_BYTES = STEPS * STEP_BYTES;
+constexpr int HALF_SCALES = 32 * SCALE_WORDS, GROUP_BYTES = HALVES * HALF_SCALES;
 constexpr int STAGE_BYTES = CODE_BYTES + GROUPS * GROUP_BYTES;
 constexpr int SUM_FLOATS = ROWS + 1;  // of a token and warp, so that banks differ
 static_assert((WARPS + 1) * COLUMNS * SUM_FLOATS * 4 <= WARPS * STAGES * STAGE_BYTES, "sums lie where stages were");
@@ -83,7 +84,7 @@ DEVICE float decode_scale(const u32* words, int i) {
 #endif
 }
 
-// What a warp reads of the matrix: its 64 outputs.
+// What a warp reads of the matrix: its outputs.
 struct Source {
   const u8 *codes, *scales;
   u64 step_stride, group_stride;  // bytes
@@ -93,13 +94,15 @@ struct Source {
   DEVICE void copy(u8* stage, int chunk) const {
     const u8* from = codes + (u64)(chunk * STEPS) * step_stride + lane * 16;
 #pragma unroll
-    for (int i = 0; i < STEPS * VECTORS; i++) {
-      copy_16(stage + i * 512 + lane * 16, from + (i / VECTORS) * step_stride + i % VECTORS * 512);
+    for (int i = 0; i < CODE_BYTES / 512; i++) {
+      constexpr int OF_STEP = STEP_BYTES / 512;
+      copy_16(stage + i * 512 + lane * 16, from + i / OF_STEP * step_stride + i % OF_STEP * 512);
     }
     constexpr int PIECES = GROUP_BYTES / 16;
-    if (lane < GROUPS * PIECES) {
-      const u64 group = chunk * CHUNK / GROUP + lane / PIECES;
-      copy_16(stage + CODE_BYTES + lane * 16, scales + group * group_stride + lane % PIECES * 16);
+#pragma unroll
+    for (int i = lane; i < GROUPS * PIECES; i += 32) {
+      const u64 group = chunk * CHUNK / GROUP + i / PIECES;
+      copy_16(stage + CODE_BYTES + i * 16, scales + group * group_stride + i % PIECES * 16);
     }
   }
 };
@@ -124,7 +127,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
   const int tile = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS, tiles = outputs / ROWS;
   const int chunks = inputs / CHUNK, part = rank * WARPS + warp;
   const int begin = chunks * part / (SPLITS * WARPS), end = chunks * (part + 1) / (SPLITS * WARPS);
-  const Source source{codes + tile * (VECTORS * 512), scales + tile * GROUP_BYTES, (u64)tiles * (VECTORS * 512),
+  const Source source{codes + tile * STEP_BYTES, scales + tile * GROUP_BYTES, (u64)tiles * STEP_BYTES,
                       (u64)tiles * GROUP_BYTES, lane};
   u8* const stages = smem + warp * (STAGES * STAGE_BYTES);
 #pragma unroll
@@ -134,7 +137,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
   }
   wait_for_inputs();
 
-  float acc[4][TILES][4] = {};
+  float acc[HALVES][4][TILES][4] = {};
   u32 now[STEPS][TILES][2], next[STEPS][TILES][2];  // values of x
   const u16* x_lane[TILES];
 #pragma unroll
@@ -167,54 +170,56 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
     }
     if (chunk + 1 < end) load_x(chunk + 1);
     const u8* const stage = stages + place * STAGE_BYTES;
-    const uint4* const own = (const uint4*)stage + lane * VECTORS;
-    float sum[4][TILES][4] = {}, offset[TILES][4] = {};  // of a group
+    float offset[TILES][4] = {};  // of integers, for all outputs
+    if (CODES == 2) {
+      constexpr u32 OFFSET = 0xC308C308;  // -136
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      uint4 w[VECTORS];
-#pragma unroll
-      for (int v = 0; v < VECTORS; v++) w[v] = own[s * VECTORS * 32 + v];
-#pragma unroll
-      for (int m = 0; m < 4; m++) {
-        u32 pair[4];
-        if (BITS == 4) {
-          decode_codes(pair, word_of(w[0], m), 0);
-        } else {
-          decode_codes(pair, word_of(w[m / 2 % VECTORS], 2 * m % 4), word_of(w[m / 2 % VECTORS], 2 * m % 4 + 1));
-        }
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], now[s][t][0], now[s][t][1]);
-        }
-      }
-      if (CODES == 2) {
-        constexpr u32 OFFSET = 0xC308C308;  // -136
+      for (int s = 0; s < STEPS; s++) {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
           mma_bf16(offset[t], OFFSET, OFFSET, OFFSET, OFFSET, now[s][t][0], now[s][t][1]);
         }
       }
-      if ((s + 1) * 16 % GROUP && s < STEPS - 1) continue;
-      u32 scales_of[SCALE_WORDS];
+    }
 #pragma unroll
-      for (int i = 0; i < SCALE_WORDS; i++) {
-        scales_of[i] = ((const u32*)(stage + CODE_BYTES + s * 16 / GROUP * GROUP_BYTES))[g * SCALE_WORDS + i];
-      }
+    for (int half = 0; half < HALVES; half++) {
+      const u8* const own = stage + half * HALF_BYTES + lane * (VECTORS * 16);
+      float sum[4][TILES][4] = {};  // of a group
 #pragma unroll
-      for (int m = 0; m < 4; m++) {
-        const float low = decode_scale(scales_of, 2 * m), high = decode_scale(scales_of, 2 * m + 1);
+      for (int s = 0; s < STEPS; s++) {
+        uint4 w[VECTORS];
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
+        for (int v = 0; v < VECTORS; v++) w[v] = *(const uint4*)(own + s * STEP_BYTES + v * 16);
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            acc[m][t][e] += (e < 2 ? low : high) * (CODES == 2 ? sum[m][t][e] + offset[t][e] : sum[m][t][e]);
-            sum[m][t][e] = 0;
+        for (int m = 0; m < 4; m++) {
+          u32 pair[4];
+          if (BITS == 4) {
+            decode_codes(pair, word_of(w[0], m), 0);
+          } else {
+            decode_codes(pair, word_of(w[m / 2 % VECTORS], 2 * m % 4), word_of(w[m / 2 % VECTORS], 2 * m % 4 + 1));
+          }
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+            mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], now[s][t][0], now[s][t][1]);
           }
         }
-      }
+        if ((s + 1) * 16 % GROUP && s < STEPS - 1) continue;
+        const u8* const of_group = stage + CODE_BYTES + s * 16 / GROUP * GROUP_BYTES + half * HALF_SCALES;
+        u32 scale[SCALE_WORDS];
 #pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        for (int e = 0; e < 4; e++) offset[t][e] = 0;
+        for (int i = 0; i < SCALE_WORDS; i++) scale[i] = ((const u32*)of_group)[g * SCALE_WORDS + i];
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+          const float low = decode_scale(scale, 2 * m), high = decode_scale(scale, 2 * m + 1);
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              acc[half][m][t][e] += (e < 2 ? low : high) * (CODES == 2 ? sum[m][t][e] + offset[t][e] : sum[m][t][e]);
+              sum[m][t][e] = 0;
+            }
+          }
+        }
       }
     }
   }
@@ -224,13 +229,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
   float* const sums = (float*)smem;
   float* const total = sums + WARPS * COLUMNS * SUM_FLOATS;
 #pragma unroll
-  for (int m = 0; m < 4; m++) {
+  for (int m = 0; m < 4 * HALVES; m++) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int token = 8 * t + 2 * c + e % 2, row = 16 * m + g + 8 * (e / 2);
-        sums[(warp * COLUMNS + token) * SUM_FLOATS + row] = acc[m][t][e];
+        sums[(warp * COLUMNS + token) * SUM_FLOATS + row] = acc[m / 4][m % 4][t][e];
       }
     }
   }

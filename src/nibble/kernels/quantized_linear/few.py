@@ -22,7 +22,7 @@ TOKENS = 16
 CODES = {"e4m3": 0, "e2m1": 1, "uint4": 2}
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
 GROUPS = (16, 32, 128)
-OUTPUTS, INPUTS = 64, 128
+OUTPUTS, INPUTS = 128, 128
 """What outputs and inputs are multiples of."""
 WARPS = 4
 MOST_SPLITS = 8
@@ -59,21 +59,21 @@ def splits_of(outputs: int, inputs: int, processors: int) -> int:
     return splits
 
 
-def macros(matrix: PackedMatrix, columns: int, splits: int) -> dict[str, int]:
+def macros(matrix: PackedMatrix, columns: int, splits: int, warps: int = WARPS) -> dict[str, int]:
     """Return the macros that few.cu is compiled with."""
     format, scale = matrix.format, matrix.global_scale
     return {
         "CODES": CODES[format.codes], "SCALES": SCALES[format.scales], "GROUP": format.group,
         "GLOBAL": 0 if scale is None else 1 if len(scale) == 1 else 2,
-        "COLUMNS": columns, "WARPS": WARPS, "SPLITS": splits,
+        "COLUMNS": columns, "WARPS": warps, "SPLITS": splits,
     }  # fmt: skip
 
 
-def shared_bytes(matrix: PackedMatrix) -> int:
+def shared_bytes(matrix: PackedMatrix, warps: int = WARPS) -> int:
     """Return the dynamic shared memory of a block."""
     chunk = STAGE_CODES * 8 // (OUTPUTS * matrix.format.bits)
     scales = max(chunk // matrix.format.group, 1) * OUTPUTS * (1 if matrix.format.scales else 2)
-    return WARPS * STAGES * (STAGE_CODES + scales)
+    return warps * STAGES * (STAGE_CODES + scales)
 
 
 @cache
@@ -83,13 +83,16 @@ def _kernel(arch: int, device: int, shared: int, settings: tuple[tuple[str, int]
     return Kernel(cubin(SOURCE, arch, dict(settings)), "few", shared)
 
 
-def few_linear(x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None) -> Tensor:
+def few_linear(
+    x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None, warps: int = WARPS
+) -> Tensor:
     """Compute x W^T -> [T, N], for at most TOKENS tokens and a matrix that serves() accepts.
 
     Args:
         x_TK: bfloat16.
         matrix: In the layout of humming.py.
         splits: Among how many blocks inputs are split, in place of the fastest.
+        warps: Of a block.
 
     Raises:
         BackendError: The driver refuses the launch.
@@ -100,14 +103,14 @@ def few_linear(x_TK: Tensor, matrix: PackedMatrix, *, splits: int | None = None)
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     out_TN = x_TK.new_empty(len(x_TK), outputs)
     splits = splits or splits_of(outputs, inputs, gpu.processors)
-    settings = macros(matrix, 8 if len(x_TK) <= 8 else TOKENS, splits)
-    shared = shared_bytes(matrix)
+    settings = macros(matrix, 8 if len(x_TK) <= 8 else TOKENS, splits, warps)
+    shared = shared_bytes(matrix, warps)
     kernel = _kernel(gpu.arch, x_TK.device.index or 0, shared, tuple(settings.items()))
     tensors = (matrix.codes, matrix.scale, matrix.global_scale, x_TK, out_TN)
     pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     sizes = len(x_TK), outputs, inputs, x_TK.stride(0)
     kernel.launch(
-        outputs // OUTPUTS * splits, 32 * WARPS, shared, (POINTER,) * 5 + (INT,) * 4, (*pointers, *sizes),
+        outputs // OUTPUTS * splits, 32 * warps, shared, (POINTER,) * 5 + (INT,) * 4, (*pointers, *sizes),
         starts_early=True,
     )  # fmt: skip
     return out_TN
