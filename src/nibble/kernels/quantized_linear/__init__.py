@@ -1,8 +1,8 @@
 """quantized_linear: y = x W^T for a matrix that is kept packed (kernels/weight_formats.py).
 
 naive.py defines it, and computes it on a CPU. On a GPU humming.py calls kernels of `humming-kernels`, for any number of
-rows, and few.py reads the same layout faster for a few. preparation() compiles them, brings matrices into their layout,
-and holds each kernel against the definition.
+rows; cuda.py reads the same layout faster for a few and for many. preparation() compiles them, brings matrices into
+their layout, and holds each kernel against the definition.
 
 Shape suffixes: T tokens, N outputs, K inputs, G groups of inputs.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nibble.errors import BackendError
-from nibble.kernels.quantized_linear import few, naive
+from nibble.kernels.quantized_linear import cuda, naive
 from nibble.kernels.quantized_linear.matrix import NAIVE, PackedMatrix
 from nibble.kernels.weight_formats import WeightFormat
 
@@ -63,12 +63,21 @@ def preparation(
     def prepare(matrix: PackedMatrix) -> tuple[PackedMatrix, Tensor]:
         packed = _humming().prepare(matrix)
         if matrix.key not in tested:
-            first = (1, 8, few.TOKENS) if few.serves(matrix) else ()
-            _test(matrix, packed, (*first, *kernels[matrix.key]))
+            own = [
+                n for n in (1, cuda.FEW_TOKENS, cuda.MANY_TOKENS) if _implementation(matrix, n) is not None
+            ]
+            _test(matrix, packed, (*own, *kernels[matrix.key]))
             tested.add(matrix.key)
         return packed
 
     return lambda matrix: _explained(lambda: prepare(matrix))
+
+
+def _implementation(matrix: PackedMatrix, tokens: int) -> Callable[[Tensor, PackedMatrix], Tensor] | None:
+    """Return what multiplies so many tokens with a packed matrix; None: the library."""
+    if cuda.is_few(matrix, tokens):
+        return cuda.few_linear
+    return cuda.many_linear if cuda.is_many(matrix, tokens) else None
 
 
 def _humming() -> Any:
@@ -125,8 +134,8 @@ def _quantized_linear(
         y_TN = naive.quantized_linear(x_TK, matrix) if layout == NAIVE else x_TK.new_empty(0, shape[0])
     else:
         assert locks is not None
-        is_few = len(x_TK) <= few.TOKENS and few.serves(matrix)
-        y_TN = few.few_linear(x_TK, matrix) if is_few else _humming().quantized_linear(x_TK, matrix, locks)
+        own = _implementation(matrix, len(x_TK))
+        y_TN = own(x_TK, matrix) if own else _humming().quantized_linear(x_TK, matrix, locks)
     return y_TN.view(*x.shape[:-1], shape[0])
 
 

@@ -1,41 +1,32 @@
 // Products of a few tokens with a packed matrix in the layout of humming-kernels: y = x W^T, at the speed of memory.
 //
 // Compiled at run time, with these macros:
-//   CODES        0: E4M3, 1: E2M1, 2: unsigned 4-bit integers whose zero is 8
-//   SCALES       of groups; 0: bfloat16, 1: E4M3, 2: E8M0
-//   GROUP        inputs of a group: 16, 32 or 128
-//   GLOBAL       0: there is none, 1: one float32, 2: a bfloat16 for each output
+//   CODES, SCALES, GROUP and GLOBAL, see packed.cuh
 //   COLUMNS      8 or 16: the most tokens
 //   WARPS        warps of a block
 //   SPLITS       blocks of a cluster, which share the inputs of 128 outputs: 1, 2, 4 or 8
-// Kernel: few(...), a grid of outputs / 128 * SPLITS blocks of 32 * WARPS threads, dynamic shared memory as few.py says.
-// Outputs and inputs are multiples of 128. From SM90 on.
-//
-// Layout (humming 0.1.19, transform.py and process.cuh, for 16-bit activations): for 16 inputs after another, for 64
-// outputs after another, BITS words of each lane of a warp, in which its values of four matrices of 16 x 16 are those
-// of the operand A of mma.m16n8k16. Scales of a group are 64 outputs after another, in which those of lane / 4 come first: g, g + 8, ...
+// Kernel: few(...), a grid of outputs / 128 * SPLITS blocks of 32 * WARPS threads, dynamic shared memory
+// as cuda.py says. Outputs and inputs are multiples of 128. From SM90 on.
 //
 // A warp streams its chunks through shared memory of its own. The first copies start before the kernel in front has
-// ended, as nobody writes weights. Sums of a group are scaled in float32. Warps, then blocks of a cluster, add up their sums in order,
-// so that a result does not depend on timing.
+// ended, as nobody writes weights. Sums of a group are scaled in float32. Warps, then blocks of a cluster, add up their
+// sums in order, so that a result does not depend on timing.
 //
 // Names: g = lane / 4 and c = lane % 4, the coordinates of mma fragments.
 
 #include "bits.cuh"
+#include "packed.cuh"
 
-constexpr int BITS = CODES == 0 ? 8 : 4;
 constexpr int CHUNK = BITS == 4 ? 64 : 32, STEPS = CHUNK / 16;   // inputs that are loaded at a time, and their products
-constexpr int VECTORS = BITS / 4;                                // of 16 bytes that a lane has of a step's 64 outputs
 constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1;        // of which a chunk has values
-constexpr int SCALE_WORDS = SCALES == 0 ? 4 : 2;                 // of a lane's eight scales
 constexpr int TILES = COLUMNS / 8;
 constexpr int HALVES = 2, ROWS = 64 * HALVES;                    // outputs of a warp, which share values of x
 static_assert(GROUP >= 16 && (CHUNK % GROUP == 0 || GROUP % CHUNK == 0), "groups and chunks begin together");
 
 // Of shared memory, for each warp: stages of a chunk's codes and scales, later its sums.
 constexpr int STAGES = 3;
-constexpr int HALF_BYTES = VECTORS * 512, STEP_BYTES = HALVES * HALF_BYTES, CODE_BYTES = STEPS * STEP_BYTES;
-constexpr int HALF_SCALES = 32 * SCALE_WORDS, GROUP_BYTES = HALVES * HALF_SCALES;
+constexpr int STEP_BYTES = HALVES * HALF_BYTES, CODE_BYTES = STEPS * STEP_BYTES;
+constexpr int GROUP_BYTES = HALVES * HALF_SCALES;
 constexpr int STAGE_BYTES = CODE_BYTES + GROUPS * GROUP_BYTES;
 constexpr int SUM_FLOATS = ROWS + 1;  // of a token and warp, so that banks differ
 static_assert((WARPS + 1) * COLUMNS * SUM_FLOATS * 4 <= WARPS * STAGES * STAGE_BYTES, "sums lie where stages were");
@@ -44,44 +35,11 @@ DEVICE void copy_16(u8* to, const u8* from) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// Codes become bfloat16 by masks and shifts, exactly: floats have exponent and mantissa at the low ends of bfloat16's, so
-// they are times 2^-120 or 2^-126; integers are the low bits of 128 + code. The first is undone by x, which is times
-// 2^60, and by the sums; the second by a product of x and -136.
-constexpr float UNDO = CODES == 0 ? 0x1p60f : CODES == 1 ? 0x1p66f : 1;
-
-// Four pairs of neighbouring inputs: of output g two, 8 inputs apart, then of output g + 8.
-DEVICE void decode_codes(u32* pair, u32 first, u32 second) {
-#if CODES == 0
-  const u32 shifted[4] = {first << 8, first, second << 8, second};
-  for (int i = 0; i < 4; i++) pair[i] = (shifted[i] & 0x80008000) | ((shifted[i] & 0x7F007F00) >> 4);
-#elif CODES == 1
-  for (int i = 0; i < 4; i++) {
-    const u32 magnitude = i < 2 ? first << (6 - 4 * i) : first >> (4 * i - 6);
-    pair[i] = (magnitude & 0x01C001C0) | ((first << (12 - 4 * i)) & 0x80008000);
-  }
-#else
-  for (int i = 0; i < 4; i++) pair[i] = ((first >> (4 * i)) & 0x000F000F) | 0x43004300;
-#endif
-}
-
 DEVICE u32 scaled_input(u32 x) {
 #if CODES != 2
   asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(x) : "r"(x), "r"(0x5D805D80), "r"(0x80008000));  // 2^60 x - 0
 #endif
   return x;
-}
-
-// Scale i of a lane's eight, those of outputs g + 8 i.
-DEVICE float decode_scale(const u32* words, int i) {
-#if SCALES == 0
-  return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
-#elif SCALES == 1
-  const u32 byte = words[i / 4] >> (8 * (i % 4));
-  return __uint_as_float((byte & 0x7F) << 20) * 0x1p120f;  // scales are not negative
-#else
-  const u32 byte = words[i / 4] >> (8 * (i % 4)) & 0xFF;
-  return __uint_as_float(byte ? byte << 23 : 1u << 22);
-#endif
 }
 
 // What a warp reads of the matrix: its outputs.
@@ -193,11 +151,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
 #pragma unroll
         for (int m = 0; m < 4; m++) {
           u32 pair[4];
-          if (BITS == 4) {
-            decode_codes(pair, word_of(w[0], m), 0);
-          } else {
-            decode_codes(pair, word_of(w[m / 2 % VECTORS], 2 * m % 4), word_of(w[m / 2 % VECTORS], 2 * m % 4 + 1));
-          }
+          decode_codes_of(pair, w, m);
 #pragma unroll
           for (int t = 0; t < TILES; t++) {
             mma_bf16(sum[m][t], pair[0], pair[2], pair[1], pair[3], now[s][t][0], now[s][t][1]);
@@ -262,12 +216,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(32 *
       sum = total[token * ROWS + row];
     }
     sum *= UNDO;
-#if GLOBAL == 1
-    sum *= *(const float*)global_scale;
-#elif GLOBAL == 2
-    const int r = row % 32, place = r % 8 / 2 * 8 + r / 8 * 2 + r % 2;  // of 32 outputs
-    sum *= __uint_as_float((u32)((const u16*)global_scale)[output - r + place] << 16);
-#endif
+    sum *= read_global_scale(global_scale, output);
     out[(u64)token * outputs + output] = u16(pack_bf16(sum, 0));
   }
   if (SPLITS > 1) cluster_sync();  // nobody reads a block's memory any more

@@ -23,7 +23,7 @@ from torch import Tensor
 from nibble.errors import BackendError
 from nibble.hardware import cache_folder
 from nibble.kernels import UNBOUNDED
-from nibble.kernels.quantized_linear import few
+from nibble.kernels.quantized_linear import cuda
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
 
 CACHE_VARIABLE = "HUMMING_CACHE_DIR"
@@ -103,9 +103,9 @@ def compile_all(matrices: Iterable[PackedMatrix]) -> dict[tuple[object, ...], li
 
     def compile(key: tuple[object, ...]) -> Tensor:
         config, device = configs[key], by_key[key].codes.device
-        fewest = few.TOKENS if few.serves(by_key[key]) else 0
+        few = cuda.FEW_TOKENS if cuda.serves(by_key[key]) else 0
         kernels: Tensor = HummingKernel.prepare_kernels(
-            config.to_str(), tuning_config=_schedules(config, device, fewest), device=device
+            config.to_str(), tuning_config=_schedules(config, device, few), device=device
         )
         return kernels
 
