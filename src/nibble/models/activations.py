@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nibble.config import ACTIVATIONS
 from nibble.errors import ConfigError
 from nibble.hardware import Hardware
 from nibble.kernels.weight_formats import (
@@ -22,7 +23,7 @@ from nibble.kernels.weight_formats import (
 )
 from nibble.model_spec import StoredWeights
 
-AUTO, FULL, FP8 = "auto", "bf16", "fp8"
+AUTO, FULL, FP8 = ACTIVATIONS
 """What --activations takes: as the checkpoint asks, in the compute dtype, or in FP8 wherever weights are."""
 TITLES = {
     Activations.GROUP: f"a scale for each token and {GROUP} inputs",
@@ -50,20 +51,20 @@ def of_group(entry: Mapping[str, Any] | None) -> Activations:
     return Activations.TOKEN
 
 
-def activations_of(choice: str, asked: Activations | None, format: WeightFormat) -> Activations:
+def activations_of(choice: str, request: Activations | None, format: WeightFormat) -> Activations:
     """Return how the inputs of a packed matrix are quantised.
 
     Args:
         choice: AUTO, FULL or FP8, as decide() returned it.
-        asked: What the checkpoint asks for; None where there is none, or it does not name the matrix.
+        request: What the checkpoint asks for; None where there is none, or it does not name the matrix.
         format: Of the matrix. A group as wide as the row is the row.
     """
     if choice == FULL or format.codes != "e4m3":
         return Activations.NONE
-    wanted = asked or (_finest(format) if choice == FP8 else Activations.NONE)
-    if wanted is Activations.GROUP and not format.group:
-        wanted = Activations.TOKEN
-    return Activations.NONE if activations_unserved(format, wanted) else wanted
+    kind = request or (_finest(format) if choice == FP8 else Activations.NONE)
+    if kind is Activations.GROUP and not format.group:
+        kind = Activations.TOKEN
+    return Activations.NONE if activations_unserved(format, kind) else kind
 
 
 def _finest(format: WeightFormat) -> Activations:
@@ -76,9 +77,12 @@ def outline(formats: Sequence[tuple[WeightFormat | None, Activations]]) -> tuple
     Args:
         formats: Of packed matrices, and what the checkpoint asks for with each.
     """
-    packed = [(format, asked) for format, asked in formats if format]
-    served = [asked for format, asked in packed if not activations_unserved(format, asked or _finest(format))]
-    return "; ".join(dict.fromkeys(TITLES[asked] for asked in served if asked)), bool(served)
+    served = [
+        request
+        for format, request in formats
+        if format and not activations_unserved(format, request or _finest(format))
+    ]
+    return "; ".join(dict.fromkeys(TITLES[request] for request in served if request)), bool(served)
 
 
 def decide(choice: str, stored: StoredWeights | None, unpacked: str, hardware: Hardware) -> tuple[str, str]:

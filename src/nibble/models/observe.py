@@ -133,10 +133,10 @@ def _stored_weights(
     size = quantized.stored_bytes(quantization, _parameters(model))
     packed = quantized.packed_bytes(quantization, _parameters(model), dtype)
     formats = [(rule.format.packed, rule.format.activations) for rule in quantization.rules]
-    asked, has_fp8 = activations.outline(formats)
+    requests, has_fp8 = activations.outline(formats)
     return StoredWeights(
         quantization.method, quantization.kind, size, packed, quantized.unreadable(entry),
-        activations=asked, has_fp8=has_fp8,
+        activations=requests, has_fp8=has_fp8,
     )  # fmt: skip
 
 

@@ -143,19 +143,19 @@ class Packer:
         return PackedMatrix(format, codes.contiguous(), scale, self.dtype, rounded, zero, global_scale)
 
     def with_activations(
-        self, matrix: PackedMatrix, asked: MatrixFormat | None, parts: Parts
+        self, matrix: PackedMatrix, stored: MatrixFormat | None, parts: Parts
     ) -> PackedMatrix:
         """Return a matrix with how its inputs are quantised, where they are.
 
         Args:
             matrix: Of FP8.
-            asked: Its format by the checkpoint's config, which says how; None where that does not name it.
+            stored: Its format by the checkpoint's config, which says how; None where that does not name it.
             parts: Its tensors in the checkpoint, with the scale of its inputs if that is fixed.
 
         Raises:
             WeightError: That scale is missing, or is none.
         """
-        activations = activations_of(self.activations, asked.activations if asked else None, matrix.format)
+        activations = activations_of(self.activations, stored.activations if stored else None, matrix.format)
         if activations is Activations.TENSOR:
             return replace(matrix, activations=activations, input_scale=_input_scale(parts).to(self.device))
         return replace(matrix, activations=activations)
@@ -220,10 +220,10 @@ def small_floats(parts: Parts, packer: Packer) -> PackedMatrix:
     if kind == "uint8":
         return matrix
     matrix = replace(matrix, block_rows=parts.block[0] if is_blocked else 1)
-    return packer.with_activations(matrix, _asked(parts), parts)
+    return packer.with_activations(matrix, _stored_format(parts), parts)
 
 
-def _asked(parts: Parts) -> MatrixFormat | None:
+def _stored_format(parts: Parts) -> MatrixFormat | None:
     """Return the format of a matrix as the checkpoint's config has it."""
     quantization = parse(parts.config)
     return quantization.format_of(parts.name.removesuffix(".weight")) if quantization else None
