@@ -209,6 +209,7 @@ class Measured:
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[str, str], tuple[PackedMatrix, list[tuple[PackedMatrix, Tensor]]]] = {}
+        self._expected: dict[tuple[str, str, int], Tensor] = {}
 
     def matrices(self, case: Case) -> tuple[PackedMatrix, list[tuple[PackedMatrix, Tensor]]]:
         """One in the naive layout, and several alike in that of the kernels."""
@@ -221,13 +222,21 @@ class Measured:
             self._prepared[place] = matrix, [first, *more]  # type: ignore[list-item]
         return self._prepared[place]
 
+    def expected(self, case: Case, rows: int) -> Tensor:
+        """By the definition."""
+        place = case.format, case.shape, rows
+        if place not in self._expected:
+            matrix, _ = self.matrices(case)
+            self._expected[place] = expected_product(inputs(rows, matrix.shape[1]), matrix).float()
+        return self._expected[place]
+
     def cell(self, case: Case, rows: int, settings: Settings, is_own: bool, kernel: Any) -> Cell:
         """Measure a kernel for a number of rows."""
         matrix, alike = self.matrices(case)
         table = torch.tensor([0, UNBOUNDED, kernel.kernel_id, 0])
         humming.use(table, alike[0][0].layout, matrix.codes.device)
         x = inputs(rows, matrix.shape[1])
-        expected = expected_product(x, matrix).float()
+        expected = self.expected(case, rows)
         y = quantized_linear.quantized_linear(x, *alike[0])
         error = float((y.float() - expected).norm() / expected.norm())
         # What is measured is the product alone.

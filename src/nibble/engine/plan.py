@@ -135,7 +135,8 @@ def plan_cache(
     weight_notes: list[str] = []
     if weights:
         weight_notes += _weight_notes(weights, dtype, hardware, here)
-        weight_notes += activations.notes(choice, why, weights.stored)
+        if weights.handling is not quantization.Handling.TRANSFORMERS:  # whose kernels do as they do
+            weight_notes += activations.notes(choice, why, weights.stored)
     # Times of this machine say nothing about another one.
     tuned = here and by_times and config.tuned
     times = evidence.load_tuned(hardware, table) if tuned else evidence.NO_RANKINGS
