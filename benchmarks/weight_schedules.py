@@ -1,4 +1,4 @@
-"""Settings of humming-kernels' products for few rows: candidates, each held against the definition, and the fastest.
+"""Settings of humming-kernels' products: candidates, each held against the definition, and the fastest.
 
     python benchmarks/weight_schedules.py [--formats fp8,fp8a8] [--shapes qkv,gate_up] [--rows 1,8,16,64] [--most 24]
         [--limit 110] [--cubins FOLDER] [--out FOLDER] [--report]
@@ -6,7 +6,8 @@
 
 Shapes and times are those of quantized_linear.py; `fp8a8` has activations in FP8 too, quantised before. Candidates are
 measured as they are compiled, in parallel, in an order that begins with the library's own choice; what is not compiled
-within the limit, in seconds, is left out. Those of 1 and 8 rows are the same kernels. Entries for the table in
+within the limit, in seconds, is left out. Those of 1 and 8 rows are the same kernels, and so are those of all numbers
+above 64, which are for FP8 activations alone (--formats fp8a8 --rows 256,2048,8192). Entries for the table in
 src/nibble/kernels/quantized_linear/schedules.py are printed where a candidate is faster by 3% or more.
 
 --compile needs no GPU: it writes machine code for an SM90 to a folder, which --cubins finds by its source on the
@@ -52,6 +53,15 @@ WGMMA = ((128, 64, 32, 64), (128, 128, 32, 64), (256, 64, 32, 64), (256, 64, 64,
 WGMMA_FP8 = ((128, 128, 32, 128), (128, 128, 16, 128), (64, 128, 16, 128), (128, 256, 32, 128), (64, 256, 16, 128),
              (256, 128, 32, 128))  # fmt: skip
 """Outputs and inputs of a program, and those of a warp."""
+MANY = 2048
+"""Stands for all numbers of rows above FEW, in cases."""
+FEW = 64
+LARGE = ((64, 256, 64, 32), (96, 256, 96, 32), (128, 128, 128, 16), (160, 128, 160, 16), (128, 128, 64, 32))
+"""Rows and outputs of a program that computes many rows, and those of a warp; inputs are 128."""
+SHARED = ((1, 1), (1, 2), (2, 1))
+"""Programs beside one another that read the same activations, and the same weights, once."""
+SAID = ("multi_cast_size_a", "multi_cast_size_b", "raster_group_m", "wgmma_split_issue_wait")
+"""Settings that are said where they are not as usual."""
 Settings = dict[str, Any]
 
 
@@ -81,8 +91,8 @@ class Cell:
 
 
 def tile_of(rows: int) -> int:
-    """The rows of a tile: a power of two, 8 at least."""
-    return max(8, 1 << (rows - 1).bit_length())
+    """The rows of a tile: a power of two, 8 at least; MANY above FEW."""
+    return max(8, 1 << (rows - 1).bit_length()) if rows <= FEW else MANY
 
 
 def candidates(case: Case, config: Any) -> Iterator[Settings]:
@@ -96,14 +106,19 @@ def candidates(case: Case, config: Any) -> Iterator[Settings]:
     profile = DeviceProfile("sm90", 90, 132, 227 << 10)
     problem = TuningProblem(config, case.tile, GemmType.DENSE, profile)
     for settings in _variants(case.tile, config.a_dtype.num_bits == 8):
+        # What the library's own policies leave out it does not know here.
+        known = {name: value for name, value in settings.items() if name != "multi_cast_size_b"}
         is_new = own | settings != own
-        if is_new and analyze_candidate(problem, ScheduleCandidate.from_config("candidate", settings)).legal:
+        if is_new and analyze_candidate(problem, ScheduleCandidate.from_config("candidate", known)).legal:
             yield settings
 
 
 def _variants(rows: int, is_fp8: bool) -> Iterator[Settings]:
     """All residencies of a kind of product, kinds in turn."""
     families: list[list[Settings]] = []
+    if rows == MANY:
+        yield from _large() if is_fp8 else ()
+        return
     if is_fp8:
         families += [
             [_settings(rows, "wgmma", tile, pair, is_specialized) for pair in RESIDENCIES]
@@ -116,6 +131,28 @@ def _variants(rows: int, is_fp8: bool) -> Iterator[Settings]:
                 [_settings(rows, "mma", tile, pair, False) for pair in RESIDENCIES] for tile in MMA
             ]
     yield from chain.from_iterable(zip(*families, strict=True))
+
+
+def _large() -> Iterator[Settings]:
+    """Settings for many rows of FP8 activations."""
+    for raster, splits, (activations, weights), tile in product((16, 1), (False, True), SHARED, LARGE):
+        rows, outputs, warp_rows, warp_outputs = tile
+        yield {
+            "mma_type": "wgmma",
+            "block_shape": (rows, outputs, 128),
+            "warp_shape": (warp_rows, warp_outputs, 128),
+            "num_stages": 4 if rows * outputs < 96 * 256 else 3,
+            "num_ctas_per_sm": 1,
+            "use_stream_k": False,
+            "use_tma": True,
+            "use_warp_spec": True,
+            "smem_reuse_mode": "none",
+            "raster_group_m": raster,
+            "multi_cast_size_a": activations,
+            "multi_cast_size_b": weights,
+            "wgmma_split_issue_wait": splits,
+            "wgmma_use_late_as": warp_rows > 96,
+        }
 
 
 def _settings(
@@ -264,6 +301,7 @@ def brief(settings: Mapping[str, Any]) -> str:
     return (
         f"{settings.get('mma_type', '')} {block} of {warp}, {settings.get('num_stages')} stages, "
         f"{settings.get('num_ctas_per_sm', 1)} a processor, {how}"
+        + "".join(f", {name} {settings[name]}" for name in SAID if settings.get(name, 1) not in (1, False))
     )
 
 
@@ -282,7 +320,7 @@ def entries(cells: Sequence[Cell]) -> str:
     """Lines for schedules.py, of the largest number of rows of a tile."""
     lines: dict[schedules.Entry, dict[int, Settings]] = {}
     for (case, n), (own, fastest) in best(cells).items():
-        if n == case.tile and fastest.us <= SLOWER * own.us:
+        if (n == case.tile or n > FEW) and fastest.us <= SLOWER * own.us:
             key = case.key
             entry = 90, *schedules.name(key.format, key.activations), schedules.size_class(key.shape)
             lines.setdefault(entry, {})[n] = fastest.settings
