@@ -6,9 +6,11 @@
 
 Shapes and times are those of quantized_linear.py; `fp8a8` has activations in FP8 too, quantised before. Candidates are
 measured as they are compiled, in parallel, in an order that begins with the library's own choice; what is not compiled
-within the limit, in seconds, is left out. Those of 1 and 8 rows are the same kernels, and so are those of all numbers
-above 64, which are for FP8 activations alone (--formats fp8a8 --rows 256,2048,8192). Entries for the table in
-src/nibble/kernels/quantized_linear/schedules.py are printed where a candidate is faster by 3% or more.
+within three quarters of the limit, in seconds, is left out; in the rest the library's own and the fastest settings of
+each matrix are measured as dependent launches (`use_pdl`), which start while the kernel in front ends. Those of 1 and 8
+rows are the same kernels, and so are those of all numbers above 64, which are for FP8 activations alone (--formats
+fp8a8 --rows 256,2048,8192). Entries for the table in src/nibble/kernels/quantized_linear/schedules.py are printed where
+a candidate is faster by 3% or more.
 
 --compile needs no GPU: it writes machine code for an SM90 to a folder, which --cubins finds by its source on the
 machine that measures.
@@ -58,10 +60,12 @@ MANY = 2048
 FEW = 64
 LARGE = ((64, 256, 64, 32), (96, 256, 96, 32), (128, 128, 128, 16), (160, 128, 160, 16), (128, 128, 64, 32))
 """Rows and outputs of a program that computes many rows, and those of a warp; inputs are 128."""
-SHARED = ((1, 1), (1, 2), (2, 1))
+SHARED = ((1, 1), (2, 1), (1, 2))
 """Programs beside one another that read the same activations, and the same weights, once."""
-SAID = ("multi_cast_size_a", "multi_cast_size_b", "raster_group_m", "wgmma_split_issue_wait")
+SAID = ("multi_cast_size_a", "multi_cast_size_b", "raster_group_m", "wgmma_split_issue_wait", "use_pdl")
 """Settings that are said where they are not as usual."""
+LAST = 0.25
+"""Share of the limit that is left for the best settings as dependent launches."""
 Settings = dict[str, Any]
 
 
@@ -88,6 +92,10 @@ class Cell:
     is_own: bool
     us: float
     error: float
+
+
+Job = tuple[Case, Settings, bool, Future[Any]]
+"""A kernel that compiles: for which matrix, with which settings, and whether they are the library's own."""
 
 
 def tile_of(rows: int) -> int:
@@ -226,9 +234,7 @@ def stand_in(processors: int) -> None:
     HummingKernel.register_kernel = lambda self: setattr(self, "kernel_id", 0)
 
 
-def submit(
-    pool: ThreadPoolExecutor, cases: Sequence[Case], most: int
-) -> tuple[dict[Case, Any], list[tuple[Case, Settings, bool, Future[Any]]]]:
+def submit(pool: ThreadPoolExecutor, cases: Sequence[Case], most: int) -> tuple[dict[Case, Any], list[Job]]:
     """Begin to compile: the first candidates of all cases, then the second ones."""
     configs = {case: humming.layer_config(case.key, torch.device("cuda", 0)) for case in cases}
     columns = [list(candidates(case, configs[case]))[:most] for case in cases]
@@ -373,19 +379,20 @@ def compile_only(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Cell]:
-    """Measure candidates as they are compiled."""
+    """Measure candidates as they are compiled, and then the best ones as dependent launches."""
     began, cells, measured = time.monotonic(), list[Cell](), Measured()
     rows = [int(n) for n in options.rows.split(",")]
     humming.set_environment()
     if options.cubins:
         keep_machine_code(options.cubins, is_read=True)
-    with ThreadPoolExecutor(options.workers) as pool:
-        _, jobs = submit(pool, cases_of(options), options.most)
+
+    def run(jobs: Sequence[Job], limit: float) -> None:
         for done, (case, settings, is_own, job) in enumerate(jobs):
-            if time.monotonic() - began > options.limit:
-                pool.shutdown(wait=False, cancel_futures=True)
+            if time.monotonic() - began > limit:
+                for _, _, _, rest in jobs[done:]:
+                    rest.cancel()
                 print(f"left out, for want of time: {len(jobs) - done} of {len(jobs)}")
-                break
+                return
             if error := job.exception():
                 print(f"{case.format} {case.shape}: {brief(settings)}: {str(error)[:120]}")
                 continue
@@ -394,10 +401,32 @@ def measure(options: argparse.Namespace) -> list[Cell]:
                 cells.append(cell)
                 wrong = "" if cell.error <= TOLERANCE else f"  WRONG: off by {cell.error:.2g}"
                 what = (
-                    f"{case.format:6} {case.shape:8} {n:3} rows {cell.us:7.1f} us  {brief(settings)}{wrong}"
+                    f"{case.format:6} {case.shape:8} {n:4} rows {cell.us:7.1f} us  {brief(settings)}{wrong}"
                 )
                 print(f"{time.monotonic() - began:5.1f} s  {what}", flush=True)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        configs, jobs = submit(pool, cases_of(options), options.most)
+        try:
+            run(jobs, options.limit * (1 - LAST))
+            run(dependent(pool, configs, cells), options.limit)
+        except RuntimeError as error:  # a kernel that fails takes the whole process's GPU with it
+            pool.shutdown(wait=False, cancel_futures=True)
+            print(f"ended by an error of the GPU: {str(error).strip()[:300]}")
     return cells
+
+
+def dependent(pool: ThreadPoolExecutor, configs: Mapping[Case, Any], cells: Sequence[Cell]) -> list[Job]:
+    """Begin to compile the library's own and the fastest settings of each case, as dependent launches."""
+    chosen = {
+        (case, str(cell.settings)): (case, {**cell.settings, "use_pdl": True})
+        for (case, _), pair in best(cells).items()
+        for cell in pair
+    }
+    return [
+        (case, settings, False, pool.submit(compile_one, configs[case], settings))
+        for case, settings in chosen.values()
+    ]
 
 
 def main() -> None:

@@ -344,6 +344,11 @@ def test_settings_that_were_measured_come_before_the_library_s_own(
     # Tiles of 512 outputs do not divide the matrix.
     assert ranges[0] == [0, 1, mine] and ranges[1][:2] == [1, 16] and ranges[1][2] == {"rows": 16}
     assert humming._schedules(matrix_of("fp8", 256, 512).key, config, torch.device("cpu"))[0][:2] == [0, 16]
+    monkeypatch.setattr(schedules, "COMMON", {90: {"use_pdl": True}})
+    ranges = humming._schedules(matrix.key, config, torch.device("cpu"))
+    assert [settings["use_pdl"] for *_, settings in ranges] == [True] * 3
+    config.sm_version = 80
+    assert humming._schedules(matrix.key, config, torch.device("cpu"))[0][2] == {"rows": 16}
 
 
 def test_a_kernel_that_leaves_its_locks_is_refused(library: Library) -> None:

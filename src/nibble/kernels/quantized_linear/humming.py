@@ -110,6 +110,7 @@ def _schedules(key: KernelKey, config: Any, device: torch.device) -> list[list[A
     ranges: list[list[Any]] = []
     for first, last in pairwise(sorted({0, *RANGES, *measured})):
         settings = measured.get(last) or get_heuristics_config(config, shape_m=last, device=device)
+        settings = {**settings, **schedules.COMMON.get(config.sm_version, {})}
         if ranges and ranges[-1][2] == settings:
             ranges[-1][1] = last
         else:

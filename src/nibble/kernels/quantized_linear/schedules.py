@@ -19,6 +19,9 @@ Entry = tuple[int, str, str, int]
 MEASURED: Mapping[Entry, Mapping[int, Settings]] = {}
 """For an entry settings by the most rows that they are for."""
 
+COMMON: Mapping[int, Settings] = {}
+"""By architecture settings that all kernels get besides, as `use_pdl`: to start while the kernel in front ends."""
+
 
 def size_class(shape: tuple[int, int]) -> int:
     """Return the class of a matrix: the power of two up to its number of tiles, which kernels share out."""
