@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nibble.kernels import SM90, gpu_of, import_problem
 from nibble.kernels.quantized_linear.matrix import PackedMatrix
+from nibble.kernels.weight_formats import Activations
 
 FEW, UNPACK = (Path(__file__).with_name(name) for name in ("few.cu", "unpack.cu"))
 FEW_TOKENS = 8
@@ -48,6 +49,7 @@ def serves(matrix: PackedMatrix) -> bool:
         matrix.codes.is_cuda
         and gpu_of(matrix.codes.device).arch == SM90
         and matrix.dtype == torch.bfloat16
+        and matrix.activations is Activations.NONE
         and format.codes in CODES
         and format.group in GROUPS
         and not format.has_zero
